@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +32,33 @@ def check_is_folder(path: Path, flag: str = "") -> None:
 
     if not path.is_dir() and find_moved_aside(path) is None:
         raise InvalidArgumentError(f"{flag + ' ' if flag else ''}{path}: there is no such folder")
+
+
+def near_root(path: Path) -> Path:
+    """Returns the folder of steps at a path: the path itself, or the only one near it if it has no steps.
+
+    It says on stderr that it has taken another folder. Only for commands that change nothing.
+
+    Raises InvalidArgumentError if there are several, which the message names.
+    """
+    from mcore_ckpt.tools.nearby import advice_on, nearby_roots
+
+    roots = nearby_roots(path)
+    if len(roots) > 1:
+        raise InvalidArgumentError(f"{path}: has no steps{advice_on(path)}")
+    if not roots:
+        return path
+    print(f"{path}: has no steps: taking {roots[0]}", file=sys.stderr)
+    return roots[0]
+
+
+def check_has_steps(path: Path) -> None:
+    """Raises InvalidArgumentError if a folder has no steps, but one near it has. The message names that one."""
+    from mcore_ckpt.tools.nearby import advice_on
+
+    advice = advice_on(path)
+    if advice:
+        raise InvalidArgumentError(f"{path}: has no steps{advice}")
 
 
 def check_can_be_file(flag: str, path: Path) -> None:
@@ -72,9 +100,11 @@ def add_ignore(parser: argparse.ArgumentParser, tensors: str = "tensors") -> Non
     )
 
 
-def add_json(parser: argparse.ArgumentParser) -> None:
-    """Adds `--json`."""
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON object, and nothing else")
+def add_json(
+    parser: argparse.ArgumentParser, what: str = "print the result as one JSON object, and nothing else"
+) -> None:
+    """Adds `--json`, with a help text that says what it does."""
+    parser.add_argument("--json", action="store_true", help=what)
 
 
 def add_revision(parser: argparse.ArgumentParser, flag: str) -> None:

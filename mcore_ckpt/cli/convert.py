@@ -50,6 +50,12 @@ LR scheduler, random states and counters, in the folders that --layout names. Th
 under any parallel layout. A model with experts needs the same chain of optimizers, so first run reshard to change
 whether experts are divided."""
 
+EXAMPLES = (
+    "convert --hf_model_path Qwen/Qwen3-0.6B --output_path checkpoints --tp 4 --pp 2",
+    "convert --hf_model_path model --output_path torch_dist --format torch_dist --test",
+    "convert checkpoints --format torch_dist --layout megatron --output_path back # for Megatron-LM",
+)
+
 _SIZES = (
     ("tp", "tensor-parallel size"),
     ("pp", "pipeline-parallel size"),

@@ -31,6 +31,12 @@ Shows what works, what is emulated and at what cost, and what to change. Under t
 whether they see one file system, each other's locks and the same time. The exit status is 0 if checkpoints can be saved
 in ROOT, 1 if not, and 2 if there is no such folder."""
 
+EXAMPLES = (
+    "doctor checkpoints # on this host",
+    "doctor checkpoints --megabytes 0 # without measuring the speed",
+    "doctor checkpoints --json",
+)
+
 _STYLES = {"fine": "", "emulated": "yellow", "slow": "yellow", "risk": "yellow", "bad": "red"}
 
 

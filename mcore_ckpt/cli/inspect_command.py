@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from mcore_ckpt.cli.arguments import add_json, check_can_be_file, check_is_folder, check_patterns, expanded_path
+from mcore_ckpt.cli.inspect_tables import show_tables
+from mcore_ckpt.cli.tables import is_terminal, result_console
+from mcore_ckpt.cli.tensor_view import read_tensor, show_tensor, tensor_as_json
 from mcore_ckpt.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -22,7 +25,15 @@ if TYPE_CHECKING:
 DESCRIPTION = """\
 Shows what a checkpoint holds: which program saved it under which layout, its files by kind, and with --tensors the
 name, dtype, global shape and kinds of optimizer state of each tensor. With --html it writes a page that shows how each
-tensor is cut and which rank has it, and when each rank did what in the save. Reads no tensor's bytes."""
+tensor is cut and which rank has it, and when each rank did what in the save. Reads no tensor's bytes, except with
+--tensor."""
+
+EXAMPLES = (
+    "inspect checkpoints # the newest complete step",
+    'inspect checkpoints --step 100 --role actor --tensors "layers.3."',
+    "inspect checkpoints/global_steps_100 --tensor decoder.final_layernorm.weight",
+    "inspect checkpoints --html page.html # for a browser",
+)
 
 
 def add_to(subparsers: Subparsers) -> None:
@@ -39,6 +50,11 @@ def add_to(subparsers: Subparsers) -> None:
         nargs="?",
         const="",
         help="also list the tensors: all, or those whose name contains a match",
+    )
+    parser.add_argument(
+        "--tensor",
+        metavar="NAME",
+        help="read this tensor, and show statistics of its values and which rank's file holds which part",
     )
     parser.add_argument(
         "--html",
@@ -65,16 +81,22 @@ def run(args: argparse.Namespace) -> int:
     if args.role is not None and args.role not in roles:
         raise InvalidArgumentError(f"{args.path}: has no role {args.role!r}: it has {', '.join(roles)}")
     chosen = {folder: manifest for folder, manifest in manifests.items() if args.role in (None, manifest.role)}
+    details = {} if args.tensor is None else read_tensor(list(chosen), args.tensor, args.json)
     if args.html is not None:
         _check_is_outside(args.html, chosen)
         _write_page(args.html, selection.step, chosen)
     if args.json:
-        shown = [_as_json(folder, manifest, args.tensors) for folder, manifest in chosen.items()]
+        shown = [
+            _as_json(folder, manifest, args.tensors) | {"tensor": tensor_as_json(details.get(folder))}
+            for folder, manifest in chosen.items()
+        ]
         print(json.dumps({"step": selection.step, "roles": shown}))
         return 0
-    console = Console(highlight=False, soft_wrap=True)
-    for folder, manifest in chosen.items():
-        _show(console, folder, manifest, args.tensors)
+    console = result_console()
+    for folder, tensor in details.items():
+        show_tensor(console, folder, tensor)
+    if not details:
+        _show_roles(console, chosen, args.tensors)
     if args.html is not None:
         console.print(f"page: {args.html}", markup=False)
     return 0
@@ -94,6 +116,14 @@ def _write_page(file: Path, step: int, role_dirs: Iterable[Path]) -> None:
 
     overview = Overview(step, tuple(map(overview_of_role, role_dirs)))
     replace_file(file.resolve(), build_page(overview.to_json()))  # a link stays, and what it leads to is replaced
+
+
+def _show_roles(console: Console, manifests: Mapping[Path, Manifest], pattern: str | None) -> None:
+    for folder, manifest in manifests.items():
+        if is_terminal():
+            show_tables(console, folder, manifest, _kinds(manifest), _tensors(folder, pattern))
+        else:
+            _show(console, folder, manifest, pattern)
 
 
 def _show(console: Console, role_dir: Path, manifest: Manifest, pattern: str | None) -> None:

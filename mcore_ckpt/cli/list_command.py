@@ -3,76 +3,166 @@
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.text import Text
 
-from mcore_ckpt.cli.arguments import add_json, check_is_folder, expanded_path
+from mcore_ckpt.cli.amounts import age_text, size_text
+from mcore_ckpt.cli.arguments import add_json, check_is_folder, expanded_path, near_root
+from mcore_ckpt.cli.tables import Cell, is_terminal, result_console, table_of
 from mcore_ckpt.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from mcore_ckpt.steps import StepSize, StepStatus
+    from mcore_ckpt.steps import RunningSave
+    from mcore_ckpt.tools.step_list import ListedStep, StepList
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 DESCRIPTION = """\
 Lists the steps below a folder, the oldest first, and the step that the tracker names. Reads only the manifests; use
-`mcore-ckpt verify` to check the bytes."""
+`mcore-ckpt verify` to check the bytes. If ROOT itself has no steps, a folder of steps right above or below it is taken.
+On a terminal it prints a table, elsewhere a line for each step."""
+
+EXAMPLES = (
+    "list checkpoints",
+    "list checkpoints --remote s3://bucket/run # also the steps in a remote store",
+    "list checkpoints --json",
+)
+
+# Of `step_row`.
+STEP_HEADINGS = ("step", "roles", "size>", "age>", "state", "place")
+
+_STYLES = {"complete": "green", "saving": "yellow", "incomplete": "red"}
 
 
 def add_to(subparsers: Subparsers) -> None:
     """Adds the parser of `list`."""
     parser = subparsers.add_parser("list", help="show which steps there are", description=DESCRIPTION)
     parser.add_argument("root", type=expanded_path, metavar="ROOT", help="folder of steps")
+    parser.add_argument(
+        "--remote", metavar="URL", help="also list the steps in this remote store, such as s3://bucket/prefix"
+    )
     add_json(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Lists the steps. Returns 0 whatever is found."""
-    from mcore_ckpt.steps import list_steps, read_tracker, size_of
+    from mcore_ckpt.tools.step_list import step_list_of
 
     check_is_folder(args.root)
     try:
-        statuses = list_steps(args.root)
+        found = step_list_of(near_root(args.root), args.remote)
     except OSError as error:
         raise CheckpointError(f"{args.root}: {error}") from error
-    tracked = read_tracker(args.root)
     if args.json:
-        steps = [_as_json(status, size_of(status)) for status in statuses]
-        print(json.dumps({"tracker": tracked, "steps": steps}))
+        print(json.dumps({"tracker": found.tracker, "steps": [step_as_json(step) for step in found.steps]}))
+        return 0
+    console = result_console()
+    if is_terminal():
+        _show_table(console, found)
     else:
-        _show([(status, size_of(status)) for status in statuses], tracked)
+        _show_lines(console, found)
+    complete = [step.step for step in found.steps if step.state == "complete"]
+    newest = f"newest complete step: {complete[-1]}" if complete else "no step is complete"
+    tracked = "none" if found.tracker is None else found.tracker
+    console.print(f"{newest}; the tracker names {tracked}", markup=False)
     return 0
 
 
-def _show(sizes: Sequence[tuple[StepStatus, StepSize]], tracked: int | None) -> None:
-    console = Console(highlight=False, soft_wrap=True)
-    for status, size in sizes:
-        if status.is_complete:
-            marks = "  pinned" if status.pinned else ""
-            roles = ", ".join(sorted(status.committed))
-            line = f"{status.path.name}  {size.nbytes / 1e9:10.3f} GB  {size.created}  {roles}{marks}"
+def _show_lines(console: Console, found: StepList) -> None:
+    for step in found.steps:
+        if step.state == "complete":
+            roles = ", ".join(step.roles)
+            marks = "".join(f"  {mark}" for mark in (*_marks(step), *_elsewhere(step)))
+            line = f"{step.name}  {step.nbytes / 1e9:10.3f} GB  {step.created}  {roles}{marks}"
             console.print(line, markup=False)
+        elif step.state == "saving":
+            console.print(f"{step.name}  is being saved{_savers(step)}", style="yellow", markup=False)
         else:
-            console.print(f"{status.path.name}  is not complete: {status.reason}", style="red", markup=False)
-    complete = [status.step for status, _ in sizes if status.is_complete]
-    newest = f"newest complete step: {complete[-1]}" if complete else "no step is complete"
-    console.print(f"{newest}; the tracker names {'none' if tracked is None else tracked}", markup=False)
+            console.print(f"{step.name}  is not complete: {step.reason}{_deaths(step)}", style="red", markup=False)
 
 
-def _as_json(status: StepStatus, size: StepSize) -> dict[str, Any]:
+def _show_table(console: Console, found: StepList) -> None:
+    now = datetime.datetime.now(datetime.UTC)
+    rows = [step_row(step, now) for step in found.steps]
+    if rows:
+        console.print(table_of(console, STEP_HEADINGS, rows))
+
+
+def step_row(step: ListedStep, now: datetime.datetime) -> list[Cell]:
+    """Returns a step's name, roles, size, age, state and place, for people."""
+    return [
+        step.name,
+        ", ".join(step.roles),
+        size_text(step.nbytes) if step.roles else "",
+        age_text(step.age_s(now)),
+        _state(step),
+        ", ".join(step.places),
+    ]
+
+
+def _state(step: ListedStep) -> Text:
+    text = Text(", ".join((step.state, *_marks(step))), style=_STYLES[step.state])
+    if step.state == "saving":
+        text.append(_savers(step))
+    elif step.state == "incomplete":
+        text.append(f": {step.reason.removeprefix(f'{step.path}: ')}{_deaths(step)}")
+    return text
+
+
+def _marks(step: ListedStep) -> list[str]:
+    is_saved_again = step.state == "complete" and any(map(_may_be_alive, step.saves))
+    marks = {"newest": step.newest, "pinned": step.pinned, "being saved again": is_saved_again}
+    return [mark for mark, holds in marks.items() if holds]
+
+
+def _elsewhere(step: ListedStep) -> list[str]:
+    return ["also remote" if "local" in step.places else "only remote"] if "remote" in step.places else []
+
+
+def _savers(step: ListedStep) -> str:
+    names = dict.fromkeys(save.by for save in step.saves if _may_be_alive(save))
+    return f" by {', '.join(names)}" if names else ""
+
+
+def _deaths(step: ListedStep) -> str:
+    names = ", ".join(dict.fromkeys(save.by for save in step.saves if not _may_be_alive(save)))
+    return f"; {names} died while saving it" if names else ""
+
+
+def _may_be_alive(save: RunningSave) -> bool:
+    return save.life.value != "dead"
+
+
+def step_as_json(step: ListedStep) -> dict[str, Any]:
     """Returns a step as JSON values."""
     return {
-        "step": status.step,
-        "path": str(status.path),
-        "complete": status.is_complete,
-        "reason": None if status.is_complete else status.reason,
-        "roles": sorted(status.committed),
-        "declared": sorted(status.declared),
-        "pinned": status.pinned,
-        "bytes": size.nbytes,
-        "created": size.created or None,
+        "step": step.step,
+        "path": str(step.path),
+        "complete": step.state == "complete",
+        "reason": step.reason or None,
+        "roles": list(step.roles),
+        "declared": list(step.declared),
+        "pinned": step.pinned,
+        "bytes": step.nbytes,
+        "created": step.created or None,
+        "state": step.state,
+        "newest": step.newest,
+        "places": list(step.places),
+        "saves": [save_as_json(save) for save in step.saves],
+    }
+
+
+def save_as_json(save: RunningSave) -> dict[str, Any]:
+    """Returns a save that has not committed as JSON values."""
+    return {
+        "step": save.step,
+        "role": save.role,
+        "host": None if save.owner is None else save.owner.host.partition(" ")[0],
+        "pid": None if save.owner is None else save.owner.pid,
+        "life": save.life.value,
     }

@@ -2,8 +2,8 @@
 
 Each subcommand is a module of the same name. Only the modules of `list`, `inspect` and `test` end in `_command`,
 because Python itself uses the plain names. Each module has `add_to(subparsers)`, which adds the subcommand's parser and
-sets `run`, a function that accepts the parsed arguments and returns the exit status. To add a subcommand, write such a
-module and list it in `COMMANDS`.
+sets `run`, a function that accepts the parsed arguments and returns the exit status, and `EXAMPLES`, command lines for
+its `--help`. To add a subcommand, write such a module and list it in `COMMANDS`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,41 @@ from typing import Any
 
 from rich.console import Console
 
-from mcore_ckpt.cli import convert, doctor, inspect_command, list_command, merge, prune, reshard, test_command, verify
+from mcore_ckpt.cli import (
+    completion,
+    convert,
+    diff,
+    doctor,
+    inspect_command,
+    list_command,
+    merge,
+    prune,
+    reshard,
+    test_command,
+    verify,
+    watch,
+)
 from mcore_ckpt.cli.demo import command as demo
+from mcore_ckpt.cli.examples import add_examples
 from mcore_ckpt.errors import CheckpointError, InvalidArgumentError
 
 SUCCESS, BAD_CHECKPOINT, UNUSABLE_ARGUMENTS, INTERRUPTED = 0, 1, 2, 130
 
-COMMANDS = (demo, doctor, list_command, inspect_command, verify, prune, merge, test_command, convert, reshard)
+COMMANDS = (
+    demo,
+    doctor,
+    list_command,
+    inspect_command,
+    watch,
+    diff,
+    verify,
+    prune,
+    merge,
+    test_command,
+    convert,
+    reshard,
+    completion,
+)
 
 
 def main(argv: Sequence[str] | None = None, **defaults: Any) -> int:
@@ -59,6 +87,8 @@ def build_parser() -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(metavar="command", required=True)
     for command in COMMANDS:
         command.add_to(subparsers)
+        name = next(reversed(subparsers.choices))
+        add_examples(subparsers.choices[name], command.EXAMPLES)
     return parser
 
 

@@ -34,6 +34,12 @@ DESCRIPTION = """\
 Writes a committed checkpoint as a HuggingFace model, on one machine and without GPUs. The model need not fit into
 memory. The folder appears once it is complete. Under torchrun the ranks share the work."""
 
+EXAMPLES = (
+    "merge checkpoints merged # the newest complete step",
+    "merge checkpoints/global_steps_100/actor merged --dtype bfloat16 --max-shard-size 2GiB",
+    "merge checkpoints adapter --adapters only # LoRA for PEFT",
+)
+
 _DTYPES = ("float32", "bfloat16", "float16")
 _HOW = {"merge": "adapters merged", "beside": "adapters in lora_adapter/", "only": "only its adapters"}
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}

@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 
 def progress_of_bytes(quiet: bool) -> Progress:
-    """Returns a bar of bytes done, speed and time left. It is shown on stderr, because stdout is for the result."""
+    """Returns a bar of bytes done, speed and time left.
+
+    It is shown on stderr, because stdout is for the result, and only if that is a terminal: a log has no use for it.
+    """
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    quiet = quiet or not sys.stderr.isatty()
     return Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), disable=quiet)
+
+
+def progress_in(bar: Progress, what: str) -> Callable[[int, int], None]:
+    """Adds a task to a bar, and returns the function that tells it the bytes done and the bytes of all."""
+    task = bar.add_task(what, total=None)
+
+    def update(done: int, total: int) -> None:
+        bar.update(task, completed=done, total=total)
+
+    return update

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from mcore_ckpt.cli.arguments import add_json, check_is_folder, expanded_path
+from mcore_ckpt.cli.arguments import add_json, check_has_steps, check_is_folder, expanded_path
 from mcore_ckpt.errors import CheckpointError, InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -22,6 +22,12 @@ DESCRIPTION = """\
 Deletes old steps like a trainer with the same max_to_keep and keep_every, and the leftovers of processes that died.
 Without --max-to-keep every step stays. These always stay: pinned steps, the newest complete step, steps that a process
 is writing or reading, and folders of unknown content. The command can run while trainers run."""
+
+EXAMPLES = (
+    "prune checkpoints --max-to-keep 2 --keep-every 1000 --dry-run # what would go",
+    "prune checkpoints # only what crashes have left",
+    "prune checkpoints --pin 100",
+)
 
 
 def add_to(subparsers: Subparsers) -> None:
@@ -61,6 +67,7 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run and (args.pin or args.unpin):
         raise InvalidArgumentError("--dry-run changes nothing, so it cannot be combined with --pin or --unpin")
     check_is_folder(args.root)
+    check_has_steps(args.root)
     try:
         for step in args.pin:
             pin(args.root, step)

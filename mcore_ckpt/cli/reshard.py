@@ -23,6 +23,12 @@ Sizes that are not given stay as saved if possible. If the other sizes do not di
 smallest number that they divide. If --etp and --tp were equal, they stay equal. The result appears once it is
 complete."""
 
+EXAMPLES = (
+    "reshard checkpoints resharded --tp 4 --pp 2",
+    "reshard checkpoints/global_steps_100 resharded --tp 2 --ep 4 --dp 8 --json",
+    'reshard checkpoints resharded --pp 2 --pipeline-layout "Et|tL"',
+)
+
 # Each option and its help text. The options are named after the fields of WantedLayout.
 _SIZES = (
     ("tp", "tensor-parallel size"),

@@ -33,6 +33,12 @@ Compares the folder of a HuggingFace model with a reference: missing tensors, ex
 With --local_dir it compares a checkpoint, as a merge would write it. The exit status is 0 if the two are the same, and
 1 if not."""
 
+EXAMPLES = (
+    "test merged --reference Qwen/Qwen3-0.6B # bit for bit",
+    "test merged --reference model --atol 1e-3 --any-dtype",
+    "test --local_dir checkpoints --reference model # before a merge",
+)
+
 _LOG_COLUMNS = 200
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -108,7 +114,8 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     # `--help` must not wait for the import of torch, which takes a second.
     from mcore_ckpt.formats import with_revision
-    from mcore_ckpt.tools.compare import Tolerance, compare, open_folder
+    from mcore_ckpt.tools.compare import compare, open_folder
+    from mcore_ckpt.tools.differences import Tolerance
 
     tolerance = Tolerance(args.atol, args.rtol, args.any_dtype)
     ours, reference = _ours(args), open_folder(with_revision(args.reference, args.revision))

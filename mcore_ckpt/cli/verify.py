@@ -22,6 +22,12 @@ Reads all bytes of checkpoints and shows what is damaged: file, rank, tensor and
 all steps and the tracker. It may run beside a trainer: what that is still saving is not a problem. The exit status is 0
 if everything is as it was written, 1 if not, and 2 if there is no such folder."""
 
+EXAMPLES = (
+    "verify checkpoints # all steps",
+    "verify checkpoints/global_steps_100/actor --deep",
+    "verify checkpoints --step 100 --json",
+)
+
 # A broken disk has thousands of bad blocks; more lines than this help nobody.
 _MOST_LINES = 50
 

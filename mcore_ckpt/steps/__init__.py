@@ -11,6 +11,7 @@ Public names, for integrations and commands:
   `roles_begun`;
 - locks: `TrainerLock` lets only one trainer at a time save a role, and `reading` prevents the deletion of steps while
   they are read;
+- saves that have not committed: `RunningSave`, `running_saves`;
 - what crashed processes left: `remove_leftovers`, `remove_leftovers_beside`.
 """
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from mcore_ckpt.steps.read_lock import reading
     from mcore_ckpt.steps.retention import PreservationPolicy, delete_old_steps, delete_step, discard_step
     from mcore_ckpt.steps.role_files import RoleReader, RoleWriter, commit_role, roles_begun, uncommit_role
+    from mcore_ckpt.steps.running_saves import RunningSave, running_saves
     from mcore_ckpt.steps.step_sizes import StepSize, size_of
     from mcore_ckpt.steps.tracker import move_tracker, read_tracker, remove_tracker, write_tracker
     from mcore_ckpt.steps.trainer_lock import TrainerLock
@@ -42,6 +44,7 @@ __all__ = [
     "PreservationPolicy",
     "RoleReader",
     "RoleWriter",
+    "RunningSave",
     "StepSize",
     "StepStatus",
     "TrainerLock",
@@ -61,6 +64,7 @@ __all__ = [
     "remove_leftovers_beside",
     "remove_tracker",
     "roles_begun",
+    "running_saves",
     "size_of",
     "step_status",
     "uncommit_role",
@@ -77,6 +81,7 @@ __getattr__ = lazy_names(
         "read_lock": ("reading",),
         "retention": ("PreservationPolicy", "delete_old_steps", "delete_step", "discard_step"),
         "role_files": ("RoleReader", "RoleWriter", "commit_role", "roles_begun", "uncommit_role"),
+        "running_saves": ("RunningSave", "running_saves"),
         "step_sizes": ("StepSize", "size_of"),
         "tracker": ("move_tracker", "read_tracker", "remove_tracker", "write_tracker"),
         "trainer_lock": ("TrainerLock",),

@@ -25,11 +25,13 @@ class RemoteRole:
         attempt: its id.
         roles: the roles that the step consists of.
         created: when it was saved (ISO 8601, UTC).
+        nbytes: the size of its files in bytes.
     """
 
     attempt: str
     roles: tuple[str, ...]
     created: str
+    nbytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,7 @@ class RemoteSteps:
                 return None
             # The result can be cached, because an attempt never changes once it has a manifest. The manifest of a large
             # run takes long to read.
-            known = RemoteRole(attempt, tuple({*manifest.roles, role}), manifest.created)
+            known = RemoteRole(attempt, tuple({*manifest.roles, role}), manifest.created, manifest.nbytes)
             self._manifests[key] = known
         return known
 

@@ -206,7 +206,12 @@ def delete_step(status: StepStatus) -> str | None:
     except OSError as error:
         logger.warning("%s is too old, but stays, because it cannot be deleted: %s", status.path, error)
         return f"it cannot be deleted: {error}"
-    left = hidden.remove()
+    try:
+        left = hidden.remove()
+    except KeyboardInterrupt:
+        # The step is gone, so the rest of its files goes, too. A second Ctrl-C leaves them to the next trainer.
+        hidden.remove()
+        raise
     if left:
         logger.warning(
             "%s is deleted, but not all of its files could be removed: look at %s",

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.steps import trainer_lock
+from mcore_ckpt.steps.owner import Owner
 from mcore_ckpt.steps.trainer_lock import Claim, read_claim
 
 
@@ -37,6 +38,15 @@ class TrainerWatch:
         self._began = time.monotonic()
         self._root = root
         self._first = {role: _claim(root, role) for role in _locked_roles(root)}
+
+    def trainers(self) -> dict[str, tuple[Owner, Life]]:
+        """Returns the process that holds each role's lock, and whether it is alive."""
+        claims = {role: _claim(self._root, role) for role in sorted(_locked_roles(self._root))}
+        return {
+            role: (claim.owner, self._life(role))
+            for role, claim in claims.items()
+            if claim is not None and claim.owner is not None
+        }
 
     def lives(self) -> dict[str, Life]:
         """Returns of each role that has a lock file whether its trainer is alive."""

@@ -1,4 +1,4 @@
-"""Tools that work without a trainer: merge, convert, reshard, compare, verify, prune, overview, doctor.
+"""Tools that work without a trainer: merge, convert, reshard, compare, diff, verify, prune, watch, overview, doctor.
 
 The public names of this room are the modules in `__all__`. Their functions and classes are public unless their names
 begin with an underscore.
@@ -10,13 +10,19 @@ __all__ = [
     "convert",
     "convert_native",
     "convert_torch_dist",
+    "diff",
+    "differences",
     "doctor",
     "find",
     "merge",
+    "nearby",
     "overview",
     "prune",
     "push_to_hub",
     "reshard",
+    "step_list",
+    "tensor_details",
     "verify",
+    "watch",
     "way_back",
 ]

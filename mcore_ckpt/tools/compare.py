@@ -30,6 +30,7 @@ from mcore_ckpt.models.mapping import HfTensor, Slab
 from mcore_ckpt.models.table import HF_EMBEDDING, HF_HEAD
 from mcore_ckpt.sharding.plan import StoredShard
 from mcore_ckpt.sharding.regions import Region
+from mcore_ckpt.tools.differences import EXACT, Differences, Tolerance
 from mcore_ckpt.tools.merge import MergeJob
 
 _EMBEDDINGS = (HF_EMBEDDING, "model.language_model.embed_tokens.weight")
@@ -61,26 +62,6 @@ class Weights:
         """The embedding of a language model, or of a vision-language model's language model. None if there is none."""
         found = (self.tensors.get(name) for name in _EMBEDDINGS)
         return next((tensor for tensor in found if tensor is not None), None)
-
-
-@dataclass(frozen=True)
-class Tolerance:
-    """The allowed difference of a value from the reference: at most `atol + rtol * |reference|`.
-
-    Attributes:
-        atol: the absolute tolerance. If both tolerances are 0, every bit must be equal.
-        rtol: the relative tolerance.
-        any_dtype: True if tensors of different dtypes can count as the same; then their values are compared.
-    """
-
-    atol: float = 0.0
-    rtol: float = 0.0
-    any_dtype: bool = False
-
-    @property
-    def is_exact(self) -> bool:
-        """True if no difference is allowed."""
-        return self.atol == 0 and self.rtol == 0
 
 
 @dataclass(frozen=True)
@@ -196,7 +177,7 @@ def _config(folder: Path) -> HfConfig:
 def compare(
     ours: Weights,
     reference: Weights,
-    tolerance: Tolerance = Tolerance(),
+    tolerance: Tolerance = EXACT,
     ignored: Sequence[str] = (),
     progress: Progress = lambda done, total: None,
 ) -> Comparison:
@@ -339,7 +320,7 @@ class _Pair:
         ours, reference = (None if side is None else _info(side) for side in (self.left, self.right))
         if self.left is None or self.right is None or self.left.tensor.shape != self.right.tensor.shape:
             return self._not_tied() if self.remark else ComparedTensor(self.name, ours, reference)
-        found = _Differences()
+        found = Differences()
         for left, right in self._batches(self.left, self.right):
             found.add(left, right, tolerance)
         is_same = not found.count and (tolerance.any_dtype or self.left.dtype == self.right.dtype)
@@ -380,44 +361,3 @@ class _Pair:
 
 def _info(tensor: FileTensor) -> TensorInfo:
     return TensorInfo(tensor.dtype, tuple(tensor.tensor.shape))
-
-
-class _Differences:
-    """The differences between two tensors, collected from all batches."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.max_abs = 0.0
-        self.max_rel = 0.0
-
-    def add(self, left: torch.Tensor, right: torch.Tensor, tolerance: Tolerance) -> None:
-        """Adds the differences between two flat tensors of the same length. `right` is the reference."""
-        if left.dtype == right.dtype:
-            # Comparing bits is faster than comparing values. It also distinguishes -0.0 from 0.0, and a NaN is equal to
-            # itself.
-            bits = _bits(left) != _bits(right)
-            if not bits.any():
-                return
-            left, right = left[bits], right[bits]
-        ours, wanted = left.to(torch.float64), right.to(torch.float64)
-        difference = (ours - wanted).abs()
-        # The difference of two equal infinities is NaN, but counts as 0. So does the difference of two NaNs.
-        difference[(ours == wanted) | (ours.isnan() & wanted.isnan())] = 0.0
-        difference.nan_to_num_(nan=torch.inf, posinf=torch.inf)
-        relative = torch.where(difference == 0, 0.0, difference / wanted.abs().nan_to_num(nan=0.0))
-        self.max_abs = max(self.max_abs, float(difference.max()) if len(difference) else 0.0)
-        self.max_rel = max(self.max_rel, float(relative.nan_to_num(nan=torch.inf).max()) if len(relative) else 0.0)
-        if not tolerance.is_exact:
-            allowed = tolerance.atol + tolerance.rtol * wanted.abs().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-            self.count += int((difference > allowed).sum())
-        elif left.dtype == right.dtype:
-            self.count += len(left)
-        else:
-            self.count += int((difference > 0).sum())
-
-
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(_WORDS[tensor.dtype.itemsize])

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.sharding.names import natural_order
-from mcore_ckpt.sharding.plan import MODEL, OPAQUE, PARAM, ShardKey
+from mcore_ckpt.sharding.plan import MODEL, OPAQUE, PARAM, ShardKey, StoredShard
 
 
 @dataclass(frozen=True)
@@ -55,3 +55,20 @@ def list_tensors(role_dir: Path, pattern: str = "") -> Iterator[TensorSummary]:
             yield TensorSummary(name, None, None, (*kinds, *bound))
         else:
             yield TensorSummary(name, shard.dtype, shard.region.global_shape, (*kinds, *bound))
+
+
+def keys_of(reader: NativeReader, name: str) -> list[ShardKey]:
+    """Returns the keys under which a tensor is stored: the model's, then those of the optimizer's state.
+
+    A main parameter that has no bytes of its own (`NativeReader.is_alias`) is among them.
+    """
+    param = ShardKey(name, PARAM)
+    moments = reader.kinds_in(name, reader.files(param))
+    kinds = dict.fromkeys((MODEL, OPAQUE, PARAM, *moments, *reader.bound_kinds(param)))
+    return [key for kind in kinds if shards_of(reader, key := ShardKey(name, kind))]
+
+
+def shards_of(reader: NativeReader, key: ShardKey) -> Sequence[StoredShard]:
+    """Returns all stored shards of a key; those of the model's tensor for a main parameter without bytes of its own."""
+    *_, found = [(), *reader.parts(key)]
+    return found

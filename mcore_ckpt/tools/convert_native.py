@@ -84,6 +84,7 @@ def convert_to_native(
     role_dir = file_names.step_dir(root.absolute(), STEP) / file_names.check_role(role)
     reader = open_folder(agreement, source, ignore, dequantized)
     target, files = _plan(reader, wanted)
+    is_new = not root.exists()
     attempt = _open(agreement, role_dir, [file.nbytes for file in files])
     staging = file_names.staging_dir(role_dir, attempt)
     try:
@@ -94,6 +95,8 @@ def convert_to_native(
     except BaseException:
         if agreement.is_coordinator:
             commit.discard(staging)
+            if is_new:
+                commit.remove_if_empty(root)
         raise
     return ConversionReport(reader.place, role_dir, reader.model.describe(), nbytes, time.monotonic() - started)
 

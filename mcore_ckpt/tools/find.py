@@ -21,6 +21,7 @@ from mcore_ckpt.models.mapping import hf_tensors
 from mcore_ckpt.models.registry import model_from_config
 from mcore_ckpt.steps.listing import StepStatus, find_moved_aside, is_step, list_steps, step_status
 from mcore_ckpt.steps.tracker import warn_if_tracker_differs
+from mcore_ckpt.tools.nearby import advice_on
 
 Backend = Literal["megatron", "fsdp"]
 Kind = Literal["native", "fsdp"] | ForeignKind
@@ -187,7 +188,7 @@ def select(path: Path, step: int | None = None) -> Selection:
     complete = [status for status in statuses if status.is_complete]
     if not complete:
         what = "no complete checkpoint" if step is None else f"no complete checkpoint of step {step}"
-        reasons = "".join(f"\n  {status.reason}" for status in reversed(statuses))
+        reasons = "".join(f"\n  {status.reason}" for status in reversed(statuses)) or advice_on(path)
         raise CheckpointNotFoundError(f"{path}: {what}{reasons}")
     if step is None:
         warn_if_tracker_differs(path, complete)

@@ -118,7 +118,7 @@ class StepProblems:
             limits = [*numbers[-_STEPS_UNDER_WAY:][:1], *([] if newest is None else [newest.step])]
             oldest = max(limits, default=0)
             for status in suspects.steps:
-                by_life[_saver_of(status, lives) if status.step >= oldest else Life.DEAD].append(status.reason)
+                by_life[life_of_saver(status, lives) if status.step >= oldest else Life.DEAD].append(status.reason)
         if suspects.tracker is not None:
             # A trainer moves the tracker right after its commit. One that has not done so for that long has failed.
             is_late = time.monotonic() - self._began >= tuning.TRACKER_SETTLES_S
@@ -127,7 +127,7 @@ class StepProblems:
         return by_life[Life.DEAD], by_life[Life.ALIVE], by_life[Life.UNKNOWN]
 
 
-def _saver_of(status: StepStatus, lives: Mapping[str, Life]) -> Life:
+def life_of_saver(status: StepStatus, lives: Mapping[str, Life]) -> Life:
     """Returns whether a trainer that can commit the missing roles of a step is alive."""
     missing = status.declared - status.committed
     if status.problems or not missing:

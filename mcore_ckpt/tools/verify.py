@@ -20,6 +20,7 @@ from mcore_ckpt.sharding.plan import MODEL, PARAM, ShardKey, StoredShard, plan_r
 from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.steps import listing as steps
 from mcore_ckpt.steps.read_lock import reading
+from mcore_ckpt.tools.nearby import advice_on
 from mcore_ckpt.tools.step_problems import Settled, StepProblems
 
 # How often a role is verified if it is saved again each time.
@@ -210,7 +211,7 @@ def _selected(path: Path, step: int | None) -> _Selected:
     problems = StepProblems(path, step)
     statuses = problems.statuses
     if not any(status.committed or status.declared for status in statuses):
-        reasons = "".join(f"\n  {status.reason}" for status in statuses)
+        reasons = "".join(f"\n  {status.reason}" for status in statuses) or advice_on(path)
         raise CheckpointNotFoundError(f"{path}: no checkpoint{'' if step is None else f' of step {step}'}{reasons}")
     roles = tuple(
         _Role(status.role_dir(role), status.path, role)

@@ -18,7 +18,8 @@ from tiny_models import make_hf_folder, make_hf_model
 from mcore_ckpt.cli.main import main
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointNotFoundError
 from mcore_ckpt.tools import compare as module
-from mcore_ckpt.tools.compare import ComparedTensor, Comparison, Tolerance, compare, open_folder
+from mcore_ckpt.tools.compare import ComparedTensor, Comparison, compare, open_folder
+from mcore_ckpt.tools.differences import Differences, Tolerance
 
 Tensors = dict[str, torch.Tensor]
 NAMES = ("model.embed_tokens.weight", "lm_head.weight", "a", "b")
@@ -154,7 +155,7 @@ def test_missing_and_extra(tmp_path: Path) -> None:
 )
 def test_tolerance_is_that_of_allclose(ours: float, wanted: float, atol: float, rtol: float) -> None:
     left, right = torch.tensor([ours]), torch.tensor([wanted])
-    found = module._Differences()
+    found = Differences()
     found.add(left, right, Tolerance(atol, rtol))
     if atol or rtol:
         assert (found.count == 0) == torch.allclose(left.double(), right.double(), rtol=rtol, atol=atol)

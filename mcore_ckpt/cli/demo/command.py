@@ -23,6 +23,11 @@ all of them in the middle, resumes from the newest checkpoint, and compares ever
 Then transformers loads the HuggingFace model that the last save exported, and generates some text. The demo needs no
 GPU and no download, and takes about two minutes on two cores."""
 
+EXAMPLES = (
+    "demo # two minutes on two cores; nothing is downloaded",
+    "demo --dir /tmp/demo --steps 10 --json",
+)
+
 
 def add_to(subparsers: Subparsers) -> None:
     """Adds the parser of `demo`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
+from mcore_ckpt.cli.amounts import size_text
 from mcore_ckpt.cli.demo.runner import RANKS, SAVE_EVERY, Outcome, Plan, Training, folder_bytes
 
 TITLES = {"uninterrupted": "uninterrupted", "killed": "to be killed", "resumed": "resumed"}
@@ -128,24 +128,12 @@ def add_folder(tree: Tree, folder: Path) -> None:
 
 def folder_line(folder: Path) -> Text:
     """Returns a folder's name and the size of everything in it."""
-    return Text.assemble((f"{folder.name}/", "bold"), (f"  {readable(folder_bytes(folder))}", "dim"))
+    return Text.assemble((f"{folder.name}/", "bold"), (f"  {size_text(folder_bytes(folder))}", "dim"))
 
 
 def file_line(path: Path) -> Text:
     """Returns a file's name and size."""
-    return Text.assemble(path.name, (f"  {readable(path.stat().st_size)}", "dim"))
-
-
-def readable(size: float) -> str:
-    """Formats a size for people, in powers of 1000 as disks do.
-
-    >>> readable(999), readable(68_400_000)
-    ('999 B', '68.4 MB')
-    """
-    if size < 1000:
-        return f"{size:.0f} B"
-    exponent = min(int(math.log10(size)) // 3, 3)
-    return f"{size / 1000**exponent:.1f} {('kB', 'MB', 'GB')[exponent - 1]}"
+    return Text.assemble(path.name, (f"  {size_text(path.stat().st_size)}", "dim"))
 
 
 def loss_table(outcome: Outcome) -> Table:

@@ -1,0 +1,48 @@
+"""Formats sizes and times for people."""
+
+from __future__ import annotations
+
+import math
+
+_AGES = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"))
+
+
+def size_text(size: float) -> str:
+    """Formats a size, in powers of 1000 as disks do.
+
+    >>> size_text(999), size_text(68_400_000)
+    ('999 B', '68.4 MB')
+    """
+    if size < 1000:
+        return f"{size:.0f} B"
+    exponent = min(int(math.log10(size)) // 3, 4)
+    return f"{size / 1000**exponent:.1f} {('kB', 'MB', 'GB', 'TB')[exponent - 1]}"
+
+
+def duration_text(seconds: float) -> str:
+    """Formats a duration, in whole units and no more than two of them.
+
+    >>> duration_text(7.4), duration_text(200), duration_text(90_000)
+    ('7 s', '3 min 20 s', '25 h')
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min" if minutes else f"{hours} h"
+    if minutes:
+        return f"{minutes} min {rest} s" if rest else f"{minutes} min"
+    return f"{rest} s"
+
+
+def age_text(seconds: float | None) -> str:
+    """Formats how long ago something was; empty if that is not known.
+
+    >>> age_text(3), age_text(200), age_text(90_000)
+    ('3 s ago', '3 min ago', '1 d ago')
+    """
+    if seconds is None:
+        return ""
+    for unit, name in _AGES:
+        if seconds >= unit:
+            return f"{seconds // unit:.0f} {name} ago"
+    return f"{seconds:.0f} s ago"

@@ -1,0 +1,52 @@
+"""`mcore-ckpt completion`: prints what makes a shell complete commands, options and folders."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from mcore_ckpt.cli.arguments import expanded_path, folder_or_model
+from mcore_ckpt.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+DESCRIPTION = """\
+Prints a script for the completion of commands, options and folders. It knows all options by itself, so completing does
+not start Python. Needs shtab: pip install 'mcore_ckpt[completion]'."""
+
+EXAMPLES = (
+    "completion bash > ~/.local/share/bash-completion/completions/mcore-ckpt # for bash",
+    "completion zsh > ~/.zsh/completions/_mcore-ckpt # a folder in zsh's fpath",
+)
+
+
+def add_to(subparsers: Subparsers) -> None:
+    """Adds the parser of `completion`."""
+    parser = subparsers.add_parser(
+        "completion", help="print a script for a shell's completion", description=DESCRIPTION
+    )
+    parser.add_argument("shell", choices=("bash", "zsh"), help="the shell")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the script. Returns 0."""
+    from mcore_ckpt.cli.main import build_parser
+
+    try:
+        import shtab
+    except ImportError:
+        raise InvalidArgumentError("completion needs shtab: pip install 'mcore_ckpt[completion]'") from None
+    parser = build_parser()
+    for command in _commands(parser):
+        for action in command._actions:
+            if action.type in (expanded_path, folder_or_model):
+                action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
+    print(shtab.complete(parser, args.shell))
+    return 0
+
+
+def _commands(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
+    found = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    return [command for action in found for command in action.choices.values()]

@@ -1,0 +1,175 @@
+"""`mcore-ckpt diff`: shows what differs between two checkpoints, under whatever layouts they were saved."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from mcore_ckpt.cli.arguments import add_ignore, add_json, check_is_folder, check_patterns, expanded_path
+from mcore_ckpt.cli.progress import progress_in, progress_of_bytes
+from mcore_ckpt.cli.tables import is_terminal, result_console, table_of
+from mcore_ckpt.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from mcore_ckpt.formats import TensorInfo
+    from mcore_ckpt.tools.diff import Diff, DifferentTensor, RoleDiff
+
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+DESCRIPTION = """\
+Compares two checkpoints of this package, bit for bit unless tolerances are given: weights, optimizer state, and by name
+what else differs (steps, param groups, LR scheduler, random states, extra state). The parallel layouts may differ. The
+exit status is 0 if nothing differs, 1 if something does, and 2 for unusable arguments, as with diff(1). Use
+`mcore-ckpt test` for HuggingFace models."""
+
+EXAMPLES = (
+    "diff checkpoints/global_steps_90 checkpoints/global_steps_100",
+    'diff checkpoints resharded --ignore "output_layer.*" --json',
+    "diff checkpoints resharded --atol 1e-6 --rtol 1e-3",
+)
+
+
+def add_to(subparsers: Subparsers) -> None:
+    """Adds the parser of `diff`."""
+    parser = subparsers.add_parser("diff", help="show what differs between two checkpoints", description=DESCRIPTION)
+    for name in ("a", "b"):
+        parser.add_argument(
+            name,
+            type=expanded_path,
+            metavar=name.upper(),
+            help="folder of a role, of a step, or of the steps (their newest complete one)",
+        )
+    parser.add_argument("--atol", type=float, default=0.0, metavar="X", help="allowed absolute difference of a value")
+    parser.add_argument(
+        "--rtol", type=float, default=0.0, metavar="X", help="allowed difference relative to B's value, beside --atol"
+    )
+    parser.add_argument("--any-dtype", action="store_true", help="compare only values, and accept other dtypes")
+    add_ignore(parser)
+    parser.add_argument("--most", type=int, default=20, metavar="N", help="show at most N tensors and N values (20)")
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compares two checkpoints. Returns 0 if nothing differs, otherwise 1."""
+    if not (args.atol >= 0 and args.rtol >= 0):
+        raise InvalidArgumentError(f"--atol {args.atol} --rtol {args.rtol}: tolerances must be numbers of 0 or more")
+    if args.most < 0:
+        raise InvalidArgumentError(f"--most {args.most}: use 0 or more")
+    check_patterns("--ignore", args.ignore)
+    for path in (args.a, args.b):
+        check_is_folder(path)
+    # `--help` must not wait for the import of torch, which takes a second.
+    from mcore_ckpt.tools.diff import diff
+    from mcore_ckpt.tools.differences import Tolerance
+
+    tolerance = Tolerance(args.atol, args.rtol, args.any_dtype)
+    with progress_of_bytes(args.json) as bar:
+        found = diff(args.a, args.b, tolerance, args.ignore, progress_in(bar, "diff"))
+    if args.json:
+        print(json.dumps(as_json(found)))
+    else:
+        _show(found, args.most)
+    return 0 if found.is_same else 1
+
+
+def _show(found: Diff, most: int) -> None:
+    console = result_console()
+    for letter, roles in (("A", found.only_left), ("B", found.only_right)):
+        for role in roles:
+            console.print(f"only in {letter}  role {role}", style="red", markup=False)
+    for role_diff in found.roles:
+        _show_role(console, role_diff, most)
+    nbytes = sum(role.nbytes for role in found.roles)
+    console.print(f"{nbytes / 1e9:.2f} GB each in {found.seconds:.1f} s", markup=False)
+
+
+def _show_role(console: Console, role: RoleDiff, most: int) -> None:
+    verdict = "the same" if role.is_same else f"{len(role.tensors)} tensors and {len(role.values)} values differ"
+    console.print(
+        f"A {role.left}, B {role.right}: {verdict}; {role.compared} tensors compared", style="bold", markup=False
+    )
+    for note in role.notes:
+        console.print(f"note  {note}", markup=False)
+    tensors = [_row(tensor) for tensor in role.tensors[:most]]
+    values = [[value.name, _side(value.left), _side(value.right)] for value in role.values[:most]]
+    if is_terminal():
+        headings = ("tensor", "kind", "problem", "A", "B", "differing>", "max abs>", "max rel>")
+        for heads, rows in ((headings, tensors), (("value", "A", "B"), values)):
+            if rows:
+                console.print(table_of(console, heads, rows))
+    else:
+        for name, kind, problem, left, right, *numbers in tensors:
+            amounts = zip(("differing", "max abs", "max rel"), numbers, strict=True)
+            shown = "".join(f"  {what} {number}" for what, number in amounts if number)
+            console.print(f"{problem}  {name} ({kind})  A {left}  B {right}{shown}", markup=False)
+        for name, left, right in values:
+            console.print(f"state  {name}  A {left}  B {right}", markup=False)
+    for rows, all_of, what in ((tensors, role.tensors, "tensors"), (values, role.values, "values")):
+        if len(rows) < len(all_of):
+            console.print(f"and {len(all_of) - len(rows)} more {what} (--most)", markup=False)
+
+
+def _row(tensor: DifferentTensor) -> list[str]:
+    differing = f"{tensor.differing} of {tensor.numel}" if tensor.differing else ""
+    amounts = [f"{amount:.3g}" if amount else "" for amount in (tensor.max_abs, tensor.max_rel)]
+    return [tensor.name, tensor.kind, tensor.problem, _words(tensor.left), _words(tensor.right), differing, *amounts]
+
+
+def _words(info: TensorInfo | None) -> str:
+    return "-" if info is None else f"{_dtype(info)} {'x'.join(map(str, info.shape))}".rstrip()
+
+
+def _dtype(info: TensorInfo) -> str:
+    return str(info.dtype).removeprefix("torch.")
+
+
+def _side(value: str | None) -> str:
+    return "-" if value is None else value
+
+
+def as_json(found: Diff) -> dict[str, Any]:
+    """Returns the result as JSON values. JSON has no infinity, so infinity becomes null."""
+    return {
+        "same": found.is_same,
+        "only_a": list(found.only_left),
+        "only_b": list(found.only_right),
+        "seconds": found.seconds,
+        "roles": [
+            {
+                "a": str(role.left),
+                "b": str(role.right),
+                "same": role.is_same,
+                "compared": role.compared,
+                "bytes": role.nbytes,
+                "notes": list(role.notes),
+                "tensors": [
+                    {
+                        "name": tensor.name,
+                        "kind": tensor.kind,
+                        "problem": tensor.problem,
+                        "a": _as_json(tensor.left),
+                        "b": _as_json(tensor.right),
+                        "elements": tensor.numel,
+                        "differing": tensor.differing,
+                        "max_abs": _finite(tensor.max_abs),
+                        "max_rel": _finite(tensor.max_rel),
+                    }
+                    for tensor in role.tensors
+                ],
+                "values": [{"name": value.name, "a": value.left, "b": value.right} for value in role.values],
+            }
+            for role in found.roles
+        ],
+    }
+
+
+def _as_json(info: TensorInfo | None) -> dict[str, Any] | None:
+    return None if info is None else {"shape": list(info.shape), "dtype": _dtype(info)}
+
+
+def _finite(number: float) -> float | None:
+    return number if number < float("inf") else None

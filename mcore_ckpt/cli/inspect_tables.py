@@ -1,0 +1,64 @@
+"""Shows what a checkpoint holds as tables, for `mcore-ckpt inspect` on a terminal."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from mcore_ckpt.cli.amounts import age_text, size_text
+from mcore_ckpt.cli.tables import table_of
+
+if TYPE_CHECKING:
+    from mcore_ckpt.checkpoint import Manifest
+
+
+def show_tables(
+    console: Console,
+    role_dir: Path,
+    manifest: Manifest,
+    kinds: Mapping[str, tuple[int, int]],
+    tensors: Sequence[Mapping[str, Any]],
+) -> None:
+    """Shows one role.
+
+    Args:
+        console: where to.
+        role_dir: the role's folder.
+        manifest: its manifest.
+        kinds: the number of files of each kind, and their size in bytes.
+        tensors: the tensors to list, as JSON values; may be empty.
+    """
+    console.print(f"{role_dir}: step {manifest.step} of {manifest.role}", style="bold", markup=False)
+    facts = [
+        ("saved", f"{manifest.created} {_age(manifest.created)}"),
+        ("with", ", ".join(f"{name} {version}" for name, version in manifest.versions.items())),
+        ("by", str(manifest.topology)),
+        ("holds", ", ".join(manifest.contents) or "files of its program"),
+        ("roles of the step", ", ".join(manifest.roles)),
+        ("tensors", str(len(manifest.tensors))),
+    ]
+    console.print(table_of(console, ("what", ""), facts))
+    rows = [[kind, str(count), size_text(nbytes)] for kind, (count, nbytes) in kinds.items()]
+    rows.append(["all", str(len(manifest.files)), size_text(manifest.nbytes)])
+    console.print()
+    console.print(table_of(console, ("kind", "files>", "size>"), rows))
+    if tensors:
+        console.print()
+        console.print(table_of(console, ("tensor", "dtype", "shape", "optimizer"), list(map(_row, tensors))))
+
+
+def _age(created: str) -> str:
+    try:
+        seconds = (datetime.datetime.now(datetime.UTC) - datetime.datetime.fromisoformat(created)).total_seconds()
+    except (TypeError, ValueError):
+        return ""
+    return f"({age_text(max(0.0, seconds))})"
+
+
+def _row(tensor: Mapping[str, Any]) -> list[str]:
+    shape = "" if tensor["shape"] is None else "x".join(map(str, tensor["shape"])) or "one element"
+    return [tensor["name"], tensor["dtype"] or "", shape, ", ".join(tensor["optimizer"])]

@@ -1,0 +1,91 @@
+"""Finds the saves that are under way below a root, from their staging folders. Writes nothing and takes no lock."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.io import tuning
+from mcore_ckpt.io.threads import results_of
+from mcore_ckpt.steps.owner import Owner, read_owner
+from mcore_ckpt.steps.trainer_watch import Life
+from mcore_ckpt.steps.work_folders import entries, own_steps
+
+
+@dataclass(frozen=True)
+class RunningSave:
+    """A save that has not committed: of a living process, or of one that died.
+
+    Attributes:
+        step: the step that is saved.
+        role: the role; None if the step's own folder is the role's folder.
+        staging: the folder that ranks write into.
+        owner: the process that leads the save; None if it is not known.
+        life: whether that process is alive. It is unknown for a process on another host.
+        began: when the save began: seconds since the epoch, by the clock of the file system.
+    """
+
+    step: int
+    role: str | None
+    staging: Path
+    owner: Owner | None
+    life: Life
+    began: float
+
+    @property
+    def by(self) -> str:
+        """Describes the process, such as "process 12 on node3"."""
+        return str(self.owner or "an unknown process")
+
+
+def running_saves(root: Path, steps: Iterable[Path] | None = None) -> list[RunningSave]:
+    """Returns the saves that have not committed, the oldest step first.
+
+    Args:
+        root: the folder of the steps.
+        steps: the steps' folders to look into; None for all.
+    """
+    folders = [root, *(own_steps(root) if steps is None else steps)]
+    listed = results_of(folders, _entries, tuning.LOOK_THREADS)
+    found = [save for folder in listed for entry in folder if (save := _save_in(root, entry)) is not None]
+    return sorted(found, key=lambda save: (save.step, save.role or "", save.began))
+
+
+def _entries(folder: Path) -> list[Path]:
+    # What cannot be read (a link to itself, a disk that fails) has no save to show. A listing says why.
+    with suppress(OSError):
+        return entries(folder)
+    return []
+
+
+def _save_in(root: Path, entry: Path) -> RunningSave | None:
+    work = file_names.parse_work_dir(entry.name)
+    if work is None or work.purpose != "staging":
+        return None
+    # The staging folder of a step that is also the folder of its only role is beside it.
+    is_flat = entry.parent == root
+    step = file_names.parse_step(work.role if is_flat else entry.parent.name)
+    if step is None:
+        return None
+    owner = read_owner(entry)
+    return RunningSave(step, None if is_flat else work.role, entry, owner, _life_of(owner), _began(entry))
+
+
+def _life_of(owner: Owner | None) -> Life:
+    if owner is None:
+        return Life.UNKNOWN  # it writes the file right after it has made the folder
+    if not owner.is_on_this_host:
+        return Life.UNKNOWN
+    return Life.ALIVE if owner.is_alive_here else Life.DEAD
+
+
+def _began(staging: Path) -> float:
+    # Nothing changes the owner's file once the save has begun. The folder itself changes with each file in it.
+    for path in (staging / file_names.OWNER_FILE, staging):
+        with suppress(OSError):
+            return os.stat(path).st_mtime
+    return 0.0

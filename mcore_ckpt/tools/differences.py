@@ -1,0 +1,155 @@
+"""Says by how much two tensors, or two plain values, differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# A list of numbers is one value. A longer one, such as the state of a generator, is not shown.
+_MOST_ITEMS = 16
+_SHOWN = 60
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """The allowed difference of a value from the reference: at most `atol + rtol * |reference|`.
+
+    Attributes:
+        atol: the absolute tolerance. If both tolerances are 0, every bit must be equal.
+        rtol: the relative tolerance.
+        any_dtype: True if tensors of different dtypes can count as the same; then their values are compared.
+    """
+
+    atol: float = 0.0
+    rtol: float = 0.0
+    any_dtype: bool = False
+
+    @property
+    def is_exact(self) -> bool:
+        """True if no difference is allowed."""
+        return self.atol == 0 and self.rtol == 0
+
+
+EXACT = Tolerance()
+
+
+class Differences:
+    """The differences between two tensors, collected from batches of elements.
+
+    Attributes:
+        count: how many elements differ by more than the tolerance.
+        max_abs: the largest absolute difference.
+        max_rel: the largest difference relative to the reference.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.max_abs = 0.0
+        self.max_rel = 0.0
+
+    def add(self, left: torch.Tensor, right: torch.Tensor, tolerance: Tolerance) -> None:
+        """Adds the differences between two flat tensors of the same length. `right` is the reference."""
+        if left.dtype == right.dtype:
+            # Comparing bits is faster than comparing values. It also distinguishes -0.0 from 0.0, and a NaN is equal to
+            # itself.
+            bits = _bits(left) != _bits(right)
+            if not bits.any():
+                return
+            left, right = left[bits], right[bits]
+        ours, wanted = left.to(torch.float64), right.to(torch.float64)
+        difference = (ours - wanted).abs()
+        # The difference of two equal infinities is NaN, but counts as 0. So does the difference of two NaNs.
+        difference[(ours == wanted) | (ours.isnan() & wanted.isnan())] = 0.0
+        difference.nan_to_num_(nan=torch.inf, posinf=torch.inf)
+        relative = torch.where(difference == 0, 0.0, difference / wanted.abs().nan_to_num(nan=0.0))
+        self.max_abs = max(self.max_abs, float(difference.max()) if len(difference) else 0.0)
+        self.max_rel = max(self.max_rel, float(relative.nan_to_num(nan=torch.inf).max()) if len(relative) else 0.0)
+        if not tolerance.is_exact:
+            allowed = tolerance.atol + tolerance.rtol * wanted.abs().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+            self.count += int((difference > allowed).sum())
+        elif left.dtype == right.dtype:
+            self.count += len(left)
+        else:
+            self.count += int((difference > 0).sum())
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(_WORDS[tensor.dtype.itemsize])
+
+
+# -- plain values ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DifferentValue:
+    """A plain value that differs.
+
+    Attributes:
+        name: where the value is, such as "optimizers[0].param_groups[1].lr".
+        left: the first value as text; None if only the second one is there.
+        right: the second value as text; None if only the first one is there.
+    """
+
+    name: str
+    left: str | None
+    right: str | None
+
+
+def different_values(left: Any, right: Any, name: str) -> Iterator[DifferentValue]:
+    """Yields what differs between two plain values, by name.
+
+    Example:
+        >>> list(different_values({"lr": 1.0, "eps": 0.5}, {"lr": 2.0, "eps": 0.5}, "group"))
+        [DifferentValue(name='group.lr', left='1.0', right='2.0')]
+    """
+    ours, theirs = dict(_leaves(left, name)), dict(_leaves(right, name))
+    for place in dict.fromkeys((*ours, *theirs)):
+        if place not in ours or place not in theirs:
+            yield DifferentValue(
+                place,
+                _shown(ours[place]) if place in ours else None,
+                _shown(theirs[place]) if place in theirs else None,
+            )
+        elif not _is_same(ours[place], theirs[place]):
+            yield DifferentValue(place, _shown(ours[place]), _shown(theirs[place]))
+
+
+def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping) and value:
+        for key, item in value.items():
+            yield from _leaves(item, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list | tuple) and value and not _is_run_of_numbers(value):
+        for number, item in enumerate(value):
+            yield from _leaves(item, f"{name}[{number}]")
+    else:
+        yield name, value
+
+
+def _is_run_of_numbers(value: list[Any] | tuple[Any, ...]) -> bool:
+    return all(isinstance(item, int | float) for item in value)
+
+
+def _is_same(left: Any, right: Any) -> bool:
+    if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
+        return (
+            isinstance(left, torch.Tensor)
+            and isinstance(right, torch.Tensor)
+            and left.dtype == right.dtype
+            and left.shape == right.shape
+            and left.contiguous().view(-1).view(torch.uint8).equal(right.contiguous().view(-1).view(torch.uint8))
+        )
+    # NaN is not equal to itself, but its text is.
+    return type(left) is type(right) and (left == right or repr(left) == repr(right))
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, torch.Tensor) and value.numel() > 1:
+        return f"a tensor of {str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    if isinstance(value, list | tuple) and len(value) > _MOST_ITEMS:
+        return f"{len(value)} values"
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."

@@ -1,0 +1,76 @@
+"""Finds the folder of steps that somebody means who has named one a little too high or too low."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from mcore_ckpt.checkpoint import file_names
+
+# How far above a path its root can be: <root>/<step>/<role>/model/mp_rank_00_000.
+_MOST_ABOVE = 4
+# How far below a path roots are looked for, and in how many folders at most: enough for <project>/<experiment>.
+_MOST_BELOW, _MOST_FOLDERS = 2, 200
+_SHOWN = 3
+
+
+def nearby_roots(path: Path) -> list[Path]:
+    """Returns the folders of steps near a path that is none itself; none if the path has steps.
+
+    One that is above comes alone; those below are sorted by name.
+
+    Example:
+        >>> nearby_roots(Path("checkpoints/global_steps_100/actor"))  # doctest: +SKIP
+        [PosixPath('checkpoints')]
+    """
+    if _has_steps(path):
+        return []
+    above = _root_above(path)
+    return _roots_below(path) if above is None else [above]
+
+
+def advice_on(path: Path) -> str:
+    """Returns the end of an error message about a path without steps, which names the folders that have some.
+
+    Empty if there are none nearby.
+    """
+    roots = nearby_roots(path)
+    if not roots:
+        return ""
+    names = ", ".join(map(str, roots[:_SHOWN])) + (f" and {len(roots) - _SHOWN} more" if len(roots) > _SHOWN else "")
+    return f": the steps are in {names}: name that folder" if len(roots) == 1 else f": name one of its folders: {names}"
+
+
+def _has_steps(folder: Path) -> bool:
+    with suppress(OSError):
+        return bool(file_names.step_dirs(folder))
+    return False
+
+
+def _root_above(path: Path) -> Path | None:
+    absolute = Path(os.path.abspath(path))
+    for depth, folder in enumerate([absolute, *absolute.parents][:_MOST_ABOVE]):
+        if file_names.parse_step(folder.name) is not None:
+            # As it was typed, if that says it.
+            typed = () if ".." in path.parts else path.parts[: len(path.parts) - depth - 1]
+            return Path(*typed) if typed else folder.parent
+    return None
+
+
+def _roots_below(path: Path) -> list[Path]:
+    level = [path]
+    left = _MOST_FOLDERS
+    for _ in range(_MOST_BELOW):
+        level = [folder for parent in level for folder in _folders(parent)][:left]
+        left -= len(level)
+        roots = [folder for folder in level if _has_steps(folder)]
+        if roots:
+            return roots
+    return []
+
+
+def _folders(path: Path) -> list[Path]:
+    with suppress(OSError), os.scandir(path) as entries:
+        return sorted(path / entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+    return []

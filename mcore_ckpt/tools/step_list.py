@@ -1,0 +1,189 @@
+"""Lists the steps below a root with size, age and state, and whether they are here or in a remote store."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.io.store import Store
+from mcore_ckpt.steps.listing import StepStatus, list_steps, newest_steps
+from mcore_ckpt.steps.remote_steps import RemoteStep, RemoteSteps
+from mcore_ckpt.steps.running_saves import RunningSave, running_saves
+from mcore_ckpt.steps.step_sizes import StepSize, size_of
+from mcore_ckpt.steps.tracker import read_tracker
+from mcore_ckpt.steps.trainer_watch import Life, TrainerWatch
+from mcore_ckpt.tools.step_problems import life_of_saver
+
+State = Literal["complete", "saving", "incomplete"]
+Place = Literal["local", "remote"]
+
+
+@dataclass(frozen=True)
+class ListedStep:
+    """One step.
+
+    Attributes:
+        step: its number.
+        path: its folder; its URL if it is only in the remote store.
+        state: "complete", "saving" (a process that is not known to be dead still writes it) or "incomplete".
+        reason: why the step is not complete; empty if it is.
+        roles: the committed roles, sorted.
+        declared: all roles of the step, sorted.
+        pinned: True if retention keeps it.
+        newest: True for the newest complete step of all.
+        nbytes: the size of its files in bytes.
+        created: when it was saved (ISO 8601, UTC); empty if no role is committed.
+        places: where it is complete: "local", "remote" or both. The folder of an incomplete step is "local", too.
+        saves: the saves of this step that have not committed; of a complete step only if it is the newest, or in a look
+            at the last few steps.
+    """
+
+    step: int
+    path: Path | str
+    state: State
+    reason: str
+    roles: tuple[str, ...]
+    declared: tuple[str, ...]
+    pinned: bool
+    newest: bool
+    nbytes: int
+    created: str
+    places: tuple[Place, ...]
+    saves: tuple[RunningSave, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The name of its folder."""
+        return self.path.name if isinstance(self.path, Path) else self.path.rpartition("/")[2]
+
+    def age_s(self, now: datetime.datetime) -> float | None:
+        """Returns the seconds since the step was saved; None if that is not known."""
+        try:
+            return max(0.0, (now - datetime.datetime.fromisoformat(self.created)).total_seconds())
+        except (TypeError, ValueError):
+            return None
+
+
+@dataclass(frozen=True)
+class StepList:
+    """All steps of a root, the oldest first, and the step that the tracker names."""
+
+    root: Path
+    steps: tuple[ListedStep, ...]
+    tracker: int | None
+
+
+def step_list_of(root: Path, remote: str | None = None, last: int | None = None) -> StepList:
+    """Looks at the steps below a root. Reads only manifests.
+
+    Args:
+        root: the folder of the steps.
+        remote: the URL of the remote store that the trainer uploads to; None to look only at the root.
+        last: how many of the newest local steps to look at; None for all.
+
+    Raises:
+        OSError: the root cannot be read.
+        RemoteError: the store does not answer.
+
+    Example:
+        >>> [step.state for step in step_list_of(Path("checkpoints")).steps]
+        []
+    """
+    found_steps = list_steps(root) if last is None else newest_steps(root, last)
+    statuses = {status.step: status for status in found_steps}
+    saves: dict[int, list[RunningSave]] = {}
+    for save in running_saves(root, _to_look_into(found_steps, last)):
+        saves.setdefault(save.step, []).append(save)
+    store = None if remote is None else RemoteSteps(Store(remote))
+    there = {} if store is None else {step.step: step for step in store.steps()}
+    newest = _newest([*statuses.values(), *there.values()])
+    found = []
+    for number in sorted({*statuses, *saves, *there}):
+        status = statuses.get(number)
+        if status is None and number not in saves:
+            assert store is not None
+            found.append(_remote_only(store, there[number], number == newest))
+            continue
+        status = status or _not_made_yet(root, number)
+        is_newer = newest is None or number > newest
+        is_saving = _is_saving(status, saves.get(number, ()), root if is_newer else None)
+        found.append(_local(status, size_of(status), tuple(saves.get(number, ())), is_saving, number == newest, there))
+    return StepList(root, tuple(found), read_tracker(root))
+
+
+def _to_look_into(statuses: Sequence[StepStatus], last: int | None) -> list[Path]:
+    """Returns the steps in which a save may be under way.
+
+    Of thousands of steps, these are the incomplete ones, and the newest complete one, which a trainer may save again:
+    to look into the others would double the calls to a file system that may be far away.
+    """
+    newest = _newest(statuses)
+    return [status.path for status in statuses if last is not None or not status.is_complete or status.step == newest]
+
+
+def _newest(steps: Iterable[StepStatus | RemoteStep]) -> int | None:
+    return max((step.step for step in steps if step.is_complete), default=None)
+
+
+def _not_made_yet(root: Path, step: int) -> StepStatus:
+    """Returns the status of a step whose staging folder is beside the place where its own folder will be."""
+    return StepStatus(step, file_names.step_dir(root, step), frozenset(), frozenset(), ())
+
+
+def _is_saving(status: StepStatus, saves: Sequence[RunningSave], root: Path | None) -> bool:
+    """True if a process that is not known to be dead is about to complete a step.
+
+    `root` is None for a step that is older than the newest complete one, whose missing roles nobody will save.
+    """
+    if status.is_complete or status.problems:
+        return False
+    if any(save.life is not Life.DEAD for save in saves):
+        return True
+    return root is not None and life_of_saver(status, TrainerWatch(root).lives()) is not Life.DEAD
+
+
+def _local(
+    status: StepStatus,
+    size: StepSize,
+    saves: tuple[RunningSave, ...],
+    is_saving: bool,
+    is_newest: bool,
+    there: Mapping[int, RemoteStep],
+) -> ListedStep:
+    remote = there.get(status.step)
+    is_remote = remote is not None and remote.is_complete
+    state: State = "complete" if status.is_complete else "saving" if is_saving else "incomplete"
+    return ListedStep(
+        step=status.step,
+        path=status.path,
+        state=state,
+        reason="" if status.is_complete else status.reason,
+        roles=tuple(sorted(status.committed)),
+        declared=tuple(sorted(status.declared)),
+        pinned=status.pinned,
+        newest=is_newest,
+        nbytes=size.nbytes,
+        created=size.created,
+        places=("local", "remote") if is_remote else ("local",),
+        saves=saves,
+    )
+
+
+def _remote_only(store: RemoteSteps, step: RemoteStep, is_newest: bool) -> ListedStep:
+    return ListedStep(
+        step=step.step,
+        path=store.store.url_of(file_names.step_name(step.step)),
+        state="complete" if step.is_complete else "incomplete",
+        reason="" if step.is_complete else step.reason,
+        roles=tuple(sorted(step.committed)),
+        declared=tuple(sorted(step.declared)),
+        pinned=step.pinned,
+        newest=is_newest,
+        nbytes=sum(role.nbytes for role in step.found.values()),
+        created=max((role.created for role in step.found.values()), default=""),
+        places=("remote",),
+    )
