@@ -16,13 +16,24 @@ from typing import Any
 
 from rich.console import Console
 
-from mcore_ckpt.cli import convert, doctor, inspect_command, list_command, merge, prune, reshard, test_command, verify
+from mcore_ckpt.cli import (
+    bench,
+    convert,
+    doctor,
+    inspect_command,
+    list_command,
+    merge,
+    prune,
+    reshard,
+    test_command,
+    verify,
+)
 from mcore_ckpt.cli.demo import command as demo
 from mcore_ckpt.errors import CheckpointError, InvalidArgumentError
 
 SUCCESS, BAD_CHECKPOINT, UNUSABLE_ARGUMENTS, INTERRUPTED = 0, 1, 2, 130
 
-COMMANDS = (demo, doctor, list_command, inspect_command, verify, prune, merge, test_command, convert, reshard)
+COMMANDS = (demo, doctor, bench, list_command, inspect_command, verify, prune, merge, test_command, convert, reshard)
 
 
 def main(argv: Sequence[str] | None = None, **defaults: Any) -> int:
