@@ -302,7 +302,7 @@ def _notes(prediction: Prediction, size: SaveSize) -> list[str]:
 
 
 def _real_table(report: Report) -> Table:
-    table = Table("real saves", "size", "predicted", "measured", "predicted / measured")
+    table = Table("real saves", "size", "predicted", "measured", "ratio")
     for real in report.real:
         for name, words in _COMPARED:
             found: Comparison = getattr(real, name)

@@ -128,7 +128,7 @@ def saved_bytes(nbytes: int, real: Sequence[int]) -> int:
 def _compare(trial: Path, nbytes: int, speeds: Speeds, progress: Progress) -> RealSaves:
     with TrialSaves(trial / f"real-{nbytes}", nbytes, speeds.ranks) as saves:
         predicted = predict(SaveSize.of_bytes(saves.nbytes, speeds.ranks), speeds)
-        copied, in_place = alternate(saves, lambda done: progress("real saves", done), _REAL_SAVES)
+        copied, in_place = alternate(saves, _REAL_SAVES, lambda done: progress("real saves", done))
         nbytes = saves.nbytes
     return RealSaves(
         nbytes,

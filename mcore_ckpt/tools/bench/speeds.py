@@ -99,9 +99,9 @@ def measure(folder: Path, nbytes: int, ranks: int, progress: Progress = lambda n
     """
     found = _ask_doctor(folder, nbytes >> 20 << 20)
     with TrialSaves(folder / "small", ranks * BYTES_PER_PARAMETER, ranks) as small:
-        small_copied, small_in_place = alternate(small, progress)
+        small_copied, small_in_place = alternate(small, _SAVES, progress)
     with TrialSaves(folder / "large", nbytes, ranks) as large:
-        copied, in_place = alternate(large, progress)
+        copied, in_place = alternate(large, _SAVES, progress)
         trial_bytes = large.nbytes
     small_write_s = _median(small_copied, "write_s")
     return Speeds(
@@ -124,7 +124,7 @@ def measure(folder: Path, nbytes: int, ranks: int, progress: Progress = lambda n
     )
 
 
-def alternate(saves: TrialSaves, progress: Progress, count: int = _SAVES) -> tuple[list[SaveTimes], list[SaveTimes]]:
+def alternate(saves: TrialSaves, count: int, progress: Progress) -> tuple[list[SaveTimes], list[SaveTimes]]:
     """Makes saves that copy and saves that write in place, in turn. The first two only warm up, unless they are slow.
 
     Returns the times of the former and of the latter.
