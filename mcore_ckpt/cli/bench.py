@@ -14,6 +14,7 @@ from rich.table import Table
 
 from mcore_ckpt.cli.arguments import add_json, check_is_folder, expanded_path
 from mcore_ckpt.cli.progress import progress_of_bytes
+from mcore_ckpt.cli.signals import cleaning_up_at_sigterm
 from mcore_ckpt.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
     nbytes, real = _bytes(args.megabytes, "--megabytes"), [_bytes(each, "--real") for each in args.real]
     size = _size(args)
     ranks = args.ranks_per_node or 1 if size is None else size.ranks_on_a_node
-    with progress_of_bytes(args.json) as bar:
+    with cleaning_up_at_sigterm(), progress_of_bytes(args.json) as bar:
         task = bar.add_task("measuring", total=saved_bytes(nbytes, real))
         report = bench(
             root, nbytes, ranks, size, real, lambda what, done: bar.update(task, description=what, advance=done)

@@ -102,19 +102,30 @@ def test_too_little_room(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         assert list(small.iterdir()) == []
 
 
-def test_ctrl_c_in_the_middle_of_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 128 + signal.SIGTERM)])
+def test_a_signal_in_the_middle_of_a_save(
+    number: signal.Signals, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[int] = []
 
     def interrupt(root: Path) -> None:
         seen.append(len(list(tmp_path.iterdir())))
-        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(number)
 
     # A shell ignores Ctrl-C for what it starts in the background, and so would this process.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         monkeypatch.setattr(trial_saves, "move_tracker", interrupt)
-        assert main(["bench", str(tmp_path), *FAST]) == 130
+        assert status_of(["bench", str(tmp_path), *FAST]) == status
     finally:
         signal.signal(signal.SIGINT, before)
     assert seen == [1]
     assert list(tmp_path.iterdir()) == []
+
+
+def status_of(arguments: list[str]) -> int:
+    """The exit status of a command that may end by SystemExit."""
+    try:
+        return main(arguments)
+    except SystemExit as ended:
+        return int(ended.code or 0)

@@ -20,7 +20,8 @@ from mcore_ckpt.tools.reshard.target import SavedLayout, WantedLayout, resolve
 MODEL_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 """The bytes of a model parameter, by the dtype of the training."""
 
-_MAIN_BYTES = _MOMENT_BYTES = 4
+# Of an element of a main parameter or a moment.
+_OPTIMIZER_BYTES = 4
 # Optimizers whose state has one size for each element of a parameter.
 _MOMENTS = {kind.name.lower(): len(kind.moments) for kind in KINDS if kind.name in ("Adam", "SGD", "Lion", "Muon")}
 # What each rank writes beside its files of tensors: its random states.
@@ -74,7 +75,7 @@ class Training:
     @property
     def optimizer_bytes(self) -> int:
         """The bytes of a parameter in the optimizer's files."""
-        return self.optimizer_tensors * _MOMENT_BYTES
+        return self.optimizer_tensors * _OPTIMIZER_BYTES
 
 
 @dataclass(frozen=True)
