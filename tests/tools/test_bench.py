@@ -49,7 +49,7 @@ SPEEDS = Speeds(
     sync_s=0.001,
 )
 SIZE = SaveSize.of_bytes(20 * GB, ranks=4, tensors=1000)
-PLAN_S = 1000 * predicting.PLAN_S_PER_TENSOR
+PLAN_S = predicting.PLAN_S + 1000 * predicting.PLAN_S_PER_TENSOR
 COMMIT_S = 0.03 + 1000 * predicting.COMMIT_S_PER_TENSOR
 
 
