@@ -243,7 +243,7 @@ def _speed_table(speeds: Speeds) -> Table:
     ranks = "1 rank" if speeds.ranks == 1 else f"{speeds.ranks} ranks at once"
     table = Table("measured", "speed", title=f"{ranks}, {_size_text(speeds.trial_bytes)}", title_justify="left")
     rates = [
-        ("copying in host memory", speeds.copy_bytes_per_s),
+        *((f"copying {_size_text(nbytes)} in host memory", rate) for nbytes, rate in speeds.copies),
         ("new host memory, one thread", speeds.fetch_bytes_per_s),
         ("writing from images", speeds.write_bytes_per_s),
         ("writing in place", speeds.write_in_place_bytes_per_s),

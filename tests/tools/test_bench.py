@@ -36,7 +36,7 @@ GB = 10**9
 SPEEDS = Speeds(
     ranks=4,
     trial_bytes=GB,
-    copy_bytes_per_s=10 * GB,
+    copies=((GB, 20.0 * GB), (4 * GB, 10.0 * GB)),
     fetch_bytes_per_s=1 * GB,
     write_bytes_per_s=2 * GB,
     write_in_place_bytes_per_s=1 * GB,
@@ -66,6 +66,15 @@ def test_a_state_in_host_memory() -> None:
     assert found.load.parts == pytest.approx({PLAN: 1000 * predicting.LOAD_PLAN_S_PER_TENSOR, READ: 5.0})
     assert found.file_system_bytes_per_s == pytest.approx(20 * GB / 10.02)
     assert found.async_save.seconds == pytest.approx(sum(found.async_save.parts.values()))
+
+
+@pytest.mark.parametrize(("gigabytes", "speed"), [(0, 20), (0.5, 20), (1, 20), (2, 15), (4, 10), (9, 10)])
+def test_larger_states_are_copied_more_slowly(gigabytes: float, speed: float) -> None:
+    assert SPEEDS.copy_bytes_per_s(int(gigabytes * GB)) == pytest.approx(speed * GB)
+
+
+def test_copies_of_one_size() -> None:
+    assert replace(SPEEDS, copies=((GB, 20.0 * GB), (GB, 10.0 * GB))).copy_bytes_per_s(GB) == 20 * GB
 
 
 @pytest.mark.parametrize(("copy_speed", "slower"), [(5 * GB, {WRITE: 10.02}), (GB // 4, {COPY: 20.0})])

@@ -12,7 +12,7 @@ from mcore_ckpt.io.mounts import Mount, mount_of
 from mcore_ckpt.io.room import Need, room_of
 from mcore_ckpt.tools.bench.predict import Prediction, predict
 from mcore_ckpt.tools.bench.size import SaveSize
-from mcore_ckpt.tools.bench.speeds import Speeds, alternate, measure
+from mcore_ckpt.tools.bench.speeds import Speeds, alternate, free_memory, measure
 from mcore_ckpt.tools.bench.trial_saves import TrialSaves
 from mcore_ckpt.tools.doctor.trial import trial_folder, unusable
 
@@ -148,21 +148,12 @@ def _fitting(root: Path, size: SaveSize) -> int | None:
 def _check_size(nbytes: int) -> None:
     if nbytes < _LEAST_BYTES:
         raise InvalidArgumentError(f"a save of {nbytes} bytes: use at least 1 MiB")
-    free = _free_memory()
+    free = free_memory()
     if free is not None and 2 * nbytes > free:
         raise InvalidArgumentError(
             f"a save of {nbytes / 1e9:.3g} GB needs twice as much memory, but {free / 1e9:.3g} GB are free: use a "
             "smaller size"
         )
-
-
-def _free_memory() -> int | None:
-    """Returns the memory that programs can still get, in bytes; None if the system does not tell."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), None)
 
 
 def _check_room(root: Path, nbytes: int) -> None:

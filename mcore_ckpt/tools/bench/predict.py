@@ -102,7 +102,7 @@ def predict(size: SaveSize, speeds: Speeds) -> Prediction:
         pin = {PIN: size.rank_bytes / speeds.gpu.pin_bytes_per_s}
         stall, first = Estimate(begin | {COPY: copy_s}), Estimate(begin | pin | {COPY: copy_s})
         return Prediction(stall, first, 0.0, save, save, Estimate(load), rate)
-    copy = {COPY: size.node_bytes / speeds.copy_bytes_per_s}
+    copy = {COPY: size.node_bytes / speeds.copy_bytes_per_s(size.node_bytes)}
     return Prediction(
         stall=Estimate(begin | copy),
         first_stall=Estimate(begin | in_place),
@@ -128,8 +128,8 @@ def bottleneck(estimate: Estimate, speeds: Speeds) -> str:
     """Says in words what takes longest.
 
     Example:
-        >>> bottleneck(Estimate({OPEN: 0.01, COPY: 0.5}), speeds)  # doctest: +SKIP
-        'copying in host memory, 11.2 GB/s'
+        >>> bottleneck(Estimate({OPEN: 0.01, READ: 0.5}), speeds)  # doctest: +SKIP
+        'reading, 2.2 GB/s'
     """
     longest = estimate.longest
     if longest == WRITE:
@@ -140,7 +140,7 @@ def bottleneck(estimate: Estimate, speeds: Speeds) -> str:
         limit = speeds.write_limit if is_alike else PROCESSORS
         return f"writing in place, {_rate(speeds.write_in_place_bytes_per_s)}: {_limit(limit)}"
     if longest == COPY:
-        return _copying(speeds.gpu) or f"copying in host memory, {_rate(speeds.copy_bytes_per_s)}"
+        return _copying(speeds.gpu) or f"copying in host memory, {_rate(speeds.copies[-1][1])}"
     if longest == READ:
         return f"reading, {_rate(speeds.read_bytes_per_s)}"
     if longest == COMMIT:

@@ -6,6 +6,7 @@ without the other comes from the doctor, which measures our writer and reader ag
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +30,8 @@ Progress = Callable[[int], None]
 _SAVES = 7
 _ENOUGH_S = 60.0
 _FETCH_MOST_BYTES = 256 << 20
+# The processors' caches hold some hundred MB, so larger states are copied more slowly.
+_LARGER = 4
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class Speeds:
     Attributes:
         ranks: how many ranks saved at once.
         trial_bytes: how many bytes they saved together.
-        copy_bytes_per_s: copying in host memory, to memory that has its pages.
+        copies: copying in host memory, to memory that has its pages: (bytes, bytes per second), the smaller size first.
         fetch_bytes_per_s: one thread fetches new pages of host memory.
         write_bytes_per_s: writing from images, checksums included.
         write_in_place_bytes_per_s: writing from the tensors, checksums and the copy in the processor's cache included.
@@ -69,7 +72,7 @@ class Speeds:
 
     ranks: int
     trial_bytes: int
-    copy_bytes_per_s: float
+    copies: tuple[tuple[int, float], ...]
     fetch_bytes_per_s: float
     write_bytes_per_s: float
     write_in_place_bytes_per_s: float
@@ -82,9 +85,22 @@ class Speeds:
     sync_s: float
     gpu: GpuSpeeds | None = None
 
+    def copy_bytes_per_s(self, nbytes: int) -> float:
+        """Returns how fast `nbytes` bytes are copied, between the speeds of the measured sizes by its logarithm.
+
+        Example:
+            >>> SPEEDS.copies, SPEEDS.copy_bytes_per_s(2 * 10**9)  # doctest: +SKIP
+            (((10**9, 12e9), (4 * 10**9, 8e9)), 10e9)
+        """
+        (small, fast), *_, (large, slow) = self.copies
+        if small == large:
+            return fast
+        share = math.log(nbytes / small) / math.log(large / small) if nbytes > 0 else 0.0
+        return fast + (slow - fast) * min(max(share, 0.0), 1.0)
+
 
 def measure(folder: Path, nbytes: int, ranks: int, progress: Progress = lambda nbytes: None) -> Speeds:
-    """Measures in an empty folder. Takes twice `nbytes` of memory and of room on the disk.
+    """Measures in an empty folder. Takes twice `nbytes` of room, and eight times of memory, or what is free.
 
     Args:
         folder: where to write.
@@ -103,11 +119,12 @@ def measure(folder: Path, nbytes: int, ranks: int, progress: Progress = lambda n
     with TrialSaves(folder / "large", nbytes, ranks) as large:
         copied, in_place = alternate(large, _SAVES, progress)
         trial_bytes = large.nbytes
+    copies = (trial_bytes, trial_bytes / _median(copied, "copy_s")), _larger_copies(folder, nbytes, ranks)
     small_write_s = _median(small_copied, "write_s")
     return Speeds(
         ranks=ranks,
         trial_bytes=trial_bytes,
-        copy_bytes_per_s=trial_bytes / _median(copied, "copy_s"),
+        copies=copies,
         fetch_bytes_per_s=_fetch_speed(min(nbytes, _FETCH_MOST_BYTES)),
         write_bytes_per_s=_speed(trial_bytes, _median(copied, "write_s"), small_write_s),
         write_in_place_bytes_per_s=_speed(
@@ -138,6 +155,25 @@ def alternate(saves: TrialSaves, count: int, progress: Progress) -> tuple[list[S
             break
     counted = pairs[1:] or pairs
     return [copied for copied, _ in counted], [in_place for _, in_place in counted]
+
+
+def free_memory() -> int | None:
+    """Returns the memory that programs can still get, in bytes; None if the system does not tell."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), None)
+
+
+def _larger_copies(folder: Path, nbytes: int, ranks: int) -> tuple[int, float]:
+    """Returns a size larger than `nbytes`, if the memory allows that, and the speed of copies of this size."""
+    free = free_memory()
+    most = _LARGER * nbytes if free is None else min(_LARGER * nbytes, free // 4)
+    with TrialSaves(folder / "larger", max(nbytes, most), ranks) as larger:
+        larger.copy()
+        # The average and not the median, because a long copy meets whatever else runs on the machine.
+        return larger.nbytes, larger.nbytes / statistics.mean(larger.copy() for _ in range(_SAVES))
 
 
 def _median(times: Sequence[SaveTimes], field: str) -> float:
