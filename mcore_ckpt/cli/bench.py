@@ -41,6 +41,9 @@ examples:
 The exit status is 0 after a measurement, 1 if checkpoints cannot be saved below PATH or do not fit, and 2 for unusable
 arguments."""
 
+# Beyond this spread of trial saves, predictions cannot be within a fifth.
+_UNSTEADY = 0.4
+
 _SIZES = (
     ("tp", "tensor-parallel size"),
     ("pp", "pipeline-parallel size"),
@@ -93,9 +96,9 @@ def add_to(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--megabytes",
         type=float,
-        default=256,
         metavar="N",
-        help="size of the saves that are measured (256 if not given); larger ones predict large models better",
+        help="size of the saves that are measured, of all ranks together (if not given: 256, or 64 for each rank if "
+        "that is more); larger ones predict large models better",
     )
     parser.add_argument(
         "--real",
@@ -116,9 +119,10 @@ def run(args: argparse.Namespace) -> int:
 
     root = args.path.absolute()
     check_is_folder(root)
-    nbytes, real = _bytes(args.megabytes, "--megabytes"), [_bytes(each, "--real") for each in args.real]
     size = _size(args)
     ranks = args.ranks_per_node or 1 if size is None else size.ranks_on_a_node
+    megabytes = max(256, 64 * ranks) if args.megabytes is None else args.megabytes
+    nbytes, real = _bytes(megabytes, "--megabytes"), [_bytes(each, "--real") for each in args.real]
     with cleaning_up_at_sigterm(), progress_of_bytes(args.json) as bar:
         task = bar.add_task("measuring", total=saved_bytes(nbytes, real))
         report = bench(
@@ -230,6 +234,10 @@ def _show(report: Report) -> None:
     where = "" if report.mount is None else f" ({report.mount.kind} on {report.mount.point})"
     console.print(f"{report.root}{where}", markup=False, soft_wrap=True)
     console.print(_speed_table(report.speeds))
+    least, most = report.speeds.spread
+    if most - least > _UNSTEADY:
+        text = f"busy: trial saves took {least:.2f} to {most:.2f} times their median, and so will others"
+        console.print(text, style="yellow", soft_wrap=True)
     if report.prediction is not None and report.size is not None:
         console.print(_size_line(report.size, report.fitting_saves), markup=False, soft_wrap=True)
         console.print(_prediction_table(report.prediction, report.speeds))

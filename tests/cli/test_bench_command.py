@@ -2,6 +2,7 @@
 
 import json
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from mcore_ckpt.cli.main import main
 from mcore_ckpt.tools.bench import bench, speeds, trial_saves
 
 FAST = ("--megabytes", "2")
+GIVEN_SPEEDS = speeds.Speeds(1, 10**6, ((10**6, 1e9), (4 * 10**6, 1e9)), *[1e9] * 5, "", *[0.01] * 4)
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +35,20 @@ def test_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     for row in ("copying 0.002 GB in host memory", "commit", "first async save at once: stall", "ratio"):
         assert row in words
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("spread", "is_busy"), [((0.9, 1.2), False), ((0.8, 2.5), True)])
+def test_a_busy_machine(
+    spread: tuple[float, float],
+    is_busy: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bench, "measure", lambda *_: replace(GIVEN_SPEEDS, spread=spread))
+    assert main(["bench", str(tmp_path), *FAST]) == 0
+    text = capsys.readouterr().out
+    assert ("busy: trial saves took 0.80 to 2.50 times their median" in text) is is_busy
 
 
 def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -67,6 +67,7 @@ class Speeds:
         small_write_s: the time to write all files of a save that has hardly any bytes.
         commit_s: the time to commit it.
         sync_s: the time until a small file is durable.
+        spread: the shortest and the longest trial save that copied, divided by their median.
         gpu: the GPU, or None if there is none.
     """
 
@@ -83,6 +84,7 @@ class Speeds:
     small_write_s: float
     commit_s: float
     sync_s: float
+    spread: tuple[float, float] = (1.0, 1.0)
     gpu: GpuSpeeds | None = None
 
     def copy_bytes_per_s(self, nbytes: int) -> float:
@@ -119,6 +121,8 @@ def measure(folder: Path, nbytes: int, ranks: int, progress: Progress = lambda n
     with TrialSaves(folder / "large", nbytes, ranks) as large:
         copied, in_place = alternate(large, _SAVES, progress)
         trial_bytes = large.nbytes
+    seconds = [times.seconds for times in copied]
+    median = statistics.median(seconds)
     copies = (trial_bytes, trial_bytes / _median(copied, "copy_s")), _larger_copies(folder, nbytes, ranks)
     small_write_s = _median(small_copied, "write_s")
     return Speeds(
@@ -137,6 +141,7 @@ def measure(folder: Path, nbytes: int, ranks: int, progress: Progress = lambda n
         small_write_s=small_write_s,
         commit_s=_median([*small_copied, *small_in_place], "commit_s"),
         sync_s=found[speed.SYNC_TIME]["seconds"],
+        spread=(min(seconds) / median, max(seconds) / median),
         gpu=_measure_gpu(nbytes) if torch.cuda.is_available() else None,
     )
 
@@ -181,9 +186,9 @@ def _median(times: Sequence[SaveTimes], field: str) -> float:
 
 
 def _speed(nbytes: int, seconds: float, without_bytes_s: float) -> float:
-    """Returns the speed of the bytes alone. Where the disk is so quick that nothing is left, all of the time counts."""
+    """Returns the speed of the bytes alone; of everything if they take the smaller part, since then they hide in it."""
     rest = seconds - without_bytes_s
-    return nbytes / (rest if rest > seconds / 10 else seconds)
+    return nbytes / (rest if rest > seconds / 2 else seconds)
 
 
 def _ask_doctor(folder: Path, nbytes: int) -> Mapping[str, Mapping[str, float]]:

@@ -1,8 +1,8 @@
 """Makes real saves of random bytes, with the planner, the writer and the commit of this package, without a trainer.
 
-One process acts for all ranks of a node: it copies with as many threads as they would, and each rank's files have a
-writer of their own. So a trial save takes as long as the ranks' save, but for what they would tell each other and for
-reading the trainer's objects.
+One process acts for all ranks of a node: it copies with as many threads as they would, and writes each rank's files
+with a writer and a thread of their own. So a trial save takes as long as the ranks' save, but for what they would tell
+each other and for reading the trainer's objects.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import itertools
 import os
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -251,19 +251,18 @@ class TrialSaves:
         self._lock.take(patience_s=0)
 
     def _write(self, staging: Path, writes: Sequence[Sequence[FileWrite]]) -> list[tuple[int, WrittenFile]]:
-        """Writes the files of all ranks at once, and returns each with its rank."""
+        """Writes the files of all ranks, each rank's on a thread of its own, and returns each file with its rank."""
         check_seen(staging)
-        written: list[tuple[int, WrittenFile]] = []
-        with ExitStack() as stack:
-            writers = [stack.enter_context(FileWriter(staging, of_rank, self._commits)) for of_rank in writes]
-            for writer in writers:
-                writer.start()
-            for number, rank in enumerate(self._ranks):
-                path, data = rank.random_states
-                written.append((number, write_plain(staging, path, "rng", data)))
-            for number, writer in enumerate(writers):
-                written += ((number, file) for file in writer.finish())
-        sync_names(staging, {file.path for _, file in written})
+        with ThreadPoolExecutor(len(self._ranks)) as pool:
+            by_rank = list(pool.map(lambda rank, own: self._write_rank(staging, rank, own), self._ranks, writes))
+        return [(number, file) for number, files in enumerate(by_rank) for file in files]
+
+    def _write_rank(self, staging: Path, rank: _Rank, writes: Sequence[FileWrite]) -> list[WrittenFile]:
+        path, data = rank.random_states
+        with FileWriter(staging, writes, self._commits) as writer:
+            writer.start()
+            written = [write_plain(staging, path, "rng", data), *writer.finish()]
+        sync_names(staging, {file.path for file in written})
         return written
 
     def _manifest(self, staging: Path, step: int, attempt: str, written: Sequence[tuple[int, WrittenFile]]) -> Manifest:
