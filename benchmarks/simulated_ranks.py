@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -42,6 +42,7 @@ from mcore_ckpt.ranks.topology import RankCoordinates, Replicas
 from mcore_ckpt.save import new_manifest
 from mcore_ckpt.save.new_manifest import build_manifest
 from mcore_ckpt.save.rank_reports import TensorNames, rank_report
+from mcore_ckpt.save.rank_times import RankTimes, timeline_of
 from mcore_ckpt.sharding.plan import MODEL, PARAM, ShardKey
 from mcore_ckpt.state.trainer import Trainer
 from mcore_ckpt.steps import commit, listing, tracker
@@ -306,7 +307,7 @@ class Rank0:
             collected.append(time.perf_counter())
             arguments = (self._trainer, self._names, attempt.staging, common, step, (ROLE,), attempt.number, records)
             with phases.phase("describe"):
-                return build_manifest(*arguments)
+                return replace(build_manifest(*arguments), save_timeline=timeline_of(records, (12.345678, 13.456789)))
 
         with Pauses() as pauses, phases.watch(_COMMIT_PHASES):
             clocks = time.thread_time()
@@ -481,7 +482,12 @@ class Reporter:
             written.append(WrittenFile(path, kind, SMALL_FILE_BYTES, 0xDEADBEEF))
         trainer: Any = _Told(self._at)
 
-        return lambda names: rank_report(trainer, written, self._plans, names.to_send(self._plans, self._rank), [1])
+        times = RankTimes((0.000012, 0.123456), (0.123456, 1.234567), (0.234567, 12.345678), 1.345678, 10_000_000_000)
+
+        def report(names: TensorNames) -> Record:
+            return rank_report(trainer, written, self._plans, names.to_send(self._plans, self._rank), [1], times)
+
+        return report
 
     def committed(self, names: TensorNames) -> None:
         names.mark_sent(self._plans)

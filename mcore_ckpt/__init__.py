@@ -8,6 +8,7 @@ from mcore_ckpt.public_names import lazy_names
 
 if TYPE_CHECKING:
     from mcore_ckpt.config import CheckpointConfig
+    from mcore_ckpt.events import Event
     from mcore_ckpt.load.huggingface import HfLoadReport, load_hf
     from mcore_ckpt.load.load import LoadReport, LoadResult
     from mcore_ckpt.manager import CheckpointManager
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CheckpointConfig",
     "CheckpointManager",
+    "Event",
     "HfLoadReport",
     "LoadReport",
     "LoadResult",
@@ -34,6 +36,7 @@ __getattr__ = lazy_names(
     __name__,
     {
         "config": ("CheckpointConfig",),
+        "events": ("Event",),
         "load.huggingface": ("HfLoadReport", "load_hf"),
         "load.load": ("LoadReport", "LoadResult"),
         "manager": ("CheckpointManager",),

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from mcore_ckpt.errors import InvalidArgumentError
+from mcore_ckpt.errors import InvalidArgumentError, InvalidTypeError
+from mcore_ckpt.events import Listener
 
 # How long a rank waits for another rank before it gives up, in seconds, unless the caller chooses.
 TIMEOUT_S = 600.0
@@ -86,9 +87,13 @@ class CheckpointConfig:
             (Muon after Adam), and take over only its main parameters. If not, such a load is refused.
         strict: whether `load` raises an error if the checkpoint that it reads is damaged. If not, it loads the next
             older one.
+        listeners: what to call with the events of saves, loads, deletions and uploads (`mcore_ckpt.events`): functions,
+            or objects of `mcore_ckpt.integrations.listeners`. They run on a thread of their own, and nothing that they
+            do affects a save. Each rank calls its own, so ranks may have different ones, or none.
 
     Raises:
         InvalidArgumentError: a value is not allowed, or two values contradict each other.
+        InvalidTypeError: something in `listeners` cannot be called with an event.
 
     Example:
         >>> CheckpointConfig(save_contents=("model", "optimizer", "extra"), max_to_keep=2).max_to_keep
@@ -117,10 +122,12 @@ class CheckpointConfig:
     reset_moments: bool = False
     strict: bool = False
     assume_optimizer_step: int | None = None
+    listeners: tuple[Listener, ...] = dataclasses.field(default=(), hash=False)  # listeners need not be hashable
 
     def __post_init__(self) -> None:
         for field in ("save_contents", "load_contents"):
             object.__setattr__(self, field, _contents(field, getattr(self, field)))
+        object.__setattr__(self, "listeners", _callable(self.listeners))
         if self.max_to_keep is not None and (not isinstance(self.max_to_keep, int) or self.max_to_keep < 1):
             raise InvalidArgumentError(
                 f"max_to_keep is {self.max_to_keep!r}: use 1 or more, or None to keep every checkpoint"
@@ -168,6 +175,24 @@ def _unique_roles(roles: Sequence[str]) -> tuple[str, ...]:
     if isinstance(roles, str):
         raise InvalidArgumentError(f"roles is the string {roles!r}: use a list of roles, such as [{roles!r}]")
     return tuple(dict.fromkeys(roles))
+
+
+def _callable(listeners: object) -> tuple[Listener, ...]:
+    """Returns the listeners as a tuple. Raises InvalidTypeError if one is not what a listener must be."""
+    if callable(listeners) or isinstance(listeners, str) or not isinstance(listeners, Iterable):
+        raise InvalidTypeError(f"listeners is {listeners!r}: use a list of listeners, such as [LoggingListener()]")
+    found = tuple(listeners)
+    for number, listener in enumerate(found):
+        if isinstance(listener, type):
+            raise InvalidTypeError(
+                f"listeners[{number}] is the class {listener.__name__}: use an object of it, {listener.__name__}(...)"
+            )
+        if not callable(listener):
+            raise InvalidTypeError(
+                f"listeners[{number}] is {listener!r}, which cannot be called: use a function with one argument, the "
+                "event (mcore_ckpt.events), or an object with such a method __call__"
+            )
+    return found
 
 
 def _contents(field: str, words: tuple[str, ...] | list[str] | str) -> tuple[str, ...]:

@@ -18,11 +18,13 @@ import torch
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import StageRecord
 from mcore_ckpt.config import CheckpointConfig
+from mcore_ckpt.delivery import Delivery
 from mcore_ckpt.errors import CheckpointError, CommitError, InvalidArgumentError, InvalidTypeError, NoRoomError
 from mcore_ckpt.io.room import NOTHING, Need
 from mcore_ckpt.io.store import Store
 from mcore_ckpt.load.candidates import newest_first, remote_steps
 from mcore_ckpt.load.load import VERIFY_WORDS, LoadResult, load_state
+from mcore_ckpt.load.load_events import load_and_tell
 from mcore_ckpt.ranks.meeting import rendezvous
 from mcore_ckpt.ranks.rounds import Agreement, Record, agree, decide, same_everywhere
 from mcore_ckpt.ranks.topology import is_first_optimizer_instance, read_replicas, read_topology
@@ -32,6 +34,7 @@ from mcore_ckpt.save.hf_export import check_exportable
 from mcore_ckpt.save.host_images import HostImages
 from mcore_ckpt.save.plan import estimated_bytes
 from mcore_ckpt.save.save import Save, SaveContext
+from mcore_ckpt.save.save_events import SaveEvents
 from mcore_ckpt.state.adapters import adapter_settings, own_adapters
 from mcore_ckpt.state.megatron_versions import check_megatron
 from mcore_ckpt.state.model import (
@@ -142,9 +145,10 @@ class CheckpointManager:
         self._trainer = trainer
         self._remote = remote
         self._room = RoomWatch(trainer.root, is_deleting_here)
-        self._context = SaveContext(
-            trainer, commits, HostImages(config.max_host_bytes), lock, _upload_queue(trainer, remote), self._room
-        )
+        self._delivery = Delivery(config.listeners)
+        uploads = _upload_queue(trainer, remote, self._delivery)
+        images = HostImages(config.max_host_bytes)
+        self._context = SaveContext(trainer, commits, images, lock, uploads, self._room, self._delivery)
         self._background = BackgroundSaves(commits, warns=config.if_failed == "warn")
         self._guards = Guards(_changing_methods(trainer) if _is_lazy(config) else [], self._context.host_images.hold)
         self._closed = False
@@ -194,8 +198,22 @@ class CheckpointManager:
             CheckpointError: an earlier background save failed, and its error had not been raised yet. Nothing has been
                 saved by this call.
         """
-        topic = f"saving step {step} of {self._trainer.role}"
         started = time.perf_counter()
+        events = SaveEvents(self._delivery, step, self._trainer.role, self._trainer.agreement.rank, started)
+        with events.telling_of_failure():
+            return self._save(step, extra_state, roles, path, max_to_keep, events, started)
+
+    def _save(
+        self,
+        step: int,
+        extra_state: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None,
+        roles: Sequence[str] | None,
+        path: str | Path | None,
+        max_to_keep: int | None,
+        events: SaveEvents,
+        started: float,
+    ) -> SaveHandle:
+        topic = f"saving step {step} of {self._trainer.role}"
         with self._in_step(topic):
             extra_state = _read_extra_state(extra_state) if callable(extra_state) else extra_state
             self._check_save(step, extra_state)
@@ -203,10 +221,11 @@ class CheckpointManager:
             policy = _policy(self._trainer.config, max_to_keep)
             declared = file_names.check_roles(roles or self._trainer.config.roles or ())
             declared = file_names.check_roles([*declared, self._trainer.role])
+            events.started(role_dir)
             busy, failure = self._earlier_save()
             self._wait_for_deletion_of(step)
             saving = Saving(role_dir, step, policy if counts else None)
-            parts = (self._context, step, extra_state, declared, started, saving.policy)
+            parts = (self._context, step, extra_state, declared, started, saving.policy, events)
             # While another save is under way, the host memory belongs to that save.
             save = None if busy or failure else Save(*parts)
         prepare = partial(self._take_place, saving)
@@ -217,6 +236,7 @@ class CheckpointManager:
             except NoRoomError as error:
                 if save is None or not (self._trainer.config.async_save and self._trainer.config.if_failed == "warn"):
                     raise
+                events.failed(error)
                 handle = SaveHandle(save)
                 self._background.refuse(handle, error)
                 return handle
@@ -259,7 +279,9 @@ class CheckpointManager:
             if verify not in VERIFY_WORDS:
                 raise InvalidArgumentError(f"verify is {verify!r}: use one of {', '.join(map(repr, VERIFY_WORDS))}")
         with self._raising_earlier_failure():
-            return load_state(self._trainer, self._remote, step, _full_path(path), self._background.failure(), verify)
+            folder, failure = _full_path(path), self._background.failure()
+            load = partial(load_state, self._trainer, self._remote, step, folder, failure, verify)
+            return load_and_tell(self._delivery, self._trainer, step, folder, load)
 
     @property
     def root(self) -> Path:
@@ -328,7 +350,8 @@ class CheckpointManager:
     def wait(self) -> None:
         """Waits until no save is under way and no old step is being deleted. Every rank calls it.
 
-        Rank 0 also waits for uploads, for at most `upload_timeout_s`.
+        Rank 0 also waits for uploads, for at most `upload_timeout_s`. Every rank with listeners waits until these have
+        got all events, for at most ten seconds.
 
         Raises:
             CheckpointError: a background save failed, and its error had not been raised yet.
@@ -338,12 +361,14 @@ class CheckpointManager:
         uploads = self._context.uploads
         if uploads is not None and not uploads.wait(self._trainer.config.upload_timeout_s):
             logger.warning("an upload is still under way after upload_timeout_s, and continues in the background")
+        self._delivery.drain()
         self._background.raise_failure()
 
     def close(self) -> None:
         """Waits for a save that is under way, and frees the host memory. The manager cannot be used afterwards.
 
         Rank 0 also waits for uploads, for at most `upload_timeout_s`. The next run uploads what the store lacks then.
+        Listeners are waited for as by `wait`.
 
         Raises:
             CheckpointError: a background save failed, and its error had not been raised yet. The manager is closed
@@ -361,6 +386,7 @@ class CheckpointManager:
         finally:
             # Release the lock last, because the role's next trainer removes half-uploaded steps as leftovers.
             self._context.lock.release()
+        self._delivery.close()
         self._background.raise_failure()
 
     def _destination(self, step: int, path: str | Path | None) -> tuple[Path, bool]:
@@ -544,13 +570,13 @@ def _read_trainer(
     return trainer, remote
 
 
-def _upload_queue(trainer: Trainer, remote: RemoteSteps | None) -> UploadQueue | None:
+def _upload_queue(trainer: Trainer, remote: RemoteSteps | None, delivery: Delivery) -> UploadQueue | None:
     """Returns the queue of uploads; None without a remote store, and on all ranks except rank 0."""
     if remote is None or not trainer.agreement.is_coordinator:
         return None
     config = trainer.config
     policy = PreservationPolicy(config.max_to_keep, config.keep_every) if config.prune_remote else PreservationPolicy()
-    return UploadQueue(remote, trainer.root, trainer.role, policy)
+    return UploadQueue(remote, trainer.root, trainer.role, policy, delivery)
 
 
 def _set_up_together(trainer: Trainer, remote: RemoteSteps | None, lock: TrainerLock) -> Trainer:

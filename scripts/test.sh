@@ -1,20 +1,22 @@
 #!/usr/bin/env bash
 # Installs and builds what the tests need, then runs the linters and the tests. docs: CONTRIBUTING.md.
 #
-#     scripts/test.sh [--quick | --full] [--coverage] [arguments of pytest]
+#     scripts/test.sh [--quick | --full] [--coverage] [--browser] [arguments of pytest]
 #
 #     (nothing)     what CI runs: one case for each reason
 #     --quick       for the loop while one writes: linters, and the tests of one process that are over in a moment
 #     --full        all there is, and on the disk: every case, 200 kills, five minutes of the soak, fuzzing, the sanitizers
+#     --browser     first installs Chromium from Debian, if this is root; without a browser, tests of pages are skipped
 #     --coverage    measures, with every process and rank, which lines and branches of the package the tests run
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-tier=ci coverage=
+tier=ci coverage= browser=
 while [ $# -gt 0 ]; do
     case $1 in
         --quick | --full) tier=${1#--} ;;
         --coverage) coverage=yes ;;
+        --browser) browser=yes ;;
         *) break ;;
     esac
     shift
@@ -80,10 +82,12 @@ newest=megatron-0.19
 wanted=("$newest" triton emerging)
 # Frameworks are tested beside the environment: they want other versions of what it has.
 frameworks=(verl verl-0.6 verl-0.7 verl-0.8 areal bridge swift)
-[ "$tier" = quick ] || wanted+=(megatron-0.15 megatron-0.16 megatron-0.17 megatron-0.18 te transformers4 quantized remote "${frameworks[@]}")
+[ "$tier" = quick ] || wanted+=(megatron-0.15 megatron-0.16 megatron-0.17 megatron-0.18 te transformers4 quantized remote monitoring "${frameworks[@]}")
+[ "$tier" != full ] || wanted+=(wandb)
 for name in "${wanted[@]}"; do
     beside "packages-$name" packages "$name"
 done
+[ -z "$browser" ] || beside browser bash scripts/install_browser.sh
 bash scripts/install.sh
 wait_beside
 export PYTHONPATH=$PWD/.venv/$newest:$PWD/.venv/triton${PYTHONPATH:+:$PYTHONPATH}

@@ -52,6 +52,7 @@ NOT_QUICK = frozenset(
         "test_foreign_models.py",
         "test_fsdp_reader.py",
         "test_hub.py",
+        "test_inspect_page.py",
         "test_huggingface_writer.py",
         "test_versions.py",
         "test_many_steps.py",

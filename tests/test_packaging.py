@@ -55,5 +55,21 @@ def test_the_source_distribution_has_all_that_a_build_needs(sdist: set[str]) -> 
         assert needed in sdist
 
 
+def test_a_built_package_has_the_template_of_the_page(tmp_path: Path) -> None:
+    """A wheel has what `build_py` copies, and pages are made from files that are no modules."""
+    built = tmp_path / "built"
+    shutil.copytree(
+        REPOSITORY / "mcore_ckpt", tmp_path / "mcore_ckpt", ignore=shutil.ignore_patterns("__pycache__", "*.so")
+    )
+    for name in ("pyproject.toml", "setup.py", "README.md"):
+        shutil.copy(REPOSITORY / name, tmp_path / name)
+    shutil.copytree(REPOSITORY / "csrc", tmp_path / "csrc")
+    command = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", built]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    wanted = files_below(Path("mcore_ckpt/cli/page"))
+    assert {path.relative_to(built).as_posix() for path in (built / "mcore_ckpt/cli/page").iterdir()} == wanted
+    assert (built / "mcore_ckpt" / "py.typed").exists()
+
+
 def test_the_source_distribution_has_nothing_that_was_built(sdist: set[str]) -> None:
     assert [name for name in sdist if name.endswith((".so", ".o", ".pyc")) or name.startswith("tests/")] == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,14 +74,19 @@ def step_dirs(root: Path) -> dict[int, list[Path]]:
 
     If a step has several folders, the one called `global_steps_<step>` is the first in its list.
     """
-    found: dict[int, list[Path]] = {}
     if not root.is_dir():
-        return found
+        return {}
     with os.scandir(root) as entries:
-        for entry in sorted(entries, key=lambda entry: entry.name, reverse=True):
-            match = _STEP_DIR.fullmatch(entry.name)
-            if match and _may_be_folder(entry):
-                found.setdefault(int(match.group(1)), []).append(root / entry.name)
+        return step_dirs_among(root, entries)
+
+
+def step_dirs_among(root: Path, entries: Iterable[os.DirEntry[str]]) -> dict[int, list[Path]]:
+    """Returns what `step_dirs` does, from the entries of `root`."""
+    found: dict[int, list[Path]] = {}
+    for entry in sorted(entries, key=lambda entry: entry.name, reverse=True):
+        match = _STEP_DIR.fullmatch(entry.name)
+        if match and _may_be_folder(entry):
+            found.setdefault(int(match.group(1)), []).append(root / entry.name)
     return found
 
 

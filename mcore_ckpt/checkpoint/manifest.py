@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from mcore_ckpt.checkpoint import file_names, manifest_text
+from mcore_ckpt.checkpoint.timeline import SaveTimeline, decode_timeline, encoded_timeline
 from mcore_ckpt.io import json_fields as fields
 from mcore_ckpt.io import limits
 from mcore_ckpt.ranks.topology import RankCoordinates, Topology
@@ -108,6 +109,7 @@ class Manifest:
     tensors: tuple[str, ...]
     files: tuple[FileRecord, ...]
     adapters: AdapterSettings | None = None
+    save_timeline: SaveTimeline | None = None
 
     def files_of(self, kind: str) -> list[FileRecord]:
         """Returns the files of one kind."""
@@ -140,8 +142,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
     record["ranks"] = [vars(rank) for rank in manifest.ranks]
     record["stages"] = [vars(stage) for stage in manifest.stages]
     record["adapters"] = manifest.adapters and vars(manifest.adapters)
-    if manifest.adapters is None:
-        del record["adapters"]
+    record["save_timeline"] = manifest.save_timeline and encoded_timeline(manifest.save_timeline)
+    record = {key: value for key, value in record.items() if value is not None}
     del record["files"]
     return manifest_text.encode(record, [(_file_members(file), file.holds) for file in manifest.files])
 
@@ -204,7 +206,7 @@ def _check_format(record: Mapping[str, Any], is_intact: bool) -> None:
 
 
 def _read_manifest(record: Mapping[str, Any]) -> Manifest:
-    versions = fields.get_dict(record, "versions")
+    versions, ranks = fields.get_dict(record, "versions"), fields.get_list(record, "ranks")
     return Manifest(
         step=fields.get_int(record, "step"),
         role=fields.get_name(record, "role"),
@@ -214,11 +216,12 @@ def _read_manifest(record: Mapping[str, Any]) -> Manifest:
         versions={fields.as_name(key, "versions"): fields.get_name(versions, key) for key in versions},
         contents=fields.get_names(record, "contents"),
         topology=Topology(**_ints_of(Topology, fields.get_dict(record, "topology"))),
-        ranks=tuple(RankCoordinates(**_ints_of(RankCoordinates, item)) for item in fields.get_list(record, "ranks")),
+        ranks=tuple(RankCoordinates(**_ints_of(RankCoordinates, item)) for item in ranks),
         stages=tuple(_read_stage(item) for item in fields.get_list(record, "stages")),
         tensors=fields.get_names(record, "tensors"),
         files=tuple(_read_file(item) for item in fields.get_list(record, "files")),
         adapters=_read_adapters(record["adapters"]) if "adapters" in record else None,
+        save_timeline=decode_timeline(record["save_timeline"], len(ranks)) if "save_timeline" in record else None,
     )
 
 

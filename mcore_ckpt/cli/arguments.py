@@ -23,9 +23,23 @@ def folder_or_model(text: str) -> str:
 
 
 def check_is_folder(path: Path, flag: str = "") -> None:
-    """Raises InvalidArgumentError unless the folder exists. The message names `flag`."""
-    if not path.is_dir():
+    """Raises InvalidArgumentError unless the folder exists. The message names `flag`.
+
+    A checkpoint's folder counts as there if a save has moved it aside, since the commands find it there.
+    """
+    from mcore_ckpt.steps import find_moved_aside
+
+    if not path.is_dir() and find_moved_aside(path) is None:
         raise InvalidArgumentError(f"{flag + ' ' if flag else ''}{path}: there is no such folder")
+
+
+def check_can_be_file(flag: str, path: Path) -> None:
+    """Raises InvalidArgumentError if no file can be written at a path, because of what is there. Names `flag`."""
+    if path.exists() and not path.is_file():
+        what = "a folder" if path.is_dir() else "no regular file"
+        raise InvalidArgumentError(f"{flag} {path}: is {what}: name another file")
+    if not path.parent.is_dir():
+        raise InvalidArgumentError(f"{flag} {path}: there is no folder {path.parent}: make it, or name another file")
 
 
 def check_is_folder_or_model(name: str, flag: str) -> None:

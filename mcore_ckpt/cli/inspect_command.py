@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from mcore_ckpt.cli.arguments import add_json, check_is_folder, check_patterns, expanded_path
+from mcore_ckpt.cli.arguments import add_json, check_can_be_file, check_is_folder, check_patterns, expanded_path
 from mcore_ckpt.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Shows what a checkpoint holds: which program saved it under which layout, its files by kind, and with --tensors the
-name, dtype, global shape and kinds of optimizer state of each tensor. Reads no tensor's bytes."""
+name, dtype, global shape and kinds of optimizer state of each tensor. With --html it writes a page that shows how each
+tensor is cut and which rank has it, and when each rank did what in the save. Reads no tensor's bytes."""
 
 
 def add_to(subparsers: Subparsers) -> None:
@@ -38,6 +40,12 @@ def add_to(subparsers: Subparsers) -> None:
         const="",
         help="also list the tensors: all, or those whose name contains a match",
     )
+    parser.add_argument(
+        "--html",
+        type=expanded_path,
+        metavar="FILE",
+        help="also write all of it as one page for a browser, which needs no network; replaces FILE",
+    )
     add_json(parser)
     parser.set_defaults(run=run)
 
@@ -49,12 +57,17 @@ def run(args: argparse.Namespace) -> int:
 
     check_patterns("--tensors", [] if args.tensors is None else [args.tensors])
     check_is_folder(args.path)
+    if args.html is not None:
+        check_can_be_file("--html", args.html)
     selection = select(args.path, args.step)
     manifests = {folder: read_manifest(folder) for folder in selection.role_dirs}
     roles = [manifest.role for manifest in manifests.values()]
     if args.role is not None and args.role not in roles:
         raise InvalidArgumentError(f"{args.path}: has no role {args.role!r}: it has {', '.join(roles)}")
     chosen = {folder: manifest for folder, manifest in manifests.items() if args.role in (None, manifest.role)}
+    if args.html is not None:
+        _check_is_outside(args.html, chosen)
+        _write_page(args.html, selection.step, chosen)
     if args.json:
         shown = [_as_json(folder, manifest, args.tensors) for folder, manifest in chosen.items()]
         print(json.dumps({"step": selection.step, "roles": shown}))
@@ -62,7 +75,25 @@ def run(args: argparse.Namespace) -> int:
     console = Console(highlight=False, soft_wrap=True)
     for folder, manifest in chosen.items():
         _show(console, folder, manifest, args.tensors)
+    if args.html is not None:
+        console.print(f"page: {args.html}", markup=False)
     return 0
+
+
+def _check_is_outside(file: Path, role_dirs: Iterable[Path]) -> None:
+    """Raises InvalidArgumentError if a file is within a checkpoint, where it could replace one of its files."""
+    for folder in role_dirs:
+        if folder.resolve() in file.resolve().parents:
+            raise InvalidArgumentError(f"--html {file}: is within the checkpoint {folder}: name a file outside of it")
+
+
+def _write_page(file: Path, step: int, role_dirs: Iterable[Path]) -> None:
+    from mcore_ckpt.cli.page.build import build_page
+    from mcore_ckpt.io import replace_file
+    from mcore_ckpt.tools.overview import Overview, overview_of_role
+
+    overview = Overview(step, tuple(map(overview_of_role, role_dirs)))
+    replace_file(file.resolve(), build_page(overview.to_json()))  # a link stays, and what it leads to is replaced
 
 
 def _show(console: Console, role_dir: Path, manifest: Manifest, pattern: str | None) -> None:

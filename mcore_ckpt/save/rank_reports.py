@@ -11,6 +11,7 @@ from mcore_ckpt.checkpoint.manifest import WrittenFile
 from mcore_ckpt.errors import CommitError
 from mcore_ckpt.formats.native.file_plan import FilePlan
 from mcore_ckpt.ranks.rounds import Record
+from mcore_ckpt.save.rank_times import RankTimes
 from mcore_ckpt.sharding.names import natural_order
 from mcore_ckpt.sharding.plan import runs
 from mcore_ckpt.state.trainer import Trainer
@@ -88,6 +89,7 @@ def rank_report(
     plans: Iterable[FilePlan],
     names: Mapping[str, str],
     steps: Sequence[float | int | None],
+    times: RankTimes,
 ) -> Record:
     """Returns one rank's report as JSON values.
 
@@ -97,6 +99,7 @@ def rank_report(
         plans: the files that this rank has written a part of.
         names: the tensor names that rank 0 does not know yet, by digest.
         steps: for each chained optimizer, the number of steps that it has done; None if this rank does not know it.
+        times: when this rank planned, copied and wrote.
     """
     return {
         "files": [asdict(file) for file in written],
@@ -105,4 +108,5 @@ def rank_report(
         "coordinates": asdict(trainer.coordinates),
         "stages": [asdict(stage) for stage in trainer.stages],
         "steps": list(steps),
+        "times": times.to_record(),
     }

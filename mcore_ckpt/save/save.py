@@ -23,6 +23,8 @@ import torch
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import Manifest, WrittenFile
 from mcore_ckpt.checkpoint.plain_files import check_plain, pickle_unchecked, write_plain
+from mcore_ckpt.delivery import Delivery
+from mcore_ckpt.events import Deleted, Phase
 from mcore_ckpt.formats.huggingface.assets import save_assets, written_assets
 from mcore_ckpt.formats.native.writer import FileWriter
 from mcore_ckpt.io.files import sync_names
@@ -34,6 +36,8 @@ from mcore_ckpt.save.need import need_of_rank
 from mcore_ckpt.save.new_manifest import build_manifest, read_common
 from mcore_ckpt.save.plan import SavePlan, SavePlanner, saves_model
 from mcore_ckpt.save.rank_reports import TensorNames, rank_report
+from mcore_ckpt.save.rank_times import RankTimes, SpanInSeconds, timeline_of, with_export
+from mcore_ckpt.save.save_events import SaveEvents
 from mcore_ckpt.save.save_report import SaveReport
 from mcore_ckpt.state.main_weights import NO_WEIGHTS, is_gathered_by_megatron
 from mcore_ckpt.state.model import gradients_share_memory, sync_parameters
@@ -83,6 +87,7 @@ class SaveContext:
         lock: the lock on the role. Only rank 0 uses it.
         uploads: the queue of uploads to the remote store; None without a store, and on all ranks except rank 0.
         room: foresees whether the next save will fit. Only rank 0 uses it.
+        delivery: brings events to the listeners.
         planner: makes the plan of each save.
         names: the tensor names that rank 0 already knows.
         assets: the sizes of the files beside the HuggingFace weights at the last save, by path. Only rank 0 has them.
@@ -94,6 +99,7 @@ class SaveContext:
     lock: TrainerLock
     uploads: UploadQueue | None
     room: RoomWatch
+    delivery: Delivery
     planner: SavePlanner = field(default_factory=SavePlanner)
     names: TensorNames = field(default_factory=TensorNames)
     assets: dict[str, int] = field(default_factory=dict)
@@ -111,6 +117,7 @@ class Save:
         roles: the roles that the step consists of.
         called: when the trainer called `save` (time.perf_counter()). That call may have waited for an earlier save.
         policy: which steps stay after the commit; None if the checkpoint is not part of a step below the root.
+        events: tells the listeners of this save. Its beginning has been told.
 
     Raises:
         UnsupportedError: something cannot be saved completely.
@@ -125,7 +132,9 @@ class Save:
         roles: tuple[str, ...],
         called: float,
         policy: PreservationPolicy | None,
+        events: SaveEvents,
     ) -> None:
+        self._events = events
         self._called, self._started = called, time.perf_counter()
         self._context, self._trainer, self._policy = context, context.trainer, policy
         self.step, self._roles = step, roles
@@ -144,6 +153,7 @@ class Save:
         self._writer: FileWriter | None = None
         self._old_steps: list[StepStatus] = []
         self._times: dict[str, float] = {}
+        self._copy: SpanInSeconds | None = None
 
     def begin(self, attempt: Attempt) -> None:
         """Copies the state. If the save is async, training may continue when this returns.
@@ -165,6 +175,8 @@ class Save:
             self._times["captured"] = time.perf_counter()
             if self._is_async and len(self._images.files) < len(self._plan.files):
                 self._start_writing(attempt.staging).wait_for_sources()
+            if self._is_async and not self._plan.on_gpu:
+                self._tell_captured(time.perf_counter(), time.perf_counter() - self._times["planned"])
             if self._has_images:
                 # The trainer may offload its tensors now, and needs the memory of weights made from main parameters.
                 self._plan = replace(self._plan, tensors=(), weights=NO_WEIGHTS)
@@ -182,6 +194,15 @@ class Save:
         Raises:
             CheckpointError: the save failed. All ranks raise the same type, and the previous checkpoint stays.
         """
+        try:
+            report = self._write_and_commit(stall_s)
+        except BaseException as error:
+            self._events.failed(error, self._phases(time.perf_counter()))
+            raise
+        self._old_steps = self._find_old_steps()
+        return report
+
+    def _write_and_commit(self, stall_s: float | None) -> SaveReport:
         attempt = self._opened_attempt
         written: list[WrittenFile] = []
 
@@ -189,7 +210,8 @@ class Save:
             written.extend(self._write(staging))
             assert self._steps is not None
             names = self._context.names.to_send(self._plan.files, self._trainer.agreement.rank)
-            return rank_report(self._trainer, written, self._plan.files, names, self._steps)
+            times = self._rank_times(stall_s, self._bytes_of(written))
+            return rank_report(self._trainer, written, self._plan.files, names, self._steps, times)
 
         def write_and_export(staging: Path) -> Record:
             exported = export_together(
@@ -197,7 +219,7 @@ class Save:
             )
             self._times["exported"] = time.perf_counter()
             written.extend(exported)
-            return {"files": [asdict(file) for file in exported]}
+            return {"files": [asdict(file) for file in exported], "exported": self._since_call("exported")}
 
         exports = "hf_model" in self._trainer.config.save_contents
         try:
@@ -216,10 +238,7 @@ class Save:
         self._context.names.mark_sent(self._plan.files)
         if self._trainer.agreement.is_coordinator:
             self._context.assets.update(_sizes_of_assets(written))
-        # `_nbytes` is the size of this rank's parts of the files with an index, which several ranks may write together.
-        report = self._report(stall_s, self._nbytes + sum(file.size for file in written if file.index is None))
-        self._old_steps = self._find_old_steps()
-        return report
+        return self._report(stall_s, self._bytes_of(written))
 
     def upload(self) -> UploadHandle | None:
         """Queues the upload of the committed checkpoint to the remote store.
@@ -237,9 +256,12 @@ class Save:
         This may take long, so it begins only when all ranks know of the commit.
         """
         for status in self._old_steps:
+            started = time.perf_counter()
             obstacle = delete_step(status)
             if obstacle is not None:
                 logger.info("step %d is too old, but stays for now: %s", status.step, obstacle)
+            else:
+                self._tell_deleted(status, time.perf_counter() - started)
         if self._trainer.agreement.is_coordinator and self._policy is not None:
             self._context.room.foresee(self.step)
 
@@ -307,11 +329,14 @@ class Save:
         if self._steps is None:
             self._steps = _read_steps(self._trainer)
         written += writer.finish()
-        self._times["copied"] = self._copy_seconds(writer.times()[0])
+        self._copy = self._copy_span(writer.times()[0])
         # Each rank syncs the names that it may have made. On some shared file systems (CephFS with `wsync` off), a sync
         # on another host would not do that.
         sync_names(staging, {*(plan.path for plan in self._plan.files), *(file.path for file in written)})
-        self._times["written"] = time.perf_counter()
+        self._times["written"] = now = time.perf_counter()
+        if not self._is_async or self._plan.on_gpu:
+            self._tell_captured(self._copy[1], self._copy[1] - self._copy[0])
+        self._events.written(now, self._bytes_of(written), now - self._times["writing"])
         return written
 
     def _write_small(self, staging: Path) -> list[WrittenFile]:
@@ -328,7 +353,7 @@ class Save:
     def _manifest(self, records: Sequence[Record]) -> Manifest:
         self._keep_lock()
         attempt, names = self._opened_attempt, self._context.names
-        return build_manifest(
+        manifest = build_manifest(
             self._trainer,
             names,
             attempt.staging,
@@ -338,10 +363,15 @@ class Save:
             attempt.number,
             records,
         )
+        # Last, because the commit counts up to here.
+        return replace(manifest, save_timeline=timeline_of(records, self._commit_span("written")))
 
     def _manifest_with_export(self, records: Sequence[Record]) -> Manifest:
         self._keep_lock()
-        return completed(self._trainer, self._opened_attempt.staging, records)
+        manifest = completed(self._trainer, self._opened_attempt.staging, records)
+        assert manifest.save_timeline is not None, "_manifest has made it"
+        timeline = with_export(manifest.save_timeline, records, self._commit_span("exported"))
+        return replace(manifest, save_timeline=timeline)
 
     def _keep_lock(self) -> None:
         """Raises LockedError if another trainer has taken over the lock. Then this save must not be committed."""
@@ -376,36 +406,105 @@ class Save:
         assert self._attempt is not None, "begin comes first"
         return self._attempt
 
-    def _copy_seconds(self, last_arrived: float) -> float:
-        """Returns how long the copy took.
+    def _bytes_of(self, written: Sequence[WrittenFile]) -> int:
+        """Returns how many bytes this rank has written, with its parts of files that several ranks write together."""
+        return self._nbytes + sum(file.size for file in written if file.index is None)
+
+    def _copy_span(self, last_arrived: float) -> SpanInSeconds:
+        """Returns when the copy began and ended (time.perf_counter()).
 
         `last_arrived` is the number of seconds from the start of writing until the writer had all bytes.
         """
         assert isinstance(self._capture, Capture)
+        planned, writing = self._times["planned"], self._times["writing"]
         if not self._has_images:
-            return last_arrived
+            return writing, writing + last_arrived
         if self._plan.on_gpu:
-            return self._times["writing"] - self._times["planned"] + last_arrived
+            return planned, writing + last_arrived
         is_copied = len(self._images.files) == len(self._plan.files)
-        return self._capture.seconds if is_copied else self._times["begun"] - self._times["planned"]
+        return planned, planned + self._capture.seconds if is_copied else self._times["begun"]
+
+    @property
+    def _copied(self) -> SpanInSeconds:
+        assert self._copy is not None, "writing comes first"
+        return self._copy
+
+    def _since_call(self, name: str) -> float:
+        return self._times[name] - self._called
+
+    def _rank_times(self, stall_s: float | None, nbytes: int) -> RankTimes:
+        copy_start, copy_end = self._copied
+        return RankTimes(
+            plan=(self._started - self._called, self._since_call("planned")),
+            copy=(copy_start - self._called, copy_end - self._called),
+            write=(self._since_call("writing"), self._since_call("written")),
+            stall_s=stall_s,
+            nbytes=nbytes,
+        )
+
+    def _commit_span(self, start: str) -> SpanInSeconds:
+        return self._since_call(start), time.perf_counter() - self._called
 
     def _report(self, stall_s: float | None, nbytes: int) -> SaveReport:
         times, now = self._times, time.perf_counter()
         seconds = now - self._called
         written = times["written"]
         exported = times.get("exported", written)
-        return SaveReport(
+        report = SaveReport(
             step=self.step,
             path=self._opened_attempt.role_dir,
             nbytes=nbytes,
             seconds=seconds,
             stall_s=seconds if stall_s is None else stall_s,
             plan_s=times["planned"] - self._started + times["writing"] - times["captured"],
-            copy_s=times["copied"],
+            copy_s=self._copied[1] - self._copied[0],
             write_s=written - times["writing"],
             export_s=exported - written,
             commit_s=now - exported,
         )
+        self._events.committed(now, nbytes, report.stall_s, self._phases(now))
+        return report
+
+    # -- events ---------------------------------------------------------------------------------------------
+
+    def _tell_captured(self, at: float, seconds: float) -> None:
+        self._events.captured(at, self._nbytes, seconds)
+
+    def _tell_deleted(self, status: StepStatus, seconds: float) -> None:
+        trainer = self._trainer
+        self._context.delivery.post(
+            Deleted(
+                step=status.step,
+                role=trainer.role,
+                rank=trainer.agreement.rank,
+                path=status.path,
+                time=time.time(),
+                seconds=seconds,
+            )
+        )
+
+    @property
+    def _copy_began(self) -> float:
+        """When copying began. Without images, the state is read while it is written."""
+        return self._times["planned" if self._has_images else "writing"]
+
+    def _phases(self, now: float) -> list[Phase]:
+        """Returns the phases that have begun. A phase that has not ended ends now."""
+        times = self._times
+        phase = self._events.phase
+        phases = [
+            phase("wait", self._called, self._started),
+            phase("plan", self._started, times.get("planned", now)),
+        ]
+        if ("planned" if self._has_images else "writing") in times:
+            phases.append(phase("copy", self._copy_began, now if self._copy is None else self._copy[1]))
+        if "writing" in times:
+            phases.append(phase("write", times["writing"], times.get("written", now)))
+        if "exported" in times:
+            phases.append(phase("export", times["written"], times["exported"]))
+        if "written" in times:
+            phases.append(phase("commit", times.get("exported", times["written"]), now))
+        return phases
 
 
 def _part_of(plan: SavePlan, files: Sequence[int]) -> SavePlan:

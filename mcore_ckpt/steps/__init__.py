@@ -2,7 +2,8 @@
 
 Public names, for integrations and commands:
 
-- which steps there are: `StepStatus`, `list_steps`, `complete_steps`, `step_status`, `holds_something`;
+- which steps there are: `StepStatus`, `list_steps`, `complete_steps`, `step_status`, `holds_something`,
+  `find_moved_aside`;
 - how large a step is: `StepSize`, `size_of`;
 - the file that names the newest step: `read_tracker`, `write_tracker`, `move_tracker`, `remove_tracker`;
 - which steps stay: `PreservationPolicy`, `delete_old_steps`, `delete_step`, `discard_step`, `pin`, `unpin`;
@@ -21,7 +22,14 @@ from mcore_ckpt.public_names import lazy_names
 
 if TYPE_CHECKING:
     from mcore_ckpt.steps.leftovers import remove_leftovers, remove_leftovers_beside
-    from mcore_ckpt.steps.listing import StepStatus, complete_steps, holds_something, list_steps, step_status
+    from mcore_ckpt.steps.listing import (
+        StepStatus,
+        complete_steps,
+        find_moved_aside,
+        holds_something,
+        list_steps,
+        step_status,
+    )
     from mcore_ckpt.steps.pins import pin, unpin
     from mcore_ckpt.steps.read_lock import reading
     from mcore_ckpt.steps.retention import PreservationPolicy, delete_old_steps, delete_step, discard_step
@@ -42,6 +50,7 @@ __all__ = [
     "delete_old_steps",
     "delete_step",
     "discard_step",
+    "find_moved_aside",
     "holds_something",
     "list_steps",
     "move_tracker",
@@ -63,7 +72,7 @@ __getattr__ = lazy_names(
     __name__,
     {
         "leftovers": ("remove_leftovers", "remove_leftovers_beside"),
-        "listing": ("StepStatus", "complete_steps", "holds_something", "list_steps", "step_status"),
+        "listing": ("StepStatus", "complete_steps", "find_moved_aside", "holds_something", "list_steps", "step_status"),
         "pins": ("pin", "unpin"),
         "read_lock": ("reading",),
         "retention": ("PreservationPolicy", "delete_old_steps", "delete_step", "discard_step"),

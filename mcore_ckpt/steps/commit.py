@@ -219,10 +219,14 @@ def restore_replaced(replaced: Path, role_dir: Path) -> bool:
 
 
 def remove_replaced(old: Path, role_dir: Path) -> None:
-    """Removes a replaced checkpoint after moving its foreign files. Keeps the checkpoint if one cannot be moved."""
+    """Removes a replaced checkpoint after moving its foreign files. Keeps its folder if one of them cannot be moved."""
     # If `old` is a link, only the link is removed, because the folder that it leads to may belong to somebody else.
     if old.is_symlink() or (old.exists() and move_foreign_entries(old, role_dir)):
         remove_folder(old)
+    elif (work := file_names.parse_work_dir(old.name)) is not None and work.purpose == "replaced":
+        # Else it would count as the checkpoint if its successor were deleted.
+        with suppress(OSError):
+            (old / file_names.MANIFEST_FILE).unlink(missing_ok=True)
 
 
 def discard(staging: Path) -> None:

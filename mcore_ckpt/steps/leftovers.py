@@ -70,6 +70,17 @@ def remove_leftovers_beside(folder: Path) -> None:
         _remove_in(folder.parent, folder.name, alone=False)
 
 
+def remove_leftover(folder: Path) -> None:
+    """Removes a leftover. What other programs have put into an old checkpoint is first moved to the new one."""
+    work = file_names.parse_work_dir(folder.name)
+    # A staging folder with a manifest holds an old checkpoint, too, if it was exchanged with the role's folder.
+    is_old = work is not None and (work.purpose == "replaced" or (folder / file_names.MANIFEST_FILE).exists())
+    if work is not None and is_old and (folder.parent / work.role).exists():
+        remove_replaced(folder, folder.parent / work.role)
+    else:
+        remove_folder(folder)
+
+
 def find_leftovers(root: Path, role: str | None = None) -> list[Path]:
     """Returns the leftovers of one role, or of all roles, below a folder of steps.
 
@@ -104,10 +115,7 @@ def _remove_in(step_path: Path, role: str, alone: bool) -> None:
             continue
         if is_leftover(entry, alone):
             logger.warning("removing %s, a leftover of a save that did not finish", entry)
-            if (entry / file_names.MANIFEST_FILE).exists() and (step_path / role).exists():
-                remove_replaced(entry, step_path / role)
-            else:
-                remove_folder(entry)
+            remove_leftover(entry)
     if alone:
         remove_if_empty(step_path)
 

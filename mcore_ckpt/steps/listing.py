@@ -8,8 +8,9 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,6 +29,10 @@ _STAYS_UNREADABLE = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENOTDIR, errn
 
 # Of how many roots manifests are remembered.
 _MOST_ROOTS = 8
+
+# How often a root is listed at most, if a step is renamed between the listing and the look at the step. A save by two
+# renames takes an instant, so the second listing nearly always shows where the step is.
+_LISTINGS = 3
 
 
 class _Head(NamedTuple):
@@ -103,11 +108,20 @@ def list_steps(root: Path, only: int | None = None) -> list[StepStatus]:
         >>> [status.step for status in list_steps(Path("checkpoints")) if status.is_complete]
         []
     """
-    folders, moved = _step_folders(root)
-    known = _known(root, folders)
-    # Looks at steps wait for the file system most of the time.
-    wanted = sorted(of for of in folders.items() if only in (None, of[0]))
-    return results_of(wanted, lambda of: _status_of_step(of[1], moved, known), tuning.LOOK_THREADS)
+    statuses: dict[int, StepStatus] = {}
+    wanted = None if only is None else {only}
+    for listed in _listings(root):
+        there = [step for step in listed.folders if wanted is None or step in wanted]
+        look = partial(_look_at, listed, _known(root, listed.folders))
+        # Looks at steps wait for the file system most of the time.
+        looks = dict(zip(there, results_of(there, look, tuning.LOOK_THREADS), strict=True))
+        for step in wanted or ():
+            statuses.pop(step, None)
+        statuses |= {step: look.status for step, look in looks.items()}
+        wanted = {step for step, look in looks.items() if not look.is_sure}
+        if not wanted:
+            break
+    return [statuses[step] for step in sorted(statuses)]
 
 
 def newest_complete(root: Path, role: str | None = None) -> StepStatus | None:
@@ -119,32 +133,71 @@ def newest_complete(root: Path, role: str | None = None) -> StepStatus | None:
 
     Raises OSError like `list_steps`, for the steps that it looks at.
     """
-    folders, moved = _step_folders(root)
-    known = _known(root, folders)
-    for _, paths in sorted(folders.items(), reverse=True):
-        status = _status_of_step(paths, moved, known)
+    found = None
+    for listed in _listings(root):
+        found, is_sure = _newest_of(listed, _known(root, listed.folders), role)
+        if is_sure:
+            break
+    return found
+
+
+def _newest_of(listed: _Listed, known: _Heads, role: str | None) -> tuple[StepStatus | None, bool]:
+    """Returns the newest complete step, and whether all looks at newer ones were sure."""
+    is_sure = True
+    for step in sorted(listed.folders, reverse=True):
+        status, is_this_sure = _look_at(listed, known, step)
         if status.is_complete and (role is None or role in status.committed):
-            return status
-    return None
+            return status, is_sure
+        is_sure = is_sure and is_this_sure
+    return None, is_sure
 
 
-def _step_folders(root: Path) -> tuple[dict[int, list[Path]], dict[str, Path]]:
-    """Returns the folders of each step, and those of flat steps that were moved aside, by the names that they had.
+class _Listed(NamedTuple):
+    """What one listing of a root shows.
 
-    A step that was moved aside has the folder that it had, even if that one is missing.
+    Attributes:
+        folders: the folders of each step. A step that was moved aside has the folder that it had, even if that one is
+            missing.
+        moved: where flat steps were moved aside, by the names that their folders had.
     """
-    folders = file_names.step_dirs(root)
-    moved = _moved_aside(root, _entries(root)) if root.is_dir() else {}
+
+    folders: Mapping[int, Sequence[Path]]
+    moved: Mapping[str, Path]
+
+
+def _listings(root: Path) -> Iterator[_Listed]:
+    """Lists a root, and again for as long as the caller asks and may expect to find something else."""
+    for _ in range(_LISTINGS):
+        yield _list(root)
+
+
+def _list(root: Path) -> _Listed:
+    # Both are taken from one listing. Between two of them, a save could move a step aside and put it back, so that
+    # neither showed it.
+    entries = _entries(root) if root.is_dir() else []
+    folders = file_names.step_dirs_among(root, entries)
+    moved = _moved_aside(root, entries)
     for name in moved:
         step = file_names.parse_step(name)
         if step is not None and root / name not in folders.get(step, ()):
             folders.setdefault(step, []).append(root / name)
-    return folders, moved
+    return _Listed(folders, moved)
 
 
-def _status_of_step(paths: Sequence[Path], moved: Mapping[str, Path], known: _Heads) -> StepStatus:
-    statuses = [_status(path, moved.get(path.name), known) for path in paths]
-    return next((status for status in statuses if status.is_complete), statuses[0])
+class _Look(NamedTuple):
+    """The state of a step, as a look found it.
+
+    `is_sure` is false if the step seems to have been renamed during the look, so that another one may find more.
+    """
+
+    status: StepStatus
+    is_sure: bool
+
+
+def _look_at(listed: _Listed, known: _Heads, step: int) -> _Look:
+    looks = [_look(path, listed.moved.get(path.name), known) for path in listed.folders[step]]
+    complete = next((look for look in looks if look.status.is_complete), None)
+    return complete or _Look(looks[0].status, all(look.is_sure for look in looks))
 
 
 def complete_steps(root: Path) -> list[StepStatus]:
@@ -154,17 +207,27 @@ def complete_steps(root: Path) -> list[StepStatus]:
 
 def step_status(path: Path) -> StepStatus:
     """Returns the state of one step folder. Its name must be that of a step. Raises OSError like `list_steps`."""
-    return _status(path, _moved_from(path), _heads.get(path.parent, {}))
+    for _ in range(_LISTINGS):
+        look = _look(path, _moved_from(path), _heads.get(path.parent, {}))
+        if look.is_sure:
+            break
+    return look.status
 
 
-def _status(path: Path, moved: Path | None, known: _Heads) -> StepStatus:
-    """Returns the state of a step. `moved` is where the step's own folder was moved aside; None if it was not."""
+def is_step(path: Path) -> bool:
+    """True if a path is the folder of a step, or was it until a save that never ended moved that folder aside."""
+    return file_names.parse_step(path.name) is not None and (path.is_dir() or find_moved_aside(path) is not None)
+
+
+def _look(path: Path, moved: Path | None, known: _Heads) -> _Look:
+    """Looks at a step. `moved` is where the step's own folder was moved aside; None if it was not."""
     step = file_names.parse_step(path.name)
     assert step is not None, f"{path} is not named after a step"
     try:
         entries = _entries(path)
     except OSError as error:
-        return StepStatus(step, path, frozenset(), frozenset(), (_why_unreadable(path, error),))
+        status = StepStatus(step, path, frozenset(), frozenset(), (_why_unreadable(path, error),))
+        return _Look(status, is_sure=True)
     folders = [path] if any(entry.name == file_names.MANIFEST_FILE for entry in entries) else []
     folders += [path / entry.name for entry in entries if _may_be_role(entry)]
     found = {folder: read for folder in folders if (read := _read_folder(step, path, folder, known)) is not None}
@@ -179,7 +242,8 @@ def _status(path: Path, moved: Path | None, known: _Heads) -> StepStatus:
         if read is not None and read.role is not None and read.role not in {each.role for each in found.values()}:
             flat, found[moved], aside[read.role] = read.role, read, moved
             entries = [*entries, *_entries(moved)]
-    return StepStatus(
+    has_moved = _has_moved(entries, moved, {read.role for read in found.values()})
+    status = StepStatus(
         step,
         path,
         committed=frozenset(read.role for read in found.values() if read.role is not None and read.problem is None),
@@ -188,6 +252,19 @@ def _status(path: Path, moved: Path | None, known: _Heads) -> StepStatus:
         pinned=file_names.PINNED_FILE in {entry.name for entry in entries},
         flat=flat,
         aside={role: folder for role, folder in aside.items() if folder in found},
+    )
+    return _Look(status, is_sure=not has_moved)
+
+
+def _has_moved(entries: Sequence[os.DirEntry[str]], moved: Path | None, found: Collection[str | None]) -> bool:
+    """True if a step or role that a listing showed was not found: it has been renamed or deleted since, or is new."""
+    names = {entry.name for entry in entries}
+    if not found and (moved is not None or not names or file_names.MANIFEST_FILE in names):
+        return True
+    works = [work for name in names if (work := file_names.parse_work_dir(name)) is not None]
+    return any(
+        work.role not in found and (work.purpose == "replaced" or (work.purpose == "staging" and work.role in names))
+        for work in works
     )
 
 
@@ -222,8 +299,8 @@ def find_moved_aside(folder: Path) -> Path | None:
 def _moved_from(folder: Path) -> Path | None:
     try:
         return _moved_aside(folder.parent, _entries(folder.parent)).get(folder.name)
-    except PermissionError:
-        return None  # the folder can be read, but not the one above it
+    except (PermissionError, NotADirectoryError):
+        return None  # the folder can be read, but not the one above it; or that one is a file
 
 
 class _RoleFolder(NamedTuple):
@@ -268,7 +345,7 @@ def _read_folder(step: int, path: Path, role_dir: Path, known: _Heads, aside: st
 
 def holds_something(status: StepStatus) -> bool:
     """True if a step folder holds anything besides leftovers of unfinished saves and loose files of other programs."""
-    return bool(status.problems) or any(
+    return bool(status.problems or status.committed) or any(
         not entry.name.startswith(".") and (file_names.is_own(entry.name) or not entry.is_file())
         for entry in _entries(status.path)
     )

@@ -22,8 +22,7 @@ from typing import Generic, Protocol, TypeVar
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.errors import CheckpointCorruptError
 from mcore_ckpt.io.files import sync_dir
-from mcore_ckpt.io.removal import remove_tree
-from mcore_ckpt.steps.commit import new_attempt
+from mcore_ckpt.steps.hidden_step import HiddenStep, hide_step
 from mcore_ckpt.steps.listing import StepStatus, list_steps
 from mcore_ckpt.steps.owner import write_owner
 from mcore_ckpt.steps.read_lock import unread
@@ -197,10 +196,9 @@ def delete_step(status: StepStatus) -> str | None:
             obstacle = obstacle_to(status, status.path) if alone else "it is being read"
             if obstacle is not None:
                 return obstacle
-            hidden = file_names.deleted_dir(status.path, new_attempt())
-            obstacle = _hide_unless_changed(status, hidden)
-            if obstacle is not None:
-                return obstacle
+            hidden = _hide_unless_changed(status)
+            if isinstance(hidden, str):
+                return hidden
     except FileNotFoundError:
         return "another process is deleting it"
     except CheckpointCorruptError as error:
@@ -208,9 +206,13 @@ def delete_step(status: StepStatus) -> str | None:
     except OSError as error:
         logger.warning("%s is too old, but stays, because it cannot be deleted: %s", status.path, error)
         return f"it cannot be deleted: {error}"
-    remove_tree(hidden)
-    if os.path.lexists(hidden):
-        logger.warning("%s is deleted, but not all of its files could be removed: look at %s", status.path, hidden)
+    left = hidden.remove()
+    if left:
+        logger.warning(
+            "%s is deleted, but not all of its files could be removed: look at %s",
+            status.path,
+            ", ".join(map(str, left)),
+        )
     return None
 
 
@@ -219,33 +221,32 @@ def discard_step(step_path: Path) -> None:
 
     The folder is renamed first, so that a half-deleted step never looks like a step.
     """
-    hidden = file_names.deleted_dir(step_path, new_attempt())
-    os.rename(step_path, hidden)
+    hidden = hide_step(step_path)
     sync_dir(step_path.parent)
-    remove_tree(hidden)
+    hidden.remove()
 
 
-def _hide_unless_changed(status: StepStatus, hidden: Path) -> str | None:
+def _hide_unless_changed(status: StepStatus) -> HiddenStep | str:
     """Renames a step to a hidden name. If `obstacle_to` then finds an obstacle, renames it back and returns that."""
     # A half-deleted step must not look like a step. Until the second check below, the owner file shows other processes
     # that this process may still rename the step back.
     with suppress(OSError):  # a full disk is the best reason to delete, and must not prevent the deletion
         write_owner(status.path)
     try:
-        os.rename(status.path, hidden)
+        hidden = hide_step(status.path)
     except OSError:
         (status.path / file_names.OWNER_FILE).unlink(missing_ok=True)
         raise
     try:
-        obstacle = obstacle_to(status, hidden)
+        obstacle = obstacle_to(status, hidden.path)
     except OSError as error:
         obstacle = f"it cannot be checked: {error}"
     if obstacle is not None:
-        (hidden / file_names.OWNER_FILE).unlink(missing_ok=True)
-        os.rename(hidden, status.path)
+        (hidden.path / file_names.OWNER_FILE).unlink(missing_ok=True)
+        hidden.put_back()
     with suppress(OSError):  # the renames are done, even if they cannot be made durable
         sync_dir(status.path.parent)
-    return obstacle
+    return hidden if obstacle is None else obstacle
 
 
 def obstacle_to(status: StepStatus, path: Path) -> str | None:

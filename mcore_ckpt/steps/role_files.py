@@ -26,6 +26,7 @@ from mcore_ckpt.ranks.topology import RankCoordinates, Topology
 from mcore_ckpt.steps import commit
 from mcore_ckpt.steps.listing import step_status
 from mcore_ckpt.steps.transaction import check_seen, commit_together, open_together
+from mcore_ckpt.steps.work_folders import replaced_checkpoints
 
 
 class RoleWriter:
@@ -168,9 +169,11 @@ def uncommit_role(role_dir: Path) -> None:
 
     Does nothing if the role is not committed. Raises OSError.
     """
-    with suppress(FileNotFoundError):
-        (role_dir / file_names.MANIFEST_FILE).unlink()
-        sync_dir(role_dir)
+    # First what it has replaced, or that would be the role's checkpoint again, also after a power loss in between.
+    for folder in (*replaced_checkpoints(role_dir), role_dir):
+        with suppress(FileNotFoundError):
+            (folder / file_names.MANIFEST_FILE).unlink()
+            sync_dir(folder)
 
 
 def roles_begun(step_path: Path) -> frozenset[str]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, NoRoomError
 from mcore_ckpt.io import tuning
-from mcore_ckpt.io.room import Amount, Limit, Need, Room, existing, room_of
+from mcore_ckpt.io.room import NOTHING, Amount, Limit, Need, Room, existing, room_of
 from mcore_ckpt.io.threads import results_of
 from mcore_ckpt.steps.listing import StepStatus, list_steps
 from mcore_ckpt.steps.retention import PreservationPolicy, too_old
@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 # The least that a manifest has for each file besides its path: names of fields, digits and commas.
 _MANIFEST_BYTES_PER_FILE = 60
+# If so many saves of one role fit, nothing has to be foreseen, whatever the other roles of the step need.
+_PLENTY_OF_SAVES = 64
 _MAY_FIT = "The file system may store the files in less room, so the save is tried"
 
 
@@ -59,6 +61,7 @@ class RoomWatch:
         self._root = root
         self._is_deleting = is_deleting
         self._checks = 0
+        self._checked = NOTHING
         self._tried, self._foreseen = _Warned(), _Warned()
 
     def check(self, saving: Saving, need: Need, patience_s: float) -> None:
@@ -79,6 +82,7 @@ class RoomWatch:
         role_dir = saving.role_dir
         with suppress(OSError):  # the system does not tell, or the folder cannot be made, which its making will show
             need += _files_of_rank_0(role_dir, need)
+            self._checked = need
             room = _settled_room(role_dir.parent, self._root, need, patience_s, self._is_deleting)
             if room is None:
                 logger.warning("%s: too little room, but old steps are still being deleted: the save begins", role_dir)
@@ -98,6 +102,9 @@ class RoomWatch:
         """
         checks = self._checks
         with suppress(OSError, CheckpointNotFoundError, CheckpointCorruptError):
+            if self._has_plenty():
+                self._foreseen.is_new(None)
+                return
             (status,) = list_steps(self._root, only=step) or (None,)
             if status is None or not status.is_complete:
                 return
@@ -116,6 +123,12 @@ class RoomWatch:
                     self._what_prune_frees(),
                     "" if room.is_certain else f". {_MAY_FIT}",
                 )
+
+    def _has_plenty(self) -> bool:
+        """True if there is far more room than the last save has taken. Only system calls: manifests can be large."""
+        room = room_of(self._root)
+        times = room.times(room.taken_by(self._checked))
+        return times is not None and times >= _PLENTY_OF_SAVES
 
     def _refusal(self, role_dir: Path, limit: Limit, amount: Amount) -> str:
         lack = f"{getattr(amount, limit.kind) - limit.free:,} {_WORDS[limit.kind]}"

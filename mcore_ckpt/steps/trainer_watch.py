@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import os
 import time
-from collections.abc import Collection
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -29,8 +29,8 @@ class TrainerWatch:
         root: the folder of the steps. If it cannot be read, no trainer is seen.
 
     Example:
-        >>> TrainerWatch(Path("checkpoints")).life_of_any()  # doctest: +SKIP
-        <Life.ALIVE: 'alive'>
+        >>> TrainerWatch(Path("checkpoints")).lives()  # doctest: +SKIP
+        {'actor': <Life.ALIVE: 'alive'>}
     """
 
     def __init__(self, root: Path) -> None:
@@ -38,23 +38,9 @@ class TrainerWatch:
         self._root = root
         self._first = {role: _claim(root, role) for role in _locked_roles(root)}
 
-    def life_of_any(self) -> Life:
-        """Returns whether the trainer of any role is alive."""
-        return _any([self._life(role) for role in _locked_roles(self._root)])
-
-    def life_of_saver(self, declared: Collection[str], missing: Collection[str]) -> Life:
-        """Returns whether a trainer that can commit the missing roles of a step is alive.
-
-        A role without a lock file is one that no trainer has saved yet, or one of plain files. Then the trainer of any
-        role of the step may be the one that it comes from.
-
-        Args:
-            declared: all roles of the step.
-            missing: those of them that are not committed.
-        """
-        locked = _locked_roles(self._root)
-        candidates = declared if set(missing) - locked else missing
-        return _any([self._life(role) for role in candidates if role in locked])
+    def lives(self) -> dict[str, Life]:
+        """Returns of each role that has a lock file whether its trainer is alive."""
+        return {role: self._life(role) for role in _locked_roles(self._root)}
 
     def _life(self, role: str) -> Life:
         claim = _claim(self._root, role)
@@ -70,7 +56,14 @@ class TrainerWatch:
         return Life.UNKNOWN if waited < 2 * trainer_lock.TRAINER_BEAT_S else Life.DEAD
 
 
-def _any(lives: Collection[Life]) -> Life:
+def any_life(lives: Iterable[Life]) -> Life:
+    """Returns whether any of several trainers is alive.
+
+    Example:
+        >>> any_life([Life.DEAD, Life.UNKNOWN])
+        <Life.UNKNOWN: 'unknown'>
+    """
+    lives = set(lives)
     return next((life for life in (Life.ALIVE, Life.UNKNOWN) if life in lives), Life.DEAD)
 
 

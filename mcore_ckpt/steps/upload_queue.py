@@ -12,7 +12,9 @@ from pathlib import Path
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import Manifest
 from mcore_ckpt.checkpoint.reading import read_manifest
+from mcore_ckpt.delivery import Delivery
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, RemoteError
+from mcore_ckpt.events import ErrorText, Failed, Uploaded
 from mcore_ckpt.io.room import Need
 from mcore_ckpt.ranks import deadlines
 from mcore_ckpt.steps import listing as steps
@@ -65,13 +67,22 @@ class UploadQueue:
         root: the folder of the local steps.
         role: the role whose checkpoints are uploaded.
         policy: which steps stay in the store.
+        delivery: brings events to the listeners. None: there are none.
     """
 
-    def __init__(self, remote: RemoteSteps, root: Path, role: str, policy: PreservationPolicy) -> None:
+    def __init__(
+        self,
+        remote: RemoteSteps,
+        root: Path,
+        role: str,
+        policy: PreservationPolicy,
+        delivery: Delivery | None = None,
+    ) -> None:
         self._remote = remote
         self._root = root
         self._role = role
         self._policy = policy
+        self._delivery = delivery or Delivery()
         self._lock = threading.Lock()
         self._waiting: dict[int, UploadHandle] = {}  # committed locally, not yet in the store
         self._begun: dict[str, Upload] = {}  # by folder in the store, so that a failed upload continues where it was
@@ -173,11 +184,13 @@ class UploadQueue:
                     _open.discard(self)
                     return
                 self._asked = False
+            started = time.monotonic()
             try:
                 self._upload_missing()
             except Exception as error:
                 reason = str(error) if isinstance(error, CheckpointError) else self._remote.store.redacted(error)
                 logger.warning("the remote copy is out of date, and is tried again after the next commit: %s", reason)
+                self._tell_failed(self._latest, ErrorText.redacted(error, reason), time.monotonic() - started)
 
     def _upload_missing(self) -> None:
         there = {step.step: step for step in self._remote.steps()}
@@ -243,7 +256,9 @@ class UploadQueue:
             self._give_up(step, handle, error)
             return None
         self._begun.pop(upload.key, None)
-        handle.finish(upload.manifest.nbytes, time.monotonic() - started)
+        seconds = time.monotonic() - started
+        self._tell_uploaded(step, upload, seconds)
+        handle.finish(upload.manifest.nbytes, seconds)
         self._forget(step, handle)
         return upload.manifest
 
@@ -251,6 +266,34 @@ class UploadQueue:
         handle.exception = CheckpointError(f"step {step} is not uploaded: {error}")
         self._forget(step, handle)
         logger.warning("%s: %s", self._remote.store.url, handle.exception)
+        self._tell_failed(step, ErrorText.redacted(handle.exception, str(handle.exception)), 0.0)
+
+    def _tell_uploaded(self, step: int, upload: Upload, seconds: float) -> None:
+        self._delivery.post(
+            Uploaded(
+                step=step,
+                role=self._role,
+                rank=0,
+                path=self._remote.store.url_of(upload.key),
+                time=time.time(),
+                nbytes=upload.manifest.nbytes,
+                seconds=seconds,
+            )
+        )
+
+    def _tell_failed(self, step: int, error: ErrorText, seconds: float) -> None:
+        self._delivery.post(
+            Failed(
+                step=step,
+                role=self._role,
+                rank=0,
+                path=self._remote.store.url,
+                time=time.time(),
+                operation="upload",
+                error=error,
+                seconds=seconds,
+            )
+        )
 
     def _forget(self, step: int, handle: UploadHandle) -> None:
         with self._lock:

@@ -57,6 +57,14 @@ def work_folders(root: Path) -> list[tuple[Path, file_names.RoleWorkDir]]:
     ]
 
 
+def replaced_checkpoints(folder: Path) -> list[Path]:
+    """Returns the checkpoints that saves to a folder have replaced and not removed. They are beside the folder."""
+    found = [(entry, file_names.parse_work_dir(entry.name)) for entry in entries(folder.parent)]
+    return [
+        entry for entry, work in found if work is not None and (work.role, work.purpose) == (folder.name, "replaced")
+    ]
+
+
 def is_leftover(folder: Path, alone: bool) -> bool:
     """Returns True if the process that made the folder is dead.
 

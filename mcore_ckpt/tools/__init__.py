@@ -1,4 +1,4 @@
-"""Tools that work without a trainer: merge, convert, reshard, compare, verify, prune, doctor, bench.
+"""Tools that work without a trainer: merge, convert, reshard, compare, verify, prune, overview, doctor, bench.
 
 The public names of this room are the modules in `__all__`. Their functions and classes are public unless their names
 begin with an underscore.
@@ -14,6 +14,7 @@ __all__ = [
     "doctor",
     "find",
     "merge",
+    "overview",
     "prune",
     "push_to_hub",
     "reshard",

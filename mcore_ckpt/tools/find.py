@@ -19,7 +19,7 @@ from mcore_ckpt.formats.verl_ranks.reader import open_verl_ranks
 from mcore_ckpt.models.config_fields import HfConfig
 from mcore_ckpt.models.mapping import hf_tensors
 from mcore_ckpt.models.registry import model_from_config
-from mcore_ckpt.steps.listing import StepStatus, list_steps, step_status
+from mcore_ckpt.steps.listing import StepStatus, find_moved_aside, is_step, list_steps, step_status
 from mcore_ckpt.steps.tracker import warn_if_tracker_differs
 
 Backend = Literal["megatron", "fsdp"]
@@ -94,7 +94,7 @@ def find_checkpoint(
     found = [FoundCheckpoint(folder, known) for folder in _folders(path, step) if (known := kind(folder)) is not None]
     if found:
         return _one(path, found, role)
-    if not path.exists():
+    if not path.exists() and find_moved_aside(path) is None:
         raise CheckpointNotFoundError(f"{path}: there is no such folder")
     if backend == "fsdp":
         raise CheckpointNotFoundError(
@@ -176,10 +176,13 @@ def select(path: Path, step: int | None = None) -> Selection:
     if (path / file_names.MANIFEST_FILE).exists():
         manifest = read_manifest(path)
         return Selection(_same_step(path, manifest.step, step), (path,))
-    number = file_names.parse_step(path.name)
-    if number is not None and path.is_dir():
-        _same_step(path, number, step)
-        return _selection(step_status(path))
+    if is_step(path):
+        status = step_status(path)
+        _same_step(path, status.step, step)
+        return _selection(status)
+    moved = find_moved_aside(path)
+    if moved is not None:
+        return Selection(_same_step(path, read_manifest(moved).step, step), (moved,))
     statuses = [status for status in list_steps(path) if step in (None, status.step)]
     complete = [status for status in statuses if status.is_complete]
     if not complete:

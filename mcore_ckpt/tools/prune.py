@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mcore_ckpt.io import tuning
 from mcore_ckpt.io.threads import results_of
-from mcore_ckpt.steps import commit, leftovers
+from mcore_ckpt.steps import leftovers
 from mcore_ckpt.steps.listing import StepStatus, list_steps
 from mcore_ckpt.steps.retention import PreservationPolicy, delete_step, judge, obstacle_to
 from mcore_ckpt.steps.tracker import read_tracker
@@ -68,7 +68,7 @@ def prune(
     for path in leftovers.find_leftovers(root, role):
         nbytes = _nbytes(path)
         if not dry_run:
-            commit.remove_folder(path)
+            leftovers.remove_leftover(path)
         stays = not dry_run and os.path.lexists(path)
         reason = "left by a process that died" + (", but not all of it could be removed" if stays else "")
         folders.append(PrunedFolder(path, None, stays, reason, nbytes))

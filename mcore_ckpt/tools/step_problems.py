@@ -8,7 +8,7 @@ finds is a problem only if later looks find it, too, and no living trainer can b
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,10 @@ from mcore_ckpt.io import tuning
 from mcore_ckpt.steps import listing as steps
 from mcore_ckpt.steps import tracker
 from mcore_ckpt.steps.listing import StepStatus
-from mcore_ckpt.steps.trainer_watch import Life, TrainerWatch
+from mcore_ckpt.steps.trainer_watch import Life, TrainerWatch, any_life
+
+# A role can be one save behind another role of its trainer, which waits for it in the next save.
+_STEPS_UNDER_WAY = 2
 
 
 @dataclass(frozen=True)
@@ -34,11 +37,18 @@ class Settled:
 
 
 @dataclass(frozen=True)
-class _Suspect:
-    """What may be a problem: of a step, or of the tracker if `status` is None."""
+class _Suspects:
+    """What may be a problem.
 
-    text: str
-    status: StepStatus | None
+    Attributes:
+        steps: the steps that are not complete.
+        tracker: why the tracker is not right; None if it is, or if nobody asked.
+        tracked: the step that the tracker names.
+    """
+
+    steps: tuple[StepStatus, ...]
+    tracker: str | None
+    tracked: int | None
 
 
 class StepProblems:
@@ -55,51 +65,74 @@ class StepProblems:
     """
 
     def __init__(self, path: Path, step: int | None = None) -> None:
-        self._path = path
-        self._step = step
-        self._is_one = file_names.parse_step(path.name) is not None and path.is_dir()
-        self._root = path.parent if self._is_one else path
+        is_one = steps.is_step(path)
+        self._root = path.parent if is_one else path
+        self._with_tracker = not is_one and step is None
         self._watch = TrainerWatch(self._root)
         self._began = time.monotonic()
-        self.statuses = self._look()
-        self._first = {suspect.text for suspect in self._suspects(self.statuses)}
+        self.statuses = [steps.step_status(path)] if is_one else steps.list_steps(path, step)
+        self.statuses = [status for status in self.statuses if step in (None, status.step)]
+        self._suspects = self._look(self.statuses)
 
     def settle(self) -> Settled:
-        """Returns what is still wrong. It waits while that may change by itself. Raises OSError like `list_steps`."""
-        while True:
-            suspects = [suspect for suspect in self._suspects(self._look()) if suspect.text in self._first]
-            self._first = {suspect.text for suspect in suspects}
-            lives = [(suspect.text, self._life(suspect)) for suspect in suspects]
-            if not any(life is Life.UNKNOWN for _, life in lives):
-                return Settled(
-                    tuple(text for text, life in lives if life is Life.DEAD),
-                    tuple(text for text, life in lives if life is Life.ALIVE),
-                )
-            time.sleep(tuning.SETTLE_POLL_S)
+        """Returns what is still wrong. It waits while that may change by itself, for half a minute at most."""
+        problems: list[str] = []
+        under_way: list[str] = []
+        try:
+            while True:
+                began = time.monotonic()
+                suspects = self._look_again()
+                lives = self._watch.lives()
+                problems, under_way, unknown = self._sorted(suspects, lives)
+                if not unknown:
+                    return Settled(tuple(problems), tuple(under_way))
+                # A look at a distant file system may take longer than the pause.
+                time.sleep(max(tuning.SETTLE_POLL_S, time.monotonic() - began))
+        except OSError as error:
+            first = [status.reason for status in self._suspects.steps]
+            first += [] if self._suspects.tracker is None else [self._suspects.tracker]
+            return Settled((*first, f"{self._root}: could not be looked at again: {error}"))
 
-    def _look(self) -> list[StepStatus]:
-        statuses = [steps.step_status(self._path)] if self._is_one else steps.list_steps(self._path, self._step)
-        return [status for status in statuses if self._step in (None, status.step)]
-
-    def _suspects(self, statuses: Sequence[StepStatus]) -> list[_Suspect]:
+    def _look(self, statuses: Iterable[StepStatus]) -> _Suspects:
         # A save that is under way is not a problem.
-        suspects = [
-            _Suspect(status.reason, status)
-            for status in statuses
-            if not status.is_complete and steps.holds_something(status)
-        ]
-        if not self._is_one and self._step is None:
-            suspects += [_Suspect(text, None) for text in tracker.tracker_problems(self._path)]
-        return suspects
+        incomplete = (status for status in statuses if not status.is_complete and steps.holds_something(status))
+        tracked = tracker.read_tracker(self._root)
+        wrong = tracker.tracker_problems(self._root) if self._with_tracker else []
+        return _Suspects(tuple(incomplete), next(iter(wrong), None), tracked)
 
-    def _life(self, suspect: _Suspect) -> Life:
-        """Returns whether a trainer that is about to mend the problem is alive."""
-        if suspect.status is None:
-            # The trainer moves the tracker right after its commit. If it has not done so for that long, it has failed.
+    def _look_again(self) -> _Suspects:
+        """Returns those suspects of the last look that are suspects still."""
+        last = self._suspects
+        found = self._look([steps.step_status(status.path) for status in last.steps])
+        # The sentence about the tracker names the newest step, too, and so changes with each commit. A tracker that
+        # names another step than before is one that moves.
+        is_same = last.tracker is not None and found.tracked == last.tracked
+        self._suspects = _Suspects(found.steps, found.tracker if is_same else None, found.tracked)
+        return self._suspects
+
+    def _sorted(self, suspects: _Suspects, lives: Mapping[str, Life]) -> tuple[list[str], list[str], list[str]]:
+        """Returns what is a problem, what is under way, and of what nobody knows yet."""
+        by_life: dict[Life, list[str]] = {life: [] for life in Life}
+        if suspects.steps:
+            newest, numbers = steps.newest_complete(self._root), sorted(file_names.step_dirs(self._root))
+            limits = [*numbers[-_STEPS_UNDER_WAY:][:1], *([] if newest is None else [newest.step])]
+            oldest = max(limits, default=0)
+            for status in suspects.steps:
+                by_life[_saver_of(status, lives) if status.step >= oldest else Life.DEAD].append(status.reason)
+        if suspects.tracker is not None:
+            # A trainer moves the tracker right after its commit. One that has not done so for that long has failed.
             is_late = time.monotonic() - self._began >= tuning.TRACKER_SETTLES_S
-            return Life.DEAD if is_late or self._watch.life_of_any() is Life.DEAD else Life.UNKNOWN
-        missing = suspect.status.declared - suspect.status.committed
-        newest = steps.newest_complete(self._root)
-        if suspect.status.problems or not missing or (newest is not None and suspect.status.step < newest.step):
-            return Life.DEAD
-        return self._watch.life_of_saver(suspect.status.declared, missing)
+            is_dead = is_late or any_life(lives.values()) is Life.DEAD
+            by_life[Life.DEAD if is_dead else Life.UNKNOWN].append(suspects.tracker)
+        return by_life[Life.DEAD], by_life[Life.ALIVE], by_life[Life.UNKNOWN]
+
+
+def _saver_of(status: StepStatus, lives: Mapping[str, Life]) -> Life:
+    """Returns whether a trainer that can commit the missing roles of a step is alive."""
+    missing = status.declared - status.committed
+    if status.problems or not missing:
+        return Life.DEAD
+    # A role without a lock file is one that no trainer has saved yet, or one of plain files. It may come from the
+    # trainer of any role of the step.
+    candidates = status.declared if missing - lives.keys() else missing
+    return any_life(lives[role] for role in candidates if role in lives)

@@ -26,6 +26,7 @@ from mcore_ckpt.checkpoint.manifest import (
     decode_summary,
     encode_manifest,
 )
+from mcore_ckpt.checkpoint.timeline import SaveTimeline
 from mcore_ckpt.io import json_fields
 from mcore_ckpt.io.json_fields import FieldError
 from mcore_ckpt.ranks.topology import RankCoordinates, Topology
@@ -45,6 +46,15 @@ MANIFEST = Manifest(
     stages=(StageRecord(0, 0, (0, 1), (0,)),),
     tensors=("decoder.layers.0.weight", "decoder.layers.ä.weight"),
     files=(MODEL, COMMON),
+    save_timeline=SaveTimeline(
+        nbytes=(5000, 900),
+        plan=((1, 2), (30, 40)),
+        copy=((30, 40), (55, 66)),
+        write=((40, 50), (700, 800)),
+        commit=(700, 950),
+        export=((700, 800), (900, 901)),
+        stall=(60, 70),
+    ),
 )
 
 # What can be printed.
@@ -61,6 +71,14 @@ def build(cls: type, values: st.SearchStrategy[int]) -> st.SearchStrategy[Any]:
 def _coordinates(topology: Topology) -> st.SearchStrategy[RankCoordinates]:
     sizes = {name: getattr(topology, name) for name in RankCoordinates.__dataclass_fields__}
     return st.builds(RankCoordinates, **{name: st.integers(0, size - 1) for name, size in sizes.items()})
+
+
+@st.composite
+def timelines(draw: st.DrawFn, world: int) -> SaveTimeline:
+    by_rank = st.lists(big, min_size=world, max_size=world).map(tuple)
+    spans = st.tuples(by_rank, by_rank)
+    optional = st.none() | spans, st.none() | by_rank
+    return draw(st.builds(SaveTimeline, by_rank, spans, spans, spans, st.tuples(big, big), *optional))
 
 
 @st.composite
@@ -91,6 +109,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
         tensors=tensors,
         files=tuple(files),
         adapters=draw(st.none() | st.builds(AdapterSettings, st.floats(0, 100), st.floats(0, 1))),
+        save_timeline=draw(st.none() | timelines(world)),
     )
 
 
@@ -232,6 +251,12 @@ EDITS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "adapters-a-list": lambda r: r.update(adapters=[]),
     "adapters-without-alpha": lambda r: r.update(adapters={"dropout": 0.0}),
     "adapters-of-alpha-negative": lambda r: r.update(adapters={"alpha": -1.0, "dropout": 0.0}),
+    "timeline-a-list": lambda r: r.update(save_timeline=[]),
+    "timeline-without-plan": lambda r: r["save_timeline"].pop("plan"),
+    "timeline-of-one-rank": lambda r: r["save_timeline"].update(bytes=[5000]),
+    "timeline-without-ends": lambda r: r["save_timeline"].update(copy=[[30, 40]]),
+    "timeline-before-the-call": lambda r: r["save_timeline"].update(commit=[-1, 950]),
+    "timeline-of-fractions": lambda r: r["save_timeline"].update(stall=[0.5, 1]),
     "another-format": lambda r: r.update(format="torch.dcp"),
 }
 
@@ -244,6 +269,18 @@ def test_what_is_forged_is_refused(edit: Callable[[dict[str, Any]], Any]) -> Non
 
 def test_unknown_fields_of_this_version_are_passed_over() -> None:
     assert decode_manifest(forged(lambda r: r.update(comment="by hand"))) == MANIFEST
+    assert decode_manifest(forged(lambda r: r["save_timeline"].update(upload=[[1], [2]]))) == MANIFEST
+
+
+def test_a_summary_leaves_the_timeline_out() -> None:
+    """A listing would otherwise decode a megabyte of numbers for each step of 16,384 ranks."""
+    with_timeline, without = (
+        manifest_text.decode_summary(encode_manifest(replace(MANIFEST, save_timeline=timeline)))
+        for timeline in (MANIFEST.save_timeline, None)
+    )
+    assert with_timeline is not None
+    assert without is not None
+    assert with_timeline.keys() == without.keys()
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:

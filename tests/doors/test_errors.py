@@ -44,6 +44,7 @@ def closed(root: Path) -> CheckpointManager:
 
 CALLS: dict[str, tuple[Callable[[Path], object], type[Exception]]] = {
     "config": (lambda root: CheckpointConfig(max_to_keep=0), ValueError),
+    "listeners": (lambda root: CheckpointConfig(listeners=("tensorboard",)), TypeError),  # type: ignore[arg-type]
     "model": (lambda root: CheckpointManager(root, object()), TypeError),
     "no model": (lambda root: CheckpointManager(root, []), TypeError),
     "role": (lambda root: CheckpointManager(root, Model(), role="a/b"), ValueError),

@@ -16,7 +16,14 @@ import mcore_ckpt
 
 PACKAGE = Path(mcore_ckpt.__file__).parent
 # All names of a door without an underscore are public.
-DOORS = ("mcore_ckpt.config", "mcore_ckpt.errors", "mcore_ckpt.manager", "mcore_ckpt.recover", "mcore_ckpt.schedule")
+DOORS = (
+    "mcore_ckpt.config",
+    "mcore_ckpt.errors",
+    "mcore_ckpt.events",
+    "mcore_ckpt.manager",
+    "mcore_ckpt.recover",
+    "mcore_ckpt.schedule",
+)
 # This module makes the public names of packages, those of integrations included.
 HELPERS = ("mcore_ckpt.public_names",)
 # The public names of this room are its modules: see its docstring.

@@ -269,14 +269,14 @@ def test_a_root_that_cannot_be_read_is_tried_again_and_never_the_beginning(
 ) -> None:
     make_steps(tmp_path, [1])
     failures = [OSError("Input/output error")] * 2
-    step_dirs = file_names.step_dirs
+    step_dirs_among = file_names.step_dirs_among
 
-    def failing(root: Path) -> Any:
+    def failing(*arguments: Any) -> Any:
         if failures:
             raise failures.pop()
-        return step_dirs(root)
+        return step_dirs_among(*arguments)
 
-    monkeypatch.setattr(file_names, "step_dirs", failing)
+    monkeypatch.setattr(file_names, "step_dirs_among", failing)
     with pytest.raises(AgreementError, match="Input/output error"):
         recover(managers(tmp_path))
     assert recover(managers(tmp_path)).step == 1

@@ -291,6 +291,8 @@ from mcore_ckpt.save.background import BackgroundSaves, SaveHandle
 from mcore_ckpt.errors import CommitError
 from mcore_ckpt.save.save_report import SaveReport
 from mcore_ckpt.ranks.rounds import Agreement, decide
+from mcore_ckpt.delivery import Delivery
+from mcore_ckpt.events import Started
 """
 
 PRELUDE = """
@@ -341,6 +343,19 @@ ENDS = {
         "background.launch(SaveHandle(Save(seat)), 0.0)\n"
         "raise ValueError('the training has failed')"
     ),
+    "listeners": (
+        "delivery = Delivery([lambda event: marker.with_name('told').write_text('told')])\n"
+        "class Told(Save):\n"
+        "    def finish(self, stall_s):\n"
+        "        report = super().finish(stall_s)\n"
+        "        delivery.post(Started(step=7, role='actor', rank=0, path=marker, time=0.0))\n"
+        "        return report\n"
+        "delivery.post(Started(step=6, role='actor', rank=0, path=marker, time=0.0))\n"
+        "delivery.drain()\n"
+        "marker.with_name('told').unlink()\n"
+        "background = BackgroundSaves(seat := commits(1), False)\n"
+        "background.launch(SaveHandle(Told(seat)), 0.0)"
+    ),
 }
 
 
@@ -385,6 +400,7 @@ def test_a_save_under_way_at_the_end_of_the_interpreter_is_completed(
     assert (folder / "saved").exists(), program.output
     assert (folder / "saved").read_text() == "committed", program.output
     assert (folder / "saved-deleted").exists()
+    assert (folder / "told").exists() == (name == "listeners")
 
 
 def test_dead_ranks_do_not_hold_up_the_end_of_the_interpreter(ended: dict[str, tuple[Path, Ended]]) -> None:

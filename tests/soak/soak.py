@@ -34,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from arithmetic import compile_nothing
 from flatness import judge
+from interning import settle_interned_strings
 from lives import (
     bury,
     damage,
@@ -310,6 +311,7 @@ def main() -> int:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     compile_nothing()
+    settle_interned_strings()
     with tempfile.TemporaryDirectory(prefix="soak-") as folder, _log(arguments.log) as tell:
         soak = Soak(str(arguments.seed), Path(folder, "soak"), arguments.minutes, tuple(arguments.leak))
         tell(f"seed {arguments.seed}, {arguments.minutes:g} minutes")

@@ -44,6 +44,7 @@ from mcore_ckpt.recover import recover  # noqa: E402
 from mcore_ckpt.save.background import SaveHandle  # noqa: E402
 from mcore_ckpt.steps import commit  # noqa: E402
 from mcore_ckpt.steps.listing import complete_steps  # noqa: E402
+from mcore_ckpt.steps.read_lock import reading  # noqa: E402
 from mcore_ckpt.steps.retention import PreservationPolicy  # noqa: E402
 from mcore_ckpt.tools.prune import prune  # noqa: E402
 
@@ -216,6 +217,7 @@ class _Rank:
         self._saves = 0
         self._step = 0
         self._cycles = 0
+        self._unpinned = contextlib.ExitStack()  # readers of steps that were just unpinned
         self._leaked: list[Any] = []
 
     def live(self, ready: int) -> None:
@@ -392,11 +394,13 @@ class _Rank:
                     pin(root, steps[0].step)
                     self._did("pins")
                 # Long before the step is deleted: a pin that the remote store has stays there with a step that only the
-                # store has left.
+                # store has left. A reader keeps `prune` from it until commits have seen it unpinned.
                 for status in steps:
                     if phase == PRUNED_EVERY // 2 and status.pinned:
+                        self._unpinned.enter_context(reading(map(status.role_dir, status.committed)))
                         unpin(root, status.step)
                 if phase == 0:
+                    self._unpinned.close()
                     prune(root, PreservationPolicy(self._life.max_to_keep))
                     self._did("prunes")
 

@@ -306,7 +306,7 @@ def test_folders_of_others_survive_a_kill_around_the_exchange(
 
 
 def test_what_cannot_be_moved_is_not_deleted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = flat(tmp_path, 5)
     make(folder, 1)
@@ -323,9 +323,13 @@ def test_what_cannot_be_moved_is_not_deleted(
         patch.setattr(os, "rename", refused)
         commit.publish(staging, folder, attempt)
     assert read_version(folder) == 2
-    assert (staging / "adapter").is_dir()
+    old = staging if way == "exchange" else file_names.replaced_dir(folder, attempt)
+    assert (old / "adapter").is_dir()
     assert "could not be moved there, and stays" in caplog.text
-    own(staging, dead_owner(2**22 + 1))
+    folder.rename(tmp_path / "away")
+    assert steps.complete_steps(tmp_path) == [], "not even if a user moves the step away"
+    (tmp_path / "away").rename(folder)
+    own(old, dead_owner(2**22 + 1))
     leftovers.remove_leftovers(tmp_path, ROLE, alone=True)
     assert (folder / "adapter").is_dir()
     assert remains(tmp_path) == []

@@ -19,7 +19,7 @@ from mcore_ckpt import pin, unpin
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint import reading as reader
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
-from mcore_ckpt.steps import commit, leftovers, retention
+from mcore_ckpt.steps import commit, hidden_step, leftovers, retention
 from mcore_ckpt.steps.listing import StepStatus, complete_steps, list_steps
 from mcore_ckpt.steps.read_lock import reading
 from mcore_ckpt.steps.retention import PreservationPolicy, delete_old_steps, judge
@@ -75,7 +75,7 @@ def test_a_crash_while_a_step_is_deleted(tmp_path: Path, dead_pid: int, monkeypa
     for step in (1, 2):
         make(file_names.step_dir(tmp_path, step) / ROLE, step)
     with monkeypatch.context() as patch:
-        patch.setattr(retention, "remove_tree", crash)
+        patch.setattr(hidden_step, "remove_folder", crash)
         with pytest.raises(Crash):
             delete_old_steps(tmp_path, PreservationPolicy(1))
     assert checkpoints(tmp_path) == {2: 2}

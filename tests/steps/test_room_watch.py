@@ -180,3 +180,19 @@ def test_nothing_is_foreseen_while_another_save_takes_room(
     prepare(root, watch)
     watch.foresee(STEP)
     assert caplog.text == ""
+
+
+def test_where_there_is_plenty_of_room_no_manifest_is_read(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A manifest of thousands of ranks takes rank 0 long."""
+    free = [NEEDED * 1000]
+    Disk(changing(lambda look: (free[0], 10**9)), monkeypatch)
+    watch = RoomWatch(root, lambda: False)
+    watch.check(Saving(root / "global_steps_1" / ROLE, 1, None), Need((NEEDED,)), PATIENCE_S)
+    with monkeypatch.context() as patch:
+        patch.setattr(room, "need_of", fail)
+        watch.foresee(STEP)
+    free[0] = 10
+    watch.foresee(STEP)
+    assert "the next one will not" in caplog.text

@@ -1,6 +1,7 @@
 """Whatever changes in a committed checkpoint is found, and named by file, rank, tensor and bytes."""
 
 import contextlib
+import errno
 import itertools
 import json
 import os
@@ -410,7 +411,6 @@ DEAD = replace(Owner.this_process(), start=1)
 
 @pytest.fixture
 def trainers(role_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trainers]:
-    monkeypatch.setattr(trainer_lock, "TRAINER_BEAT_S", 0.3)
     monkeypatch.setattr(tuning, "SETTLE_POLL_S", 0.01)
     monkeypatch.setattr(tuning, "TRACKER_SETTLES_S", 0.2)
     trainers = Trainers(role_dir.parent.parent)
@@ -449,6 +449,7 @@ def test_a_step_that_living_trainers_have_left_behind(trainers: Trainers) -> Non
 @pytest.mark.parametrize("beats", ["while files are read", "afterwards", "never"])
 def test_a_trainer_on_another_host(trainers: Trainers, beats: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is alive if its lock file is touched within two beats."""
+    monkeypatch.setattr(trainer_lock, "TRAINER_BEAT_S", 0.05 if beats == "never" else 1000.0)
     trainers.claim("critic", ELSEWHERE)
     verify_files, sleep = verifying.verify_files, time.sleep
 
@@ -471,25 +472,83 @@ def test_a_trainer_on_another_host(trainers: Trainers, beats: str, monkeypatch: 
     assert (report.problems, report.under_way) == (((reason,), ()) if beats == "never" else ((), (reason,)))
 
 
-@pytest.mark.parametrize("moves", [True, False])
-def test_a_tracker_that_is_late(trainers: Trainers, moves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainers.live(ROLE)
+def complete(trainers: Trainers) -> str:
+    """Completes the step, and returns what is wrong with the tracker then."""
     make(trainers.step / "critic", version=9, roles=(ROLE, "critic"))
-    sleeps = iter((1,))
+    return f"{trainers.root / file_names.TRACKER_FILE}: names step 5, but the newest complete step is 9"
 
-    def poll(seconds: float) -> None:
-        for _ in sleeps if moves else ():
-            tracker.update_tracker(trainers.root)
 
-    monkeypatch.setattr(step_problems.time, "sleep", poll)
+def test_a_tracker_that_is_about_to_move(trainers: Trainers, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainers.live(ROLE)
+    complete(trainers)
+    monkeypatch.setattr(tuning, "TRACKER_SETTLES_S", 1000.0)
+    monkeypatch.setattr(step_problems.time, "sleep", lambda seconds: tracker.update_tracker(trainers.root))
     report = verify(trainers.root)
-    assert len(report.roles) == 4
-    assert report.under_way == ()
-    assert report.problems == (
-        ()
-        if moves
-        else (f"{trainers.root / file_names.TRACKER_FILE}: names step 5, but the newest complete step is 9",)
-    )
+    assert (report.problems, report.under_way, len(report.roles)) == ((), (), 4)
+
+
+def test_a_tracker_that_does_not_move(trainers: Trainers) -> None:
+    trainers.live(ROLE)
+    problem = complete(trainers)
+    assert verify(trainers.root).problems == (problem,)
+
+
+def test_a_tracker_that_does_not_move_while_steps_are_committed(
+    trainers: Trainers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each commit changes what there is to say about it."""
+    trainers.live(ROLE)
+    complete(trainers)
+    verify_files, commits = verifying.verify_files, iter((11,))
+
+    def read(*arguments: Any) -> Any:
+        for step in commits:
+            make(file_names.step_dir(trainers.root, step) / ROLE, step)
+        return verify_files(*arguments)
+
+    monkeypatch.setattr(verifying, "verify_files", read)
+    (problem,) = verify(trainers.root).problems
+    assert problem.endswith("names step 5, but the newest complete step is 11")
+
+
+def test_steps_that_one_trainer_saves_alone(trainers: Trainers) -> None:
+    """The critic's has ended in order, so there is no lock. The actor's goes on, and no step is complete any more."""
+    trainers.live(ROLE)
+    for step in (10, 11, 12):
+        make(file_names.step_dir(trainers.root, step) / ROLE, step, roles=(ROLE, "critic"))
+    report = verify(trainers.root)
+    assert [str(step) in text for step, text in zip((9, 10), report.problems, strict=True)] == [True, True]
+    assert [str(step) in text for step, text in zip((11, 12), report.under_way, strict=True)] == [True, True]
+
+
+def test_thousands_of_steps_are_not_complete(trainers: Trainers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The root is not listed once for each of them."""
+    scans = []
+    step_dirs = file_names.step_dirs
+    for step in range(20, 60):
+        make(file_names.step_dir(trainers.root, step) / ROLE, step, roles=(ROLE, "critic"))
+    monkeypatch.setattr(file_names, "step_dirs", lambda root: scans.append(root) or step_dirs(root))
+    assert len(verify(trainers.root).problems) == 41
+    assert len(scans) < 10
+
+
+def test_a_root_that_cannot_be_looked_at_again(trainers: Trainers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was found in hours of reading is reported all the same."""
+
+    def fail(root: Path) -> dict[int, list[Path]]:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    def read(*arguments: Any) -> Any:
+        monkeypatch.setattr(file_names, "step_dirs", fail)
+        return verify_files(*arguments)
+
+    verify_files = verifying.verify_files
+    monkeypatch.setattr(verifying, "verify_files", read)
+    report = verify(trainers.root)
+    assert len(report.roles) == 3
+    assert report.problems[0] == f"{trainers.step}: not committed by critic"
+    assert "could not be looked at again" in report.problems[1]
+    assert "Stale file handle" in report.problems[1]
 
 
 def test_as_it_is_typed(role_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,1 @@
+"""The page of `mcore-ckpt inspect --html`: its template, and the module that fills it in."""

@@ -1,0 +1,184 @@
+"""Delivers events to listeners on a thread of its own, so that no listener can hold up or fail a save.
+
+`Delivery.post` only puts an event into a queue. What can go wrong, and what happens then:
+
+- A listener raises: the error is logged once for each listener and kind of event. The other listeners are called.
+- A listener is slow: events wait. If too many wait, new ones are dropped, and a warning says how many.
+- A listener never returns: `drain` gives up after `DRAIN_WAIT_S`, and from then on does not wait for that call again.
+  The thread is a daemon, so an exiting interpreter does not wait for it.
+- The system grants no thread: events wait until a later call gets one.
+- The process forks: the child begins with an empty queue and no thread, because the parent delivers what waits.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from weakref import WeakSet
+
+from mcore_ckpt.events import Event, Listener
+
+logger = logging.getLogger(__name__)
+
+# How many events may wait. A save has four on each rank.
+QUEUE_EVENTS = 1000
+# How long `CheckpointManager.wait`, `close` and an exiting interpreter wait for listeners, in seconds.
+DRAIN_WAIT_S = 10.0
+# After this time without events the thread of a manager that was never closed ends, in seconds. It is longer than most
+# saves take, because from Python 3.12 on an exiting interpreter, which may wait for a save, starts no threads.
+IDLE_S = 3600.0
+
+
+class Delivery:
+    """Calls listeners with events, one event after the other, in the order in which they were posted.
+
+    Args:
+        listeners: what to call. If several managers of a process share a listener, each calls it on its own thread.
+        capacity: how many events may wait.
+    """
+
+    def __init__(self, listeners: Sequence[Listener] = (), capacity: int = QUEUE_EVENTS) -> None:
+        self._listeners = tuple(listeners)
+        self._capacity = capacity
+        self._idle_s = IDLE_S
+        self._logged: set[tuple[int, type[Event]]] = set()
+        self.start_anew()
+        if self._listeners:
+            _all.add(self)
+
+    def start_anew(self) -> None:
+        """Forgets all events and the thread. Only a forked child calls it, where other threads do not exist."""
+        # A condition has an RLock: a signal handler that saves may interrupt `post`.
+        self._changed = threading.Condition()
+        self._waiting: deque[Event] = deque()
+        self._thread: threading.Thread | None = None
+        self._called: tuple[Listener, Event] | None = None
+        self._given_up_on: tuple[Listener, Event] | None = None
+        self._dropped = 0
+
+    def post(self, event: Event) -> None:
+        """Queues an event. Returns immediately and raises nothing."""
+        if not self._listeners:
+            return
+        with self._changed:
+            if len(self._waiting) >= self._capacity:
+                self._dropped += 1
+            else:
+                self._waiting.append(event)
+            self._ensure_thread()
+            self._changed.notify_all()
+
+    def drain(self, seconds: float | None = None) -> bool:
+        """Waits until all events are delivered, at most `seconds` (None: DRAIN_WAIT_S). Returns True if they are."""
+        limit_s = DRAIN_WAIT_S if seconds is None else seconds
+        with self._changed:
+            if self._waiting and not self._ensure_thread():
+                logger.warning("%d events are not delivered yet: the system grants no thread", len(self._waiting))
+                return False
+            if self._thread is threading.current_thread():
+                return False  # a listener waits for its own manager
+            if self._called is not None and self._called is self._given_up_on:
+                return False
+            if self._changed.wait_for(self._is_idle, limit_s):
+                return True
+            self._given_up_on, waiting, dropped = self._called, len(self._waiting), self._dropped
+        busy = "" if self._given_up_on is None else f" in {_told(*self._given_up_on)}"
+        logger.warning(
+            "listeners are still busy after %g s%s; %d more events wait and %d were dropped. Saves are not affected",
+            limit_s,
+            busy,
+            waiting,
+            dropped,
+        )
+        return False
+
+    def close(self) -> None:
+        """Drains, and lets the thread end. Later events, such as of an upload that goes on, are still delivered."""
+        if self._listeners:
+            self.drain()
+            with self._changed:
+                self._idle_s = 0.0
+                self._changed.notify_all()
+
+    def _is_idle(self) -> bool:
+        return not self._waiting and self._called is None
+
+    def _ensure_thread(self) -> bool:
+        """Starts the thread if there is none. Returns False if the system grants none. The lock must be held."""
+        if self._thread is None or not self._thread.is_alive():
+            thread = threading.Thread(target=self._run, name="mcore_ckpt listeners", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:
+                return False
+            self._thread = thread
+        return True
+
+    def _run(self) -> None:
+        while (event := self._next()) is not None:
+            for listener in self._listeners:
+                self._called = (listener, event)
+                self._call(listener, event)
+            with self._changed:
+                self._called = None
+                self._changed.notify_all()
+
+    def _next(self) -> Event | None:
+        """Waits for an event and takes it out of the queue. Returns None if none comes, which ends the thread."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or not self._idle_s, self._idle_s)
+            if not self._waiting:
+                self._thread = None
+                return None
+            event = self._waiting.popleft()
+            self._called = (self._listeners[0], event)
+            dropped, self._dropped = self._dropped, 0
+        if dropped:
+            logger.warning(
+                "%d events were dropped, because listeners are slower than events come (%d may wait). Saves are not "
+                "affected",
+                dropped,
+                self._capacity,
+            )
+        return event
+
+    def _call(self, listener: Listener, event: Event) -> None:
+        try:
+            listener(event)
+        except BaseException:  # also SystemExit, which would end this thread without a word
+            if (id(listener), type(event)) not in self._logged:
+                self._logged.add((id(listener), type(event)))
+                logger.warning(
+                    "%s has failed. Saves are not affected. Its further failures with this kind of event are not "
+                    "logged",
+                    _told(listener, event),
+                    exc_info=True,
+                )
+
+
+def _told(listener: Listener, event: Event) -> str:
+    name = getattr(listener, "__qualname__", type(listener).__qualname__)
+    return f"the listener {name} called with {type(event).__name__} of step {event.step}"
+
+
+_all: WeakSet[Delivery] = WeakSet()
+
+
+@atexit.register  # Saves and uploads that end at exit post events. Their modules import this one, so this runs later.
+def _drain_all() -> None:
+    until = time.monotonic() + DRAIN_WAIT_S
+    for delivery in list(_all):
+        delivery.drain(max(0.0, until - time.monotonic()))
+
+
+def _forget_in_child() -> None:
+    for delivery in list(_all):
+        delivery.start_anew()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

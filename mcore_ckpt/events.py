@@ -1,0 +1,208 @@
+"""Defines the events that a CheckpointManager tells its listeners, and what a listener is.
+
+A listener is anything that can be called with one event. `CheckpointConfig(listeners=[...])` takes them, and
+`mcore_ckpt.integrations.listeners` has ready ones. Events hold only numbers, strings and paths, so a listener may keep
+them, pickle them or send them elsewhere.
+
+| event | told by | when |
+|---|---|---|
+| Started | every rank | a save has begun: `save` was called, and its arguments are allowed |
+| Captured | every rank | all of this rank's state has been read, so nothing of the training is needed any more |
+| Written | every rank | this rank's files are on the disk |
+| Committed | every rank | the checkpoint is in its place: the save has succeeded |
+| Failed | every rank (an upload: rank 0) | a save, load or upload has failed |
+| Loaded | every rank | a load has succeeded |
+| Deleted | rank 0 | an old step is gone from the local disk, because the preservation policy let it go |
+| Uploaded | rank 0 | a checkpoint is complete in the remote store |
+
+Each rank tells only its own listeners, with its own bytes and times: nothing is sent between ranks. Each Started is
+followed by exactly one Committed or Failed of the same step, unless the process dies. A call that is refused for its
+arguments tells nothing. Of the calls that need no manager, such as `load_hf` and `mcore-ckpt prune`, there are no
+events.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """What all events have.
+
+    Attributes:
+        step: the step. None for a load that failed before it had chosen a checkpoint.
+        role: the role of the manager.
+        rank: the rank that tells it.
+        path: the folder of the checkpoint (of the step, if Deleted), or its URL in a remote store. For a load that
+            failed without naming a path: the root.
+        time: when it happened, in seconds since the epoch, by this host's clock.
+    """
+
+    step: int | None
+    role: str
+    rank: int
+    path: Path | str
+    time: float
+
+
+Listener: TypeAlias = Callable[[Event], object]
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One part of a save on one rank. `copy` and `write` can overlap; the others follow each other.
+
+    Attributes:
+        name: `wait` (for an earlier save, or for the deletion of a step), `plan` (with the ranks' first round), `copy`,
+            `write`, `export` (only with `hf_model`) or `commit` (with the wait for slower ranks).
+        start: when it began, in seconds since the epoch.
+        seconds: how long it took.
+    """
+
+    name: str
+    start: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class ErrorText:
+    """An error as text. The error itself would keep the failed call's variables in memory.
+
+    Attributes:
+        type: the full name of its class, such as mcore_ckpt.errors.CommitError.
+        message: its message.
+        stacktrace: its traceback, as Python prints it. Empty if it could contain a secret (uploads).
+    """
+
+    type: str
+    message: str
+    stacktrace: str = ""
+
+    @classmethod
+    def of(cls, error: BaseException) -> ErrorText:
+        """Describes an error with its traceback."""
+        return cls(_full_name(type(error)), str(error), "".join(traceback.format_exception(error)))
+
+    @classmethod
+    def redacted(cls, error: BaseException, message: str) -> ErrorText:
+        """Describes an error whose own message and traceback may contain a password, with another message."""
+        return cls(_full_name(type(error)), message)
+
+
+def _full_name(cls: type) -> str:
+    return cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Started(Event):
+    """A save has begun. `time` is when `save` was called."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Captured(Event):
+    """All of this rank's state has been read, into host memory or directly onto the disk.
+
+    Attributes:
+        nbytes: the bytes of tensors that were read.
+        seconds: how long that took.
+    """
+
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written(Event):
+    """This rank's files are on the disk, but do not yet count as a checkpoint.
+
+    Attributes:
+        nbytes: the bytes that this rank wrote. If several ranks write one file, only this rank's part counts. The
+            HuggingFace model comes after this event.
+        seconds: the time from the first write until all files were on the disk.
+    """
+
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Committed(Event):
+    """A save has succeeded on all ranks.
+
+    Attributes:
+        nbytes: the bytes that this rank wrote.
+        seconds: the time from the call of `save` to the commit.
+        stall_s: how long `save` held up the training.
+        phases: what the time was spent on, in the order in which the phases began.
+    """
+
+    nbytes: int
+    seconds: float
+    stall_s: float
+    phases: tuple[Phase, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failed(Event):
+    """A save, load or upload has failed. After a save, the previous checkpoint is intact.
+
+    An upload that failed because of the store is tried again after the next commit, so it can be told more than once;
+    `step` is then the newest step that was to be uploaded.
+
+    Attributes:
+        operation: what has failed.
+        error: the error that the caller gets.
+        seconds: the time from the call (of an upload: from the beginning of the try) to the failure.
+        phases: the phases of a save that had begun. The last one is the one that failed.
+    """
+
+    operation: Literal["save", "load", "upload"]
+    error: ErrorText
+    seconds: float
+    phases: tuple[Phase, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded(Event):
+    """A load has succeeded on all ranks.
+
+    Attributes:
+        nbytes: the bytes that this rank read from tensor files.
+        seconds: the time from the call of `load` to the ranks' last agreement.
+        skipped: for each newer checkpoint that was not loaded, the reason; the newest first.
+        rounded: how many tensors of this rank were rounded, by what was rounded to what.
+    """
+
+    nbytes: int
+    seconds: float
+    skipped: tuple[str, ...] = ()
+    rounded: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deleted(Event):
+    """An old step has been deleted from the local disk, with all its roles.
+
+    Attributes:
+        seconds: how long that took.
+    """
+
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Uploaded(Event):
+    """A checkpoint is complete in the remote store.
+
+    Attributes:
+        nbytes: the size of the checkpoint's files.
+        seconds: how long the successful try took.
+    """
+
+    nbytes: int
+    seconds: float

@@ -1,0 +1,158 @@
+"""Turns events into OpenTelemetry spans and metrics. Needs only opentelemetry-api; the trainer sets up the SDK.
+
+Names follow OpenTelemetry's conventions: metrics and attributes of this package begin with `mcore_ckpt.`, durations
+are in seconds and end in `.duration`, sizes are in `By`, failures have `error.type`, and a failed span has the event
+`exception`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mcore_ckpt.events import Committed, Deleted, ErrorText, Event, Failed, Loaded, Phase, Started, Uploaded
+
+try:
+    from opentelemetry import metrics, trace
+    from opentelemetry.context import Context
+except ImportError as error:
+    raise ImportError(
+        f"OpenTelemetryListener needs opentelemetry-api: pip install opentelemetry-api ({error})"
+    ) from error
+
+_SCOPE = "mcore_ckpt"
+# OpenTelemetry's own boundaries are for milliseconds.
+_SECONDS = (0.001, 0.01, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000, 2500)
+_BYTES = tuple(float(10**power) for power in range(3, 14))
+
+Attributes = dict[str, str | int | float]
+
+
+class OpenTelemetryListener:
+    """Records one span for each save, load, upload and deletion, with a child span for each phase, and metrics.
+
+    Spans are recorded when the work has ended, with the times at which it began and ended. They are roots of traces of
+    their own, because a save outlives what the trainer was doing when it called `save`.
+
+    Args:
+        tracer_provider: None: the global one, as `opentelemetry.trace.set_tracer_provider` has set it.
+        meter_provider: None: the global one.
+
+    Example:
+        >>> listener = OpenTelemetryListener()
+    """
+
+    def __init__(
+        self,
+        tracer_provider: trace.TracerProvider | None = None,
+        meter_provider: metrics.MeterProvider | None = None,
+    ) -> None:
+        self._tracer = trace.get_tracer(_SCOPE, tracer_provider=tracer_provider)
+        meter = metrics.get_meter(_SCOPE, meter_provider=meter_provider)
+
+        def duration(name: str, description: str) -> metrics.Histogram:
+            return meter.create_histogram(
+                f"mcore_ckpt.{name}.duration", "s", description, explicit_bucket_boundaries_advisory=_SECONDS
+            )
+
+        def size(name: str, description: str) -> metrics.Histogram:
+            return meter.create_histogram(
+                f"mcore_ckpt.{name}.size", "By", description, explicit_bucket_boundaries_advisory=_BYTES
+            )
+
+        self._durations = {
+            "save": duration("save", "From the call of a save to its commit or failure."),
+            "load": duration("load", "From the call of a load to its end."),
+            "upload": duration("upload", "Of one try to upload a checkpoint to the remote store."),
+            "delete": duration("delete", "Of the deletion of an old step."),
+        }
+        self._sizes = {
+            "save": size("save", "What this rank wrote in a save."),
+            "load": size("load", "What this rank read in a load."),
+            "upload": size("upload", "Of the files of an uploaded checkpoint."),
+        }
+        self._stall = duration("save.stall", "How long a save held up the training.")
+        self._phase = duration("save.phase", "Of one phase of a committed save.")
+        self._active = meter.create_up_down_counter("mcore_ckpt.save.active", "{save}", "Saves that are under way.")
+        self._step = meter.create_gauge("mcore_ckpt.committed_step", "{step}", "The step that was committed last.")
+
+    def __call__(self, event: Event) -> None:
+        """Records what one event says."""
+        common: Attributes = {"mcore_ckpt.role": event.role, "mcore_ckpt.rank": event.rank}
+        match event:
+            case Started():
+                self._active.add(1, common)
+            case Committed():
+                self._active.add(-1, common)
+                self._stall.record(event.stall_s, common)
+                self._step.set(event.step or 0, common)
+                for phase in event.phases:
+                    self._phase.record(phase.seconds, common | {"mcore_ckpt.phase": phase.name})
+                self._done("save", event, common, event.nbytes, event.phases)
+            case Loaded():
+                self._done("load", event, common, event.nbytes)
+            case Uploaded():
+                self._done("upload", event, common, event.nbytes)
+            case Deleted():
+                self._done("delete", event, common)
+            case Failed():
+                if event.operation == "save":
+                    self._active.add(-1, common)
+                self._durations[event.operation].record(event.seconds, common | {"error.type": event.error.type})
+                self._span(event.operation, event, common, event.phases, event.error)
+
+    def _done(
+        self,
+        operation: str,
+        event: Committed | Loaded | Uploaded | Deleted,
+        common: Attributes,
+        nbytes: int | None = None,
+        phases: Sequence[Phase] = (),
+    ) -> None:
+        self._durations[operation].record(event.seconds, common)
+        if nbytes is None:
+            self._span(operation, event, common, phases)
+        else:
+            self._sizes[operation].record(nbytes, common)
+            self._span(operation, event, common | {"mcore_ckpt.size": nbytes}, phases)
+
+    def _span(
+        self,
+        operation: str,
+        event: Committed | Loaded | Uploaded | Deleted | Failed,
+        attributes: Attributes,
+        phases: Sequence[Phase],
+        error: ErrorText | None = None,
+    ) -> None:
+        step: Attributes = {} if event.step is None else {"mcore_ckpt.step": event.step}
+        span = self._tracer.start_span(
+            f"{operation} checkpoint",
+            context=Context(),
+            start_time=_nanoseconds(event.time - event.seconds),
+            attributes={**attributes, **step, "mcore_ckpt.path": str(event.path)},
+        )
+        for phase in phases:
+            child = self._tracer.start_span(
+                phase.name, context=trace.set_span_in_context(span, Context()), start_time=_nanoseconds(phase.start)
+            )
+            if error is not None and phase is phases[-1]:
+                _mark_failed(child, error)
+            child.end(_nanoseconds(phase.start + phase.seconds))
+        if error is not None:
+            _mark_failed(span, error)
+            span.add_event("exception", _exception(error), _nanoseconds(event.time))
+        span.end(_nanoseconds(event.time))
+
+
+def _mark_failed(span: trace.Span, error: ErrorText) -> None:
+    span.set_attribute("error.type", error.type)
+    span.set_status(trace.Status(trace.StatusCode.ERROR, error.message))
+
+
+def _exception(error: ErrorText) -> Attributes:
+    """Returns the attributes that OpenTelemetry's conventions have for an exception."""
+    found: Attributes = {"exception.type": error.type, "exception.message": error.message}
+    return found | ({"exception.stacktrace": error.stacktrace} if error.stacktrace else {})
+
+
+def _nanoseconds(moment: float) -> int:
+    return round(moment * 1e9)

@@ -1,0 +1,85 @@
+"""Tells the listeners what happens to one save."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt.delivery import Delivery
+from mcore_ckpt.events import Captured, Committed, ErrorText, Failed, Phase, Started, Written
+
+
+class SaveEvents:
+    """The events of one save on this rank. All times given to it are those of time.perf_counter().
+
+    Args:
+        delivery: brings the events to the listeners.
+        step, role, rank: what all events name.
+        called: when the trainer called `save`.
+    """
+
+    def __init__(self, delivery: Delivery, step: int, role: str, rank: int, called: float) -> None:
+        self._delivery, self._called = delivery, called
+        self._common: dict[str, Any] = {"step": step, "role": role, "rank": rank}
+        self._epoch = time.time() - time.perf_counter()
+        # False before `started` and after the save's end.
+        self._is_under_way = False
+
+    def started(self, path: Path) -> None:
+        """Tells that the save has begun. Before that, nothing is told, not even a failure."""
+        self._common["path"] = path
+        self._is_under_way = True
+        self._delivery.post(Started(**self._at(self._called)))
+
+    def captured(self, at: float, nbytes: int, seconds: float) -> None:
+        """Tells that all of this rank's state has been read."""
+        self._delivery.post(Captured(**self._at(at), nbytes=nbytes, seconds=seconds))
+
+    def written(self, at: float, nbytes: int, seconds: float) -> None:
+        """Tells that this rank's files are on the disk."""
+        self._delivery.post(Written(**self._at(at), nbytes=nbytes, seconds=seconds))
+
+    def committed(self, at: float, nbytes: int, stall_s: float, phases: Sequence[Phase]) -> None:
+        """Tells that the checkpoint is committed. This ends the save."""
+        self._is_under_way = False
+        seconds = at - self._called
+        self._delivery.post(
+            Committed(**self._at(at), nbytes=nbytes, seconds=seconds, stall_s=stall_s, phases=tuple(phases))
+        )
+
+    def failed(self, error: BaseException, phases: Sequence[Phase] = ()) -> None:
+        """Tells that the save has failed, unless it was not yet told as started, or has ended already."""
+        if not self._is_under_way:
+            return
+        self._is_under_way = False
+        now = time.perf_counter()
+        # A save that has no phases yet has failed while it was planned.
+        phases = tuple(phases) or (self.phase("plan", self._called, now),)
+        self._delivery.post(
+            Failed(
+                **self._at(now),
+                operation="save",
+                error=ErrorText.of(error),
+                seconds=now - self._called,
+                phases=phases,
+            )
+        )
+
+    @contextmanager
+    def telling_of_failure(self) -> Iterator[None]:
+        """Tells of an error that the block raises."""
+        try:
+            yield
+        except BaseException as error:
+            self.failed(error)
+            raise
+
+    def phase(self, name: str, start: float, end: float) -> Phase:
+        """Returns a phase between two moments."""
+        return Phase(name, self._epoch + start, end - start)
+
+    def _at(self, moment: float) -> dict[str, Any]:
+        return self._common | {"time": self._epoch + moment}

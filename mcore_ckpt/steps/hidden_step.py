@@ -1,0 +1,74 @@
+"""Hides a step before its files are deleted, so that no part of it ever looks like a step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.io.files import sync_dir
+from mcore_ckpt.steps.commit import new_attempt, remove_folder
+from mcore_ckpt.steps.owner import write_owner
+from mcore_ckpt.steps.work_folders import replaced_checkpoints
+
+
+@dataclass(frozen=True)
+class HiddenStep:
+    """A step under a hidden name.
+
+    Attributes:
+        usual: the folder that it had.
+        path: where it is now.
+        replaced: where the checkpoints are that saves of the step have replaced, by the paths that they had.
+    """
+
+    usual: Path
+    path: Path
+    replaced: Mapping[Path, Path] = field(default_factory=dict)
+
+    def put_back(self) -> None:
+        """Gives the step its name back. Raises OSError."""
+        os.rename(self.path, self.usual)
+        _put_back(self.replaced)
+
+    def remove(self) -> list[Path]:
+        """Removes the files. Returns the folders that could not be removed as a whole."""
+        for folder in (self.path, *self.replaced.values()):
+            remove_folder(folder)
+        return [folder for folder in (self.path, *self.replaced.values()) if os.path.lexists(folder)]
+
+
+def hide_step(step_path: Path) -> HiddenStep:
+    """Renames a step to a hidden name, which the caller must sync, and before it the checkpoints that it has replaced.
+
+    Those are beside the step if the step's folder is also the folder of a role. If one stayed, it would take the place
+    of the deleted step. Raises OSError: nothing is hidden.
+    """
+    replaced: dict[Path, Path] = {}
+    try:
+        for folder in replaced_checkpoints(step_path):
+            hidden = file_names.deleted_dir(step_path, new_attempt())
+            # As in the step: until the caller is sure, nobody else may remove the folder.
+            with suppress(OSError):
+                if not folder.is_symlink():
+                    write_owner(folder)
+            os.rename(folder, hidden)
+            replaced[folder] = hidden
+        if replaced:
+            # Without this, the second rename alone might survive a power loss.
+            sync_dir(step_path.parent)
+        path = file_names.deleted_dir(step_path, new_attempt())
+        os.rename(step_path, path)
+    except OSError:
+        _put_back(replaced)
+        raise
+    return HiddenStep(step_path, path, replaced)
+
+
+def _put_back(replaced: Mapping[Path, Path]) -> None:
+    for usual, hidden in replaced.items():
+        with suppress(OSError):  # another process has removed it, or nobody needs it
+            os.rename(hidden, usual)

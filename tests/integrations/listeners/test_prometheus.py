@@ -1,0 +1,151 @@
+"""The text file for node_exporter, parsed back by prometheus_client; the dashboard and the document that name it."""
+
+import json
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from told_events import GOOD, NEWEST
+
+from mcore_ckpt import Event, SaveReport
+from mcore_ckpt.errors import InvalidArgumentError
+from mcore_ckpt.events import Committed, Failed, Started
+from mcore_ckpt.integrations.listeners import PrometheusListener
+
+DOCS = Path(__file__).parents[3] / "docs"
+NAME = re.compile(r"\bmcore_ckpt_[a-z_]+")
+Told = tuple[list[Event], list[SaveReport]]
+
+
+def samples(file: Path, **labels: str) -> dict[str, float]:
+    """The values in a file by the name of the sample, and by the label that is special to it."""
+    found = {}
+    wanted = {"run": "", "role": "actor", "rank": "0"} | labels
+    for family in text_string_to_metric_families(file.read_text()):
+        for sample in family.samples:
+            special = sample.labels.items() - wanted.items()
+            if sample.labels.items() >= wanted.items() and not sample.name.endswith("_created"):
+                found["".join([sample.name, *(f" {value}" for _, value in special)])] = sample.value
+    return found
+
+
+@pytest.fixture(scope="module")
+def file(told: Told, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("textfile")
+    listener = PrometheusListener(folder)
+    for event in told[0]:
+        listener(event)
+    (found,) = folder.iterdir()
+    return found
+
+
+def test_the_figures_of_a_training(file: Path, told: Told) -> None:
+    assert file.name == "mcore_ckpt_actor_rank0.prom"
+    found, (first, last) = samples(file), told[1]
+    (committed,) = [event for event in told[0] if isinstance(event, Committed) and event.step == NEWEST]
+    assert found["mcore_ckpt_saves_total done"] == 2
+    assert found["mcore_ckpt_saves_total failed"] == 1
+    assert found["mcore_ckpt_save_under_way"] == 0
+    assert found["mcore_ckpt_save_stall_seconds_total"] == pytest.approx(first.stall_s + last.stall_s)
+    assert found["mcore_ckpt_save_bytes_total"] == first.nbytes + last.nbytes
+    assert found["mcore_ckpt_last_save_seconds"] == pytest.approx(last.seconds)
+    assert found["mcore_ckpt_last_save_stall_seconds"] == pytest.approx(last.stall_s)
+    assert found["mcore_ckpt_last_save_bytes"] == last.nbytes
+    assert found["mcore_ckpt_last_save_phase_seconds write"] == pytest.approx(last.write_s)
+    assert {key.split()[-1] for key in found if "phase" in key} == {"wait", "plan", "copy", "write", "commit"}
+    assert found["mcore_ckpt_last_committed_step"] == NEWEST
+    assert found["mcore_ckpt_last_commit_timestamp_seconds"] == committed.time
+    assert (found["mcore_ckpt_loads_total done"], found["mcore_ckpt_loads_total failed"]) == (1, 1)
+    assert found["mcore_ckpt_last_load_bytes"] > 0
+    assert found["mcore_ckpt_last_load_seconds"] > 0
+    assert found["mcore_ckpt_deleted_steps_total"] == 1
+    assert (found["mcore_ckpt_uploads_total done"], found["mcore_ckpt_uploads_total failed"]) == (2, 0)
+    assert found["mcore_ckpt_last_upload_seconds"] > 0
+    assert found["mcore_ckpt_last_upload_bytes"] > last.nbytes
+    assert found["mcore_ckpt_last_uploaded_step"] == NEWEST
+
+
+def test_counters_are_there_before_they_count(told: Told, tmp_path: Path) -> None:
+    started = told[0][0]
+    assert isinstance(started, Started)
+    PrometheusListener(tmp_path)(started)
+    found = samples(tmp_path / "mcore_ckpt_actor_rank0.prom")
+    assert found["mcore_ckpt_save_under_way"] == 1
+    assert found["mcore_ckpt_saves_total failed"] == 0
+
+
+def test_each_role_rank_and_run_has_a_file(told: Told, tmp_path: Path) -> None:
+    actor, critic = PrometheusListener(tmp_path, "one"), PrometheusListener(tmp_path, "two")
+    for event in told[0][:4]:
+        actor(event)
+        actor(replace(event, role="critic"))
+        critic(replace(event, rank=3))
+    files = sorted(path.name for path in tmp_path.iterdir())
+    assert files == [
+        "mcore_ckpt_one_actor_rank0.prom",
+        "mcore_ckpt_one_critic_rank0.prom",
+        "mcore_ckpt_two_actor_rank3.prom",
+    ]
+    for name, labels in zip(
+        files, ({"run": "one"}, {"run": "one", "role": "critic"}, {"run": "two", "rank": "3"}), strict=True
+    ):
+        assert samples(tmp_path / name, **labels)["mcore_ckpt_last_committed_step"] == GOOD
+    # node_exporter refuses files that describe one metric in two ways.
+    helps = [re.findall(r"^# (?:HELP|TYPE) .*$", (tmp_path / name).read_text(), re.MULTILINE) for name in files]
+    assert helps[0] == helps[1] == helps[2]
+
+
+def test_a_file_is_replaced_as_a_whole(told: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listener = PrometheusListener(tmp_path)
+    listener(told[0][0])
+    file = tmp_path / "mcore_ckpt_actor_rank0.prom"
+    before = file.read_text()
+    seen: list[str] = []
+    rename = os.rename
+    monkeypatch.setattr(os, "rename", lambda *paths: (seen.append(file.read_text()), rename(*paths))[1])
+    listener(next(event for event in told[0] if isinstance(event, Failed) and event.operation == "save"))
+    assert seen == [before], "until the new file is complete, the old one is there"
+    assert samples(file)["mcore_ckpt_saves_total failed"] == 1
+    assert [path.name for path in tmp_path.iterdir()] == [file.name]
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"nowhere' is not a folder: make it"):
+        PrometheusListener(tmp_path / "nowhere")
+    with pytest.raises(InvalidArgumentError, match="without '/'"):
+        PrometheusListener(tmp_path, "a/b")
+
+
+# -- the dashboard and the document -----------------------------------------------------------------------------
+
+
+def expressions(node: Any) -> list[str]:
+    """All queries in a dashboard."""
+    if isinstance(node, dict):
+        own = [node["expr"]] if "expr" in node else []
+        own += [node["query"]] if isinstance(node.get("query"), str) and "mcore_ckpt" in node["query"] else []
+        return own + [text for value in node.values() for text in expressions(value)]
+    return [text for value in node for text in expressions(value)] if isinstance(node, list) else []
+
+
+def exported(file: Path) -> set[str]:
+    return {key.split()[0] for key in samples(file)}
+
+
+def test_the_dashboard_queries_exactly_what_is_exported(file: Path) -> None:
+    dashboard = json.loads((DOCS / "grafana.json").read_text())
+    assert set(NAME.findall(" ".join(expressions(dashboard)))) == exported(file)
+    identifiers = [panel["id"] for panel in dashboard["panels"]]
+    assert len(identifiers) == len(set(identifiers))
+    labels = set(re.findall(r"(\w+)=~?\"", " ".join(expressions(dashboard))))
+    assert labels <= {"run", "role", "rank", "phase", "outcome"}
+
+
+def test_the_document_lists_exactly_what_is_exported(file: Path) -> None:
+    _, _, text = (DOCS / "monitoring.md").read_text().partition("\n## Prometheus\n")
+    rows = [line for line in text.partition("\n## ")[0].splitlines() if line.startswith("| `mcore_ckpt_")]
+    assert {name for row in rows for name in NAME.findall(row.split("|")[1])} == exported(file)
