@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -16,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from mcore_ckpt.cli.arguments import add_json, check_is_folder, expanded_path, torchrun_variables
+from mcore_ckpt.cli.signals import cleaning_up_at_sigterm
 from mcore_ckpt.errors import AgreementError, InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -74,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     """Examines a folder. Returns 0 if checkpoints can be saved there, otherwise 1."""
     if args.timeout <= 0:
         raise InvalidArgumentError(f"--timeout {args.timeout:g}: use more than 0 seconds")
-    with _cleaning_up_at_sigterm():
+    with cleaning_up_at_sigterm():
         report = _examine(args.root.absolute(), args)
     if report is None:
         return 0  # rank 0 reports
@@ -101,16 +100,6 @@ def _examine(root: Path, args: argparse.Namespace) -> Report | None:
         # The ranks have not met. Rank 0 examines the folder alone, and reports what it knows of the others.
         check_is_folder(root)
         return examine(root, single_process_agreement("doctor", args.timeout), args.megabytes, error)
-
-
-@contextmanager
-def _cleaning_up_at_sigterm() -> Iterator[None]:
-    """Lets SIGTERM, by which torchrun ends all ranks if one has failed, end this process like Ctrl-C."""
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

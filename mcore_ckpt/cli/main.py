@@ -17,6 +17,7 @@ from typing import Any
 from rich.console import Console
 
 from mcore_ckpt.cli import (
+    bench,
     completion,
     convert,
     diff,
@@ -39,6 +40,7 @@ SUCCESS, BAD_CHECKPOINT, UNUSABLE_ARGUMENTS, INTERRUPTED = 0, 1, 2, 130
 COMMANDS = (
     demo,
     doctor,
+    bench,
     list_command,
     inspect_command,
     watch,

@@ -1,10 +1,11 @@
-"""Tools that work without a trainer: merge, convert, reshard, compare, diff, verify, prune, watch, overview, doctor.
+"""Tools that work without a trainer: merge, convert, reshard, compare, diff, verify, prune, watch, doctor, bench.
 
 The public names of this room are the modules in `__all__`. Their functions and classes are public unless their names
 begin with an underscore.
 """
 
 __all__ = [
+    "bench",
     "compare",
     "contents",
     "convert",

@@ -24,6 +24,8 @@ from mcore_ckpt.tools.doctor.probes import fallocate
 
 WRITE, READ, SYNC_TIME, SMALL_FILES = "speed of writing", "speed of reading", "time of a sync", "small files"
 
+FILE_SYSTEM, PROCESSORS = "file system", "processors"
+
 # Which value says how fast a host is.
 _SPEEDS = {WRITE: "bytes_per_s", READ: "bytes_per_s", SYNC_TIME: "seconds", SMALL_FILES: "files_per_s"}
 
@@ -53,6 +55,18 @@ def measure(folder: Path, nbytes: int, direct: bool) -> list[Finding]:
     if nbytes:
         findings += _large_files(folder, nbytes, os.O_DIRECT if direct else 0)
     return findings
+
+
+def limit_of(values: Mapping[str, float]) -> str:
+    """Returns what limits writing or reading by the values of its finding: FILE_SYSTEM, PROCESSORS, or "" for neither.
+
+    Example:
+        >>> limit_of({"ratio": 0.5, "raw_bytes_per_s": 5e9, "processor_bytes_per_s": 6e9})
+        'processors'
+    """
+    if values["ratio"] >= _NEAR:
+        return FILE_SYSTEM
+    return PROCESSORS if values["raw_bytes_per_s"] > values["processor_bytes_per_s"] / 2 else ""
 
 
 def of_hosts(by_rank: Mapping[int, Sequence[Finding]]) -> dict[int, list[Finding]]:
@@ -165,10 +179,11 @@ def _compared(topic: str, nbytes: int, times: list[tuple[float, float]], cpu: fl
         f"{ours / 1e6:,.0f} MB/s, {ratio:.2f} of the {raw / 1e6:,.0f} MB/s of plain system calls "
         f"({nbytes / 1e6:.0f} MB, median of {len(times)})"
     )
-    if ratio >= _NEAR:
+    found = limit_of(values)
+    if found == FILE_SYSTEM:
         return fine(topic, f"{fact}; the file system is the limit", **values)
     cores = len(os.sched_getaffinity(0))
-    if raw > cpu / 2:
+    if found == PROCESSORS:
         limit = f"the processors are the limit: {cores} cores copy and checksum at most {cpu / 1e6:,.0f} MB/s"
         return Finding(topic, Severity.SLOW, fact, limit, "give the trainer's processes more cores", values)
     return Finding(topic, Severity.SLOW, fact, "neither the file system nor the processors are the limit", "", values)

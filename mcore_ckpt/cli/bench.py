@@ -1,0 +1,324 @@
+"""`mcore-ckpt bench`: measures this machine and a file system, and predicts how long saves and a load take."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from mcore_ckpt.cli.arguments import add_json, check_is_folder, expanded_path
+from mcore_ckpt.cli.progress import progress_of_bytes
+from mcore_ckpt.cli.signals import cleaning_up_at_sigterm
+from mcore_ckpt.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from mcore_ckpt.tools.bench.bench import Comparison, Report
+    from mcore_ckpt.tools.bench.predict import Estimate, Prediction
+    from mcore_ckpt.tools.bench.size import SaveSize, Training
+    from mcore_ckpt.tools.bench.speeds import Speeds
+
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+DESCRIPTION = """\
+Measures how fast this machine copies memory and writes to and reads from the file system of PATH, by real saves of
+random bytes in a hidden folder below PATH, which it removes. With --model it predicts how long saves and a load of that
+model take, and names what they wait for. With --real it makes saves of other sizes and shows predicted and measured
+times. Run it while the machine is as busy as in training. The exit status is 0 after a measurement, 1 if checkpoints
+cannot be saved below PATH or do not fit, and 2 for unusable arguments."""
+
+EXAMPLES = (
+    "bench checkpoints",
+    "bench checkpoints --model 8e9 --tp 2 --pp 2 --dp 8",
+    "bench checkpoints --model Qwen3-30B-A3B/ --tp 2 --ep 8 --dp 32 --ranks-per-node 8 --json",
+    "bench checkpoints --real 1000 --real 4000",
+)
+
+# Beyond this spread of trial saves, predictions cannot be within a fifth.
+_UNSTEADY = 0.4
+
+_SIZES = (
+    ("tp", "tensor-parallel size"),
+    ("pp", "pipeline-parallel size"),
+    ("vpp", "virtual stages per pipeline rank"),
+    ("cp", "context-parallel size"),
+    ("dp", "data-parallel size"),
+    ("ep", "expert-parallel size"),
+    ("etp", "tensor-parallel size of experts (that of --tp if not given)"),
+)
+
+
+def add_to(subparsers: Subparsers) -> None:
+    """Adds the parser of `bench`."""
+    parser = subparsers.add_parser(
+        "bench",
+        help="measure this machine and predict how long saves take",
+        description=DESCRIPTION,
+    )
+    parser.add_argument(
+        "path",
+        type=expanded_path,
+        nargs="?",
+        default=Path(),
+        metavar="PATH",
+        help="folder to measure, such as that of the steps (the current one if not given)",
+    )
+    parser.add_argument(
+        "--model", metavar="MODEL", help="folder with a config.json, or a number of parameters, such as 8e9"
+    )
+    for name, what in _SIZES:
+        parser.add_argument(f"--{name}", type=int, metavar="N", help=f"{what}; with --model")
+    parser.add_argument(
+        "--ranks-per-node",
+        type=int,
+        metavar="N",
+        help="ranks that share this machine (8, or all if they are fewer, with --model; otherwise 1)",
+    )
+    parser.add_argument("--dtype", default="bf16", help="dtype of the model: bf16, fp16 or fp32 (bf16 if not given)")
+    parser.add_argument(
+        "--optimizer", default="adam", help="adam, sgd, lion or muon, all distributed (adam if not given)"
+    )
+    parser.add_argument(
+        "--contents",
+        default="model,optimizer",
+        metavar="WORDS",
+        help="what is saved: model, optimizer, or both with a comma between them (both if not given)",
+    )
+    parser.add_argument(
+        "--megabytes",
+        type=float,
+        metavar="N",
+        help="size of the saves that are measured, of all ranks together (if not given: 256, or 64 for each rank if "
+        "that is more); larger ones predict large models better",
+    )
+    parser.add_argument(
+        "--real",
+        type=float,
+        action="append",
+        default=[],
+        metavar="MEGABYTES",
+        help="also make real saves of this size, and compare them with their prediction; may be repeated",
+    )
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures and predicts. Returns 0."""
+    # `--help` must not wait for the import of torch, which takes a second.
+    from mcore_ckpt.tools.bench.bench import bench, saved_bytes
+
+    root = args.path.absolute()
+    check_is_folder(root)
+    size = _size(args)
+    ranks = args.ranks_per_node or 1 if size is None else size.ranks_on_a_node
+    megabytes = max(256, 64 * ranks) if args.megabytes is None else args.megabytes
+    nbytes, real = _bytes(megabytes, "--megabytes"), [_bytes(each, "--real") for each in args.real]
+    with cleaning_up_at_sigterm(), progress_of_bytes(args.json) as bar:
+        task = bar.add_task("measuring", total=saved_bytes(nbytes, real))
+        report = bench(
+            root, nbytes, ranks, size, real, lambda what, done: bar.update(task, description=what, advance=done)
+        )
+    if args.json:
+        print(json.dumps(as_json(report)))
+    else:
+        _show(report)
+    return 0
+
+
+def _bytes(megabytes: float, flag: str) -> int:
+    if not math.isfinite(megabytes) or megabytes < 2:
+        raise InvalidArgumentError(f"{flag} {megabytes:g}: use 2 or more")
+    return int(megabytes * 10**6)
+
+
+def _size(args: argparse.Namespace) -> SaveSize | None:
+    training = _training(args)
+    if args.model is None:
+        given = [f"--{name}" for name, _ in _SIZES if getattr(args, name) is not None]
+        if given:
+            raise InvalidArgumentError(
+                f"{given[0]} is given without --model, so there is nothing to predict: give both"
+            )
+        return None
+    from mcore_ckpt.tools.bench.size import size_of_model, size_of_parameters
+
+    folder = Path(args.model).expanduser()
+    if folder.is_dir():
+        return size_of_model(folder, training)
+    try:
+        parameters = int(float(args.model))
+    except (ValueError, OverflowError):
+        raise InvalidArgumentError(
+            f"--model {args.model}: there is no such folder, and it is no number of parameters, such as 8e9"
+        ) from None
+    return size_of_parameters(parameters, training)
+
+
+def _training(args: argparse.Namespace) -> Training:
+    from mcore_ckpt.tools.bench.size import Training
+    from mcore_ckpt.tools.reshard.target import WantedLayout
+
+    return Training(
+        WantedLayout(**{name: getattr(args, name) for name, _ in _SIZES}),
+        args.dtype,
+        args.optimizer,
+        tuple(args.contents.split(",")),
+        args.ranks_per_node,
+    )
+
+
+# -- JSON -------------------------------------------------------------------------------------------------------
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    """Returns the report as JSON values."""
+    return {
+        "root": str(report.root),
+        "mount": None if report.mount is None else asdict(report.mount),
+        "speeds": asdict(report.speeds),
+        "size": None if report.size is None else asdict(report.size),
+        "prediction": None if report.prediction is None else _prediction_as_json(report.prediction, report.speeds),
+        "fitting_saves": report.fitting_saves,
+        "real": [
+            {"bytes": real.nbytes} | {name: _comparison_as_json(getattr(real, name)) for name, _ in _COMPARED}
+            for real in report.real
+        ],
+    }
+
+
+def _prediction_as_json(prediction: Prediction, speeds: Speeds) -> dict[str, Any]:
+    from mcore_ckpt.tools.bench.predict import bottleneck
+
+    estimates = {
+        name: {"seconds": each.seconds, "parts": dict(each.parts), "bottleneck": bottleneck(each, speeds)}
+        for name, each in ((name, getattr(prediction, name)) for name, _ in _PREDICTED)
+    }
+    return estimates | {
+        "prepared_after_s": prediction.prepared_after_s,
+        "file_system_bytes_per_s": prediction.file_system_bytes_per_s,
+    }
+
+
+def _comparison_as_json(comparison: Comparison) -> dict[str, float]:
+    return asdict(comparison) | {"ratio": comparison.ratio}
+
+
+# -- tables -----------------------------------------------------------------------------------------------------
+
+_PREDICTED = (
+    ("stall", "async save: stall"),
+    ("first_stall", "first async save at once: stall"),
+    ("async_save", "async save: until durable"),
+    ("sync_save", "synchronous save"),
+    ("load", "load, same layout"),
+)
+_COMPARED = (
+    ("stall", "async save: stall"),
+    ("async_save", "async save: until durable"),
+    ("sync_save", "synchronous save"),
+)
+
+
+def _show(report: Report) -> None:
+    console = Console(highlight=False)
+    where = "" if report.mount is None else f" ({report.mount.kind} on {report.mount.point})"
+    console.print(f"{report.root}{where}", markup=False, soft_wrap=True)
+    console.print(_speed_table(report.speeds))
+    least, most = report.speeds.spread
+    if most - least > _UNSTEADY:
+        text = f"busy: trial saves took {least:.2f} to {most:.2f} times their median, and so will others"
+        console.print(text, style="yellow", soft_wrap=True)
+    if report.prediction is not None and report.size is not None:
+        console.print(_size_line(report.size, report.fitting_saves), markup=False, soft_wrap=True)
+        console.print(_prediction_table(report.prediction, report.speeds))
+        for line in _notes(report.prediction, report.size):
+            console.print(line, markup=False, soft_wrap=True)
+    if report.real:
+        console.print(_real_table(report))
+
+
+def _speed_table(speeds: Speeds) -> Table:
+    ranks = "1 rank" if speeds.ranks == 1 else f"{speeds.ranks} ranks at once"
+    table = Table("measured", "speed", title=f"{ranks}, {_size_text(speeds.trial_bytes)}", title_justify="left")
+    rates = [
+        *((f"copying {_size_text(nbytes)} in host memory", rate) for nbytes, rate in speeds.copies),
+        ("new host memory, one thread", speeds.fetch_bytes_per_s),
+        ("writing from images", speeds.write_bytes_per_s),
+        ("writing in place", speeds.write_in_place_bytes_per_s),
+        ("plain writing, 1 rank", speeds.raw_write_bytes_per_s),
+        ("reading, 1 rank", speeds.read_bytes_per_s),
+    ]
+    if speeds.gpu is not None:
+        rates += [
+            (f"copying from {speeds.gpu.name}", speeds.gpu.copy_bytes_per_s),
+            ("pinning new memory", speeds.gpu.pin_bytes_per_s),
+        ]
+    for name, rate in rates:
+        table.add_row(name, f"{rate / 1e9:.2f} GB/s")
+    for name, seconds in (
+        ("opening a save", speeds.open_s),
+        ("writing files without bytes", speeds.small_write_s),
+        ("commit", speeds.commit_s),
+        ("sync of a small file", speeds.sync_s),
+    ):
+        table.add_row(name, _time(seconds))
+    limit = speeds.write_limit
+    table.add_row("limit of writing", f"the {limit}" if limit else "neither file system nor processors")
+    return table
+
+
+def _size_line(size: SaveSize, fitting: int | None) -> str:
+    text = (
+        f"{size.parameters / 1e9:.3g} billion parameters on {size.topology}: {_size_text(size.total_bytes)} a save, "
+        f"{_size_text(size.node_bytes)} a node, {_size_text(size.rank_bytes)} a rank"
+    )
+    return text if fitting is None else f"{text}; {fitting} such saves fit"
+
+
+def _prediction_table(prediction: Prediction, speeds: Speeds) -> Table:
+    from mcore_ckpt.tools.bench.predict import bottleneck
+
+    table = Table("predicted", "time", "bottleneck")
+    for name, words in _PREDICTED:
+        estimate: Estimate = getattr(prediction, name)
+        table.add_row(words, _time(estimate.seconds), bottleneck(estimate, speeds))
+    return table
+
+
+def _notes(prediction: Prediction, size: SaveSize) -> list[str]:
+    lines = []
+    if prediction.prepared_after_s:
+        lines.append(
+            f"a first save is like later ones from {_time(prediction.prepared_after_s)} after the manager's "
+            "construction on, when host memory is prepared"
+        )
+    if size.nodes > 1:
+        rate = prediction.file_system_bytes_per_s / 1e9
+        lines.append(
+            f"this holds if {size.nodes} nodes at once write as fast as this one: {rate:.3g} GB/s into one file system"
+        )
+    return lines
+
+
+def _real_table(report: Report) -> Table:
+    table = Table("real saves", "size", "predicted", "measured", "ratio")
+    for real in report.real:
+        for name, words in _COMPARED:
+            found: Comparison = getattr(real, name)
+            times = _time(found.predicted_s), _time(found.measured_s)
+            table.add_row(words, _size_text(real.nbytes), *times, f"{found.ratio:.2f}")
+    return table
+
+
+def _size_text(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.3g} GB"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

@@ -1,0 +1,18 @@
+"""Lets a command that is told to end clean up first."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def cleaning_up_at_sigterm() -> Iterator[None]:
+    """Lets SIGTERM end this process like Ctrl-C. torchrun, for instance, ends all ranks by it if one has failed."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,317 @@
+"""Makes real saves of random bytes, with the planner, the writer and the commit of this package, without a trainer.
+
+One process acts for all ranks of a node: it copies with as many threads as they would, and writes each rank's files
+with a writer and a thread of their own. So a trial save takes as long as the ranks' save, but for what they would tell
+each other and for reading the trainer's objects.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest, StageRecord, WrittenFile
+from mcore_ckpt.checkpoint.plain_files import pickle_plain, write_plain
+from mcore_ckpt.config import TIMEOUT_S
+from mcore_ckpt.formats.native.file_plan import FilePlan, FileWrite, StructureCache, plan_file
+from mcore_ckpt.formats.native.write_requests import TensorWrite, WriteRequest
+from mcore_ckpt.formats.native.writer import FileWriter
+from mcore_ckpt.io import _native
+from mcore_ckpt.io.files import sync_dir, sync_names
+from mcore_ckpt.io.host_memory import HostMemory
+from mcore_ckpt.io.pages import page_ceil
+from mcore_ckpt.io.room import Need
+from mcore_ckpt.io.tuning import HOST_THREADS
+from mcore_ckpt.ranks.meeting import single_process_agreement
+from mcore_ckpt.ranks.rounds import Record
+from mcore_ckpt.ranks.topology import Topology, coordinates_of
+from mcore_ckpt.sharding.plan import MODEL, PARAM, ShardKey, runs
+from mcore_ckpt.sharding.regions import Region
+from mcore_ckpt.steps import commit, leftovers
+from mcore_ckpt.steps.retention import PreservationPolicy
+from mcore_ckpt.steps.room import RoomWatch, Saving
+from mcore_ckpt.steps.tracker import move_tracker
+from mcore_ckpt.steps.trainer_lock import TrainerLock
+from mcore_ckpt.steps.transaction import check_seen, commit_together, open_together
+
+ROLE = "actor"
+BYTES_PER_PARAMETER = 14
+"""A model parameter in bf16; its main parameter and Adam's two moments in fp32."""
+
+_TOPIC = "a trial save"
+_KINDS = (PARAM, "exp_avg", "exp_avg_sq")
+# The parameters of one tensor: of a matrix of 2048 x 2048.
+_PARAMETERS = 1 << 22
+_TILE_BYTES = 1 << 20
+# What torch's generator on a CPU has.
+_RANDOM_STATE_BYTES = 5056
+
+
+@dataclass(frozen=True)
+class SaveTimes:
+    """How long the parts of a trial save took, in seconds.
+
+    Attributes:
+        open_s: until the staging folder was there: lock, look at the room, first round.
+        copy_s: until the state was copied into images; 0 if it was written in place.
+        write_s: until all files were on the disk.
+        commit_s: until the checkpoint was in its place and the tracker named it.
+    """
+
+    open_s: float
+    copy_s: float
+    write_s: float
+    commit_s: float
+
+    @property
+    def stall_s(self) -> float:
+        """How long an async save holds the training up."""
+        return self.open_s + self.copy_s
+
+    @property
+    def seconds(self) -> float:
+        """The time from the call until the commit."""
+        return self.open_s + self.copy_s + self.write_s + self.commit_s
+
+
+@dataclass(frozen=True, eq=False)
+class _Rank:
+    """The files of one rank, the addresses of each file's tensors, and the path and bytes of its random states."""
+
+    plans: tuple[FilePlan, ...]
+    sources: tuple[tuple[int, ...], ...]
+    random_states: tuple[str, bytes]
+
+
+class TrialSaves:
+    """Saves the same random bytes as often as asked, each time as a new step, and deletes each step afterwards.
+
+    Args:
+        root: a folder for the steps; it is made. Its removal is up to the caller.
+        nbytes: the size of the tensors of all ranks together.
+        ranks: how many ranks save.
+
+    Raises:
+        MemoryError: there is not enough memory for the tensors.
+
+    Example:
+        >>> with TrialSaves(folder, 1 << 30, ranks=1) as saves:  # doctest: +SKIP
+        ...     saves.save(copied=True).seconds
+        0.62
+    """
+
+    def __init__(self, root: Path, nbytes: int, ranks: int) -> None:
+        self._root = root
+        self._threads = HOST_THREADS * ranks
+        self._topology = Topology(world_size=ranks, tp=ranks, etp=ranks)
+        parameters = max(1, nbytes // ranks // BYTES_PER_PARAMETER)
+        self._state = _random_bytes(page_ceil(parameters * BYTES_PER_PARAMETER) * ranks, self._threads)
+        self._ranks = tuple(self._plan(rank, parameters) for rank in range(ranks))
+        self.nbytes = sum(plan.nbytes for rank in self._ranks for plan in rank.plans)
+        self._need = Need.of(
+            (path, size)
+            for rank in self._ranks
+            for path, size in (*((plan.path, plan.least_size) for plan in rank.plans), _sized(*rank.random_states))
+        )
+        self._opening, self._commits = (single_process_agreement(name, TIMEOUT_S) for name in ("opening", "commits"))
+        self._lock = TrainerLock(root, ROLE)
+        self._room = RoomWatch(root, lambda: False)
+        self._images = HostMemory()
+        self._steps = itertools.count(1)
+
+    def __enter__(self) -> TrialSaves:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._images.release()
+        self._lock.release()
+
+    def save(self, copied: bool) -> SaveTimes:
+        """Makes one save and deletes it.
+
+        Args:
+            copied: True to copy the tensors into images first, as an async save does; False to write them in place, as
+                a synchronous save of a state in host memory does.
+
+        Raises:
+            NoRoomError: the files do not fit on the disk.
+            CheckpointError: the files cannot be written.
+        """
+        role_dir, times = self.keep(copied)
+        commit.remove_folder(role_dir.parent)
+        return times
+
+    def copy(self) -> float:
+        """Copies the tensors into images, without a save. Returns the seconds."""
+        buffer = self._images.take(self._arena_bytes())
+        began = time.perf_counter()
+        self._copy(buffer)
+        return time.perf_counter() - began
+
+    def keep(self, copied: bool) -> tuple[Path, SaveTimes]:
+        """Does the same without deleting the checkpoint. Returns the role's folder, and the times."""
+        step = next(self._steps)
+        saving = Saving(file_names.step_dir(self._root, step) / ROLE, step, PreservationPolicy())
+        buffer = self._images.take(self._arena_bytes()) if copied else None
+        began = time.perf_counter()
+        prepare = lambda need: self._take_place(saving, need)  # noqa: E731
+        attempt = open_together(self._opening, _TOPIC, saving.role_dir, prepare=prepare, need=self._need)
+        opened = time.perf_counter()
+        writes = self._in_place() if buffer is None else self._copy(buffer)
+        captured = written = time.perf_counter()
+        files: list[tuple[int, WrittenFile]] = []
+
+        def write(staging: Path) -> Record:
+            nonlocal written
+            files.extend(self._write(staging, writes))
+            written = time.perf_counter()
+            return {}
+
+        def describe(_: Sequence[Record]) -> Manifest:
+            return self._manifest(attempt.staging, step, attempt.number, files)
+
+        commit_together(self._commits, _TOPIC, attempt, write, describe, lambda: move_tracker(self._root))
+        ended = time.perf_counter()
+        return saving.role_dir, SaveTimes(opened - began, captured - opened, written - captured, ended - written)
+
+    # -- plan -------------------------------------------------------------------------------------------------
+
+    def _plan(self, rank: int, parameters: int) -> _Rank:
+        """Plans a model file and an optimizer file, with tensors at consecutive places of the random bytes."""
+        place, model, optimizer = coordinates_of(rank, self._topology).place, [], []
+        for number, first in enumerate(range(0, parameters, _PARAMETERS)):
+            name = f"decoder.layers.{number}.rank{rank}.weight"
+            region = Region.whole((min(_PARAMETERS, parameters - first),))
+            model.append(_tensor((name,), ShardKey(name, MODEL), region, torch.bfloat16))
+            optimizer += [
+                _tensor(("state", name, kind), ShardKey(name, kind), region, torch.float32) for kind in _KINDS
+            ]
+        requests = (
+            WriteRequest(file_names.model_file(rank, 0), "model", tuple(model)),
+            WriteRequest(file_names.optimizer_file(*place), "optimizer", tuple(optimizer), tree=("state",)),
+        )
+        begin = self._state.address + page_ceil(parameters * BYTES_PER_PARAMETER) * rank
+        sizes = [[write.tensor.nbytes for write in request.tensors] for request in requests]
+        starts = itertools.accumulate(itertools.chain.from_iterable(sizes), initial=begin)
+        return _Rank(
+            tuple(plan_file(request, 0, StructureCache()) for request in requests),
+            tuple(tuple(itertools.islice(starts, len(of_file))) for of_file in sizes),
+            (file_names.rng_file(*place), _random_states()),
+        )
+
+    def _arena_bytes(self) -> int:
+        return sum(page_ceil(plan.nbytes) for rank in self._ranks for plan in rank.plans)
+
+    # -- capture ----------------------------------------------------------------------------------------------
+
+    def _in_place(self) -> list[list[FileWrite]]:
+        return [
+            [
+                FileWrite(plan, list(sources), owner=self._state)
+                for plan, sources in zip(rank.plans, rank.sources, strict=True)
+            ]
+            for rank in self._ranks
+        ]
+
+    def _copy(self, buffer: _native.HostBuffer) -> list[list[FileWrite]]:
+        writes, place = [], 0
+        destinations: list[int] = []
+        addresses: list[int] = []
+        sizes: list[int] = []
+        for rank in self._ranks:
+            of_rank = []
+            for plan, sources in zip(rank.plans, rank.sources, strict=True):
+                parts = plan.parts
+                destinations += (buffer.address + place + at for at in parts.at)
+                addresses += (sources[tensor] + skip for tensor, skip in zip(parts.tensor, parts.skip, strict=True))
+                sizes += parts.nbytes
+                of_rank.append(FileWrite(plan, buffer=buffer, offset=place))
+                place += page_ceil(plan.nbytes)
+            writes.append(of_rank)
+        _native.copy_host(destinations, addresses, sizes, self._threads)
+        return writes
+
+    # -- write and commit -------------------------------------------------------------------------------------
+
+    def _take_place(self, saving: Saving, need: Need) -> None:
+        """Does what `CheckpointManager` does on rank 0 before a save."""
+        self._lock.take(patience_s=0)
+        leftovers.remove_leftovers_beside(saving.role_dir)
+        self._room.check(saving, need, patience_s=0)
+        self._lock.take(patience_s=0)
+
+    def _write(self, staging: Path, writes: Sequence[Sequence[FileWrite]]) -> list[tuple[int, WrittenFile]]:
+        """Writes the files of all ranks, each rank's on a thread of its own, and returns each file with its rank."""
+        check_seen(staging)
+        with ThreadPoolExecutor(len(self._ranks)) as pool:
+            by_rank = list(pool.map(lambda rank, own: self._write_rank(staging, rank, own), self._ranks, writes))
+        return [(number, file) for number, files in enumerate(by_rank) for file in files]
+
+    def _write_rank(self, staging: Path, rank: _Rank, writes: Sequence[FileWrite]) -> list[WrittenFile]:
+        path, data = rank.random_states
+        with FileWriter(staging, writes, self._commits) as writer:
+            writer.start()
+            written = [write_plain(staging, path, "rng", data), *writer.finish()]
+        sync_names(staging, {file.path for file in written})
+        return written
+
+    def _manifest(self, staging: Path, step: int, attempt: str, written: Sequence[tuple[int, WrittenFile]]) -> Manifest:
+        commit.check_files(staging, written)
+        common = write_plain(staging, file_names.COMMON_FILE, "common", pickle_plain({"optimizers": []}))
+        sync_dir((staging / common.path).parent)
+        names = tuple(sorted({name for rank in self._ranks for plan in rank.plans for name in plan.names}))
+        position = {name: number for number, name in enumerate(names)}
+        holds = {
+            plan.path: tuple(runs(sorted(position[name] for name in plan.names)))
+            for rank in self._ranks
+            for plan in rank.plans
+        }
+        return Manifest(
+            step=step,
+            role=ROLE,
+            roles=(ROLE,),
+            attempt=attempt,
+            created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            versions={},
+            contents=("model", "optimizer", "extra"),
+            topology=self._topology,
+            ranks=tuple(coordinates_of(rank, self._topology) for rank in range(self._topology.world_size)),
+            stages=(StageRecord(0, 0, (0,), ()),),
+            tensors=names,
+            files=tuple(
+                FileRecord(file.path, file.kind, rank, file.size, file.crc32, file.index, holds.get(file.path, ()))
+                for rank, file in (*written, (0, common))
+            ),
+        )
+
+
+def _tensor(path: tuple[str, ...], key: ShardKey, region: Region, dtype: torch.dtype) -> TensorWrite:
+    stand_in = torch.empty(region.local_shape, dtype=dtype, device="meta")
+    return TensorWrite(path, key, region, stand_in, region.local_shape)
+
+
+def _sized(path: str, data: bytes) -> tuple[str, int]:
+    return path, len(data)
+
+
+def _random_states() -> bytes:
+    return pickle_plain({"torch": torch.zeros(_RANDOM_STATE_BYTES, dtype=torch.uint8)})
+
+
+def _random_bytes(nbytes: int, threads: int) -> _native.HostBuffer:
+    """Returns memory full of random bytes, because some file systems compress what repeats within a few bytes."""
+    buffer = _native.HostBuffer(nbytes, threads=threads)
+    tile, data = os.urandom(_TILE_BYTES), memoryview(buffer)
+    for at in range(0, nbytes, _TILE_BYTES):
+        data[at : at + _TILE_BYTES] = tile[: nbytes - at]
+    return buffer
