@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -62,12 +62,14 @@ class Saved:
         step: the step.
         check: the number of the check before it, by which a newer save is noticed.
         need: what the check counted, with files that the save has deleted since.
+        newest: the newest step below the root, by which a newer save of another role is noticed; None if unknown.
     """
 
     role_dir: Path
     step: int
     check: int
     need: Need
+    newest: int | None = None
 
 
 class RoomWatch:
@@ -137,6 +139,7 @@ class RoomWatch:
             if self._has_plenty():
                 self._foreseen.is_new(None)
                 return None
+            saved = replace(saved, newest=max(file_names.step_dirs(self._root), default=None))
             # Look at the room last: a deletion that ends meanwhile has then made room already.
             if not (deletes or self._is_deleting() or _has_deleted_steps(self._root)):
                 room = room_of(self._root)
@@ -175,7 +178,7 @@ class RoomWatch:
                 self._is_deleting,
                 lambda: self._is_overtaken(saved),
             )
-            if room is None or self._is_overtaken(saved) or _is_saving(self._root):
+            if room is None or self._is_overtaken(saved) or _is_saving(self._root, saved.newest):
                 return
             amount = amount_in(room)
             self._warn_of_next(saved, room, room.shortage(amount), amount)
@@ -324,9 +327,14 @@ def _has_deleted_steps(root: Path) -> bool:
     return any(file_names.is_deleted_dir(entry.name) for entry in entries(root))
 
 
-def _is_saving(root: Path) -> bool:
-    """True if a save is under way, as far as the root and the newest step's folder show it."""
+def _is_saving(root: Path, newest: int | None) -> bool:
+    """True if a save is under way, as far as the root and the newest step's folder show it.
+
+    Also if a step was added since `newest` was the newest one: its save may have ended after the look at the room.
+    """
     folders = file_names.step_dirs(root)
+    if max(folders, default=None) != newest:
+        return True
     looked_at = [root, *(folders[max(folders)] if folders else ())]
     works = (file_names.parse_work_dir(entry.name) for folder in looked_at for entry in entries(folder))
     return any(work is not None and work.purpose == "staging" for work in works)

@@ -443,12 +443,13 @@ def test_saves_without_a_pause_are_warned_of_one_save_earlier(
 
 @pytest.mark.parametrize("roles", [("actor",), ("actor", "critic")])
 def test_a_disk_for_just_so_many_steps_is_not_warned_about(
-    tmp_path: Path, roles: tuple[str, ...], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, roles: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Three steps fit, and two are kept. Each commit leaves no room until the oldest step is deleted.
 
     What the actor leaves for the smaller critic would not be enough for the actor again.
     """
+    monkeypatch.setattr(tuning, "ROOM_SETTLES_S", 0.5)  # the critic's deletion begins a moment after its commit
     with tmpfs(tmp_path / "disk", "16m") as disk:
         managers = [manager_in(disk / "root", role, roles=roles, max_to_keep=2) for role in roles]
         for smaller in managers[1:]:

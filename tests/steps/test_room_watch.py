@@ -276,6 +276,11 @@ def staged(saves: Saves) -> None:
     file_names.staging_dir(role_dir, "0" * 16).mkdir(parents=True)
 
 
+def committed(saves: Saves) -> None:
+    """Of another role, so that its step is not complete."""
+    make(file_names.step_dir(saves.root, STEP + 1) / "critic", STEP + 1, roles=(ROLE, "critic"))
+
+
 def checked(saves: Saves) -> None:
     """The look begins only after that. The newer save was refused, so no folder shows it."""
     saves.watch._checks += 1
@@ -291,7 +296,7 @@ def checked_meanwhile(saves: Saves) -> None:
     room.room_of = then_begin  # restored with what Disk has replaced
 
 
-@pytest.mark.parametrize("prepare", [incomplete, staged, checked, checked_meanwhile])
+@pytest.mark.parametrize("prepare", [incomplete, staged, committed, checked, checked_meanwhile])
 def test_nothing_is_foreseen_while_another_save_takes_room(
     prepare: Callable[[Saves], None], saves: Saves, caplog: pytest.LogCaptureFixture
 ) -> None:
