@@ -147,6 +147,8 @@ def test_reading(answer: Any) -> None:
     )
     check("prune", answer("prune", "checkpoints", "--max-to-keep", "1", "--dry-run"))
     check("doctor", answer("doctor", ".", "--megabytes", "0"))
+    small = ("bench", ".", "--megabytes", "2")
+    check("bench", answer(*small), answer(*small, "--model", "1e6", "--real", "3"))
 
 
 def test_watching(answer: Any, folder: Path) -> None:
