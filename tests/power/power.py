@@ -204,9 +204,11 @@ def run(trace: Trace, options: argparse.Namespace, work: Work, folder: Path) -> 
                 if len(bad) <= REPORTED:
                     say(f"bad after {state.at} of {len(trace.events)} events: {problems}")
         say(f"{len(bad)} bad")
-        verdicts = list(without_each_sync(crashes, judge, options.syncs)) if options.syncs else []
-    for verdict in verdicts:
-        say(f"without {verdict.count} of {verdict.site} on {verdict.path}: {verdict.problem or 'nothing is bad'}")
+        verdicts: list[Verdict] = []
+        for verdict in without_each_sync(crashes, judge, options.syncs) if options.syncs else ():
+            verdicts.append(verdict)
+            # At once, because all of them take hours.
+            say(f"without {verdict.count} of {verdict.site} on {verdict.path}: {verdict.problem or 'nothing is bad'}")
     shutil.rmtree(folder)
     return {
         "operations": trace.calls,
