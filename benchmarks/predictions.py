@@ -6,7 +6,7 @@
 
 Each pair measures the machine as the command does (with trial saves of --megabytes), predicts, and then makes an
 asynchronous save, a synchronous one and a load with a CheckpointManager and a real training state. The ratio is
-predicted / measured. The first save of each manager does not count.
+predicted / measured; measured is the median of --saves of each. The first save of each manager does not count.
 """
 
 from __future__ import annotations
@@ -30,10 +30,13 @@ from mcore_ckpt.tools.bench.size import SaveSize
 from mcore_ckpt.tools.bench.speeds import measure as measure_speeds
 from mcore_ckpt.tools.doctor.trial import trial_folder
 
+NAMES = ("stall", "async_save", "sync_save", "load")
+
 
 def main() -> None:
     parser = common_arguments(__doc__)
     parser.add_argument("--megabytes", type=float, default=256, help="size of the trial saves")
+    parser.add_argument("--saves", type=int, default=3, help="saves and loads of each kind in a pair")
     run(parser, __file__, measure)
 
 
@@ -45,12 +48,12 @@ def measure(arguments: argparse.Namespace, findings: Findings) -> None:
     pairs: list[dict[str, Any]] = []
     for number in range(arguments.pairs):
         predicted = _predicted(arguments, size)
-        measured = _measured(managers)
+        measured = _measured(arguments, managers)
         pairs.append({"predicted": predicted, "measured": measured})
         show(f"pair {number + 1} of {arguments.pairs}")
     findings.facts |= {"checkpoint_bytes": nbytes, "tensors": size.tensors, "pairs": pairs}
     if dist.get_rank() == 0:
-        for name in ("stall", "async_save", "sync_save", "load"):
+        for name in NAMES:
             _judge(findings, name, [(each["predicted"][name], each["measured"][name]) for each in pairs])
     for ours in managers.values():
         ours.manager.close()
@@ -62,6 +65,7 @@ def _judge(findings: Findings, name: str, pairs: list[tuple[float, float]]) -> N
         "median": statistics.median(ratios),
         "least": ratios[0],
         "most": ratios[-1],
+        "median_predicted_s": statistics.median(predicted for predicted, _ in pairs),
         "median_measured_s": statistics.median(measured for _, measured in pairs),
     }
     if name != "load":
@@ -84,13 +88,17 @@ def _predicted(arguments: argparse.Namespace, size: SaveSize) -> dict[str, Any]:
         with trial_folder(arguments.folder) as trial:
             speeds = measure_speeds(trial, int(arguments.megabytes * 10**6), dist.get_world_size())
         prediction = predict(size, speeds)
-        names = ("stall", "async_save", "sync_save", "load")
-        found = {name: getattr(prediction, name).seconds for name in names} | {"speeds": asdict(speeds)}
+        found = {name: getattr(prediction, name).seconds for name in NAMES} | {"speeds": asdict(speeds)}
     dist.barrier()
     return found
 
 
-def _measured(managers: dict[bool, Ours]) -> dict[str, Any]:
+def _measured(arguments: argparse.Namespace, managers: dict[bool, Ours]) -> dict[str, Any]:
+    each = [_measured_once(managers) for _ in range(arguments.saves)]
+    return {name: statistics.median(times[name] for times in each) for name in NAMES} | {"each": each}
+
+
+def _measured_once(managers: dict[bool, Ours]) -> dict[str, Any]:
     stall, durable = _save(managers[True])
     managers[True].forget()
     _, sync = _save(managers[False])

@@ -115,7 +115,7 @@ class TrialSaves:
         self._threads = HOST_THREADS * ranks
         self._topology = Topology(world_size=ranks, tp=ranks, etp=ranks)
         parameters = max(1, nbytes // ranks // BYTES_PER_PARAMETER)
-        self._state = _random_bytes(page_ceil(parameters * BYTES_PER_PARAMETER) * ranks, self._threads)
+        self._state = _random_bytes(page_ceil(parameters * BYTES_PER_PARAMETER) * ranks)
         self._ranks = tuple(self._plan(rank, parameters) for rank in range(ranks))
         self.nbytes = sum(plan.nbytes for rank in self._ranks for plan in rank.plans)
         self._need = Need.of(
@@ -200,7 +200,7 @@ class TrialSaves:
             WriteRequest(file_names.model_file(rank, 0), "model", tuple(model)),
             WriteRequest(file_names.optimizer_file(*place), "optimizer", tuple(optimizer), tree=("state",)),
         )
-        begin = self._state.address + page_ceil(parameters * BYTES_PER_PARAMETER) * rank
+        begin = self._state.data_ptr() + page_ceil(parameters * BYTES_PER_PARAMETER) * rank
         sizes = [[write.tensor.nbytes for write in request.tensors] for request in requests]
         starts = itertools.accumulate(itertools.chain.from_iterable(sizes), initial=begin)
         return _Rank(
@@ -308,10 +308,11 @@ def _random_states() -> bytes:
     return pickle_plain({"torch": torch.zeros(_RANDOM_STATE_BYTES, dtype=torch.uint8)})
 
 
-def _random_bytes(nbytes: int, threads: int) -> _native.HostBuffer:
-    """Returns memory full of random bytes, because some file systems compress what repeats within a few bytes."""
-    buffer = _native.HostBuffer(nbytes, threads=threads)
-    tile, data = os.urandom(_TILE_BYTES), memoryview(buffer)
-    for at in range(0, nbytes, _TILE_BYTES):
-        data[at : at + _TILE_BYTES] = tile[: nbytes - at]
-    return buffer
+def _random_bytes(nbytes: int) -> torch.Tensor:
+    """Returns memory full of random bytes, because some file systems compress what repeats within a few bytes.
+
+    It is torch's, as a trainer's is. A host buffer consists of huge pages, from which copies are quicker.
+    """
+    tiles = torch.empty(-(-nbytes // _TILE_BYTES), _TILE_BYTES, dtype=torch.uint8)
+    tiles.copy_(torch.frombuffer(bytearray(os.urandom(_TILE_BYTES)), dtype=torch.uint8))
+    return tiles
