@@ -82,8 +82,15 @@ def sync_names(base: Path, paths: Iterable[str]) -> None:
 
 def sync_folders(base: Path) -> None:
     """Waits until all names below a folder are on the disk, whichever process of this host has made them."""
+    sync_dir(base)
+    sync_folders_below(base)
+
+
+def sync_folders_below(base: Path) -> None:
+    """Does the same, but leaves out the names in the folder itself, for a caller that syncs them later."""
     for folder, _, _ in os.walk(base):
-        sync_dir(Path(folder))
+        if Path(folder) != base:
+            sync_dir(Path(folder))
 
 
 def _sync(path: Path, flags: int) -> None:

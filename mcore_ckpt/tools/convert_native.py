@@ -18,7 +18,7 @@ from mcore_ckpt.formats.huggingface.assets import copy_assets, written_assets
 from mcore_ckpt.formats.huggingface.reader import HuggingFaceReader
 from mcore_ckpt.formats.locate import read_regions
 from mcore_ckpt.formats.native.reader import NativeReader
-from mcore_ckpt.io.files import FOLDER_MODE, sync_folders
+from mcore_ckpt.io.files import FOLDER_MODE, sync_folders_below
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide
 from mcore_ckpt.ranks.topology import Topology
 from mcore_ckpt.sharding.placement import share_of
@@ -160,7 +160,7 @@ def _write(
         assets = [(0, file) for file in written_assets(folder, copy_assets(reader.contents.folder, folder))]
         role = new.role_dir.name
         identity = Identity(STEP, role, (role,), new.attempt, _CONTENTS, {})
-        sync_folders(new.staging)
+        sync_folders_below(new.staging)
         commit.write_manifest(new.staging, build_manifest(identity, new.target, indexed, assets))
         return {}
 

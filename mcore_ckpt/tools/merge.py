@@ -30,7 +30,7 @@ from mcore_ckpt.errors import (
 from mcore_ckpt.formats.contract import CheckpointReader, TensorInfo, weights_of
 from mcore_ckpt.formats.fsdp.reader import read_copied_model
 from mcore_ckpt.formats.huggingface.adapter_folder import AdapterFolder, write_adapter_config, write_adapter_folder
-from mcore_ckpt.formats.huggingface.assets import check_code, copy_assets, write_config
+from mcore_ckpt.formats.huggingface.assets import CONFIG_FILE, check_code, copy_assets, write_config
 from mcore_ckpt.formats.huggingface.export_plan import MAX_SHARD_BYTES, ExportOptions, ExportPlan
 from mcore_ckpt.formats.huggingface.fp8_blocks import Fp8Blocks
 from mcore_ckpt.formats.huggingface.hub import find_folder, find_folder_together
@@ -275,7 +275,7 @@ def _write_others(job: MergeJob, staging: Path) -> None:
         write_adapter_config(job.adapter, staging)
         return
     write_index(job.plan, staging)
-    copy_assets(job.config_dir, staging)
+    copy_assets(job.config_dir, staging, without=(CONFIG_FILE,))
     write_config(staging, job.model, job.plan.dtype, job.plan.has_mtp, job.plan.quantization)
 
 

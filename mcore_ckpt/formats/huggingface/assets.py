@@ -7,7 +7,7 @@ import json
 import os
 import stat
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,8 @@ TEMPLATES = "additional_chat_templates"
 def save_assets(folder: Path, hf_config: Any, processing_class: Any) -> list[Path]:
     """Writes config.json, the generation config if the config has one, and the tokenizer's or processor's files.
 
+    The files are durable when this returns, but not their names.
+
     Args:
         folder: the folder to write into. It is created if it is missing.
         hf_config: a transformers PretrainedConfig, or None.
@@ -58,6 +60,10 @@ def save_assets(folder: Path, hf_config: Any, processing_class: Any) -> list[Pat
 def _move(path: Path, target: Path) -> Path:
     if path.name == TOKENIZER_CONFIG_FILE:
         path.write_text(json.dumps(_tokenizer_for_both_versions(json.loads(path.read_bytes())), indent=2) + "\n")
+    # transformers creates files with all permissions that the umask allows, but no file of a checkpoint may be
+    # world-writable.
+    path.chmod(path.stat().st_mode & ~stat.S_IWOTH & 0o777)
+    sync_file(path)
     make_folder(target.parent)
     os.replace(path, target)
     return target
@@ -81,21 +87,22 @@ def _tokenizer_for_both_versions(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def written_assets(folder: Path, paths: Iterable[Path]) -> list[WrittenFile]:
-    """Makes files below a role's `huggingface/` durable and returns their records for the manifest."""
+    """Returns the records for the manifest of files below a role's `huggingface/`."""
     written = []
     for path in sorted(set(paths)):
-        # transformers creates files with all permissions that the umask allows, but no file of a checkpoint may be
-        # world-writable.
-        path.chmod(path.stat().st_mode & ~stat.S_IWOTH & 0o777)
-        sync_file(path)
         data = path.read_bytes()
         name = f"{file_names.HUGGINGFACE_DIR}/{path.relative_to(folder).as_posix()}"
         written.append(WrittenFile(name, "huggingface", len(data), crc32(data)))
     return written
 
 
-def copy_assets(source: Path, folder: Path) -> list[Path]:
+def copy_assets(source: Path, folder: Path, without: Collection[str] = ()) -> list[Path]:
     """Copies configuration, tokenizer, processor and a model's own code durably, but no weights. It executes no code.
+
+    Args:
+        source: the folder of the model.
+        folder: where to copy.
+        without: the names of files that the caller writes itself.
 
     Returns:
         The paths of the files written.
@@ -106,7 +113,8 @@ def copy_assets(source: Path, folder: Path) -> list[Path]:
     written = []
     for path in sorted((*source.iterdir(), *(source / TEMPLATES).glob("*.jinja"))):
         # is_file follows links, because the hub's cache consists of links.
-        if path.suffix in ASSETS and path.is_file() and not path.name.startswith(".") and not _is_index(path.name):
+        is_asset = path.suffix in ASSETS and not path.name.startswith(".") and not _is_index(path.name)
+        if is_asset and path.name not in without and path.is_file():
             target = folder / path.relative_to(source)
             target.parent.mkdir(FOLDER_MODE, exist_ok=True)
             write_file(target, [_read(source, path)])

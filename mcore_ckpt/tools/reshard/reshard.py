@@ -13,7 +13,7 @@ from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.errors import CheckpointError, CommitError, InvalidArgumentError
 from mcore_ckpt.formats.native.folder import LocalFolder
 from mcore_ckpt.formats.native.reader import NativeReader
-from mcore_ckpt.io.files import make_folders, sync_folders, write_file
+from mcore_ckpt.io.files import make_folders, sync_folders_below, write_file
 from mcore_ckpt.ranks.topology import Topology
 from mcore_ckpt.steps import commit, leftovers, tracker
 from mcore_ckpt.steps.new_folder import check_space
@@ -219,7 +219,7 @@ def _copy_files(role: _FilesRole, staging: Path) -> None:
     for file in role.manifest.files:
         make_folders(staging, file.path)
         write_file(staging / file.path, checked_bytes(role.source, file))
-    sync_folders(staging)
+    sync_folders_below(staging)
 
 
 def _write_role(
@@ -227,7 +227,7 @@ def _write_role(
 ) -> Manifest:
     indexed = list(write_planned_files(job.reader.read, job.files, staging, progress))
     small = list(write_small_files(job.source, job.small, staging))
-    sync_folders(staging)
+    sync_folders_below(staging)
     saved = job.reader.manifest
     # Keep the megatron version of the training. This process may have another one, or none.
     versions = {name: version for name, version in saved.versions.items() if name == "megatron_core"}
