@@ -24,7 +24,7 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import Manifest, WrittenFile
 from mcore_ckpt.checkpoint.plain_files import check_plain, pickle_unchecked, write_plain
 from mcore_ckpt.delivery import Delivery
-from mcore_ckpt.events import Deleted, Phase
+from mcore_ckpt.events import Deleted
 from mcore_ckpt.formats.huggingface.assets import save_assets, written_assets
 from mcore_ckpt.formats.native.writer import FileWriter
 from mcore_ckpt.io.files import sync_names
@@ -36,9 +36,10 @@ from mcore_ckpt.save.need import need_of_rank
 from mcore_ckpt.save.new_manifest import build_manifest, read_common
 from mcore_ckpt.save.plan import SavePlan, SavePlanner, saves_model
 from mcore_ckpt.save.rank_reports import TensorNames, rank_report
-from mcore_ckpt.save.rank_times import RankTimes, SpanInSeconds, timeline_of, with_export
+from mcore_ckpt.save.rank_times import SpanInSeconds, timeline_of, with_export
 from mcore_ckpt.save.save_events import SaveEvents
 from mcore_ckpt.save.save_report import SaveReport
+from mcore_ckpt.save.save_times import SaveTimes
 from mcore_ckpt.state.main_weights import NO_WEIGHTS, is_gathered_by_megatron
 from mcore_ckpt.state.model import gradients_share_memory, sync_parameters
 from mcore_ckpt.state.optimizers.chain import optimizer_parts
@@ -135,7 +136,7 @@ class Save:
         events: SaveEvents,
     ) -> None:
         self._events = events
-        self._called, self._started = called, time.perf_counter()
+        self._times = SaveTimes(called)
         self._context, self._trainer, self._policy = context, context.trainer, policy
         self.step, self._roles = step, roles
         self._plain = _read_plain(self._trainer, extra_state)
@@ -143,7 +144,7 @@ class Save:
         self._nbytes = sum(plan.nbytes for plan in self._plan.files)
         self.need = need_of_rank(self._trainer, self._plan.files, self._plain.sizes(), context.assets)
         self._is_async = self._trainer.config.async_save
-        self._has_images = self._is_async or self._plan.on_gpu
+        self._has_images = self._times.copies_first = self._is_async or self._plan.on_gpu
         self._images = self._reserve_images()
         # Reading one step number per parameter takes a while. Without images the state does not change until the save
         # ends, so the numbers can be read later, while the disk is writing.
@@ -153,8 +154,6 @@ class Save:
         self._writer: FileWriter | None = None
         self._old_steps: list[StepStatus] = []
         self._saved: Saved | None = None
-        self._times: dict[str, float] = {}
-        self._copy: SpanInSeconds | None = None
 
     def begin(self, attempt: Attempt) -> None:
         """Copies the state. If the save is async, training may continue when this returns.
@@ -171,9 +170,9 @@ class Save:
                 # copies, so a copy to the host memory that is read now may still be under way.
                 torch.cuda.synchronize()
             self._complete_weights()
-            self._times["planned"] = time.perf_counter()
+            self._times.mark("planned")
             self._capture = self._captured()
-            self._times["captured"] = time.perf_counter()
+            self._times.mark("captured")
             if self._is_async and len(self._images.files) < len(self._plan.files):
                 self._start_writing(attempt.staging).wait_for_sources()
             if self._is_async and not self._plan.on_gpu:
@@ -184,7 +183,7 @@ class Save:
         except Exception as error:
             self._capture = error
             self._plan = replace(self._plan, weights=NO_WEIGHTS)
-        self._times["begun"] = time.perf_counter()
+        self._times.mark("begun")
 
     def finish(self, stall_s: float | None = None) -> SaveReport:
         """Writes this rank's files, and commits the checkpoint together with the other ranks.
@@ -198,7 +197,7 @@ class Save:
         try:
             report = self._write_and_commit(stall_s)
         except BaseException as error:
-            self._events.failed(error, self._phases(time.perf_counter()))
+            self._events.failed(error, self._times.phases(self._events.phase, time.perf_counter()))
             raise
         self._find_old_steps()
         return report
@@ -211,16 +210,16 @@ class Save:
             written.extend(self._write(staging))
             assert self._steps is not None
             names = self._context.names.to_send(self._plan.files, self._trainer.agreement.rank)
-            times = self._rank_times(stall_s, self._bytes_of(written))
+            times = self._times.rank_times(stall_s, self._bytes_of(written))
             return rank_report(self._trainer, written, self._plan.files, names, self._steps, times)
 
         def write_and_export(staging: Path) -> Record:
             exported = export_together(
                 self._context.commits, self._trainer, staging, attempt.number, lambda: write(staging), self._manifest
             )
-            self._times["exported"] = time.perf_counter()
+            self._times.mark("exported")
             written.extend(exported)
-            return {"files": [asdict(file) for file in exported], "exported": self._since_call("exported")}
+            return {"files": [asdict(file) for file in exported], "exported": self._times.since_call("exported")}
 
         exports = "hf_model" in self._trainer.config.save_contents
         try:
@@ -320,7 +319,7 @@ class Save:
     def _start_writing(self, staging: Path) -> FileWriter:
         check_seen(staging)
         assert isinstance(self._capture, Capture), "begin comes first"
-        self._times["writing"] = time.perf_counter()
+        self._times.mark("writing")
         self._writer = FileWriter(staging, self._capture.writes, self._context.commits)
         self._writer.start()
         return self._writer
@@ -335,13 +334,13 @@ class Save:
         if self._steps is None:
             self._steps = _read_steps(self._trainer)
         written += writer.finish()
-        self._copy = self._copy_span(writer.times()[0])
+        self._times.copy = copy = self._copy_span(writer.times()[0])
         # Each rank syncs the names that it may have made. On some shared file systems (CephFS with `wsync` off), a sync
         # on another host would not do that.
         sync_names(staging, {*(plan.path for plan in self._plan.files), *(file.path for file in written)})
-        self._times["written"] = now = time.perf_counter()
+        now = self._times.mark("written")
         if not self._is_async or self._plan.on_gpu:
-            self._tell_captured(self._copy[1], self._copy[1] - self._copy[0])
+            self._tell_captured(copy[1], copy[1] - copy[0])
         self._events.written(now, self._bytes_of(written), now - self._times["writing"])
         return written
 
@@ -370,13 +369,13 @@ class Save:
             records,
         )
         # Last, because the commit counts up to here.
-        return replace(manifest, save_timeline=timeline_of(records, self._commit_span("written")))
+        return replace(manifest, save_timeline=timeline_of(records, self._times.commit_span("written")))
 
     def _manifest_with_export(self, records: Sequence[Record]) -> Manifest:
         self._keep_lock()
         manifest = completed(self._trainer, self._opened_attempt.staging, records)
         assert manifest.save_timeline is not None, "_manifest has made it"
-        timeline = with_export(manifest.save_timeline, records, self._commit_span("exported"))
+        timeline = with_export(manifest.save_timeline, records, self._times.commit_span("exported"))
         return replace(manifest, save_timeline=timeline)
 
     def _keep_lock(self) -> None:
@@ -434,45 +433,10 @@ class Save:
         is_copied = len(self._images.files) == len(self._plan.files)
         return planned, planned + self._capture.seconds if is_copied else self._times["begun"]
 
-    @property
-    def _copied(self) -> SpanInSeconds:
-        assert self._copy is not None, "writing comes first"
-        return self._copy
-
-    def _since_call(self, name: str) -> float:
-        return self._times[name] - self._called
-
-    def _rank_times(self, stall_s: float | None, nbytes: int) -> RankTimes:
-        copy_start, copy_end = self._copied
-        return RankTimes(
-            plan=(self._started - self._called, self._since_call("planned")),
-            copy=(copy_start - self._called, copy_end - self._called),
-            write=(self._since_call("writing"), self._since_call("written")),
-            stall_s=stall_s,
-            nbytes=nbytes,
-        )
-
-    def _commit_span(self, start: str) -> SpanInSeconds:
-        return self._since_call(start), time.perf_counter() - self._called
-
     def _report(self, stall_s: float | None, nbytes: int) -> SaveReport:
-        times, now = self._times, time.perf_counter()
-        seconds = now - self._called
-        written = times["written"]
-        exported = times.get("exported", written)
-        report = SaveReport(
-            step=self.step,
-            path=self._opened_attempt.role_dir,
-            nbytes=nbytes,
-            seconds=seconds,
-            stall_s=seconds if stall_s is None else stall_s,
-            plan_s=times["planned"] - self._started + times["writing"] - times["captured"],
-            copy_s=self._copied[1] - self._copied[0],
-            write_s=written - times["writing"],
-            export_s=exported - written,
-            commit_s=now - exported,
-        )
-        self._events.committed(now, nbytes, report.stall_s, self._phases(now))
+        now = time.perf_counter()
+        report = self._times.report(self.step, self._opened_attempt.role_dir, nbytes, stall_s, now)
+        self._events.committed(now, nbytes, report.stall_s, self._times.phases(self._events.phase, now))
         return report
 
     # -- events ---------------------------------------------------------------------------------------------
@@ -492,29 +456,6 @@ class Save:
                 seconds=seconds,
             )
         )
-
-    @property
-    def _copy_began(self) -> float:
-        """When copying began. Without images, the state is read while it is written."""
-        return self._times["planned" if self._has_images else "writing"]
-
-    def _phases(self, now: float) -> list[Phase]:
-        """Returns the phases that have begun. A phase that has not ended ends now."""
-        times = self._times
-        phase = self._events.phase
-        phases = [
-            phase("wait", self._called, self._started),
-            phase("plan", self._started, times.get("planned", now)),
-        ]
-        if ("planned" if self._has_images else "writing") in times:
-            phases.append(phase("copy", self._copy_began, now if self._copy is None else self._copy[1]))
-        if "writing" in times:
-            phases.append(phase("write", times["writing"], times.get("written", now)))
-        if "exported" in times:
-            phases.append(phase("export", times["written"], times["exported"]))
-        if "written" in times:
-            phases.append(phase("commit", times.get("exported", times["written"]), now))
-        return phases
 
 
 def _part_of(plan: SavePlan, files: Sequence[int]) -> SavePlan:

@@ -1,6 +1,6 @@
 """Defines the report of a save: how many bytes this rank wrote, and how long each part took.
 
-`Save._report` in `save.py` fills in the values.
+`SaveTimes.report` in `save_times.py` fills in the values.
 """
 
 from __future__ import annotations

@@ -1,0 +1,104 @@
+"""Notes when the parts of one save begin and end, and makes of that the report, the timeline and the phases."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from mcore_ckpt.events import Phase
+from mcore_ckpt.save.rank_times import RankTimes, SpanInSeconds
+from mcore_ckpt.save.save_report import SaveReport
+
+
+class SaveTimes:
+    """The moments of one save on this rank, as time.perf_counter() tells them.
+
+    The moments are `planned`, `captured`, `begun` (the training may go on), `writing` (the first write), `written` and
+    `exported`. They come in this order, but an async save may be `writing` before it is `begun`.
+
+    Args:
+        called: when the trainer called `save`. That call may have waited for an earlier save.
+
+    Attributes:
+        copies_first: whether the state is copied before it is written. If not, it is read while it is written.
+        copy: when copying began and ended; None until then.
+    """
+
+    def __init__(self, called: float) -> None:
+        self._called, self._started = called, time.perf_counter()
+        self._moments: dict[str, float] = {}
+        self.copies_first = False
+        self.copy: SpanInSeconds | None = None
+
+    def mark(self, moment: str) -> float:
+        """Notes that a moment is now, and returns it."""
+        self._moments[moment] = now = time.perf_counter()
+        return now
+
+    def __getitem__(self, moment: str) -> float:
+        return self._moments[moment]
+
+    def since_call(self, moment: str) -> float:
+        """Returns how long after the call of `save` a moment was, in seconds."""
+        return self._moments[moment] - self._called
+
+    def commit_span(self, start: str) -> SpanInSeconds:
+        """Returns the time from a moment until now, in seconds since the call of `save`."""
+        return self.since_call(start), time.perf_counter() - self._called
+
+    def rank_times(self, stall_s: float | None, nbytes: int) -> RankTimes:
+        """Returns what the manifest keeps of this rank, once all its files are written."""
+        copy_start, copy_end = self._copied
+        return RankTimes(
+            plan=(self._started - self._called, self.since_call("planned")),
+            copy=(copy_start - self._called, copy_end - self._called),
+            write=(self.since_call("writing"), self.since_call("written")),
+            stall_s=stall_s,
+            nbytes=nbytes,
+        )
+
+    def report(self, step: int, path: Path, nbytes: int, stall_s: float | None, now: float) -> SaveReport:
+        """Returns the report of a save that is committed now. Without `stall_s` the trainer has waited until now."""
+        at, seconds = self._moments, now - self._called
+        exported = at.get("exported", at["written"])
+        return SaveReport(
+            step=step,
+            path=path,
+            nbytes=nbytes,
+            seconds=seconds,
+            stall_s=seconds if stall_s is None else stall_s,
+            plan_s=at["planned"] - self._started + at["writing"] - at["captured"],
+            copy_s=self._copied[1] - self._copied[0],
+            write_s=at["written"] - at["writing"],
+            export_s=exported - at["written"],
+            commit_s=now - exported,
+        )
+
+    def phases(self, phase: Callable[[str, float, float], Phase], now: float) -> list[Phase]:
+        """Returns the phases that have begun. A phase that has not ended ends now.
+
+        Args:
+            phase: makes a phase of its name, its start and its end.
+            now: the present moment.
+        """
+        at = self._moments
+        phases = [
+            phase("wait", self._called, self._started),
+            phase("plan", self._started, at.get("planned", now)),
+        ]
+        copy_began = at.get("planned" if self.copies_first else "writing")
+        if copy_began is not None:
+            phases.append(phase("copy", copy_began, now if self.copy is None else self.copy[1]))
+        if "writing" in at:
+            phases.append(phase("write", at["writing"], at.get("written", now)))
+        if "exported" in at:
+            phases.append(phase("export", at["written"], at["exported"]))
+        if "written" in at:
+            phases.append(phase("commit", at.get("exported", at["written"]), now))
+        return phases
+
+    @property
+    def _copied(self) -> SpanInSeconds:
+        assert self.copy is not None, "writing comes first"
+        return self.copy
