@@ -29,6 +29,9 @@ logger = logging.getLogger(__name__)
 QUEUE_EVENTS = 1000
 # How long `CheckpointManager.wait`, `close` and an exiting interpreter wait for listeners, in seconds.
 DRAIN_WAIT_S = 10.0
+# How long `post` waits for the lock, in seconds. Nobody holds it for more than a moment, unless a signal handler that
+# saves has interrupted its holder, and waits for the thread that posts.
+POST_WAIT_S = 1.0
 # After this time without events the thread of a manager that was never closed ends, in seconds. It is longer than most
 # saves take, because from Python 3.12 on an exiting interpreter, which may wait for a save, starts no threads.
 IDLE_S = 3600.0
@@ -53,28 +56,43 @@ class Delivery:
 
     def start_anew(self) -> None:
         """Forgets all events and the thread. Only a forked child calls it, where other threads do not exist."""
-        # A condition has an RLock: a signal handler that saves may interrupt `post`.
+        # A condition has an RLock: a signal handler that saves may interrupt `post` and post itself.
         self._changed = threading.Condition()
         self._waiting: deque[Event] = deque()
         self._thread: threading.Thread | None = None
         self._called: tuple[Listener, Event] | None = None
         self._given_up_on: tuple[Listener, Event] | None = None
+        self._is_late = False
         self._dropped = 0
 
     def post(self, event: Event) -> None:
         """Queues an event. Returns immediately and raises nothing."""
         if not self._listeners:
             return
-        with self._changed:
+        if not self._changed.acquire(timeout=POST_WAIT_S):
+            self._dropped += 1
+            return
+        try:
             if len(self._waiting) >= self._capacity:
                 self._dropped += 1
             else:
                 self._waiting.append(event)
             self._ensure_thread()
             self._changed.notify_all()
+        finally:
+            self._changed.release()
 
-    def drain(self, seconds: float | None = None) -> bool:
-        """Waits until all events are delivered, at most `seconds` (None: DRAIN_WAIT_S). Returns True if they are."""
+    @property
+    def has_listeners(self) -> bool:
+        """True if somebody is told of events."""
+        return bool(self._listeners)
+
+    def drain(self, seconds: float | None = None, is_last: bool = True) -> bool:
+        """Waits until all events are delivered, at most `seconds` (None: DRAIN_WAIT_S). Returns True if they are.
+
+        It does not wait again for a call that it has given up on. Without `is_last` it waits for no call at all until
+        the listeners have caught up, because a slow listener must not hold up each `wait` of a training.
+        """
         limit_s = DRAIN_WAIT_S if seconds is None else seconds
         with self._changed:
             if self._waiting and not self._ensure_thread():
@@ -84,7 +102,10 @@ class Delivery:
                 return False  # a listener waits for its own manager
             if self._called is not None and self._called is self._given_up_on:
                 return False
-            if self._changed.wait_for(self._is_idle, limit_s):
+            if self._is_late and not is_last and not self._is_idle():
+                return False
+            self._is_late = not self._changed.wait_for(self._is_idle, limit_s)
+            if not self._is_late:
                 return True
             self._given_up_on, waiting, dropped = self._called, len(self._waiting), self._dropped
         busy = "" if self._given_up_on is None else f" in {_told(*self._given_up_on)}"

@@ -85,8 +85,12 @@ class ErrorText:
 
     @classmethod
     def of(cls, error: BaseException) -> ErrorText:
-        """Describes an error with its traceback."""
-        return cls(_full_name(type(error)), str(error), "".join(traceback.format_exception(error)))
+        """Describes an error with its traceback. Raises nothing, whatever the error's own `__str__` does."""
+        try:
+            message, trace = str(error), "".join(traceback.format_exception(error))
+        except Exception:
+            message, trace = "the error has no readable message", ""
+        return cls(_full_name(type(error)), message, trace)
 
     @classmethod
     def redacted(cls, error: BaseException, message: str) -> ErrorText:

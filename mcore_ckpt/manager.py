@@ -361,7 +361,7 @@ class CheckpointManager:
         uploads = self._context.uploads
         if uploads is not None and not uploads.wait(self._trainer.config.upload_timeout_s):
             logger.warning("an upload is still under way after upload_timeout_s, and continues in the background")
-        self._delivery.drain()
+        self._delivery.drain(is_last=False)
         self._background.raise_failure()
 
     def close(self) -> None:

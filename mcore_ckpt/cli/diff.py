@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -55,8 +56,8 @@ def add_to(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compares two checkpoints. Returns 0 if nothing differs, otherwise 1."""
-    if not (args.atol >= 0 and args.rtol >= 0):
-        raise InvalidArgumentError(f"--atol {args.atol} --rtol {args.rtol}: tolerances must be numbers of 0 or more")
+    if not (0 <= args.atol < math.inf and 0 <= args.rtol < math.inf):
+        raise InvalidArgumentError(f"--atol {args.atol} --rtol {args.rtol}: use finite numbers of 0 or more")
     if args.most < 0:
         raise InvalidArgumentError(f"--most {args.most}: use 0 or more")
     check_patterns("--ignore", args.ignore)

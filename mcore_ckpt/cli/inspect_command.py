@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     chosen = {folder: manifest for folder, manifest in manifests.items() if args.role in (None, manifest.role)}
     details = {} if args.tensor is None else read_tensor(list(chosen), args.tensor, args.json)
     if args.html is not None:
-        _check_is_outside(args.html, chosen)
+        _check_is_outside(args.html)
         _write_page(args.html, selection.step, chosen)
     if args.json:
         shown = [
@@ -102,11 +102,16 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check_is_outside(file: Path, role_dirs: Iterable[Path]) -> None:
-    """Raises InvalidArgumentError if a file is within a checkpoint, where it could replace one of its files."""
-    for folder in role_dirs:
-        if folder.resolve() in file.resolve().parents:
+def _check_is_outside(file: Path) -> None:
+    """Raises InvalidArgumentError if a file is within a checkpoint, or is the tracker beside checkpoints."""
+    from mcore_ckpt.checkpoint import file_names
+
+    where = file.resolve()
+    for folder in where.parents:
+        if (folder / file_names.MANIFEST_FILE).exists():
             raise InvalidArgumentError(f"--html {file}: is within the checkpoint {folder}: name a file outside of it")
+    if where.name == file_names.TRACKER_FILE:
+        raise InvalidArgumentError(f"--html {file}: is the name of a tracker: name another file")
 
 
 def _write_page(file: Path, step: int, role_dirs: Iterable[Path]) -> None:

@@ -6,6 +6,7 @@ import argparse
 import datetime
 import json
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -52,8 +53,8 @@ def add_to(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Watches the root. Returns 0 if it ends by itself."""
-    if args.last < 1 or args.interval <= 0:
-        raise InvalidArgumentError(f"--last {args.last} --interval {args.interval:g}: use more than 0")
+    if args.last < 1 or not 0 < args.interval < threading.TIMEOUT_MAX:
+        raise InvalidArgumentError(f"--last {args.last} --interval {args.interval:g}: use finite numbers above 0")
     if args.once and args.until is not None:
         raise InvalidArgumentError("--once ends after the first look, so it cannot be combined with --until")
     from mcore_ckpt.tools.watch import Watch

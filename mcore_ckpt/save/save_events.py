@@ -55,6 +55,8 @@ class SaveEvents:
         if not self._is_under_way:
             return
         self._is_under_way = False
+        if not self._delivery.has_listeners:
+            return
         now = time.perf_counter()
         # A save that has no phases yet has failed while it was planned.
         phases = tuple(phases) or (self.phase("plan", self._called, now),)

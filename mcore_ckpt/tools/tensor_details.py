@@ -226,6 +226,8 @@ def _batches(reads: Iterable[ReadRange], most: int) -> Iterator[list[ReadRange]]
 
 def _pieces(rows: Rows, most: int) -> Iterator[Rows]:
     """Cuts rows into pieces of at most `most` elements, which need not be as far apart as in the tensor."""
+    if rows.numel == 0:
+        return
     if rows.source_stride == rows.row or rows.rows == 1:
         rows = Rows(rows.start, 0, rows.numel)
     if rows.rows == 1 or rows.row > most:

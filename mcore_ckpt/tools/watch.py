@@ -179,7 +179,8 @@ def _files_before(root: Path, role: str | None) -> Sequence[FileRecord] | None:
 
 def _sample(files: Sequence[FileRecord]) -> list[tuple[str, int]]:
     """Returns path and size of some of the large files, evenly chosen."""
-    large = [file for file in files if file.size * len(files) >= sum(each.size for each in files) / 10]
+    least = sum(file.size for file in files) / len(files) / 10 if files else 0
+    large = [file for file in files if file.size >= least]
     every = max(1, -(-len(large) // _MOST_FILES))
     return [(file.path, file.size) for file in large[::every]]
 

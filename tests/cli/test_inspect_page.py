@@ -4,6 +4,7 @@ import base64
 import gzip
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -124,13 +125,17 @@ def test_the_page_replaces_a_file_and_leaves_nothing_beside_it(
         (".", "is a folder"),
         ("/dev/null", "is no regular file"),
         ("{role}/manifest.json", "is within the checkpoint"),
+        ("{other}/page.html", "is within the checkpoint"),
+        ("{other}/../../latest_checkpointed_iteration.txt", "is the name of a tracker"),
     ],
 )
 def test_a_file_that_cannot_be_written(
     file: str, complaint: str, role_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = read_manifest(role_dir)
-    assert main(["inspect", str(role_dir), "--html", str(tmp_path / file.format(role=role_dir))]) == 2
+    other = file_names.step_dir(tmp_path / "others", 1) / "actor"
+    shutil.copytree(role_dir, other)
+    assert main(["inspect", str(role_dir), "--html", str(tmp_path / file.format(role=role_dir, other=other))]) == 2
     assert complaint in capsys.readouterr().err
     assert read_manifest(role_dir) == before
 

@@ -13,7 +13,7 @@ from waiting import LONG_S, wait_for
 
 from mcore_ckpt import delivery
 from mcore_ckpt.delivery import Delivery
-from mcore_ckpt.events import Deleted, Event, Started
+from mcore_ckpt.events import Deleted, ErrorText, Event, Started
 
 # How long a test waits for what must not come.
 SHORT_S = 0.01
@@ -135,6 +135,43 @@ def test_a_listener_that_never_returns_is_waited_for_once(held: Held, caplog: py
     wait_for(lambda: held.steps == [5, 6])
     assert posts.drain()
     posts.close()
+
+
+def test_slow_listeners_do_not_hold_up_each_wait(held: Held) -> None:
+    """Of calls that each take long, a training waits for one alone."""
+    posts = Delivery([held])
+    posts.post(started(5))
+    posts.post(started(6))
+    assert held.is_called.wait(LONG_S)
+    assert not posts.drain(SHORT_S, is_last=False)
+    posts._given_up_on = None  # as if the next call had begun
+    assert not posts.drain(10 * LONG_S, is_last=False)
+    held.may_return.set()
+    wait_for(lambda: held.steps == [5, 6])
+    wait_for(lambda: posts.drain(is_last=False))
+    posts.close()
+
+
+def test_a_save_under_a_signal_handler_does_not_wait_for_what_that_has_interrupted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The handler waits for the save's own thread, and the interrupted frame holds the lock."""
+    monkeypatch.setattr(delivery, "POST_WAIT_S", SHORT_S)
+    posts = Delivery([lambda event: None])
+    with posts._changed:
+        save = threading.Thread(target=posts.post, args=(started(1),))
+        save.start()
+        save.join(LONG_S)
+        assert not save.is_alive()
+    posts.close()
+
+
+def test_an_error_without_words_is_told_all_the_same() -> None:
+    class MuteError(Exception):
+        def __str__(self) -> str:
+            raise ValueError("no words")
+
+    assert ErrorText.of(MuteError()).message == "the error has no readable message"
 
 
 def test_a_listener_may_wait_for_its_own_manager() -> None:

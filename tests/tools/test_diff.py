@@ -237,7 +237,8 @@ def test_as_it_is_typed(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     ("arguments", "status", "text"),
     [
         (["a", "nowhere"], 2, "nowhere: there is no such folder"),
-        (["a", "a", "--atol", "-1"], 2, "tolerances must be numbers of 0 or more"),
+        (["a", "a", "--atol", "-1"], 2, "use finite numbers of 0 or more"),
+        (["a", "a", "--rtol", "inf"], 2, "use finite numbers of 0 or more"),
         (["a", "a", "--ignore", "("], 2, "is no regular expression"),
         ([".", "a"], 1, "no complete checkpoint: the steps are in"),
     ],

@@ -95,6 +95,10 @@ def test_it_reads_a_batch_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert told[-1] == (3 * 512, 3 * 512)
 
 
+def test_no_rows_have_no_pieces() -> None:
+    assert list(module._pieces(Rows(0, 0, 0), 0)) == []
+
+
 @given(row=st.integers(1, 9), rows=st.integers(1, 9), apart=st.integers(0, 5), most=st.integers(1, 20))
 def test_pieces_have_each_element_once(row: int, rows: int, apart: int, most: int) -> None:
     whole = Rows(3, 0, row, rows, row + apart if rows > 1 else 0, row + apart + 2 if rows > 1 else 0)

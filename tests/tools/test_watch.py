@@ -282,8 +282,10 @@ def test_a_terminal_gets_tables(
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (("--last", "0"), "use more than 0"),
-        (("--interval", "0"), "use more than 0"),
+        (("--last", "0"), "use finite numbers above 0"),
+        (("--interval", "0"), "use finite numbers above 0"),
+        (("--interval", "nan"), "use finite numbers above 0"),
+        (("--interval", "inf"), "use finite numbers above 0"),
         (("--once", "--until", "3"), "cannot be combined"),
     ],
 )

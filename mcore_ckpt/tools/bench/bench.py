@@ -106,6 +106,12 @@ def bench(
         with trial_folder(root) as trial:
             speeds = measure(trial, nbytes, ranks, lambda done: progress("measuring", done))
             compared = tuple(_compare(trial, each, speeds, progress) for each in real)
+    except CheckpointError:
+        raise
+    except (MemoryError, RuntimeError) as error:
+        # torch raises RuntimeError where a GPU has no memory left or is broken.
+        advice = "free memory, or use a smaller --megabytes"
+        raise CheckpointError(f"{root}: measuring failed: {error}: {advice}") from error
     except OSError as error:
         finding = unusable(root, error)
         raise CheckpointError(f"{root}: {finding.fact}: {finding.advice}") from error
