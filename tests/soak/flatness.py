@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 from usage import Usage
 
-# With fewer, a quarter does not have each of the moments that come in turn.
-LEAST_SAMPLES = 64
+# With fewer, a quarter does not have each of the moments that come in turn, and not each kind of fault has been met in
+# the first one. The first of a kind costs once: modules, and lines of source files for tracebacks (1,100 objects).
+LEAST_SAMPLES = 96
 
 # How much more the least of a life's last quarter may be than the least of its second one. The least, since what comes
 # and goes (steps before they are deleted, memory of the moment) is no growth, while a leak raises even the least. The
