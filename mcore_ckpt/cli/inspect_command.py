@@ -104,13 +104,13 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_is_outside(file: Path) -> None:
     """Raises InvalidArgumentError if a file is within a checkpoint, or is the tracker beside checkpoints."""
-    from mcore_ckpt.checkpoint import file_names
+    from mcore_ckpt.checkpoint import MANIFEST_FILE, TRACKER_FILE
 
     where = file.resolve()
     for folder in where.parents:
-        if (folder / file_names.MANIFEST_FILE).exists():
+        if (folder / MANIFEST_FILE).exists():
             raise InvalidArgumentError(f"--html {file}: is within the checkpoint {folder}: name a file outside of it")
-    if where.name == file_names.TRACKER_FILE:
+    if where.name == TRACKER_FILE:
         raise InvalidArgumentError(f"--html {file}: is the name of a tracker: name another file")
 
 
