@@ -3,29 +3,15 @@
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from unsharded_model import sharded_state_dict
+from unsharded_model import Model
 from waiting import LONG_S, wait_for
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager
 from mcore_ckpt.save.save import Save
 from mcore_ckpt.steps.listing import complete_steps
-
-
-class Model(torch.nn.Module):
-    """As much of a megatron model as saving looks at."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.config = SimpleNamespace(num_layers=1)
-        self.weight = torch.nn.Parameter(torch.rand(64, 64))
-
-    def sharded_state_dict(self, metadata: dict[str, Any]) -> dict[str, Any]:
-        return sharded_state_dict(self)
 
 
 class Deletions:

@@ -4,12 +4,10 @@ import errno
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from unsharded_model import sharded_state_dict
+from unsharded_model import Model
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager, SaveReport
 from mcore_ckpt.errors import CheckpointError
@@ -20,18 +18,6 @@ GOOD, NEWEST, BAD = 10, 20, 30
 # A step that `train` tries to load, and that does not exist.
 ABSENT = 99
 DISK_ERROR = "Input/output error"
-
-
-class Model(torch.nn.Module):
-    """As much of a megatron model as saving looks at."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.config = SimpleNamespace(num_layers=1)
-        self.weight = torch.nn.Parameter(torch.rand(64, 64))
-
-    def sharded_state_dict(self, metadata: dict[str, Any]) -> dict[str, Any]:
-        return sharded_state_dict(self)
 
 
 @contextmanager

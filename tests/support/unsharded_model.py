@@ -47,3 +47,15 @@ def trainer_of(model: torch.nn.Module, optimizer: Any, **config: Any) -> Trainer
         vocab_size=None,
         agreement=SimpleNamespace(rank=0),  # type: ignore[arg-type]
     )
+
+
+class Model(torch.nn.Module):
+    """As much of a megatron model as saving looks at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(num_layers=1)
+        self.weight = torch.nn.Parameter(torch.rand(64, 64))
+
+    def sharded_state_dict(self, metadata: dict[str, Any]) -> dict[str, Any]:
+        return sharded_state_dict(self)
