@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +16,7 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.delivery import Delivery
 from mcore_ckpt.errors import CheckpointError, CommitError, InvalidArgumentError, InvalidTypeError, NoRoomError
-from mcore_ckpt.io.room import NOTHING, Need
+from mcore_ckpt.io.room import NOTHING
 from mcore_ckpt.io.store import Store
 from mcore_ckpt.load.candidates import newest_first, remote_steps
 from mcore_ckpt.load.load import VERIFY_WORDS, LoadResult, load_state
@@ -26,9 +24,11 @@ from mcore_ckpt.load.load_events import load_and_tell
 from mcore_ckpt.ranks.meeting import rendezvous
 from mcore_ckpt.ranks.rounds import Record, agree, decide
 from mcore_ckpt.save.background import BackgroundSaves, SaveHandle, is_deleting_here
+from mcore_ckpt.save.destination import find_destination
 from mcore_ckpt.save.guards import Guards, changing_methods
 from mcore_ckpt.save.hf_export import check_exportable
 from mcore_ckpt.save.host_images import HostImages
+from mcore_ckpt.save.opening import Opening
 from mcore_ckpt.save.plan import estimated_bytes
 from mcore_ckpt.save.save import Save, SaveContext
 from mcore_ckpt.save.save_events import SaveEvents
@@ -126,15 +126,15 @@ class CheckpointManager:
             log_root(trainer.root)
         self._trainer = trainer
         self._remote = remote
-        self._room = RoomWatch(trainer.root, is_deleting_here)
         self._delivery = Delivery(config.listeners)
         uploads = _upload_queue(trainer, remote, self._delivery)
         images = HostImages(config.max_host_bytes)
-        self._context = SaveContext(trainer, commits, images, lock, uploads, self._room, self._delivery)
+        room = RoomWatch(trainer.root, is_deleting_here)
+        self._context = SaveContext(trainer, commits, images, lock, uploads, room, self._delivery)
+        self._opening = Opening(self._context)
         self._background = BackgroundSaves(commits, warns=config.if_failed == "warn")
         self._guards = Guards(changing_methods(trainer) if _is_lazy(config) else [], self._context.host_images.hold)
         self._closed = False
-        self._has_saved = False
         self._prepare_host_images()
 
     def save(
@@ -199,7 +199,7 @@ class CheckpointManager:
         with self._in_step(topic):
             extra_state = _read_extra_state(extra_state) if callable(extra_state) else extra_state
             self._check_save(step, extra_state)
-            role_dir, counts = self._destination(step, path)
+            role_dir, counts = find_destination(self._trainer.root, self._trainer.role, step, path)
             policy = _policy(self._trainer.config, max_to_keep)
             declared = file_names.check_roles(roles or self._trainer.config.roles or ())
             declared = file_names.check_roles([*declared, self._trainer.role])
@@ -210,7 +210,7 @@ class CheckpointManager:
             parts = (self._context, step, extra_state, declared, started, saving.policy, events)
             # While another save is under way, the host memory belongs to that save.
             save = None if busy or failure else Save(*parts)
-        prepare = partial(self._take_place, saving)
+        prepare = partial(self._opening.prepare, saving)
         with self._raising_earlier_failure():
             try:
                 need = NOTHING if save is None else save.need
@@ -370,61 +370,6 @@ class CheckpointManager:
             self._context.lock.release()
         self._delivery.close()
         self._background.raise_failure()
-
-    def _destination(self, step: int, path: str | Path | None) -> tuple[Path, bool]:
-        """Returns the checkpoint's folder, and whether it is part of a step below the root.
-
-        Raises InvalidArgumentError if the folder cannot be used.
-        """
-        root, role = self._trainer.root, self._trainer.role
-        role_dir = (
-            file_names.step_dir(root, step) / role if path is None else Path(os.path.abspath(Path(path).expanduser()))
-        )
-        if role_dir.resolve() in (root.resolve(), *root.resolve().parents):
-            raise InvalidArgumentError(
-                f"path {role_dir} is the folder of all steps, or above it: pass the checkpoint's own folder"
-            )
-        of = file_names.step_root(role_dir, role, step)
-        if of is not None and of.resolve() == root.resolve():
-            return role_dir, True
-        if (
-            file_names.parse_step(role_dir.parent.name) is not None
-            and role_dir.parent.parent.resolve() == root.resolve()
-        ):
-            raise InvalidArgumentError(
-                f"path {role_dir} is in a step's folder, so its name would be taken for a role: use {role}"
-            )
-        return role_dir, False
-
-    def _take_place(self, saving: Saving, need: Need) -> None:
-        """Takes the role's trainer lock, removes leftovers of dead processes, and checks the room. Only for rank 0."""
-        # The other ranks wait for this one only until `timeout_s`, so all waits together take at most 7/8 of it. In
-        # that is a refusal's look at old steps.
-        timeout_s = self._trainer.config.timeout_s
-        self._take_lock(saving, need, timeout_s)
-        if not self._has_saved:
-            leftovers.remove_leftovers(self._trainer.root, self._trainer.role, alone=True)
-        self._has_saved = True
-        leftovers.remove_leftovers_beside(saving.role_dir)
-        if saving.policy is not None:
-            steps.check_one_spelling(self._trainer.root, saving.role_dir, saving.step)
-        self._room.check(saving, need, timeout_s / 4)
-        # The steps above may take minutes. If another trainer has taken the lock over meanwhile, refuse the save now,
-        # because the commit would refuse it only after all files are written.
-        self._context.lock.take(patience_s=0)
-        if self._context.uploads is not None and saving.policy is not None:
-            self._context.uploads.expect(need)
-
-    def _take_lock(self, saving: Saving, need: Need, timeout_s: float) -> None:
-        """Takes the role's trainer lock. Raises LockedError, OSError, or NoRoomError if the disk is full."""
-        try:
-            self._context.lock.take(timeout_s / 2)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            # It says how much is missing, or waits for deletions, after which there is room for the lock, too.
-            self._room.check(saving, need, timeout_s / 8)
-            self._context.lock.take(patience_s=0)
 
     @contextmanager
     def _in_step(self, topic: str) -> Iterator[None]:
