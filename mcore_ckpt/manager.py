@@ -24,13 +24,14 @@ from mcore_ckpt.load.load_events import load_and_tell
 from mcore_ckpt.ranks.meeting import rendezvous
 from mcore_ckpt.ranks.rounds import Record, agree, decide
 from mcore_ckpt.save.background import BackgroundSaves, SaveHandle, is_deleting_here
+from mcore_ckpt.save.context import SaveContext
 from mcore_ckpt.save.destination import find_destination
 from mcore_ckpt.save.guards import Guards, changing_methods
 from mcore_ckpt.save.hf_export import check_exportable
 from mcore_ckpt.save.host_images import HostImages
 from mcore_ckpt.save.opening import Opening
 from mcore_ckpt.save.plan import estimated_bytes
-from mcore_ckpt.save.save import Save, SaveContext
+from mcore_ckpt.save.save import Save
 from mcore_ckpt.save.save_events import SaveEvents
 from mcore_ckpt.state.model import as_chunks
 from mcore_ckpt.state.trainer import Trainer

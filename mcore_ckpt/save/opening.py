@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 
 from mcore_ckpt.io.room import Need
-from mcore_ckpt.save.save import SaveContext
+from mcore_ckpt.save.context import SaveContext
 from mcore_ckpt.steps import leftovers
 from mcore_ckpt.steps.listing import check_one_spelling
 from mcore_ckpt.steps.room import Saving
