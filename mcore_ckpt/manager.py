@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,45 +13,29 @@ from typing import Any
 import torch
 
 from mcore_ckpt.checkpoint import file_names
-from mcore_ckpt.checkpoint.manifest import StageRecord
 from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.delivery import Delivery
 from mcore_ckpt.errors import CheckpointError, CommitError, InvalidArgumentError, InvalidTypeError, NoRoomError
-from mcore_ckpt.io.room import NOTHING, Need
+from mcore_ckpt.io.room import NOTHING
 from mcore_ckpt.io.store import Store
 from mcore_ckpt.load.candidates import newest_first, remote_steps
 from mcore_ckpt.load.load import VERIFY_WORDS, LoadResult, load_state
 from mcore_ckpt.load.load_events import load_and_tell
 from mcore_ckpt.ranks.meeting import rendezvous
-from mcore_ckpt.ranks.rounds import Agreement, Record, agree, decide, same_everywhere
-from mcore_ckpt.ranks.topology import is_first_optimizer_instance, read_replicas, read_topology
+from mcore_ckpt.ranks.rounds import Record, agree, decide
 from mcore_ckpt.save.background import BackgroundSaves, SaveHandle, is_deleting_here
-from mcore_ckpt.save.guards import Guards
+from mcore_ckpt.save.context import SaveContext
+from mcore_ckpt.save.destination import find_destination
+from mcore_ckpt.save.guards import Guards, changing_methods
 from mcore_ckpt.save.hf_export import check_exportable
 from mcore_ckpt.save.host_images import HostImages
+from mcore_ckpt.save.opening import Opening
 from mcore_ckpt.save.plan import estimated_bytes
-from mcore_ckpt.save.save import Save, SaveContext
+from mcore_ckpt.save.save import Save
 from mcore_ckpt.save.save_events import SaveEvents
-from mcore_ckpt.state.adapters import adapter_settings, own_adapters
-from mcore_ckpt.state.megatron_versions import check_megatron
-from mcore_ckpt.state.model import (
-    as_chunks,
-    chunk_layers,
-    model_shards,
-    own_layers,
-    process_groups_of,
-    whole_layers,
-)
-from mcore_ckpt.state.optimizers.chain import optimizer_parts
-from mcore_ckpt.state.shards import LocalShard
+from mcore_ckpt.state.model import as_chunks
 from mcore_ckpt.state.trainer import Trainer
-from mcore_ckpt.state.unsupported import (
-    refuse_missing_layers,
-    refuse_names_of_two_stages,
-    refuse_unsupported_experts,
-    refuse_unsupported_model,
-    refuse_unsupported_optimizer,
-)
+from mcore_ckpt.state.trainer_setup import complete_together, read_trainer
 from mcore_ckpt.steps import leftovers
 from mcore_ckpt.steps import listing as steps
 from mcore_ckpt.steps.remote_steps import RemoteSteps
@@ -122,7 +103,7 @@ class CheckpointManager:
         agreement = rendezvous(f"{role}/trainer", config.timeout_s, _SETTING_UP)
         commits = rendezvous(f"{role}/saves", config.timeout_s, _SETTING_UP)
         try:
-            trainer, remote = _read_trainer(
+            trainer = read_trainer(
                 agreement,
                 Path(root).expanduser().absolute(),
                 role,
@@ -135,6 +116,8 @@ class CheckpointManager:
                     "processing_class": processing_class,
                 },
             )
+            # Open the store now, so that a missing package is noticed now and not at the first upload.
+            remote = None if config.remote is None else RemoteSteps(Store(config.remote))
         except BaseException as error:
             agreement.fail_next_round(_SETTING_UP, error)
             raise
@@ -144,15 +127,15 @@ class CheckpointManager:
             log_root(trainer.root)
         self._trainer = trainer
         self._remote = remote
-        self._room = RoomWatch(trainer.root, is_deleting_here)
         self._delivery = Delivery(config.listeners)
         uploads = _upload_queue(trainer, remote, self._delivery)
         images = HostImages(config.max_host_bytes)
-        self._context = SaveContext(trainer, commits, images, lock, uploads, self._room, self._delivery)
+        room = RoomWatch(trainer.root, is_deleting_here)
+        self._context = SaveContext(trainer, commits, images, lock, uploads, room, self._delivery)
+        self._opening = Opening(self._context)
         self._background = BackgroundSaves(commits, warns=config.if_failed == "warn")
-        self._guards = Guards(_changing_methods(trainer) if _is_lazy(config) else [], self._context.host_images.hold)
+        self._guards = Guards(changing_methods(trainer) if _is_lazy(config) else [], self._context.host_images.hold)
         self._closed = False
-        self._has_saved = False
         self._prepare_host_images()
 
     def save(
@@ -217,7 +200,7 @@ class CheckpointManager:
         with self._in_step(topic):
             extra_state = _read_extra_state(extra_state) if callable(extra_state) else extra_state
             self._check_save(step, extra_state)
-            role_dir, counts = self._destination(step, path)
+            role_dir, counts = find_destination(self._trainer.root, self._trainer.role, step, path)
             policy = _policy(self._trainer.config, max_to_keep)
             declared = file_names.check_roles(roles or self._trainer.config.roles or ())
             declared = file_names.check_roles([*declared, self._trainer.role])
@@ -228,7 +211,7 @@ class CheckpointManager:
             parts = (self._context, step, extra_state, declared, started, saving.policy, events)
             # While another save is under way, the host memory belongs to that save.
             save = None if busy or failure else Save(*parts)
-        prepare = partial(self._take_place, saving)
+        prepare = partial(self._opening.prepare, saving)
         with self._raising_earlier_failure():
             try:
                 need = NOTHING if save is None else save.need
@@ -389,61 +372,6 @@ class CheckpointManager:
         self._delivery.close()
         self._background.raise_failure()
 
-    def _destination(self, step: int, path: str | Path | None) -> tuple[Path, bool]:
-        """Returns the checkpoint's folder, and whether it is part of a step below the root.
-
-        Raises InvalidArgumentError if the folder cannot be used.
-        """
-        root, role = self._trainer.root, self._trainer.role
-        role_dir = (
-            file_names.step_dir(root, step) / role if path is None else Path(os.path.abspath(Path(path).expanduser()))
-        )
-        if role_dir.resolve() in (root.resolve(), *root.resolve().parents):
-            raise InvalidArgumentError(
-                f"path {role_dir} is the folder of all steps, or above it: pass the checkpoint's own folder"
-            )
-        of = file_names.step_root(role_dir, role, step)
-        if of is not None and of.resolve() == root.resolve():
-            return role_dir, True
-        if (
-            file_names.parse_step(role_dir.parent.name) is not None
-            and role_dir.parent.parent.resolve() == root.resolve()
-        ):
-            raise InvalidArgumentError(
-                f"path {role_dir} is in a step's folder, so its name would be taken for a role: use {role}"
-            )
-        return role_dir, False
-
-    def _take_place(self, saving: Saving, need: Need) -> None:
-        """Takes the role's trainer lock, removes leftovers of dead processes, and checks the room. Only for rank 0."""
-        # The other ranks wait for this one only until `timeout_s`, so all waits together take at most 7/8 of it. In
-        # that is a refusal's look at old steps.
-        timeout_s = self._trainer.config.timeout_s
-        self._take_lock(saving, need, timeout_s)
-        if not self._has_saved:
-            leftovers.remove_leftovers(self._trainer.root, self._trainer.role, alone=True)
-        self._has_saved = True
-        leftovers.remove_leftovers_beside(saving.role_dir)
-        if saving.policy is not None:
-            steps.check_one_spelling(self._trainer.root, saving.role_dir, saving.step)
-        self._room.check(saving, need, timeout_s / 4)
-        # The steps above may take minutes. If another trainer has taken the lock over meanwhile, refuse the save now,
-        # because the commit would refuse it only after all files are written.
-        self._context.lock.take(patience_s=0)
-        if self._context.uploads is not None and saving.policy is not None:
-            self._context.uploads.expect(need)
-
-    def _take_lock(self, saving: Saving, need: Need, timeout_s: float) -> None:
-        """Takes the role's trainer lock. Raises LockedError, OSError, or NoRoomError if the disk is full."""
-        try:
-            self._context.lock.take(timeout_s / 2)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            # It says how much is missing, or waits for deletions, after which there is room for the lock, too.
-            self._room.check(saving, need, timeout_s / 8)
-            self._context.lock.take(patience_s=0)
-
     @contextmanager
     def _in_step(self, topic: str) -> Iterator[None]:
         """Reports a failure that happens before the first round to the other ranks, which will wait in that round."""
@@ -530,45 +458,23 @@ def _full_path(path: str | Path | None) -> Path | None:
     return None if path is None else Path(path).expanduser()
 
 
-def _read_trainer(
-    agreement: Agreement,
-    root: Path,
-    role: str,
-    chunks: tuple[torch.nn.Module, ...],
-    config: CheckpointConfig,
-    objects: dict[str, Any],
-) -> tuple[Trainer, RemoteSteps | None]:
-    """Checks and collects what this rank knows without asking other ranks.
+def _set_up_together(trainer: Trainer, remote: RemoteSteps | None, lock: TrainerLock) -> Trainer:
+    """Checks the model and the arguments on all ranks together. Returns the trainer as all ranks know it."""
 
-    Raises InvalidArgumentError, InvalidStateError or UnsupportedError.
-    """
-    file_names.check_roles((role, *(config.roles or ())))
-    if role not in (config.roles or (role,)):
-        raise InvalidArgumentError(f"config.roles is {config.roles}, which does not have this manager's role {role!r}")
-    if "hf_model" in config.save_contents and objects["hf_config"] is None:
-        raise InvalidArgumentError(
-            "save_contents has 'hf_model', but there is no hf_config: pass one, or leave the word out"
-        )
-    check_megatron()
-    groups = process_groups_of(chunks)
-    coordinates, topology = read_topology(groups, len(chunks))
-    # Open the store now, so that a missing package is noticed now and not at the first upload.
-    remote = None if config.remote is None else RemoteSteps(Store(config.remote))
-    trainer = Trainer(
-        root=root,
-        role=role,
-        chunks=chunks,
-        config=config,
-        coordinates=coordinates,
-        topology=topology,
-        stages=tuple(_stage(coordinates.pp, vp, chunk) for vp, chunk in enumerate(chunks)),
-        vocab_size=config.vocab_size or _vocab_size(objects["hf_config"]),
-        first_instance=is_first_optimizer_instance(groups),
-        replicas=read_replicas(groups),
-        agreement=agreement,
-        **objects,
-    )
-    return trainer, remote
+    def look_at_root() -> None:
+        leftovers.remove_leftovers(trainer.root, trainer.role, alone=False)
+        lock.look()
+
+    remote_url = None if remote is None else remote.store.url
+    known, shards = complete_together(trainer, _SETTING_UP, remote_url, look_at_root)
+    if "hf_model" in known.config.save_contents:
+
+        def check() -> Record:
+            check_exportable(known, shards)
+            return {}
+
+        decide(known.agreement, _SETTING_UP, check, lambda _: {})
+    return known
 
 
 def _upload_queue(trainer: Trainer, remote: RemoteSteps | None, delivery: Delivery) -> UploadQueue | None:
@@ -578,78 +484,6 @@ def _upload_queue(trainer: Trainer, remote: RemoteSteps | None, delivery: Delive
     config = trainer.config
     policy = PreservationPolicy(config.max_to_keep, config.keep_every) if config.prune_remote else PreservationPolicy()
     return UploadQueue(remote, trainer.root, trainer.role, policy, delivery)
-
-
-def _set_up_together(trainer: Trainer, remote: RemoteSteps | None, lock: TrainerLock) -> Trainer:
-    """Checks the model and the arguments on all ranks together.
-
-    Returns the trainer with what only all ranks together know: the layers of the whole model, and its adapters.
-
-    One pipeline stage may have something unsupported that the other stages do not have. All ranks must refuse it.
-    Otherwise the other ranks would later wait for the rank that refused.
-    """
-    config, chunks, optimizer = trainer.config, trainer.chunks, trainer.optimizer
-    shards: list[LocalShard] = []
-
-    def work() -> Record:
-        refuse_unsupported_model(chunks, trainer.replicas.groups)
-        model = model_shards(chunks)
-        refuse_unsupported_experts(trainer.topology, model)
-        shards.extend(model)
-        if optimizer is not None:
-            refuse_unsupported_optimizer(optimizer, chunks)
-        return {
-            "root": str(trainer.root),
-            "save_contents": config.save_contents,
-            "load_contents": config.load_contents,
-            "has_optimizer": optimizer is not None,
-            "async_save": config.async_save,
-            "async_mode": config.async_mode,
-            "skip_frozen": config.skip_frozen,
-            "strict": config.strict,
-            "strict_dtypes": config.strict_dtypes,
-            "reset_moments": config.reset_moments,
-            "assume_optimizer_step": config.assume_optimizer_step,
-            "if_busy": config.if_busy,
-            "if_failed": config.if_failed,
-            "shared_writes": config.shared_writes,
-            "vocab_size": trainer.vocab_size,
-            "load_replicas": config.load_replicas,
-            "remote": remote and remote.store.url,
-            "prune_remote": config.prune_remote,
-            "adapters": own_adapters(chunks),
-            **own_layers(model, trainer.coordinates),
-        }
-
-    def combine(records: Sequence[Record]) -> Record:
-        layers = whole_layers(records)
-        told = ("layers", "others", "adapters")
-        arguments = [{name: value for name, value in record.items() if name not in told} for record in records]
-        same_everywhere(arguments, "the arguments of CheckpointManager")
-        refuse_missing_layers(chunks, layers)
-        refuse_names_of_two_stages(record["others"] for record in records)
-        leftovers.remove_leftovers(trainer.root, trainer.role, alone=False)
-        lock.look()
-        adapters = adapter_settings(record["adapters"] for record in records)
-        return {"layers": list(layers.items()), "adapters": [] if adapters is None else [asdict(adapters)]}
-
-    outcome = decide(trainer.agreement, _SETTING_UP, work, combine)
-    known = replace(trainer, layers=whole_layers([outcome]), adapters=adapter_settings([outcome["adapters"]]))
-    if "hf_model" in config.save_contents:
-
-        def check() -> Record:
-            check_exportable(known, shards)
-            return {}
-
-        decide(trainer.agreement, _SETTING_UP, check, lambda _: {})
-    return known
-
-
-def _vocab_size(hf_config: Any) -> int | None:
-    # In a multimodal model's config, the size is in the part for the language model.
-    text = getattr(hf_config, "text_config", hf_config)
-    size = getattr(text, "vocab_size", None)
-    return size if isinstance(size, int) else None
 
 
 def _policy(config: CheckpointConfig, max_to_keep: int | None) -> PreservationPolicy:
@@ -662,20 +496,3 @@ def _policy(config: CheckpointConfig, max_to_keep: int | None) -> PreservationPo
 
 def _is_lazy(config: CheckpointConfig) -> bool:
     return config.async_save and config.async_mode == "lazy" and torch.cuda.is_available()
-
-
-def _changing_methods(trainer: Trainer) -> list[tuple[Any, str]]:
-    """Lists megatron's methods (0.16.1) that write to parameters or to the optimizer's state, as (object, name)."""
-    optimizers = [] if trainer.optimizer is None else [trainer.optimizer]
-    optimizers += [part.megatron for part in optimizer_parts(trainer.optimizer)] if optimizers else []
-    by_optimizer = ("step", "step_with_ready_grads", "reload_model_params", "load_state_dict")
-    by_chunk = ("start_param_sync", "load_state_dict")
-    unique = {id(optimizer): optimizer for optimizer in optimizers}.values()
-    return [(optimizer, name) for optimizer in unique for name in by_optimizer] + [
-        (chunk, name) for chunk in trainer.chunks for name in by_chunk
-    ]
-
-
-def _stage(pp: int, vp: int, chunk: Any) -> StageRecord:
-    layers = chunk_layers(chunk)
-    return StageRecord(pp, vp, layers.decoder, layers.mtp)

@@ -117,15 +117,7 @@ def _show_role(console: Console, role: RoleDiff, most: int) -> None:
 def _row(tensor: DifferentTensor) -> list[str]:
     differing = f"{tensor.differing} of {tensor.numel}" if tensor.differing else ""
     amounts = [f"{amount:.3g}" if amount else "" for amount in (tensor.max_abs, tensor.max_rel)]
-    return [tensor.name, tensor.kind, tensor.problem, _words(tensor.left), _words(tensor.right), differing, *amounts]
-
-
-def _words(info: TensorInfo | None) -> str:
-    return "-" if info is None else f"{_dtype(info)} {'x'.join(map(str, info.shape))}".rstrip()
-
-
-def _dtype(info: TensorInfo) -> str:
-    return str(info.dtype).removeprefix("torch.")
+    return [tensor.name, tensor.kind, tensor.problem, *tensor.sides, differing, *amounts]
 
 
 def _side(value: str | None) -> str:
@@ -134,6 +126,8 @@ def _side(value: str | None) -> str:
 
 def as_json(found: Diff) -> dict[str, Any]:
     """Returns the result as JSON values. JSON has no infinity, so infinity becomes null."""
+    from mcore_ckpt.tools.differences import finite_or_none
+
     return {
         "same": found.is_same,
         "only_a": list(found.only_left),
@@ -156,8 +150,8 @@ def as_json(found: Diff) -> dict[str, Any]:
                         "b": _as_json(tensor.right),
                         "elements": tensor.numel,
                         "differing": tensor.differing,
-                        "max_abs": _finite(tensor.max_abs),
-                        "max_rel": _finite(tensor.max_rel),
+                        "max_abs": finite_or_none(tensor.max_abs),
+                        "max_rel": finite_or_none(tensor.max_rel),
                     }
                     for tensor in role.tensors
                 ],
@@ -169,8 +163,4 @@ def as_json(found: Diff) -> dict[str, Any]:
 
 
 def _as_json(info: TensorInfo | None) -> dict[str, Any] | None:
-    return None if info is None else {"shape": list(info.shape), "dtype": _dtype(info)}
-
-
-def _finite(number: float) -> float | None:
-    return number if number < float("inf") else None
+    return None if info is None else {"shape": list(info.shape), "dtype": info.dtype_name}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,26 +13,30 @@ from rich.console import Console
 
 from mcore_ckpt.cli.arguments import add_json, check_can_be_file, check_is_folder, check_patterns, expanded_path
 from mcore_ckpt.cli.inspect_tables import show_tables
+from mcore_ckpt.cli.progress import progress_in, progress_of_bytes
 from mcore_ckpt.cli.tables import is_terminal, result_console
 from mcore_ckpt.cli.tensor_view import read_tensor, show_tensor, tensor_as_json
 from mcore_ckpt.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from mcore_ckpt.checkpoint import Manifest
+    from mcore_ckpt.tools.find import Selection
+    from mcore_ckpt.tools.overview import Overview
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 DESCRIPTION = """\
 Shows what a checkpoint holds: which program saved it under which layout, its files by kind, and with --tensors the
 name, dtype, global shape and kinds of optimizer state of each tensor. With --html it writes a page that shows how each
-tensor is cut and which rank has it, and when each rank did what in the save. Reads no tensor's bytes, except with
---tensor."""
+tensor is cut and which rank has it, when each rank did what in the save, and with --diff what differs from another
+checkpoint. Reads no tensor's bytes, except with --tensor and --diff."""
 
 EXAMPLES = (
     "inspect checkpoints # the newest complete step",
     'inspect checkpoints --step 100 --role actor --tensors "layers.3."',
     "inspect checkpoints/global_steps_100 --tensor decoder.final_layernorm.weight",
     "inspect checkpoints --html page.html # for a browser",
+    "inspect checkpoints --html page.html --diff checkpoints/global_steps_90 # also what has changed since then",
 )
 
 
@@ -62,6 +66,13 @@ def add_to(subparsers: Subparsers) -> None:
         metavar="FILE",
         help="also write all of it as one page for a browser, which needs no network; replaces FILE",
     )
+    parser.add_argument(
+        "--diff",
+        type=expanded_path,
+        metavar="OTHER",
+        help="with --html: also compare with this checkpoint, as `mcore-ckpt diff PATH OTHER` does, and show on the "
+        "page what differs (folder of a role, of a step, or of the steps)",
+    )
     add_json(parser)
     parser.set_defaults(run=run)
 
@@ -69,13 +80,13 @@ def add_to(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Shows the checkpoint. Returns 0."""
     from mcore_ckpt.checkpoint import read_manifest
-    from mcore_ckpt.tools.find import select
+    from mcore_ckpt.cli.page.build import build_page
+    from mcore_ckpt.io import replace_file
+    from mcore_ckpt.tools.find import Selection, select
 
-    check_patterns("--tensors", [] if args.tensors is None else [args.tensors])
-    check_is_folder(args.path)
-    if args.html is not None:
-        check_can_be_file("--html", args.html)
+    _check(args)
     selection = select(args.path, args.step)
+    other = None if args.diff is None else _other(args.diff, args.role)
     manifests = {folder: read_manifest(folder) for folder in selection.role_dirs}
     roles = [manifest.role for manifest in manifests.values()]
     if args.role is not None and args.role not in roles:
@@ -84,7 +95,8 @@ def run(args: argparse.Namespace) -> int:
     details = {} if args.tensor is None else read_tensor(list(chosen), args.tensor, args.json)
     if args.html is not None:
         _check_is_outside(args.html)
-        _write_page(args.html, selection.step, chosen)
+        overview = _overview(Selection(selection.step, tuple(chosen)), other, args.json)
+        replace_file(args.html.resolve(), build_page(overview.to_json()))  # a link stays, and what it leads to changes
     if args.json:
         shown = [
             _as_json(folder, manifest, args.tensors) | {"tensor": tensor_as_json(details.get(folder))}
@@ -102,6 +114,21 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _check(args: argparse.Namespace) -> None:
+    """Checks what can be checked before a checkpoint is looked for. Raises InvalidArgumentError."""
+    check_patterns("--tensors", [] if args.tensors is None else [args.tensors])
+    check_is_folder(args.path)
+    if args.html is not None:
+        check_can_be_file("--html", args.html)
+    if args.diff is not None:
+        if args.html is None:
+            raise InvalidArgumentError(
+                f"--diff {args.diff}: is shown on a page: name its file with --html, or use "
+                f"`mcore-ckpt diff {args.path} {args.diff}`"
+            )
+        check_is_folder(args.diff, "--diff")
+
+
 def _check_is_outside(file: Path) -> None:
     """Raises InvalidArgumentError if a file is within a checkpoint, or is the tracker beside checkpoints."""
     from mcore_ckpt.checkpoint import MANIFEST_FILE, TRACKER_FILE
@@ -114,13 +141,34 @@ def _check_is_outside(file: Path) -> None:
         raise InvalidArgumentError(f"--html {file}: is the name of a tracker: name another file")
 
 
-def _write_page(file: Path, step: int, role_dirs: Iterable[Path]) -> None:
-    from mcore_ckpt.cli.page.build import build_page
-    from mcore_ckpt.io import replace_file
+def _other(path: Path, role: str | None) -> Selection:
+    """Selects the checkpoint to compare with: of its roles, only the one that is shown if a role was chosen."""
+    from mcore_ckpt.tools.find import Selection, select
+
+    found = select(path)
+    of_role = tuple(folder for folder in found.role_dirs if folder.name == role)
+    return Selection(found.step, of_role) if of_role else found
+
+
+def _overview(selection: Selection, other: Selection | None, quiet: bool) -> Overview:
+    """Gathers what the page shows, with a progress bar unless `quiet`."""
+    from mcore_ckpt.tools.diff import diff_selected
     from mcore_ckpt.tools.overview import Overview, overview_of_role
 
-    overview = Overview(step, tuple(map(overview_of_role, role_dirs)))
-    replace_file(file.resolve(), build_page(overview.to_json()))  # a link stays, and what it leads to is replaced
+    with progress_of_bytes(quiet) as bar:
+        roles = tuple(
+            overview_of_role(folder, progress_in(bar, f"indexes of {folder.name}")) for folder in selection.role_dirs
+        )
+        if other is None:
+            return Overview(selection.step, roles)
+        found = diff_selected(selection, other, progress=progress_in(bar, "diff"))
+    return Overview(
+        selection.step,
+        roles,
+        compared_with=str(other.role_dirs[0].parent),
+        diffs={diff.left: diff for diff in found.roles},
+        only_in_other=found.only_right,
+    )
 
 
 def _show_roles(console: Console, manifests: Mapping[Path, Manifest], pattern: str | None) -> None:

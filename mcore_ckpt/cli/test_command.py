@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.table import Column, Table
 
 from mcore_ckpt.cli.arguments import (
     add_ignore,
@@ -20,6 +18,7 @@ from mcore_ckpt.cli.arguments import (
     folder_or_model,
 )
 from mcore_ckpt.cli.progress import progress_of_bytes
+from mcore_ckpt.cli.tables import is_terminal, result_console, table_of
 from mcore_ckpt.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -39,7 +38,6 @@ EXAMPLES = (
     "test --local_dir checkpoints --reference model # before a merge",
 )
 
-_LOG_COLUMNS = 200
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -163,11 +161,9 @@ def _ours(args: argparse.Namespace) -> Weights:
 
 
 def _show(comparison: Comparison, most: int) -> None:
-    # rich assumes 80 columns in a log, which would cut each name into pieces of a few letters.
-    console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else _LOG_COLUMNS)
+    console = result_console()
     worst = comparison.worst()
-    if worst:
-        console.print(_table(worst[:most]))
+    _show_tensors(console, [_row(tensor) for tensor in worst[:most]])
     if len(worst) > most:
         console.print(f"and {len(worst) - most} more (--most)", markup=False)
     wrong = sum(not tensor.is_same for tensor in comparison.tensors)
@@ -180,30 +176,28 @@ def _show(comparison: Comparison, most: int) -> None:
     )
 
 
-def _table(tensors: list[ComparedTensor]) -> Table:
-    table = Table(
-        Column("tensor", overflow="fold"), "problem", "here", "reference", "differing", "max abs", "max rel", "remark"
-    )
-    for tensor in tensors:
-        table.add_row(
-            tensor.name,
-            tensor.problem,
-            _words(tensor.ours),
-            _words(tensor.reference),
-            str(tensor.differing or ""),
-            f"{tensor.max_abs:.3g}" if tensor.max_abs else "",
-            f"{tensor.max_rel:.3g}" if tensor.max_rel else "",
-            tensor.remark,
-        )
-    return table
+def _show_tensors(console: Console, rows: list[list[str]]) -> None:
+    headings = ("tensor", "problem", "ours", "reference", "differing>", "max abs>", "max rel>", "remark")
+    if rows and is_terminal():
+        console.print(table_of(console, headings, rows))
+        return
+    for name, problem, ours, reference, *numbers, remark in rows:
+        amounts = zip(("differing", "max abs", "max rel"), numbers, strict=True)
+        shown = "".join(f"  {what} {number}" for what, number in amounts if number)
+        words = f"{problem or 'the same'}  {name}  ours {ours}  reference {reference}{shown}"
+        console.print(f"{words}  {remark}".rstrip(), markup=False)
 
 
-def _words(info: TensorInfo | None) -> str:
-    return "" if info is None else f"{'x'.join(map(str, info.shape))} {str(info.dtype).removeprefix('torch.')}"
+def _row(tensor: ComparedTensor) -> list[str]:
+    sides = ("-" if info is None else info.text for info in (tensor.ours, tensor.reference))
+    amounts = [f"{amount:.3g}" if amount else "" for amount in (tensor.max_abs, tensor.max_rel)]
+    return [tensor.name, tensor.problem, *sides, str(tensor.differing or ""), *amounts, tensor.remark]
 
 
 def as_json(comparison: Comparison) -> dict[str, Any]:
     """Returns the comparison as JSON values. JSON has no infinity, so infinity becomes null."""
+    from mcore_ckpt.tools.differences import finite_or_none
+
     return {
         "same": comparison.is_same,
         "ours": str(comparison.ours),
@@ -219,8 +213,8 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
                 "ours": _as_json(tensor.ours),
                 "reference": _as_json(tensor.reference),
                 "differing": tensor.differing,
-                "max_abs": _finite(tensor.max_abs),
-                "max_rel": _finite(tensor.max_rel),
+                "max_abs": finite_or_none(tensor.max_abs),
+                "max_rel": finite_or_none(tensor.max_rel),
                 "remark": tensor.remark,
             }
             for tensor in comparison.worst()
@@ -229,8 +223,4 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
 
 
 def _as_json(info: TensorInfo | None) -> dict[str, Any] | None:
-    return None if info is None else {"shape": list(info.shape), "dtype": str(info.dtype).removeprefix("torch.")}
-
-
-def _finite(number: float) -> float | None:
-    return number if number < float("inf") else None
+    return None if info is None else {"shape": list(info.shape), "dtype": info.dtype_name}

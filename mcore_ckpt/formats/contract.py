@@ -26,6 +26,21 @@ class TensorInfo:
     dtype: torch.dtype
     shape: Shape
 
+    @property
+    def dtype_name(self) -> str:
+        """The dtype's name without "torch."."""
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def text(self) -> str:
+        """Both as people read them.
+
+        Example:
+            >>> TensorInfo(torch.bfloat16, (4, 64)).text
+            'bfloat16 4x64'
+        """
+        return f"{self.dtype_name} {'x'.join(map(str, self.shape))}".rstrip()
+
 
 @dataclass(frozen=True)
 class RankPosition:

@@ -9,6 +9,21 @@ from functools import update_wrapper
 from types import MethodType
 from typing import Any
 
+from mcore_ckpt.state.optimizers.chain import optimizer_parts
+from mcore_ckpt.state.trainer import Trainer
+
+
+def changing_methods(trainer: Trainer) -> list[tuple[Any, str]]:
+    """Lists megatron's methods (0.16.1) that write to parameters or to the optimizer's state, as (object, name)."""
+    optimizers = [] if trainer.optimizer is None else [trainer.optimizer]
+    optimizers += [part.megatron for part in optimizer_parts(trainer.optimizer)] if optimizers else []
+    by_optimizer = ("step", "step_with_ready_grads", "reload_model_params", "load_state_dict")
+    by_chunk = ("start_param_sync", "load_state_dict")
+    unique = {id(optimizer): optimizer for optimizer in optimizers}.values()
+    return [(optimizer, name) for optimizer in unique for name in by_optimizer] + [
+        (chunk, name) for chunk in trainer.chunks for name in by_chunk
+    ]
+
 
 class Guards:
     """Calls `before` whenever one of the given methods is called, before the method runs, until `remove` is called.

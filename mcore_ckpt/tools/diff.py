@@ -69,6 +69,12 @@ class DifferentTensor:
             return "shape"
         return "values" if self.differing else "dtype"
 
+    @property
+    def sides(self) -> tuple[str, str]:
+        """Dtype and shape in A and in B; "-" where it is not there."""
+        left, right = ("-" if info is None else info.text for info in (self.left, self.right))
+        return left, right
+
 
 @dataclass(frozen=True)
 class RoleDiff:
@@ -145,15 +151,24 @@ def diff(
         >>> diff(Path("a/global_steps_100"), Path("b/global_steps_100")).is_same  # doctest: +SKIP
         True
     """
+    return diff_selected(select(left), select(right), tolerance, ignored, progress)
+
+
+def diff_selected(
+    left: Selection,
+    right: Selection,
+    tolerance: Tolerance = EXACT,
+    ignored: Sequence[str] = (),
+    progress: Progress = lambda done, total: None,
+) -> Diff:
+    """Does what `diff` does with checkpoints that are selected already."""
     started = time.monotonic()
-    ours, theirs = _roles(select(left)), _roles(select(right))
+    ours, theirs = _roles(left), _roles(right)
     if len(ours) == len(theirs) == 1:
         theirs = dict(zip(ours, theirs.values(), strict=True))
     both = [role for role in ours if role in theirs]
     if not both:
-        raise InvalidArgumentError(
-            f"{left} has {', '.join(ours)}, {right} has {', '.join(theirs)}: name the folders of two roles"
-        )
+        raise InvalidArgumentError(f"{_told(left)}, {_told(right)}: name the folders of two roles")
     patterns = [re.compile(pattern) for pattern in ignored]
     with reading([*ours.values(), *theirs.values()]):  # a trainer that still runs could delete a step
         pairs = [_RolePair.open(ours[role], theirs[role], patterns) for role in both]
@@ -169,6 +184,10 @@ def diff(
 
 def _roles(selection: Selection) -> dict[str, Path]:
     return {folder.name: folder for folder in selection.role_dirs}
+
+
+def _told(selection: Selection) -> str:
+    return f"{selection.role_dirs[0].parent} has {', '.join(_roles(selection))}"
 
 
 class _Counter:

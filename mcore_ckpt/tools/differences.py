@@ -77,6 +77,11 @@ class Differences:
             self.count += int((difference > 0).sum())
 
 
+def finite_or_none(number: float) -> float | None:
+    """Returns the number, or None if it is infinite, because JSON has no infinity."""
+    return number if number < float("inf") else None
+
+
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(_WORDS[tensor.dtype.itemsize])
 

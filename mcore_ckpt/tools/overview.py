@@ -1,12 +1,14 @@
-"""Gathers what a page about a checkpoint shows, without reading a tensor's bytes: `mcore-ckpt inspect --html`.
+"""Gathers what a page about a checkpoint shows: `mcore-ckpt inspect --html`.
+
+No tensor's bytes are read for it, except by the diff that an `Overview` may be given.
 
 The result has a column of numbers where there is one for each shard, because a checkpoint has hundreds of thousands.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,28 +22,15 @@ from mcore_ckpt.io.threads import results_of
 from mcore_ckpt.ranks.topology import RankCoordinates
 from mcore_ckpt.sharding.names import natural_order
 from mcore_ckpt.sharding.regions import Region
+from mcore_ckpt.tools.diff import RoleDiff
+from mcore_ckpt.tools.differences import finite_or_none
 
 # In `ShardColumns`, for a shard whose bytes are in this file, not those of another kind.
 NO_ALIAS = -1
 # The axes of a rank's coordinates, in the order in which `RoleOverview.ranks` has them.
 AXES = tuple(RankCoordinates.__dataclass_fields__)
 
-
-@dataclass(frozen=True)
-class Difference:
-    """One tensor that differs between two checkpoints, as a comparison has found it.
-
-    Attributes:
-        tensor: its global name.
-        kind: the part of the state: "model", "exp_avg", ...
-        max_abs_difference: the largest difference between two values; None if they cannot be subtracted.
-        count: how many values differ.
-    """
-
-    tensor: str
-    kind: str
-    max_abs_difference: float | None
-    count: int
+Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -119,30 +108,33 @@ class Overview:
     Attributes:
         step: the step.
         roles: the roles to show.
-        compared_with: the checkpoint that `differences` are about; None if there was no comparison.
-        differences: the tensors that differ, by role.
+        compared_with: the checkpoint that the roles were compared with; None if there was no comparison.
+        diffs: what differs, by the folder of each role that the other checkpoint has, too.
+        only_in_other: the roles that only the other checkpoint has.
     """
 
     step: int
     roles: tuple[RoleOverview, ...]
     compared_with: str | None = None
-    differences: Mapping[str, Sequence[Difference]] | None = None
+    diffs: Mapping[Path, RoleDiff] = field(default_factory=dict)
+    only_in_other: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Returns it as JSON values."""
-        differences = {
-            role: [list(vars(row).values()) for row in rows] for role, rows in (self.differences or {}).items()
-        }
         return {
             "step": self.step,
-            "roles": [role.to_json() for role in self.roles],
+            "roles": [role.to_json() | {"diff": _diff(self.diffs.get(role.path))} for role in self.roles],
             "comparedWith": self.compared_with,
-            "differences": differences,
+            "onlyInB": list(self.only_in_other),
         }
 
 
-def overview_of_role(role_dir: Path) -> RoleOverview:
+def overview_of_role(role_dir: Path, progress: Progress = lambda done, total: None) -> RoleOverview:
     """Reads the manifest and all indexes of a role's checkpoint.
+
+    Args:
+        role_dir: the role's folder.
+        progress: called with the number of bytes of indexes that have been read, and the number of all.
 
     Raises:
         CheckpointNotFoundError: the folder has no manifest.
@@ -156,11 +148,13 @@ def overview_of_role(role_dir: Path) -> RoleOverview:
     indexed = [(number, file) for number, file in enumerate(manifest.files) if file.index is not None]
     tables = _Tables(manifest)
     read = partial(_read, role_dir)
+    sizes = [0 if file.index is None else file.index.size for _, file in indexed]
     # A few files at a time, so that not all indexes are in memory.
     for first in range(0, len(indexed), tuning.LOOK_THREADS):
-        part = indexed[first : first + tuning.LOOK_THREADS]
-        for number, index in results_of(part, read, tuning.LOOK_THREADS):
+        last = first + tuning.LOOK_THREADS
+        for number, index in results_of(indexed[first:last], read, tuning.LOOK_THREADS):
             tables.add(number, index)
+        progress(sum(sizes[:last]), sum(sizes))
     return tables.overview(role_dir)
 
 
@@ -216,6 +210,31 @@ def _number_of(table: dict[Any, int], item: Any) -> int:
 def _region(region: Region) -> list[Any]:
     pieces = [[list(piece.local_offset), list(piece.shape), list(piece.global_offset)] for piece in region.pieces]
     return [list(region.global_shape), list(region.local_shape), pieces]
+
+
+def _diff(diff: RoleDiff | None) -> dict[str, Any] | None:
+    """Returns a diff as JSON values. JSON has no infinity, so infinity becomes null."""
+    if diff is None:
+        return None
+    return {
+        "with": str(diff.right),
+        "compared": diff.compared,
+        "tensors": [
+            [
+                tensor.name,
+                tensor.kind,
+                tensor.problem,
+                *tensor.sides,
+                tensor.numel,
+                tensor.differing,
+                finite_or_none(tensor.max_abs),
+                finite_or_none(tensor.max_rel),
+            ]
+            for tensor in diff.tensors
+        ],
+        "values": [[value.name, value.left, value.right] for value in diff.values],
+        "notes": list(diff.notes),
+    }
 
 
 def _timeline(timeline: SaveTimeline | None) -> dict[str, Any] | None:

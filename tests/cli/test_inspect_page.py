@@ -22,8 +22,11 @@ from mcore_ckpt.checkpoint.reading import read_index, read_manifest
 from mcore_ckpt.checkpoint.timeline import SaveTimeline
 from mcore_ckpt.cli.main import main
 from mcore_ckpt.cli.page.build import build_page
+from mcore_ckpt.formats.contract import TensorInfo
 from mcore_ckpt.ranks.topology import RankCoordinates, Topology
-from mcore_ckpt.tools.overview import Difference, Overview, overview_of_role
+from mcore_ckpt.tools.diff import DifferentTensor, RoleDiff
+from mcore_ckpt.tools.differences import DifferentValue
+from mcore_ckpt.tools.overview import Overview, overview_of_role
 
 browser = pytest.importorskip("browser", reason="needs selenium")
 from selenium.webdriver.common.action_chains import ActionChains  # noqa: E402
@@ -288,9 +291,8 @@ def test_old_and_empty_checkpoints(tmp_path: Path, driver: Any) -> None:
         "files": [],
         "stages": [],
     }
-    (tmp_path / "both.html").write_bytes(
-        build_page({"step": 2, "roles": [role, empty], "comparedWith": None, "differences": {}})
-    )
+    data = {"step": 2, "roles": [role, empty], "comparedWith": None, "onlyInB": []}
+    (tmp_path / "both.html").write_bytes(build_page(data))
     browser.opened(driver, tmp_path / "both.html")
     driver.find_element(By.CSS_SELECTOR, "#role option:last-child").click()
     assert text(driver, "title") == "Step 2 of empty"
@@ -310,7 +312,16 @@ def test_names_are_text_and_nothing_else(tmp_path: Path, driver: Any) -> None:
     manifest = sparse.write(role_dir, Topology(), {file: ("model", RankCoordinates(), held)})
     manifest = replace(manifest, versions={HOSTILE: HOSTILE}, created=HOSTILE, contents=(HOSTILE,))
     (role_dir / file_names.MANIFEST_FILE).write_bytes(encode_manifest(manifest))
-    overview = Overview(7, (overview_of_role(role_dir),), HOSTILE, {"actor": [Difference(HOSTILE, HOSTILE, None, 1)]})
+    found = RoleDiff(
+        role_dir,
+        Path(HOSTILE),
+        compared=1,
+        tensors=(DifferentTensor(HOSTILE, HOSTILE, TensorInfo(torch.float32, (2,)), None),),
+        values=(DifferentValue(HOSTILE, HOSTILE, HOSTILE),),
+        notes=(HOSTILE,),
+        nbytes=1,
+    )
+    overview = Overview(7, (overview_of_role(role_dir),), HOSTILE, {role_dir: found}, (HOSTILE,))
     (tmp_path / "page.html").write_bytes(build_page(overview.to_json()))
     browser.opened(driver, tmp_path / "page.html")
     for words in ("", "b"):
@@ -321,27 +332,120 @@ def test_names_are_text_and_nothing_else(tmp_path: Path, driver: Any) -> None:
             0,
         ]
     assert HOSTILE in text(driver, "facts")
-    assert HOSTILE in text(driver, "compared-with")
+    assert text(driver, "differences").count(HOSTILE) == 8
+    assert browser.complaints(driver) == []
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A root whose checkpoint has another layout than `role_dir`, other values of one tensor, and other tensors."""
+    root = tmp_path_factory.mktemp("other")
+    tensors = tensors_of()
+    tensors[FC1][ROW] += 0.0625
+    tensors["output_layer.weight"] = torch.ones(22, 8)
+    tensors["only.there"] = tensors.pop("decoder.final_layernorm.weight")
+    make(root, tensors, scheduler={"max_lr": 0.5})
+    return root
+
+
+def rows_of(driver: Any, element: str) -> list[list[str]]:
+    rows = driver.find_elements(By.CSS_SELECTOR, f"#{element} .row")
+    return [[cell.text for cell in row.find_elements(By.TAG_NAME, "span")] for row in rows]
+
+
+@in_browser
+def test_differences_lead_to_their_tensors(role_dir: Path, other: Path, tmp_path: Path, driver: Any) -> None:
+    """A change of one row, of a shape and of a name: in the weights, and in the optimizer's state."""
+    page = tmp_path / "page.html"
+    assert main(["inspect", str(role_dir), "--html", str(page), "--diff", str(other)]) == 0
+    browser.opened(driver, page)
+    assert text(driver, "compared-with").startswith("12 tensors and 2 values differ; ")
+    assert text(driver, "difference-sides") == f"A {role_dir} (this page)\nB {other / 'global_steps_5' / 'actor'}"
+    assert "random states: not compared, because the layouts differ" in text(driver, "difference-notes")
+    rows = rows_of(driver, "difference-list")
+    assert {(name, kind, problem) for name, kind, problem, *_ in rows} == {
+        (name, kind, problem)
+        for kind in ("model", "param", "exp_avg")
+        for name, problem in (
+            (FC1, "values"),
+            ("output_layer.weight", "shape"),
+            ("decoder.final_layernorm.weight", "only in A"),
+            ("only.there", "only in B"),
+        )
+    }
+    (values,) = [row for row in rows if row[:2] == [FC1, "exp_avg"]]
+    assert values[3:7] == ["float32 32x8", "float32 32x8", "8 of 256", "0.0625"]
+    (shape,) = [row for row in rows if row[:2] == ["output_layer.weight", "model"]]
+    assert shape[3:] == ["float32 20x8", "float32 22x8", "", "", ""]
+    by_name = {
+        tuple(cell.text for cell in row.find_elements(By.TAG_NAME, "span")[:2]): row
+        for row in driver.find_elements(By.CSS_SELECTOR, "#difference-list .row")
+    }
+    assert not by_name["only.there", "model"].is_enabled()
+    by_name[FC1, "exp_avg"].click()
+    assert text(driver, "tensor-name") == FC1
+    assert driver.find_element(By.CSS_SELECTOR, "#kinds [aria-selected=true]").text == "exp_avg"
+    assert rows_of(driver, "value-list") == [
+        ["optim/common.pt: lr_scheduler", "None", "-"],
+        ["optim/common.pt: lr_scheduler.max_lr", "-", "0.5"],
+    ]
     assert browser.complaints(driver) == []
 
 
 @in_browser
-def test_differences_lead_to_their_tensors(role_dir: Path, tmp_path: Path, driver: Any) -> None:
-    rows = [Difference(FC1, "exp_avg", 0.0625, 1234), Difference("gone", "model", None, 1)]
-    for file, differences in (("some.html", {"actor": rows}), ("none.html", {})):
-        overview = Overview(5, (overview_of_role(role_dir),), "/runs/other", differences)
-        (tmp_path / file).write_bytes(build_page(overview.to_json()))
-    browser.opened(driver, tmp_path / "none.html")
-    assert text(driver, "compared-with") == "no difference from /runs/other"
-    browser.opened(driver, tmp_path / "some.html")
-    assert text(driver, "compared-with") == "2 differences from /runs/other"
-    first, second = driver.find_elements(By.CSS_SELECTOR, "#difference-list button")
-    assert first.text.split("\n") == [FC1, "exp_avg", "1,234 values", "up to 0.0625"]
-    second.click()
-    first.click()
-    assert text(driver, "tensor-name") == FC1
-    assert driver.find_element(By.CSS_SELECTOR, "#kinds [aria-selected=true]").text == "exp_avg"
-    assert browser.complaints(driver) == []
+def test_a_page_about_two_checkpoints_that_are_the_same(role_dir: Path, tmp_path: Path, driver: Any) -> None:
+    make(tmp_path, tensors_of())
+    page = tmp_path / "page.html"
+    assert main(["inspect", str(role_dir), "--html", str(page), "--diff", str(tmp_path)]) == 0
+    browser.opened(driver, page)
+    assert text(driver, "compared-with").startswith("the same; 69 tensors compared")
+    assert not driver.find_element(By.ID, "difference-table").is_displayed()
+    assert not driver.find_element(By.ID, "value-table").is_displayed()
+
+
+@in_browser
+def test_roles_that_only_one_checkpoint_has(tmp_path: Path, driver: Any) -> None:
+    for root, roles in (("a", ("actor", "critic")), ("b", ("actor", "reward"))):
+        for role in roles:
+            make_small(file_names.step_dir(tmp_path / root, 10) / role, 10, roles)
+    page, a, b = (tmp_path / name for name in ("page.html", "a", "b"))
+    assert main(["inspect", str(a), "--html", str(page), "--diff", str(b)]) == 0
+    browser.opened(driver, page)
+    assert text(driver, "difference-notes") == "only in B: role reward"
+    driver.find_element(By.CSS_SELECTOR, "#role option:last-child").click()
+    assert text(driver, "compared-with") == "only in A: role critic"
+    assert main(["inspect", str(a), "--role", "actor", "--html", str(page), "--diff", str(b)]) == 0
+    browser.opened(driver, page)
+    assert text(driver, "difference-notes") == ""
+
+
+@pytest.mark.parametrize(
+    ("there", "with_page", "status", "complaint"),
+    [
+        ("nowhere", True, 2, "--diff {path}: there is no such folder"),
+        ("empty", True, 1, "{path}: no complete checkpoint"),
+        ("critics", True, 2, "/global_steps_5 has actor, {path}/global_steps_3 has critic, reward: name the folders"),
+        ("other", False, 2, "--diff {path}: is shown on a page: name its file with --html, or use"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_compared(
+    there: str,
+    with_page: bool,
+    status: int,
+    complaint: str,
+    role_dir: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "other").mkdir()
+    for role in ("critic", "reward"):
+        make_small(file_names.step_dir(tmp_path / "critics", 3) / role, 3, ("critic", "reward"))
+    path, page = tmp_path / there, tmp_path / "page.html"
+    html = ["--html", str(page)] if with_page else []
+    assert main(["inspect", str(role_dir), "--diff", str(path), *html]) == status
+    assert complaint.format(path=path) in capsys.readouterr().err
+    assert not page.exists()
 
 
 @in_browser

@@ -90,6 +90,7 @@ def make(
     roles: tuple[str, ...] | None = None,
     aliased: bool = False,
     config: bytes | None = None,
+    scheduler: dict[str, float] | None = None,
 ) -> Path:
     """A committed checkpoint of `tp` ranks; `cuts` of tensors that are not cut as their names say."""
     role_dir = file_names.step_dir(root, STEP) / role
@@ -124,7 +125,7 @@ def make(
         files.append((rank, write_plain(staging, file_names.rng_file(0, rank, 0, 0), "rng", rng), False))
         extra = pickle_plain({"rank": rank})
         files.append((rank, write_plain(staging, file_names.extra_file(0, rank, 0, 0), "extra", extra), False))
-    common = pickle_plain({"optimizers": [], "lr_scheduler": None})
+    common = pickle_plain({"optimizers": [], "lr_scheduler": scheduler})
     files.append((0, write_plain(staging, file_names.COMMON_FILE, "common", common), False))
     if config is not None:
         path = f"{file_names.HUGGINGFACE_DIR}/config.json"

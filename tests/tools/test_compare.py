@@ -280,7 +280,7 @@ def test_a_result_for_people(
     assert main(["test", *folders, "--most", "2"]) == 1
     said = capsys.readouterr().out
     assert said.index("values") < said.index("and 1 more")
-    assert "4x3x2 float32" in said
+    assert "float32 4x3x2" in said
     assert "not the same: 3 differ; 4 tensors" in said
     assert main(["test", *folders, "--atol", "3.5"]) == 0
     assert ": the same; 4 tensors" in capsys.readouterr().out

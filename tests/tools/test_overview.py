@@ -9,8 +9,11 @@ import torch
 from small_model import make, resharded, tensors_of
 
 from mcore_ckpt.checkpoint.reading import read_manifest
+from mcore_ckpt.formats.contract import TensorInfo
 from mcore_ckpt.sharding.regions import Box, Region
-from mcore_ckpt.tools.overview import NO_ALIAS, Difference, Overview, RoleOverview, overview_of_role
+from mcore_ckpt.tools.diff import DifferentTensor, RoleDiff
+from mcore_ckpt.tools.differences import DifferentValue
+from mcore_ckpt.tools.overview import NO_ALIAS, Overview, RoleOverview, overview_of_role
 
 BEFORE_ROOMS = Path(__file__).parents[1] / "data" / "before_rooms" / "root" / "global_steps_2" / "actor"
 
@@ -88,10 +91,19 @@ def test_a_checkpoint_without_a_timeline(tmp_path: Path) -> None:
 
 def test_the_page_gets_plain_values_alone(role_dir: Path) -> None:
     role = overview_of_role(role_dir)
-    differences = {"actor": [Difference("embedding.word_embeddings.weight", "model", 0.5, 3)]}
-    found = json.loads(json.dumps(Overview(7, (role,), "other", differences).to_json()))
+    name, info = "embedding.word_embeddings.weight", TensorInfo(torch.bfloat16, (4, 8))
+    tensor = DifferentTensor(name, "model", info, info, numel=32, differing=3, max_abs=float("inf"), max_rel=0.5)
+    diff = RoleDiff(role_dir, Path("other"), 1, (tensor,), (DifferentValue("x", None, "1"),), ("a note",), 64)
+    found = json.loads(json.dumps(Overview(7, (role,), "other", {role_dir: diff}).to_json()))
     (shown,) = found["roles"]
-    assert found["differences"] == {"actor": [["embedding.word_embeddings.weight", "model", 0.5, 3]]}
+    sides = ["bfloat16 4x8"] * 2
+    assert shown["diff"] == {
+        "with": "other",
+        "compared": 1,
+        "tensors": [[name, "model", "values", *sides, 32, 3, None, 0.5]],
+        "values": [["x", None, "1"]],
+        "notes": ["a note"],
+    }
     assert [dict(zip(shown["axes"], rank, strict=True)) for rank in shown["ranks"]] == list(
         map(vars, read_manifest(role_dir).ranks)
     )

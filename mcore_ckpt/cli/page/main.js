@@ -36,7 +36,7 @@ class Page {
     this.timeline.show(checkpoint);
     this.files.show(checkpoint);
     this.tensors.show(checkpoint);
-    this.differences.show(checkpoint, this.data.comparedWith, this.data.differences[checkpoint.role]);
+    this.differences.show(checkpoint, this.data.comparedWith, this.data.onlyInB);
   }
 
   facts({ topology, created, versions, contents, roles, tensors, size }) {

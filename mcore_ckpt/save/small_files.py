@@ -1,0 +1,82 @@
+"""Reads the small part of a training state, writes it, and writes the files beside HuggingFace weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.manifest import WrittenFile
+from mcore_ckpt.checkpoint.plain_files import check_plain, pickle_unchecked, write_plain
+from mcore_ckpt.formats.huggingface.assets import save_assets, written_assets
+from mcore_ckpt.save.new_manifest import read_common
+from mcore_ckpt.state.optimizers.chain import optimizer_parts
+from mcore_ckpt.state.optimizers.part import read_step
+from mcore_ckpt.state.plain import to_plain
+from mcore_ckpt.state.rng import read_rng
+from mcore_ckpt.state.trainer import Trainer
+
+
+class SmallFiles:
+    """This rank's small files, with the state as it was when the save was requested.
+
+    Args:
+        trainer: the objects to save.
+        extra_state: the trainer's own state, or None.
+
+    Attributes:
+        common: the state that all ranks share (`read_common`), on rank 0. Rank 0 writes it at the commit.
+
+    Raises UnsupportedError if a value cannot be stored without pickling a class.
+    """
+
+    def __init__(self, trainer: Trainer, extra_state: Mapping[str, Any] | None) -> None:
+        self._trainer = trainer
+        self._files = dict(_pickled(trainer, extra_state))
+        shares = "optimizer" in trainer.config.save_contents and trainer.agreement.is_coordinator
+        self.common: dict[str, Any] = read_common(trainer) if shares else {}
+
+    def sizes(self) -> dict[str, int]:
+        """Returns the sizes of the small files by path. The numbers of steps, which are not in `common`, add little."""
+        sizes = {path: len(data) for path, (_, data) in self._files.items()}
+        return sizes | ({file_names.COMMON_FILE: len(pickle_unchecked(self.common))} if self.common else {})
+
+    def write(self, staging: Path) -> list[WrittenFile]:
+        """Checks and writes the files and, on rank 0, what a save that exports no model keeps beside HuggingFace's."""
+        written = [write_plain(staging, path, kind, check_plain(data)) for path, (kind, data) in self._files.items()]
+        exports = "hf_model" in self._trainer.config.save_contents
+        if self._trainer.agreement.is_coordinator and not exports:
+            written += _write_assets(self._trainer, staging)
+        return written
+
+
+def _pickled(trainer: Trainer, extra_state: Mapping[str, Any] | None) -> Iterator[tuple[str, tuple[str, bytes]]]:
+    """Yields the path of each small file of this rank with its kind and its bytes, which have not been checked yet."""
+    place = trainer.coordinates.place
+    if "extra" in trainer.config.save_contents:
+        yield file_names.rng_file(*place), ("rng", pickle_unchecked(read_rng()))
+    if extra_state is not None:
+        yield file_names.extra_file(*place), ("extra", pickle_unchecked(to_plain(extra_state, "extra_state")))
+
+
+def read_steps(trainer: Trainer) -> list[float | int | None]:
+    """Returns the number of steps of each chained optimizer.
+
+    Raises UnsupportedError if the parameters of one have done different numbers of steps.
+    """
+    if "optimizer" not in trainer.config.save_contents:
+        return []
+    return [read_step(part) for part in optimizer_parts(trainer.optimizer)]
+
+
+def _write_assets(trainer: Trainer, staging: Path) -> list[WrittenFile]:
+    folder = staging / file_names.HUGGINGFACE_DIR
+    return written_assets(folder, save_assets(folder, trainer.hf_config, trainer.processing_class))
+
+
+def sizes_of_assets(written: Sequence[WrittenFile]) -> dict[str, int]:
+    """Returns the sizes of the files beside HuggingFace weights by path."""
+    # The weights of an export are of the same kind of files, but are planned anew at each save.
+    assets = (file for file in written if file.kind == "huggingface")
+    return {file.path: file.size for file in assets if not file.path.endswith(".safetensors")}

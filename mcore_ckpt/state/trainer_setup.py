@@ -1,0 +1,161 @@
+"""Makes a `Trainer` of what a training hands over: each rank reads its own part, then all ranks compare and complete.
+
+What cannot be saved or loaded as a whole is refused here, on all ranks together, before anything is changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.manifest import StageRecord
+from mcore_ckpt.config import CheckpointConfig
+from mcore_ckpt.errors import InvalidArgumentError
+from mcore_ckpt.ranks.rounds import Agreement, Record, decide, same_everywhere
+from mcore_ckpt.ranks.topology import is_first_optimizer_instance, read_replicas, read_topology
+from mcore_ckpt.state.adapters import adapter_settings, own_adapters
+from mcore_ckpt.state.megatron_versions import check_megatron
+from mcore_ckpt.state.model import chunk_layers, model_shards, own_layers, process_groups_of, whole_layers
+from mcore_ckpt.state.shards import LocalShard
+from mcore_ckpt.state.trainer import Trainer
+from mcore_ckpt.state.unsupported import (
+    refuse_missing_layers,
+    refuse_names_of_two_stages,
+    refuse_unsupported_experts,
+    refuse_unsupported_model,
+    refuse_unsupported_optimizer,
+)
+
+
+def read_trainer(
+    agreement: Agreement,
+    root: Path,
+    role: str,
+    chunks: tuple[torch.nn.Module, ...],
+    config: CheckpointConfig,
+    objects: dict[str, Any],
+) -> Trainer:
+    """Checks and collects what this rank knows without asking other ranks.
+
+    Args:
+        agreement, root, role, chunks, config: as in `Trainer`.
+        objects: the fields `optimizer`, `lr_scheduler`, `hf_config` and `processing_class` of `Trainer`.
+
+    Raises InvalidArgumentError, InvalidStateError or UnsupportedError.
+    """
+    file_names.check_roles((role, *(config.roles or ())))
+    if role not in (config.roles or (role,)):
+        raise InvalidArgumentError(f"config.roles is {config.roles}, which does not have this manager's role {role!r}")
+    if "hf_model" in config.save_contents and objects["hf_config"] is None:
+        raise InvalidArgumentError(
+            "save_contents has 'hf_model', but there is no hf_config: pass one, or leave the word out"
+        )
+    check_megatron()
+    groups = process_groups_of(chunks)
+    coordinates, topology = read_topology(groups, len(chunks))
+    return Trainer(
+        root=root,
+        role=role,
+        chunks=chunks,
+        config=config,
+        coordinates=coordinates,
+        topology=topology,
+        stages=tuple(_stage(coordinates.pp, vp, chunk) for vp, chunk in enumerate(chunks)),
+        vocab_size=config.vocab_size or _vocab_size(objects["hf_config"]),
+        first_instance=is_first_optimizer_instance(groups),
+        replicas=read_replicas(groups),
+        agreement=agreement,
+        **objects,
+    )
+
+
+def complete_together(
+    trainer: Trainer, topic: str, remote_url: str | None, on_rank_0: Callable[[], None]
+) -> tuple[Trainer, list[LocalShard]]:
+    """Checks the model and the arguments on all ranks together.
+
+    One pipeline stage may have something unsupported that the other stages do not have. All ranks must refuse it.
+    Otherwise the other ranks would later wait for the rank that refused.
+
+    Args:
+        trainer: what this rank knows.
+        topic: what is being agreed on, for messages.
+        remote_url: the address of the remote store; None if there is none.
+        on_rank_0: rank 0 calls this in the same round, once all ranks have been found to fit together.
+
+    Returns:
+        The trainer with what only all ranks together know: the layers of the whole model, and its adapters. And the
+        shards of this rank's part of the model.
+    """
+    chunks, optimizer = trainer.chunks, trainer.optimizer
+    shards: list[LocalShard] = []
+
+    def work() -> Record:
+        refuse_unsupported_model(chunks, trainer.replicas.groups)
+        model = model_shards(chunks)
+        refuse_unsupported_experts(trainer.topology, model)
+        shards.extend(model)
+        if optimizer is not None:
+            refuse_unsupported_optimizer(optimizer, chunks)
+        return {
+            **_arguments(trainer, remote_url),
+            "adapters": own_adapters(chunks),
+            **own_layers(model, trainer.coordinates),
+        }
+
+    def combine(records: Sequence[Record]) -> Record:
+        layers = whole_layers(records)
+        told = ("layers", "others", "adapters")
+        arguments = [{name: value for name, value in record.items() if name not in told} for record in records]
+        same_everywhere(arguments, "the arguments of CheckpointManager")
+        refuse_missing_layers(chunks, layers)
+        refuse_names_of_two_stages(record["others"] for record in records)
+        on_rank_0()
+        adapters = adapter_settings(record["adapters"] for record in records)
+        return {"layers": list(layers.items()), "adapters": [] if adapters is None else [asdict(adapters)]}
+
+    outcome = decide(trainer.agreement, topic, work, combine)
+    known = replace(trainer, layers=whole_layers([outcome]), adapters=adapter_settings([outcome["adapters"]]))
+    return known, shards
+
+
+def _arguments(trainer: Trainer, remote_url: str | None) -> Record:
+    """Returns the arguments of a CheckpointManager that must be the same on all ranks."""
+    config = trainer.config
+    return {
+        "root": str(trainer.root),
+        "save_contents": config.save_contents,
+        "load_contents": config.load_contents,
+        "has_optimizer": trainer.optimizer is not None,
+        "async_save": config.async_save,
+        "async_mode": config.async_mode,
+        "skip_frozen": config.skip_frozen,
+        "strict": config.strict,
+        "strict_dtypes": config.strict_dtypes,
+        "reset_moments": config.reset_moments,
+        "assume_optimizer_step": config.assume_optimizer_step,
+        "if_busy": config.if_busy,
+        "if_failed": config.if_failed,
+        "shared_writes": config.shared_writes,
+        "vocab_size": trainer.vocab_size,
+        "load_replicas": config.load_replicas,
+        "remote": remote_url,
+        "prune_remote": config.prune_remote,
+    }
+
+
+def _vocab_size(hf_config: Any) -> int | None:
+    # In a multimodal model's config, the size is in the part for the language model.
+    text = getattr(hf_config, "text_config", hf_config)
+    size = getattr(text, "vocab_size", None)
+    return size if isinstance(size, int) else None
+
+
+def _stage(pp: int, vp: int, chunk: Any) -> StageRecord:
+    layers = chunk_layers(chunk)
+    return StageRecord(pp, vp, layers.decoder, layers.mtp)
