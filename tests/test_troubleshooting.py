@@ -121,6 +121,13 @@ def test_the_words_of_the_system_are_those_of_linux() -> None:
     assert named <= known
 
 
+def test_the_commands_of_the_page_exist() -> None:
+    named = set(re.findall(r"mcore-ckpt ([a-z]+)", PAGE))
+    page = (REPOSITORY / "docs" / "command_line.md").read_text()
+    known = {cells[0].strip("`") for cells in rows(page, "command")}
+    assert {"list", "verify", "inspect", "watch", "doctor", "bench"} <= named <= known
+
+
 def test_a_message_that_no_code_has_is_found() -> None:
     assert is_in_code("no word from rank … within … s")
     assert not is_in_code("no word from rank 3 within … s")
