@@ -140,7 +140,9 @@ class Locator:
         described = f"wanted {wanted.region.describe()}, found {shard.region.describe()}"
         only_rows = len(mine) == len(theirs) > 0 and mine[1:] == theirs[1:]
         if not (only_rows and has_vocabulary_rows(wanted.key.name)):
-            raise CheckpointMismatchError(f"{shard.file}: tensor {wanted.key}: {described}")
+            raise CheckpointMismatchError(
+                f"{shard.file}: tensor {wanted.key}: {described}: build the model that was saved, with the same sizes"
+            )
         if not self._only_padding_differs(wanted, theirs[0]):
             known = "" if self._vocab_size is None else f" (vocab_size is {self._vocab_size})"
             raise CheckpointMismatchError(

@@ -66,7 +66,10 @@ class Store:
             extra = f": pip install 'mcore_ckpt[{_PACKAGES[scheme]}]'" if scheme in _PACKAGES else ""
             raise UnsupportedError(f"remote={self.url!r} needs a package that is missing ({error}){extra}") from None
         except ValueError as error:
-            raise InvalidArgumentError(f"remote is {self.url!r}: {self.redacted(error)}") from None
+            raise InvalidArgumentError(
+                f"remote is {self.url!r}: {self.redacted(error)}: use a URL of a store that fsspec knows, such as "
+                "s3://bucket/prefix"
+            ) from None
         except Exception as error:
             raise UnsupportedError(f"remote={self.url!r} cannot be used: {self.redacted(error)}") from None
         self._root = root.rstrip("/")

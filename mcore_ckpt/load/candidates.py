@@ -99,7 +99,8 @@ def find_candidates(trainer: Trainer, remote: RemoteSteps | None, step: int | No
         if remote is not None:
             reasons += f"\n  {remote.store.url}: no complete checkpoint either"
             reasons += "".join(f"\n  {found.reason}" for found in reversed(there))
-        raise CheckpointNotFoundError(f"{trainer.root}: {what} of {trainer.role}{reasons}")
+        advice = f"look at `mcore-ckpt list {trainer.root}`, and check root and role"
+        raise CheckpointNotFoundError(f"{trainer.root}: {what} of {trainer.role}: {advice}{reasons}")
     if step is None and not candidates[0]["remote"]:
         warn_if_tracker_differs(trainer.root, good)
     passed_over = []
@@ -124,5 +125,7 @@ def _at_path(path: Path) -> Record:
     foreign = kinds.kind_of(path)
     moved = None if foreign else find_moved_aside(path)
     if moved is None and not path.is_dir():
-        raise CheckpointNotFoundError(f"{path}: this folder does not exist")
+        raise CheckpointNotFoundError(
+            f"{path}: this folder does not exist: name the folder of a role, such as .../global_steps_100/actor"
+        )
     return {"candidates": [local_candidate(0, moved or path)], "foreign": foreign}

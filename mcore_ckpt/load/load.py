@@ -231,7 +231,7 @@ def _final(error: CheckpointError, skipped: Sequence[str], changed: bool) -> Che
     state = (
         "Model and optimizer are now undefined: load another checkpoint before training continues"
         if changed
-        else "Nothing has been changed"
+        else "Nothing has been changed: load another checkpoint"
     )
     newer = "".join(f"\n  newer, but not loaded either: {text}" for text in skipped)
     # This older checkpoint was tried because a newer one is damaged. So report the damage, even if the older one is

@@ -204,7 +204,8 @@ def check_all_used(trainer: Trainer, plan: LoadPlan, used: Sequence[dict[str, Ru
                 described = f", found {found[0].region.describe()}" if found else ""
                 note = _note(trainer, plan.manifest, plan.locator)
                 raise CheckpointMismatchError(
-                    f"{plan.folder}: {files[0].path}: tensor {key}: {reason}{described}{note}"
+                    f"{plan.folder}: {files[0].path}: tensor {key}: {reason}{described}{note}: build the model that "
+                    f"was saved, or leave {contents!r} out of load_contents"
                 )
 
 
@@ -219,7 +220,8 @@ def _check_contents(trainer: Trainer, manifest: Manifest) -> None:
     missing = [word for word in trainer.config.load_contents if word not in there]
     if missing:
         raise CheckpointMismatchError(
-            f"load_contents names {', '.join(missing)}, but the checkpoint has only {', '.join(manifest.contents)}"
+            f"load_contents names {', '.join(missing)}, but the checkpoint has only {', '.join(manifest.contents)}: "
+            "leave out what it lacks"
         )
 
 

@@ -66,7 +66,8 @@ def _is_exact(stored: torch.dtype, kept: torch.dtype) -> bool:
 def not_there(wanted: Wanted) -> CheckpointMismatchError:
     """Returns the error for a tensor that the checkpoint does not have."""
     return CheckpointMismatchError(
-        f"{wanted.file}: tensor {wanted.key}: wanted {wanted.region.describe()}, found no such tensor in the checkpoint"
+        f"{wanted.file}: tensor {wanted.key}: wanted {wanted.region.describe()}, found no such tensor in the "
+        "checkpoint: build the model that was saved or, if only trained parameters were saved, set skip_frozen=True"
     )
 
 

@@ -119,7 +119,7 @@ class Agreement:
         if not self._store.check([given]):
             if error := unpack(self._store.get(submitted)).get("error"):
                 raise from_record(error, CommitError)
-            raise CommitError(f"{key}: rank {rank} has submitted without giving its part")
+            raise CommitError(f"{key}: rank {rank} has submitted without giving its part: look at its log")
         return unpack(self._store.get(given))
 
     def limit_waits(self, seconds: float) -> None:

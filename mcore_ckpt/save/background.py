@@ -94,7 +94,9 @@ class SaveHandle:
             CheckpointError: the save failed. The previous checkpoint stays.
         """
         if not self._ended.wait(timeout):
-            raise TimeoutError(f"the save of step {self.step} is still under way after {timeout:g} s")
+            raise TimeoutError(
+                f"the save of step {self.step} is still under way after {timeout:g} s, and continues: wait again later"
+            )
         if self._exception is not None:
             self._failure_seen = True
             raise self._exception

@@ -73,7 +73,7 @@ def as_chunks(model: Any) -> tuple[torch.nn.Module, ...]:
                 f"model is or contains a {type(chunk).__name__}: pass a megatron-core model or a list of its chunks"
             )
     if not chunks:
-        raise InvalidTypeError("model is an empty list")
+        raise InvalidTypeError("model is an empty list: pass a megatron-core model or a list of its chunks")
     return chunks
 
 

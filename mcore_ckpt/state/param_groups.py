@@ -93,7 +93,9 @@ def match_parts(
 def _check_may_start_anew(part: OptimizerPart, saved: Sequence[Mapping[str, Any]], reset_moments: bool) -> None:
     kinds = sorted({state["kind"] for state in saved})
     if not kinds:
-        raise CheckpointMismatchError(f"optimizer: wanted the state of {part.kind_name}, found no state")
+        raise CheckpointMismatchError(
+            f"optimizer: wanted the state of {part.kind_name}, found no state: leave 'optimizer' out of load_contents"
+        )
     if not reset_moments:
         raise CheckpointMismatchError(
             f"optimizer: wanted the state of {part.kind_name}, found that of {' and '.join(kinds)}: set "

@@ -29,7 +29,10 @@ def check_scheduler(scheduler: Any, state: dict[str, Any] | None) -> None:
             "without lr_scheduler, or load a checkpoint that has this state"
         )
     if scheduler is None and state is not None:
-        logger.warning("the checkpoint has the state of an LR scheduler, but the manager has no lr_scheduler for it")
+        logger.warning(
+            "the checkpoint has the state of an LR scheduler, but the manager has no lr_scheduler for it, so it is not "
+            "loaded: pass one to CheckpointManager"
+        )
     if scheduler is None or state is None or not _is_megatrons(scheduler):
         return
     # OptimizerParamScheduler.load_state_dict (0.16.1) checks each field just before it assigns the field. The state is

@@ -31,7 +31,9 @@ def pin(root: str | Path, step: int) -> None:
         (status.place / file_names.PINNED_FILE).touch(FILE_MODE)
         sync_dir(status.place)
     except FileNotFoundError:
-        raise CheckpointNotFoundError(f"{status.path}: was deleted before it could be pinned") from None
+        raise CheckpointNotFoundError(
+            f"{status.path}: was deleted before it could be pinned: pin another step"
+        ) from None
 
 
 def unpin(root: str | Path, step: int) -> None:
@@ -56,5 +58,7 @@ def unpin(root: str | Path, step: int) -> None:
 def _status(root: Path, step: int) -> StepStatus:
     found = [status for status in list_steps(root) if status.step == step]
     if not found:
-        raise CheckpointNotFoundError(f"{root}: there is no step {step}")
+        raise CheckpointNotFoundError(
+            f"{root}: there is no step {step}: `mcore-ckpt list {root}` shows which there are"
+        )
     return found[0]
