@@ -49,6 +49,9 @@ STYLE = {
 
 Result = Mapping[str, Any]
 
+# What a weight in bf16 takes of the bytes of a parameter.
+WEIGHT_BYTES = 2
+
 # The panels of the first plot, by benchmark: what is compared, the title, and the references to show.
 OTHERS = (
     "torch.save per rank",
@@ -82,6 +85,7 @@ def main() -> None:
     plots: dict[str, Callable[[Mapping[str, Result]], Figure]] = {
         "ratios": ratios,
         "predictions": predictions,
+        "bytes-per-parameter": bytes_per_parameter,
         "scale-seconds": scale_seconds,
         "scale-bytes": scale_bytes,
     }
@@ -183,6 +187,29 @@ def predictions(results: Mapping[str, Result]) -> Figure:
     axes.legend(loc="lower right")
     sizes = ", ".join(f"{result['arguments']['gigabytes']:g} GB at load {load_of(result)}" for result in found.values())
     _foot(figure, f"1 rank, {next(iter(found.values()))['machine']['date'][:10]}: {sizes}")
+    return figure
+
+
+# -- settings of the optimizer ----------------------------------------------------------------------------
+
+
+def bytes_per_parameter(results: Mapping[str, Result]) -> Figure:
+    """Draws how many bytes the files of model and optimizer take for each parameter, by setting of the optimizer."""
+    prefix = "bytes per parameter: "
+    facts = results["optimizers"]["facts"].items()
+    found = sorted((value, name.removeprefix(prefix)) for name, value in facts if name.startswith(prefix))
+    figure = _figure(8.4, 3.4)
+    axes = figure.subplots()
+    bars = axes.barh([name for _, name in found], [value for value, _ in found], color=COLOURS[0], height=0.6)
+    axes.barh([name for _, name in found], [WEIGHT_BYTES] * len(found), color=COLOURS[1], height=0.6)
+    axes.bar_label(bars, fmt="%.1f", padding=4)
+    axes.set_title("Bytes per parameter")
+    axes.set_xlim(0, 1.1 * found[-1][0])
+    axes.tick_params(axis="y", length=0, labelcolor=INK)
+    axes.grid(axis="y", visible=False)
+    axes.set_axisbelow(True)
+    axes.legend(handles=[bars, axes.containers[1]], labels=["optimizer", "weights, bf16"], loc="lower right")
+    _foot(figure, told_run(results["optimizers"], "files of model and optimizer"))
     return figure
 
 
