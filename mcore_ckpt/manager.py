@@ -167,6 +167,9 @@ class CheckpointManager:
                 save writes a file or folder with the same name (docs/format.md).
             max_to_keep: how many steps to keep after this save. None: `config.max_to_keep`.
 
+        Returns:
+            The save's handle. Without `async_save`, the save has ended and is committed.
+
         Raises:
             CommitError: a rank failed, died or was late. All ranks raise it, and the previous checkpoint stays.
             NoRoomError: the files would not fit on the disk or into a quota, so nothing has been written. It is also a
@@ -244,6 +247,9 @@ class CheckpointManager:
                 files of the checkpoint are checked first, even of files that no rank needs, so that a damaged
                 checkpoint changes nothing. "off": no CRC of a tensor is checked, only sizes, indexes and small files.
                 Checkpoints of other programs have no CRCs, so `verify` makes no difference for them.
+
+        Returns:
+            The step, the extra state that this rank gave to `save`, and a report.
 
         Raises:
             CheckpointNotFoundError: there is no such checkpoint.

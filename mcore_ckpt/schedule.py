@@ -27,7 +27,12 @@ def alone(topic: str, request: Record, answer: Callable[[], Record]) -> Record:
 
 @dataclass(frozen=True)
 class Frequency:
-    """How often to save: every `epochs` epochs, every `steps` steps and every `secs` seconds. None: never.
+    """How often to save: every `epochs` epochs, every `steps` steps and every `secs` seconds.
+
+    Attributes:
+        epochs: the number of epochs between two saves. None: epochs cause no save.
+        steps: the number of steps between two saves. None: steps cause no save.
+        secs: the seconds between two saves. None: time causes no save.
 
     Raises:
         InvalidArgumentError: a value is not above 0.
@@ -47,6 +52,7 @@ class Frequency:
 
     @property
     def is_never(self) -> bool:
+        """True if nothing causes a save."""
         return self.epochs is None and self.steps is None and self.secs is None
 
 
@@ -127,7 +133,17 @@ class Schedule:
 
 
 class RoleSchedules:
-    """Keeps one schedule for each role, because a shared schedule would count each step once per role."""
+    """Keeps one schedule for each role, because a shared schedule would count each step once per role.
+
+    Args:
+        frequency: how often to save each role.
+        clock: returns seconds, as that of a Schedule.
+
+    Example:
+        >>> schedules = RoleSchedules(Frequency(steps=2))
+        >>> [schedules.due("actor"), schedules.due("critic"), schedules.due("actor")]
+        [False, False, True]
+    """
 
     def __init__(self, frequency: Frequency, clock: Callable[[], float] = time.monotonic) -> None:
         self._frequency = frequency

@@ -66,26 +66,15 @@ wait_beside() {
     return "$failed"
 }
 
-# packages NAME: what requirements-NAME.txt lists, in .venv/NAME, for tests that put that folder on their path.
-packages() {
-    local wanted=requirements-$1.txt stamp=.venv/$1.installed
-    if ! cmp -s "$wanted" "$stamp"; then
-        rm -rf ".venv/$1"
-        .venv/bin/pip install -qq --disable-pip-version-check --no-compile --no-deps --ignore-requires-python \
-            --target ".venv/$1" -r "$wanted"
-        cp "$wanted" "$stamp"
-    fi
-}
-
 # All tests run with the newest megatron-core, and some with the other versions (tests/test_versions.py).
 newest=megatron-0.19
 wanted=("$newest" triton emerging)
 # Frameworks are tested beside the environment: they want other versions of what it has.
 frameworks=(verl verl-0.6 verl-0.7 verl-0.8 areal bridge swift)
 [ "$tier" = quick ] || wanted+=(megatron-0.15 megatron-0.16 megatron-0.17 megatron-0.18 te transformers4 quantized remote monitoring "${frameworks[@]}")
-[ "$tier" != full ] || wanted+=(wandb)
+[ "$tier" != full ] || wanted+=(wandb docs)
 for name in "${wanted[@]}"; do
-    beside "packages-$name" packages "$name"
+    beside "packages-$name" bash scripts/side_packages.sh "$name"
 done
 [ -z "$browser" ] || beside browser bash scripts/install_browser.sh
 bash scripts/install.sh
@@ -122,6 +111,7 @@ if [ "$tier" = full ]; then
     bash scripts/chaos.sh --kills 200 || status=1
     bash scripts/soak.sh --minutes 5 || [ $? -eq 77 ] || status=1 # 77: no C compiler
     .venv/bin/python scripts/fuzz.py || status=1
+    bash scripts/docs.sh || status=1
     bash scripts/sanitize.sh || [ $? -eq 77 ] || status=1 # 77: the compiler has no sanitizers
 fi
 if [ -n "$coverage" ]; then

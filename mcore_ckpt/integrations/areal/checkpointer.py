@@ -50,8 +50,10 @@ class Checkpointer:
 
     Args:
         model: the engine's list of virtual chunks.
-        optimizer, lr_scheduler: the engine's objects, or None.
-        hf_config, processing_class: a transformers config and tokenizer or processor, or None.
+        optimizer: the engine's optimizer, or None.
+        lr_scheduler: the engine's LR scheduler, or None.
+        hf_config: a transformers config, or None.
+        processing_class: a transformers tokenizer or processor, or None.
         config: options. `save_contents` and `load_contents` have no effect, because each call gives the contents.
 
     Raises InvalidArgumentError: the config has `max_to_keep` or `keep_every`, although the RecoverHandler decides which

@@ -95,7 +95,9 @@ def configure(
             `megatron.training.get_args()` returns at each call.
         config: the options of this package. `args` overrides `async_save`, can take the optimizer out of the contents,
             and with `save_retain_interval` sets which steps stay.
-        role, hf_config, processing_class: see CheckpointManager.
+        role: see CheckpointManager.
+        hf_config: see CheckpointManager.
+        processing_class: see CheckpointManager.
 
     Example:
         >>> from types import SimpleNamespace
@@ -134,16 +136,27 @@ def save_checkpoint(
     Args:
         iteration: the iteration's number, at least 0.
         model: the list of virtual chunks, or one model, wrapped or not.
-        optimizer, opt_param_scheduler: megatron's objects, or None.
+        optimizer: megatron's object, or None.
+        opt_param_scheduler: megatron's object, or None.
         num_floating_point_operations_so_far: a number for `load_checkpoint` to return.
         train_data_iterator: the training's data iterator. If a step is to be run again, the rerun state contains the
             iterator's state. If `args.dataloader_save` is set, the save also keeps what the `save_state` of the
             iterator's iterable returns (see `loaded_dataloader_state`).
-        pipeline_rank, expert_rank, tensor_rank, pipeline_parallel, expert_parallel, tp_group, pp_group, dp_cp_group,
-            dp_group, expt_dp_group: None, or what the model's own process groups are on this rank.
+        pipeline_rank: None, or this rank's number in the model's own pipeline group.
+        expert_rank: None, or its number in the model's own expert-parallel group.
+        tensor_rank: None, or its number in the model's own tensor-parallel group.
+        pipeline_parallel: None, or whether the model has more than one pipeline stage.
+        expert_parallel: None, or whether its experts are on several ranks.
+        tp_group: None, or the model's own group.
+        pp_group: None, or the model's own group.
+        dp_cp_group: None, or the model's own group.
+        dp_group: None, or the model's own group.
+        expt_dp_group: None, or the model's own group.
         checkpointing_context: ignored, because nothing has to be kept between saves.
         preprocess_common_state_dict_fn: ignored, because the ranks' states may differ.
-        non_persistent_ckpt, release, rng_state_key_prefix: refused if set.
+        non_persistent_ckpt: refused if set.
+        release: refused if set.
+        rng_state_key_prefix: refused if set.
 
     Raises:
         UnsupportedError: an argument cannot be honoured. Nothing has been done.
@@ -192,12 +205,18 @@ def load_checkpoint(
 
     Args:
         ddp_model: the list of virtual chunks, or one model, wrapped or not.
-        optimizer, opt_param_scheduler: megatron's objects, or None.
+        optimizer: megatron's object, or None.
+        opt_param_scheduler: megatron's object, or None.
         load_arg: the name of the argument that names the folder.
-        tp_group, pp_group, dp_cp_group, dp_group, expt_dp_group: None, or the model's own process groups.
+        tp_group: None, or the model's own group.
+        pp_group: None, or the model's own group.
+        dp_cp_group: None, or the model's own group.
+        dp_group: None, or the model's own group.
+        expt_dp_group: None, or the model's own group.
         checkpointing_context: ignored.
         strict: must be True.
-        skip_load_to_model_and_opt, rng_state_key_prefix: refused if set.
+        skip_load_to_model_and_opt: refused if set.
+        rng_state_key_prefix: refused if set.
 
     Returns:
         The iteration (0 with `args.finetune`) and num_floating_point_operations_so_far. Both are 0 if there never was a

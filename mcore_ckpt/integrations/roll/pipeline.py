@@ -19,7 +19,9 @@ from mcore_ckpt.steps import delete_old_steps, step_status
 
 logger = logging.getLogger(__name__)
 
-TYPE = "mcore_ckpt"  # the value of checkpoint_config.type that selects this package
+TYPE = "mcore_ckpt"
+"""The value of `checkpoint_config.type` that selects this package."""
+
 _RNG_FILE = "rng_state_pipeline.pth"  # written by WorkerState.save_rng_state
 
 

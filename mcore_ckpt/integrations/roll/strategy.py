@@ -61,10 +61,11 @@ class CheckpointStrategy:
         """Saves this cluster's role in `<checkpoint_config.output_dir>/<ckpt_id>`. Every rank of the cluster calls it.
 
         Args:
-            save_dir, local_state_path: not used. ROLL's own strategy writes there, and an uploader copies the files.
+            save_dir: not used. ROLL's own strategy writes there, and an uploader copies the files.
             global_step: the N of `ckpt_id`.
             ckpt_id: `checkpoint-{N}`.
             tag: must be "checkpoint".
+            local_state_path: not used, as `save_dir`.
             kwargs: `is_last_step=True` waits until the role is committed, whatever `async_upload` is.
 
         Returns:

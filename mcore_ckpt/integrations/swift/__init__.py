@@ -18,8 +18,7 @@ if find_spec("swift") is None or find_spec("mcore_bridge") is None:
 
 __all__ = ["TRAINERS"]
 
-# The trainers of ms-swift that have a class of ours by the same name. It is made when it is first used, because it
-# imports a part of ms-swift that the others do not need.
+# A class is made when it is first used, because it imports a part of ms-swift that the others do not need.
 TRAINERS = (
     "MegatronTrainer",
     "MegatronEmbeddingTrainer",
@@ -30,6 +29,7 @@ TRAINERS = (
     "MegatronGRPOTrainer",
     "MegatronGKDTrainer",
 )
+"""The trainers of ms-swift that have a class by the same name in this module."""
 
 
 def __getattr__(name: str) -> Any:
