@@ -5,16 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.table import Table
 
 from mcore_ckpt.cli.arguments import add_json, check_is_folder, expanded_path
 from mcore_ckpt.cli.progress import progress_of_bytes
 from mcore_ckpt.cli.signals import cleaning_up_at_sigterm
+from mcore_ckpt.cli.tables import is_terminal, result_console, table_of
 from mcore_ckpt.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -226,26 +227,40 @@ _COMPARED = (
 
 
 def _show(report: Report) -> None:
-    console = Console(highlight=False)
+    console = result_console()
     where = "" if report.mount is None else f" ({report.mount.kind} on {report.mount.point})"
-    console.print(f"{report.root}{where}", markup=False, soft_wrap=True)
-    console.print(_speed_table(report.speeds))
+    console.print(f"{report.root}{where}", markup=False)
+    speeds = report.speeds
+    ranks = "1 rank" if speeds.ranks == 1 else f"{speeds.ranks} ranks at once"
+    console.print(f"{ranks}, {_size_text(speeds.trial_bytes)}", markup=False)
+    _show_table(console, ("measured", "speed>"), _speed_rows(speeds))
     least, most = report.speeds.spread
     if most - least > _UNSTEADY:
         text = f"busy: trial saves took {least:.2f} to {most:.2f} times their median, and so will others"
-        console.print(text, style="yellow", soft_wrap=True)
+        console.print(text, style="yellow")
     if report.prediction is not None and report.size is not None:
-        console.print(_size_line(report.size, report.fitting_saves), markup=False, soft_wrap=True)
-        console.print(_prediction_table(report.prediction, report.speeds))
+        console.print(_size_line(report.size, report.fitting_saves), markup=False)
+        _show_table(console, ("predicted", "time>", "bottleneck"), _predicted_rows(report.prediction, report.speeds))
         for line in _notes(report.prediction, report.size):
-            console.print(line, markup=False, soft_wrap=True)
+            console.print(line, markup=False)
     if report.real:
-        console.print(_real_table(report))
+        _show_table(console, ("real saves", "size>", "predicted>", "measured>", "ratio>"), _real_rows(report))
 
 
-def _speed_table(speeds: Speeds) -> Table:
-    ranks = "1 rank" if speeds.ranks == 1 else f"{speeds.ranks} ranks at once"
-    table = Table("measured", "speed", title=f"{ranks}, {_size_text(speeds.trial_bytes)}", title_justify="left")
+def _show_table(console: Console, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Shows a table on a terminal, and elsewhere a line for each row."""
+    if is_terminal():
+        console.print()
+        console.print(table_of(console, headings, rows))
+        console.print()
+        return
+    for row in rows:
+        first, *others = (heading.removesuffix(">") for heading in headings)
+        named = "  ".join(f"{name} {cell}" for name, cell in zip(others, row[1:], strict=True))
+        console.print(f"{first}  {row[0]}  {named}", markup=False)
+
+
+def _speed_rows(speeds: Speeds) -> list[tuple[str, str]]:
     rates = [
         *((f"copying {_size_text(nbytes)} in host memory", rate) for nbytes, rate in speeds.copies),
         ("new host memory, one thread", speeds.fetch_bytes_per_s),
@@ -259,18 +274,18 @@ def _speed_table(speeds: Speeds) -> Table:
             (f"copying from {speeds.gpu.name}", speeds.gpu.copy_bytes_per_s),
             ("pinning new memory", speeds.gpu.pin_bytes_per_s),
         ]
-    for name, rate in rates:
-        table.add_row(name, f"{rate / 1e9:.2f} GB/s")
-    for name, seconds in (
+    times = (
         ("opening a save", speeds.open_s),
         ("writing files without bytes", speeds.small_write_s),
         ("commit", speeds.commit_s),
         ("sync of a small file", speeds.sync_s),
-    ):
-        table.add_row(name, _time(seconds))
+    )
     limit = speeds.write_limit
-    table.add_row("limit of writing", f"the {limit}" if limit else "neither file system nor processors")
-    return table
+    return [
+        *((name, f"{rate / 1e9:.2f} GB/s") for name, rate in rates),
+        *((name, _time(seconds)) for name, seconds in times),
+        ("limit of writing", f"the {limit}" if limit else "neither file system nor processors"),
+    ]
 
 
 def _size_line(size: SaveSize, fitting: int | None) -> str:
@@ -281,14 +296,11 @@ def _size_line(size: SaveSize, fitting: int | None) -> str:
     return text if fitting is None else f"{text}; {fitting} such saves fit"
 
 
-def _prediction_table(prediction: Prediction, speeds: Speeds) -> Table:
+def _predicted_rows(prediction: Prediction, speeds: Speeds) -> list[tuple[str, str, str]]:
     from mcore_ckpt.tools.bench.predict import bottleneck
 
-    table = Table("predicted", "time", "bottleneck")
-    for name, words in _PREDICTED:
-        estimate: Estimate = getattr(prediction, name)
-        table.add_row(words, _time(estimate.seconds), bottleneck(estimate, speeds))
-    return table
+    estimates: list[tuple[str, Estimate]] = [(words, getattr(prediction, name)) for name, words in _PREDICTED]
+    return [(words, _time(estimate.seconds), bottleneck(estimate, speeds)) for words, estimate in estimates]
 
 
 def _notes(prediction: Prediction, size: SaveSize) -> list[str]:
@@ -306,14 +318,14 @@ def _notes(prediction: Prediction, size: SaveSize) -> list[str]:
     return lines
 
 
-def _real_table(report: Report) -> Table:
-    table = Table("real saves", "size", "predicted", "measured", "ratio")
+def _real_rows(report: Report) -> list[tuple[str, str, str, str, str]]:
+    rows = []
     for real in report.real:
         for name, words in _COMPARED:
             found: Comparison = getattr(real, name)
             times = _time(found.predicted_s), _time(found.measured_s)
-            table.add_row(words, _size_text(real.nbytes), *times, f"{found.ratio:.2f}")
-    return table
+            rows.append((words, _size_text(real.nbytes), *times, f"{found.ratio:.2f}"))
+    return rows
 
 
 def _size_text(nbytes: int) -> str:

@@ -14,8 +14,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from mcore_ckpt.cli.arguments import (
     add_ignore,
     add_ignored_flags,
@@ -29,6 +27,7 @@ from mcore_ckpt.cli.arguments import (
     torchrun_variables,
 )
 from mcore_ckpt.cli.progress import progress_of_bytes
+from mcore_ckpt.cli.tables import result_console
 from mcore_ckpt.config import CONVERT_TIMEOUT_S
 from mcore_ckpt.errors import InvalidArgumentError
 
@@ -249,7 +248,7 @@ def _show(report: ConversionReport, as_json: bool) -> None:
         plain = asdict(report)
         print(json.dumps({**plain, "source": str(report.source), "path": str(report.path)}))
         return
-    console = Console(highlight=False, soft_wrap=True)
+    console = result_console()
     speed = report.nbytes / report.seconds / 1e9
     console.print(f"{report.path}: {report.model}", markup=False)
     console.print(f"{report.nbytes / 1e9:.2f} GB in {report.seconds:.1f} s ({speed:.2f} GB/s)", markup=False)
@@ -260,7 +259,7 @@ def _show_back(report: WayBackReport, as_json: bool) -> None:
         plain = asdict(report) | {"source": [str(path) for path in report.source], "path": str(report.path)}
         print(json.dumps(plain))
         return
-    console = Console(highlight=False, soft_wrap=True)
+    console = result_console()
     speed = report.nbytes / report.seconds / 1e9
     console.print(f"{report.path}: step {report.step} for {report.layout}", markup=False)
     console.print(f"{report.nbytes / 1e9:.2f} GB in {report.seconds:.1f} s ({speed:.2f} GB/s)", markup=False)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from mcore_ckpt.cli.arguments import add_json, check_is_folder, expanded_path, torchrun_variables
+from mcore_ckpt.cli.progress import progress_in, progress_of_bytes
 from mcore_ckpt.cli.signals import cleaning_up_at_sigterm
+from mcore_ckpt.cli.tables import result_console
 from mcore_ckpt.errors import AgreementError, InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -73,8 +73,9 @@ def run(args: argparse.Namespace) -> int:
     """Examines a folder. Returns 0 if checkpoints can be saved there, otherwise 1."""
     if args.timeout <= 0:
         raise InvalidArgumentError(f"--timeout {args.timeout:g}: use more than 0 seconds")
-    with cleaning_up_at_sigterm():
-        report = _examine(args.root.absolute(), args)
+    is_first = os.environ.get("RANK", "0") == "0"
+    with cleaning_up_at_sigterm(), progress_of_bytes(args.json or not is_first) as bar:
+        report = _examine(args.root.absolute(), args, progress_in(bar, "measure"))
     if report is None:
         return 0  # rank 0 reports
     if args.json:
@@ -84,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if report.is_usable else 1
 
 
-def _examine(root: Path, args: argparse.Namespace) -> Report | None:
+def _examine(root: Path, args: argparse.Namespace, progress: Callable[[int, int], None]) -> Report | None:
     """Returns the report on rank 0, None on the other ranks."""
     from mcore_ckpt.ranks import single_process_agreement
     from mcore_ckpt.tools.doctor.examine import examine
@@ -93,13 +94,13 @@ def _examine(root: Path, args: argparse.Namespace) -> Report | None:
         with _agreement(args.timeout) as agreement:
             if agreement.world_size == 1:
                 check_is_folder(root)
-            return examine(root, agreement, args.megabytes)
+            return examine(root, agreement, args.megabytes, progress=progress)
     except AgreementError as error:
         if os.environ.get("RANK") != "0":
             raise
         # The ranks have not met. Rank 0 examines the folder alone, and reports what it knows of the others.
         check_is_folder(root)
-        return examine(root, single_process_agreement("doctor", args.timeout), args.megabytes, error)
+        return examine(root, single_process_agreement("doctor", args.timeout), args.megabytes, error, progress)
 
 
 @contextmanager
@@ -120,7 +121,7 @@ def _agreement(timeout_s: float) -> Iterator[Agreement]:
 
 
 def _show(report: Report) -> None:
-    console = Console(highlight=False, soft_wrap=True)
+    console = result_console()
     width = max(len(finding.topic) for finding in report.findings)
     console.print(str(report.root), markup=False)
     for finding in report.findings:

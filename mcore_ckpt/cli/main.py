@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import argparse
 import io
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -35,7 +36,8 @@ from mcore_ckpt.cli.demo import command as demo
 from mcore_ckpt.cli.examples import add_examples
 from mcore_ckpt.errors import CheckpointError, InvalidArgumentError
 
-SUCCESS, BAD_CHECKPOINT, UNUSABLE_ARGUMENTS, INTERRUPTED = 0, 1, 2, 130
+SUCCESS, BAD_CHECKPOINT, UNUSABLE_ARGUMENTS = 0, 1, 2
+INTERRUPTED, READER_GONE = 130, 141  # as shells report programs that SIGINT or SIGPIPE has ended
 
 COMMANDS = (
     demo,
@@ -56,7 +58,10 @@ COMMANDS = (
 
 
 def main(argv: Sequence[str] | None = None, **defaults: Any) -> int:
-    """Runs one subcommand. Returns 0 for success, 1 for a bad checkpoint, 2 for unusable arguments, 130 for Ctrl-C.
+    """Runs one subcommand.
+
+    Returns 0 for success, 1 for a bad checkpoint, 2 for unusable arguments, 130 for Ctrl-C, and 141 if the program that
+    reads the output has ended.
 
     Args:
         argv: the arguments; None for those of this process.
@@ -64,10 +69,22 @@ def main(argv: Sequence[str] | None = None, **defaults: Any) -> int:
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a file name can contain bytes that are not text
-    args = build_parser().parse_args(argv, argparse.Namespace(**defaults))
+    try:
+        try:
+            return _run(argv, defaults)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # As with `| head`. What the interpreter still flushes when it exits must go somewhere, or it complains.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return READER_GONE
+
+
+def _run(argv: Sequence[str] | None, defaults: Mapping[str, Any]) -> int:
     # Errors are written to stderr, so that a program can read what `--json` writes to stdout.
     complaints = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
+        args = build_parser().parse_args(argv, argparse.Namespace(**defaults))
         return int(args.run(args))
     except InvalidArgumentError as error:
         complaints.print(f"mcore-ckpt: {error}", style="red", markup=False)
@@ -75,6 +92,8 @@ def main(argv: Sequence[str] | None = None, **defaults: Any) -> int:
     except CheckpointError as error:
         complaints.print(f"mcore-ckpt: {error}", style="red", markup=False)
         return BAD_CHECKPOINT
+    except BrokenPipeError:
+        raise
     except OSError as error:
         complaints.print(f"mcore-ckpt: {type(error).__name__}: {error}", style="red", markup=False)
         return BAD_CHECKPOINT

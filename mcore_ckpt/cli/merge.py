@@ -10,8 +10,6 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from mcore_ckpt.cli.arguments import (
     add_ignore,
     add_ignored_flags,
@@ -23,6 +21,7 @@ from mcore_ckpt.cli.arguments import (
     torchrun_variables,
 )
 from mcore_ckpt.cli.progress import progress_of_bytes
+from mcore_ckpt.cli.tables import result_console
 from mcore_ckpt.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -190,7 +189,7 @@ def _size(text: str) -> int:
 
 
 def _show(report: MergeReport) -> None:
-    console = Console(highlight=False, soft_wrap=True)
+    console = result_console()
     how = "" if report.adapters is None else f", {_HOW[report.adapters]}"
     console.print(f"{report.target}: {report.model}, {str(report.dtype).removeprefix('torch.')}{how}", markup=False)
     speed = report.nbytes / report.seconds / 1e9

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from mcore_ckpt.cli.arguments import add_json, check_has_steps, check_is_folder, expanded_path
+from mcore_ckpt.cli.progress import progress_in, progress_of_bytes
+from mcore_ckpt.cli.tables import result_console
 from mcore_ckpt.errors import CheckpointError, InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -73,9 +73,14 @@ def run(args: argparse.Namespace) -> int:
             pin(args.root, step)
         for step in args.unpin:
             unpin(args.root, step)
-        folders = prune(
-            args.root, PreservationPolicy(args.max_to_keep, args.keep_every), role=args.role, dry_run=args.dry_run
-        )
+        with progress_of_bytes(args.json or args.dry_run) as bar:
+            folders = prune(
+                args.root,
+                PreservationPolicy(args.max_to_keep, args.keep_every),
+                role=args.role,
+                dry_run=args.dry_run,
+                progress=progress_in(bar, "prune"),
+            )
     except OSError as error:
         raise CheckpointError(f"{args.root}: {error}") from error
     if args.json:
@@ -86,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show(folders: Sequence[PrunedFolder], root: Path, dry_run: bool) -> None:
-    console = Console(highlight=False, soft_wrap=True)
+    console = result_console()
     for folder in folders:
         word = "keep  " if folder.stays else "delete"
         line = f"{word}  {folder.nbytes / 1e9:10.3f} GB  {folder.path.relative_to(root)}: {folder.reason}"

@@ -7,10 +7,9 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from mcore_ckpt.cli.arguments import add_json, expanded_path
 from mcore_ckpt.cli.progress import progress_of_bytes
+from mcore_ckpt.cli.tables import result_console
 
 if TYPE_CHECKING:
     from mcore_ckpt.tools.reshard.reshard import ReshardReport
@@ -112,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show(report: ReshardReport) -> None:
-    console = Console(highlight=False, soft_wrap=True)
+    console = result_console()
     for role in report.roles:
         console.print(f"{role.path}: {role.saved} -> {role.written}", markup=False)
         if role.reseeded:

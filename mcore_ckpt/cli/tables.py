@@ -23,8 +23,14 @@ def is_terminal() -> bool:
 
 
 def result_console() -> Console:
-    """Returns the console for a command's result."""
-    return Console(highlight=False, soft_wrap=not is_terminal())
+    """Returns the console for a command's result. In a pipe or a log it folds no line, so that programs can read it."""
+    return _ResultConsole(highlight=False, soft_wrap=not is_terminal())
+
+
+class _ResultConsole(Console):
+    def on_broken_pipe(self) -> None:
+        """Leaves the error to `main`: rich would end the process with status 1, which is that of a bad checkpoint."""
+        raise
 
 
 def table_of(console: Console, headings: Sequence[str], rows: Sequence[Sequence[Cell]]) -> RenderableType:

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from mcore_ckpt.cli.arguments import add_json, check_is_folder, expanded_path
 from mcore_ckpt.cli.progress import progress_of_bytes
+from mcore_ckpt.cli.tables import result_console
 
 if TYPE_CHECKING:
     from mcore_ckpt.tools.verify import Report, VerifiedRole
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show(report: Report) -> None:
-    console = Console(highlight=False, soft_wrap=True)
+    console = result_console()
     for verdict in report.roles:
         _show_verdict(console, verdict)
     for problem in report.problems:

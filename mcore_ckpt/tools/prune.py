@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mcore_ckpt.io import tuning
 from mcore_ckpt.io.threads import results_of
 from mcore_ckpt.steps import leftovers
 from mcore_ckpt.steps.listing import StepStatus, list_steps
-from mcore_ckpt.steps.retention import PreservationPolicy, delete_step, judge, obstacle_to
+from mcore_ckpt.steps.retention import PreservationPolicy, RetentionDecision, delete_step, judge, obstacle_to
 from mcore_ckpt.steps.tracker import read_tracker
+
+Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,12 @@ class PrunedFolder:
 
 
 def prune(
-    root: Path, policy: PreservationPolicy, *, role: str | None = None, dry_run: bool = False
+    root: Path,
+    policy: PreservationPolicy,
+    *,
+    role: str | None = None,
+    dry_run: bool = False,
+    progress: Progress = lambda done, total: None,
 ) -> list[PrunedFolder]:
     """Deletes the steps that a trainer with this policy would delete, and the leftovers of dead processes.
 
@@ -45,6 +53,7 @@ def prune(
         role: the role whose steps and leftovers may be deleted; None for all roles. A step is deleted with all its
             roles.
         dry_run: True to delete nothing and to return what would be deleted.
+        progress: called after each deleted step, with the number of bytes of the deleted steps and of all.
 
     Returns:
         One entry for each step and each leftover.
@@ -55,15 +64,17 @@ def prune(
         >>> prune(Path("checkpoints"), PreservationPolicy(max_to_keep=2), dry_run=True)  # doctest: +SKIP
     """
     folders = []
-    decisions = judge(list_steps(root), policy, read_tracker(root))
+    decisions = [_of_role(each, role) for each in judge(list_steps(root), policy, read_tracker(root))]
     sizes = results_of([decision.status.place for decision in decisions], _nbytes, tuning.LOOK_THREADS)
-    for decision, nbytes in zip(decisions, sizes, strict=True):
+    judged = list(zip(decisions, sizes, strict=True))
+    done, total = 0, sum(nbytes for decision, nbytes in judged if not decision.stays)
+    for decision, nbytes in judged:
         status, stays, reason = decision.status, decision.stays, decision.reason
-        if role is not None and role not in status.committed | status.declared:
-            stays, reason = True, f"without {role}"
         if not stays:
             obstacle = _seen_obstacle(status) if dry_run else delete_step(status)
             stays, reason = obstacle is not None, obstacle or reason
+            done += nbytes
+            progress(done, total)
         folders.append(PrunedFolder(status.path, status.step, stays, reason, nbytes))
     for path in leftovers.find_leftovers(root, role):
         nbytes = _nbytes(path)
@@ -73,6 +84,13 @@ def prune(
         reason = "left by a process that died" + (", but not all of it could be removed" if stays else "")
         folders.append(PrunedFolder(path, None, stays, reason, nbytes))
     return folders
+
+
+def _of_role(decision: RetentionDecision[StepStatus], role: str | None) -> RetentionDecision[StepStatus]:
+    """Returns the decision, or that the step stays if it does not have the role."""
+    if role is None or role in decision.status.committed | decision.status.declared:
+        return decision
+    return replace(decision, stays=True, reason=f"without {role}")
 
 
 def _seen_obstacle(status: StepStatus) -> str | None:

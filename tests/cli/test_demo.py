@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import IO, Any
 import pytest
 from forks import Launched, launch
 from torch.distributed.run import parse_args
+from waiting import wait_for
 
 from mcore_ckpt.cli.demo import runner
 from mcore_ckpt.cli.main import main
@@ -46,6 +48,11 @@ def forked_ranks(command: list[str], stdout: IO[bytes], env: dict[str, str], **o
     return launch(small, int(torchrun.nproc_per_node), imports=IMPORTS, environment=environment, stdout=stdout)
 
 
+def fork_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    popen = SimpleNamespace(Popen=forked_ranks, STDOUT=subprocess.STDOUT, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr(runner, "subprocess", popen)
+
+
 @pytest.fixture(params=["forked", pytest.param("as a stranger runs it", marks=pytest.mark.full)])
 def run_demo(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -57,8 +64,7 @@ def run_demo(
 
     def run(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         monkeypatch.chdir(cwd)
-        popen = SimpleNamespace(Popen=forked_ranks, STDOUT=subprocess.STDOUT, TimeoutExpired=subprocess.TimeoutExpired)
-        monkeypatch.setattr(runner, "subprocess", popen)
+        fork_ranks(monkeypatch)
         return subprocess.CompletedProcess(arguments, main(["demo", *arguments]), *capfd.readouterr())
 
     return run if request.param == "forked" else demo
@@ -179,6 +185,56 @@ def test_failed_launch_is_one_error_with_the_reason(
     assert "OSError: disk" in captured.err
     assert "noise" not in captured.err
     assert captured.out == ""
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 128 + signal.SIGTERM)])
+def test_a_signal_ends_the_ranks_and_leaves_nothing_behind(
+    number: signal.Signals,
+    status: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    fork_ranks(monkeypatch)
+    ranks: list[int] = []
+
+    def interrupt(training: Any, event: dict[str, Any]) -> None:
+        ranks.append(event["pid"])
+        signal.raise_signal(number)
+
+    monkeypatch.setattr(runner.Training, "record", interrupt)
+    # A shell ignores Ctrl-C for what it starts in the background, and so would this process.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        found = main(["demo", "--dir", str(tmp_path / "deep" / "demo")])
+    except SystemExit as ended:
+        found = int(ended.code or 0)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert found == status
+    (rank,) = ranks
+    with pytest.raises(ProcessLookupError):
+        os.kill(rank, 0)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.full
+def test_ctrl_c_ends_torchrun_and_its_ranks(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mcore_ckpt.cli.main", "demo", "--json"]
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, preexec_fn=heed_ctrl_c) as running:
+        events = tmp_path / "demo_checkpoints" / "logs" / "uninterrupted.jsonl"
+        wait_for(lambda: events.exists() and '"pid"' in events.read_text())
+        rank = json.loads(events.read_text().splitlines()[0])["pid"]
+        running.send_signal(signal.SIGINT)
+        _, said = running.communicate(timeout=60)
+    assert (running.returncode, said) == (130, "mcore-ckpt: interrupted\n")
+    with pytest.raises(ProcessLookupError):
+        os.kill(rank, 0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def heed_ctrl_c() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def test_one_wrong_bit_is_seen(tmp_path: Path) -> None:

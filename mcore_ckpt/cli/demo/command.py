@@ -7,11 +7,11 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 from mcore_ckpt.cli.arguments import add_json, expanded_path
 from mcore_ckpt.cli.demo.report import LiveReport, NoReport, show_outcome, show_plan
-from mcore_ckpt.cli.demo.runner import SAVE_EVERY, Outcome, Plan, perform, prepare_directory
+from mcore_ckpt.cli.demo.runner import SAVE_EVERY, Outcome, Plan, perform, prepare_directory, removed_if_interrupted
+from mcore_ckpt.cli.signals import cleaning_up_at_sigterm
+from mcore_ckpt.cli.tables import result_console
 from mcore_ckpt.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -44,15 +44,18 @@ def add_to(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs the demo. Returns 0 if all losses have the same bits and the exported model is the trained one."""
     plan = make_plan(args.dir, args.steps, args.kill_after)
-    prepare_directory(plan.directory)
+    with cleaning_up_at_sigterm(), removed_if_interrupted(plan.directory):
+        prepare_directory(plan.directory)
+        if args.json:
+            outcome = perform(plan, NoReport())
+        else:
+            console = result_console()
+            show_plan(console, plan)
+            with LiveReport(console, plan) as report:
+                outcome = perform(plan, report)
     if args.json:
-        outcome = perform(plan, NoReport())
         print(json.dumps(as_json(outcome)))
     else:
-        console = Console(highlight=False)
-        show_plan(console, plan)
-        with LiveReport(console, plan) as report:
-            outcome = perform(plan, report)
         show_outcome(console, outcome)
     return 0 if outcome.identical and outcome.is_exported else 1
 

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -149,6 +150,23 @@ def prepare_directory(directory: Path) -> None:
         (directory / LOGS).mkdir()
     except OSError as error:
         raise InvalidArgumentError(f"cannot write to {directory}: {error}") from error
+
+
+@contextmanager
+def removed_if_interrupted(directory: Path) -> Iterator[None]:
+    """Removes the files of a demo, and the folders made for it, if Ctrl-C or SIGTERM ends the block."""
+    made = [folder for folder in (directory, *directory.parents) if not folder.exists()]
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        if is_demo(directory):
+            for folder in (directory / CHECKPOINTS, directory / LOGS):
+                shutil.rmtree(folder, ignore_errors=True)
+            (directory / MARKER).unlink()
+        for folder in made:
+            with suppress(OSError):  # it has files of others meanwhile
+                folder.rmdir()
+        raise
 
 
 def is_demo(directory: Path) -> bool:

@@ -55,7 +55,13 @@ class Report:
         return worst(self.findings) is not Severity.BAD
 
 
-def examine(root: Path, agreement: Agreement, megabytes: int, missing: CheckpointError | None = None) -> Report | None:
+def examine(
+    root: Path,
+    agreement: Agreement,
+    megabytes: int,
+    missing: CheckpointError | None = None,
+    progress: speed.Progress = lambda done, total: None,
+) -> Report | None:
     """Examines a root on all ranks. Every rank calls it with the same arguments.
 
     Args:
@@ -64,6 +70,7 @@ def examine(root: Path, agreement: Agreement, megabytes: int, missing: Checkpoin
         megabytes: the size of the files with which the speed is measured; 0 to measure only small files. It is reduced
             if the room is small.
         missing: why the other ranks of the job do not take part; None if they do, or if there are none.
+        progress: called while this rank measures the speed, with the number of bytes done and of all.
 
     Returns:
         The report on rank 0, None on the other ranks. A rank that is missing or fails is in the report.
@@ -72,7 +79,7 @@ def examine(root: Path, agreement: Agreement, megabytes: int, missing: Checkpoin
         InvalidArgumentError: no rank has such a folder.
         CheckpointError: raised on the other ranks if a rank is missing or has failed.
     """
-    examination = _Examination(root, agreement, megabytes)
+    examination = _Examination(root, agreement, megabytes, progress)
     try:
         examination.run()
     except InvalidArgumentError:
@@ -89,8 +96,9 @@ def examine(root: Path, agreement: Agreement, megabytes: int, missing: Checkpoin
 class _Examination:
     """One rank's part in the examination. On rank 0 it also collects what the others have found."""
 
-    def __init__(self, root: Path, agreement: Agreement, megabytes: int) -> None:
+    def __init__(self, root: Path, agreement: Agreement, megabytes: int, progress: speed.Progress) -> None:
         self._root = root
+        self._progress = progress
         self._agreement = agreement
         self._megabytes = megabytes
         self._mount = _mount_of(root)
@@ -199,7 +207,7 @@ class _Examination:
         if worst(findings) is Severity.BAD:
             return
         try:
-            findings += speed.measure(own, self._measured_bytes(), has_direct(findings))
+            findings += speed.measure(own, self._measured_bytes(), has_direct(findings), self._progress)
         except (OSError, CheckpointError) as failure:
             advice = "look at the system's log, or use another file system"
             findings.append(Finding(speed.WRITE, Severity.BAD, f"failed: {failure}", "saves fail", advice))

@@ -29,6 +29,8 @@ FILE_SYSTEM, PROCESSORS = "file system", "processors"
 # Which value says how fast a host is.
 _SPEEDS = {WRITE: "bytes_per_s", READ: "bytes_per_s", SYNC_TIME: "seconds", SMALL_FILES: "files_per_s"}
 
+Progress = Callable[[int, int], None]
+
 _MEBIBYTE = 1 << 20
 _PAIRS = 5
 # No new pair begins after so many seconds.
@@ -41,19 +43,20 @@ _SMALL = 100
 _SYNCS = 9
 
 
-def measure(folder: Path, nbytes: int, direct: bool) -> list[Finding]:
+def measure(folder: Path, nbytes: int, direct: bool, progress: Progress = lambda done, total: None) -> list[Finding]:
     """Measures the speed of a file system in an empty folder.
 
     Args:
         folder: where to write. Its file system should have room for twice `nbytes`.
         nbytes: the size of the files, a multiple of 1 MiB; 0 to measure only small files.
         direct: whether the plain system calls use O_DIRECT.
+        progress: called with the number of bytes that have been written and read, and the most that will be.
 
     Raises OSError.
     """
     findings = [_sync_time(folder), _small_files(folder)]
     if nbytes:
-        findings += _large_files(folder, nbytes, os.O_DIRECT if direct else 0)
+        findings += _large_files(folder, nbytes, os.O_DIRECT if direct else 0, progress)
     return findings
 
 
@@ -105,7 +108,7 @@ def _speed(finding: Finding) -> float:
     return 1 / value if name == "seconds" and value else value
 
 
-def _large_files(folder: Path, nbytes: int, flags: int) -> list[Finding]:
+def _large_files(folder: Path, nbytes: int, flags: int, progress: Progress) -> list[Finding]:
     source, target = (_native.HostBuffer(nbytes, threads=tuning.HOST_THREADS) for _ in range(2))
     tile = os.urandom(_MEBIBYTE)  # random, because some file systems compress
     data = memoryview(source)
@@ -137,21 +140,39 @@ def _large_files(folder: Path, nbytes: int, flags: int) -> list[Finding]:
         except _native.DamagedBlock as error:
             raise CheckpointError(f"{ours}: reads back other bytes than were written: {error}") from None
 
-    writes = _pairs(write_ours, lambda: _write_raw(raw, data, flags), partial(_delete, ours, raw))
-    reads = _pairs(read_ours, lambda: _read_raw(raw, memoryview(target), flags), partial(_forget, ours, raw))
+    most = 2 * nbytes * (_PAIRS + 1)  # in one direction
+    writes = _pairs(
+        write_ours,
+        lambda: _write_raw(raw, data, flags),
+        partial(_delete, ours, raw),
+        lambda pairs: progress(2 * nbytes * pairs, 2 * most),
+    )
+    reads = _pairs(
+        read_ours,
+        lambda: _read_raw(raw, memoryview(target), flags),
+        partial(_forget, ours, raw),
+        lambda pairs: progress(most + 2 * nbytes * pairs, 2 * most),
+    )
     cpu = nbytes / (crc_s + copy_s) * min(len(os.sched_getaffinity(0)), tuning.IO_THREADS)
     return [_compared(WRITE, nbytes, writes, cpu), _compared(READ, nbytes, reads, cpu)]
 
 
 def _pairs(
-    ours: Callable[[], object], raw: Callable[[], object], before: Callable[[], object]
+    ours: Callable[[], object],
+    raw: Callable[[], object],
+    before: Callable[[], object],
+    after: Callable[[int], object],
 ) -> list[tuple[float, float]]:
-    """Returns the seconds of both sides, in turn. The first pair only warms up, unless it takes very long."""
+    """Returns the seconds of both sides, in turn. The first pair only warms up, unless it takes very long.
+
+    `before` is called before each pair, and `after` after it, with the number of pairs.
+    """
     begin = time.monotonic()
     times = []
     for _ in range(_PAIRS + 1):
         before()
         times.append((_seconds(ours), _seconds(raw)))
+        after(len(times))
         if time.monotonic() - begin > _ENOUGH_S:
             break
     return times[1:] or times
