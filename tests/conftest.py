@@ -74,6 +74,7 @@ NOT_QUICK = frozenset(
         "test_transformers.py",
         "test_upload.py",
         "test_verify.py",
+        "test_walks.py",
     }
 )
 
