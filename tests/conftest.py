@@ -43,6 +43,7 @@ NOT_QUICK = frozenset(
         "te",
         "verl",
         "test_build.py",
+        "test_commands_of_documents.py",
         "test_compare.py",
         "test_convert_command.py",
         "test_demo.py",

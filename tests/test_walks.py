@@ -6,7 +6,6 @@ environment into which the first command of the page has installed this checkout
 
 from __future__ import annotations
 
-import doctest
 import re
 import shutil
 from importlib.util import find_spec
@@ -17,7 +16,7 @@ from unittest import mock
 import pytest
 from safetensors.torch import load_file
 from shells import Ended, QuickShell, Shell, StrangersShell
-from walk import REPOSITORY, all_blocks, blocks, commands
+from walk import REPOSITORY, all_blocks, assert_prints, blocks, commands
 
 from mcore_ckpt.integrations import megatron as drop_in
 from mcore_ckpt.tools.diff import diff
@@ -35,19 +34,6 @@ IMPORTS = (
 # What the installation of a checkout needs.
 PARTS = ("csrc", "docs", "mcore_ckpt")
 FILES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "MANIFEST.in", "pyproject.toml", "setup.py")
-# Where the page has been written.
-FOLDER_OF_THE_PAGE = "/home/you/counting"
-
-
-def as_printed_anywhere(text: str, folder: Path | str) -> str:
-    """A command's output without what differs from run to run: times, sizes, versions, and the folder."""
-    # A terminal folds long lines, also within the folder's name.
-    text = re.sub(r"\s*".join(map(re.escape, str(folder))), "FOLDER", text)
-    text = re.sub(r"just now|\d+ \w+ ago", "AGO", text)
-    text = re.sub(r"\d{4}-\d\d-\d\dT\S+", "DATE", text)
-    text = re.sub(r"\d[\d.,]* ?([kMG]?B|m?s)\b(/s)?", "AMOUNT", text)
-    text = re.sub(r"\d+\.\d[\w.+]*", "NUMBER", text)
-    return "".join(text.split())
 
 
 def follow(page: str, shell: Shell, folder: Path, checkout: Path | None) -> None:
@@ -57,9 +43,7 @@ def follow(page: str, shell: Shell, folder: Path, checkout: Path | None) -> None
         if block.title:
             (folder / block.title).write_text(block.code)
         elif block.language == "text":
-            wanted = as_printed_anywhere(block.code, FOLDER_OF_THE_PAGE)
-            found = as_printed_anywhere(ended.stdout, folder)
-            assert doctest.OutputChecker().check_output(wanted, found, doctest.ELLIPSIS), f"{wanted}\n\n{found}"
+            assert_prints(block.code, ended.stdout, folder)
         for command in commands(block.code) if block.language == "bash" else ():
             if command == INSTALL:
                 ended = shell.run(command, checkout) if checkout else ended
