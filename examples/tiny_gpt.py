@@ -11,7 +11,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from mcore_ckpt.cli.demo.megatron_on_cpu import enable_cpu
+from mcore_ckpt.cli.demo import enable_cpu
 
 VOCABULARY, LENGTH, BATCH = 64, 32, 4
 

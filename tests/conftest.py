@@ -44,6 +44,7 @@ NOT_QUICK = frozenset(
         "verl",
         "test_build.py",
         "test_built_site.py",
+        "test_commands_of_documents.py",
         "test_compare.py",
         "test_convert_command.py",
         "test_demo.py",
@@ -75,6 +76,7 @@ NOT_QUICK = frozenset(
         "test_transformers.py",
         "test_upload.py",
         "test_verify.py",
+        "test_walks.py",
     }
 )
 
