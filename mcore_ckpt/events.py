@@ -12,13 +12,13 @@ them, pickle them or send them elsewhere.
 | Committed | every rank | the checkpoint is in its place: the save has succeeded |
 | Failed | every rank (an upload: rank 0) | a save, load or upload has failed |
 | Loaded | every rank | a load has succeeded |
-| Deleted | rank 0 | an old step is gone from the local disk, because the preservation policy let it go |
+| Deleted | rank 0 | an old step is gone from the local disk or the remote store, because the policy let it go |
 | Uploaded | rank 0 | a checkpoint is complete in the remote store |
 
 Each rank tells only its own listeners, with its own bytes and times: nothing is sent between ranks. Each Started is
 followed by exactly one Committed or Failed of the same step, unless the process dies. A call that is refused for its
-arguments tells nothing. Of the calls that need no manager, such as `load_hf` and `mcore-ckpt prune`, there are no
-events.
+arguments tells nothing. Calls that need no manager, such as `load_hf` and `mcore-ckpt prune`, have no listeners and so
+no events.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Event:
         step: the step. None for a load that failed before it had chosen a checkpoint.
         role: the role of the manager.
         rank: the rank that tells it.
-        path: the folder of the checkpoint (of the step, if Deleted), or its URL in a remote store. For a load that
+        path: the folder of the checkpoint (of the step, if Deleted), or its URL in the remote store. For a load that
             failed without naming a path: the root.
         time: when it happened, in seconds since the epoch, by this host's clock.
     """
@@ -191,13 +191,15 @@ class Loaded(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Deleted(Event):
-    """An old step has been deleted from the local disk, with all its roles.
+    """An old step has been deleted, with all its roles.
 
     Attributes:
         seconds: how long that took.
+        place: where it was deleted. The step may still be in the other place.
     """
 
     seconds: float
+    place: Literal["local", "remote"] = "local"
 
 
 @dataclass(frozen=True, kw_only=True)

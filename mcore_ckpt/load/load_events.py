@@ -21,18 +21,19 @@ def load_and_tell(
     try:
         result = load()
     except BaseException as error:
-        delivery.post(
-            Failed(
-                step=step,
-                role=role,
-                rank=rank,
-                path=trainer.root if path is None else path,
-                time=time.time(),
-                operation="load",
-                error=ErrorText.of(error),
-                seconds=time.perf_counter() - started,
+        if delivery.has_listeners:  # formatting the traceback takes a while
+            delivery.post(
+                Failed(
+                    step=step,
+                    role=role,
+                    rank=rank,
+                    path=trainer.root if path is None else path,
+                    time=time.time(),
+                    operation="load",
+                    error=ErrorText.of(error),
+                    seconds=time.perf_counter() - started,
+                )
             )
-        )
         raise
     report = result.report
     delivery.post(

@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -252,6 +253,7 @@ def tidy_up(
     policy: PreservationPolicy,
     pinned: Mapping[int, bool],
     latest: int,
+    deleted: Callable[[int, float], object] = lambda step, seconds: None,
 ) -> None:
     """Moves the remote tracker after an upload, copies pins, and deletes what is no longer needed.
 
@@ -263,6 +265,7 @@ def tidy_up(
         policy: which steps stay.
         pinned: for each local step, whether it is pinned. Remote steps that are not local keep their pins.
         latest: the step that was saved last. It stays even if it is not the newest, as after a rollback.
+        deleted: called with each step that is deleted, and the seconds that it took.
 
     Raises:
         RemoteError: the store failed.
@@ -280,7 +283,9 @@ def tidy_up(
             _pin(remote, step.step, pinned[step.step])
     judged = [replace(step, pinned=pinned.get(step.step, step.pinned)) for step in steps]
     for step in too_old(judged, policy, latest):
+        started = time.monotonic()
         remote.delete(file_names.step_name(step.step))
+        deleted(step.step, time.monotonic() - started)
 
 
 def _pin(remote: RemoteSteps, step: int, stays: bool) -> None:

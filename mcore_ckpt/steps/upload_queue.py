@@ -15,7 +15,7 @@ from mcore_ckpt.checkpoint.manifest import Manifest
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.delivery import Delivery
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, RemoteError
-from mcore_ckpt.events import ErrorText, Failed, Uploaded
+from mcore_ckpt.events import Deleted, ErrorText, Failed, Uploaded
 from mcore_ckpt.io.room import Need
 from mcore_ckpt.io.threads import NewestOnly
 from mcore_ckpt.ranks import deadlines
@@ -192,7 +192,7 @@ class UploadQueue:
             uploaded = self._upload(step, there.get(step, RemoteStep(step)))
             if uploaded is not None:
                 seen, pins = self._look_at_pins(), dict(self._pins)
-                tidy_up(self._remote, uploaded, self._begun, self._policy, pins, self._latest)
+                tidy_up(self._remote, uploaded, self._begun, self._policy, pins, self._latest, self._tell_deleted)
                 self._pins = seen
 
     def _look_at_pins(self) -> dict[int, bool]:
@@ -265,6 +265,19 @@ class UploadQueue:
                 time=time.time(),
                 nbytes=upload.manifest.nbytes,
                 seconds=seconds,
+            )
+        )
+
+    def _tell_deleted(self, step: int, seconds: float) -> None:
+        self._delivery.post(
+            Deleted(
+                step=step,
+                role=self._role,
+                rank=0,
+                path=self._remote.store.url_of(file_names.step_name(step)),
+                time=time.time(),
+                seconds=seconds,
+                place="remote",
             )
         )
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,10 +16,12 @@ from typing import IO, Any
 
 import pytest
 from forks import Launched, launch
+from rich.console import Console
 from torch.distributed.run import parse_args
 from waiting import wait_for
 
 from mcore_ckpt.cli.demo import runner
+from mcore_ckpt.cli.demo.report import LiveReport
 from mcore_ckpt.cli.main import main
 
 REPOSITORY = Path(__file__).parents[2]
@@ -235,6 +239,21 @@ def test_ctrl_c_ends_torchrun_and_its_ranks(tmp_path: Path) -> None:
 
 def heed_ctrl_c() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_what_it_shows_while_it_trains(is_terminal: bool, tmp_path: Path) -> None:
+    shown = io.StringIO()
+    console = Console(file=shown, force_terminal=is_terminal, color_system=None, width=100)
+    killed = runner.Training("killed", {1: 2.0, 2: 1.5})
+    with LiveReport(console, runner.Plan(tmp_path, steps=8, kill_after=6)) as report:
+        report.update(killed)
+        assert report.progress.tasks[1].completed == 2
+        report.ended(killed)
+    if is_terminal:
+        assert re.search(r"killed after step 2.* 2/8 loss 1\.5000 \d:\d\d:\d\d [-\d]:", shown.getvalue())
+    else:
+        assert shown.getvalue() == "killed after step 2, loss 1.5000\n"
 
 
 def test_one_wrong_bit_is_seen(tmp_path: Path) -> None:

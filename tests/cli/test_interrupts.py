@@ -66,6 +66,7 @@ WRITING = {
     "convert to torch_dist": ("convert", "--hf_model_path", "hf", "--output_path", "out", "--format", "torch_dist"),
     "convert back": ("convert", "checkpoints", "--format", "torch_dist", "--output_path", "out"),
     "reshard": ("reshard", "checkpoints", "out", "--pp", "2"),
+    "page": ("inspect", "checkpoints", "--html", "page.html", "--diff", "checkpoints"),
 }
 READING = {
     "verify": ("verify", "checkpoints"),

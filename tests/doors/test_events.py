@@ -14,7 +14,7 @@ from waiting import LONG_S
 
 from mcore_ckpt import CheckpointConfig, delivery
 from mcore_ckpt.errors import CheckpointError, CheckpointNotFoundError, CommitError, InvalidTypeError
-from mcore_ckpt.events import Captured, Committed, Deleted, Event, Failed, Loaded, Started, Uploaded, Written
+from mcore_ckpt.events import Captured, Committed, Deleted, ErrorText, Event, Failed, Loaded, Started, Uploaded, Written
 from mcore_ckpt.steps import upload_queue
 
 __all__ = ["held"]
@@ -142,6 +142,21 @@ def test_loads_are_told_with_their_step_and_bytes(tmp_path: Path) -> None:
     assert all(isinstance(event, Failed) and event.operation == "load" and not event.phases for event in failures)
 
 
+@pytest.mark.parametrize("has_listener", [True, False])
+def test_only_a_listener_makes_a_load_format_its_traceback(
+    has_listener: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    formatted: list[BaseException] = []
+    of = ErrorText.of
+    monkeypatch.setattr(ErrorText, "of", lambda error: (formatted.append(error), of(error))[1])
+    got: list[Event] = []
+    manager = manager_of(tmp_path, listeners=[got.append] if has_listener else [])
+    with pytest.raises(CheckpointNotFoundError):
+        manager.load(step=7)
+    manager.close()
+    assert len(formatted) == len(got) == has_listener
+
+
 def test_old_steps_and_uploads_are_told_where_they_happen(tmp_path: Path) -> None:
     got: list[Event] = []
     remote = tmp_path / "remote"
@@ -151,8 +166,12 @@ def test_old_steps_and_uploads_are_told_where_they_happen(tmp_path: Path) -> Non
         handles.append(manager.save(step))
         manager.wait()
     manager.close()
-    (deleted,) = [event for event in got if isinstance(event, Deleted)]
-    assert (deleted.step, deleted.path) == (1, tmp_path / "local" / "global_steps_1")
+    deleted = {event.place: event for event in got if isinstance(event, Deleted)}
+    assert {place: (event.step, str(event.path).removeprefix("file://")) for place, event in deleted.items()} == {
+        "local": (1, str(tmp_path / "local" / "global_steps_1")),
+        "remote": (1, str(remote / "global_steps_1")),
+    }
+    assert [path.name for path in sorted(remote.glob("global_steps_*"))] == ["global_steps_2"]
     uploads = [event for event in got if isinstance(event, Uploaded)]
     assert [event.step for event in uploads] == [1, 2]
     for event, handle in zip(uploads, handles, strict=True):

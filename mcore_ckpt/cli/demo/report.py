@@ -8,7 +8,7 @@ from types import TracebackType
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
@@ -33,7 +33,10 @@ class NoReport:
 
 
 class LiveReport:
-    """A Report that shows one bar for each training, with the training's newest loss."""
+    """A Report that shows one bar for each training, with its newest loss and the time left.
+
+    In a pipe or a log it shows a line when a training has ended.
+    """
 
     def __init__(self, console: Console, plan: Plan) -> None:
         self.plan = plan
@@ -43,7 +46,9 @@ class LiveReport:
             MofNCompleteColumn(),
             TextColumn("{task.fields[loss]}"),
             TimeElapsedColumn(),
+            TimeRemainingColumn(),
             console=console,
+            disable=not console.is_terminal,
         )
         self.tasks = {
             name: self.progress.add_task(title, total=plan.steps, start=False, loss="")
@@ -69,10 +74,14 @@ class LiveReport:
     def ended(self, training: Training) -> None:
         task = self.tasks[training.name]
         self.progress.stop_task(task)
+        title = TITLES[training.name]
         if training.name == "killed":
-            self.progress.update(task, description=f"[red]killed after step {max(training.losses)}[/]")
+            title = f"[red]killed after step {max(training.losses)}[/]"
         elif training.resumed_from is not None:
-            self.progress.update(task, description=f"[green]resumed from step {training.resumed_from}[/]")
+            title = f"[green]resumed from step {training.resumed_from}[/]"
+        self.progress.update(task, description=title)
+        if self.progress.disable:
+            self.progress.console.print(f"{title}, loss {training.losses[max(training.losses)]:.4f}")
 
     def exporting(self) -> None:
         self.progress.console.print("transformers loads the exported model ...")

@@ -25,7 +25,7 @@ def _figures(event: Event) -> dict[str, float]:
         case Uploaded():
             return _done("upload", event)
         case Deleted():
-            return {"delete_seconds": event.seconds}
+            return {"delete_seconds" if event.place == "local" else "remote_delete_seconds": event.seconds}
         case Failed():
             return {f"{event.operation}_failed": 1.0}
     return {}

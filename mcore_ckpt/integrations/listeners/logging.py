@@ -51,7 +51,8 @@ def _told(event: Event) -> str:
             skipped = f", {len(event.skipped)} newer ones were skipped" if event.skipped else ""
             return f"loaded, {_amount(event.nbytes)} in {event.seconds:.3f} s{skipped}"
         case Deleted():
-            return f"the old step is deleted, in {event.seconds:.3f} s"
+            where = " from the remote store" if event.place == "remote" else ""
+            return f"the old step is deleted{where}, in {event.seconds:.3f} s"
         case Uploaded():
             return f"uploaded, {_amount(event.nbytes)} in {event.seconds:.3f} s"
     return type(event).__name__

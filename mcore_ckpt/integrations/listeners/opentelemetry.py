@@ -93,7 +93,7 @@ class OpenTelemetryListener:
             case Uploaded():
                 self._done("upload", event, common, event.nbytes)
             case Deleted():
-                self._done("delete", event, common)
+                self._done("delete", event, common | {"mcore_ckpt.place": event.place})
             case Failed():
                 if event.operation == "save":
                     self._active.add(-1, common)

@@ -83,7 +83,7 @@ class _Metrics:
         self._loads = self._counter("loads", "Loads that have ended.", ("outcome",))
         self._load_s = self._gauge("last_load_seconds", "How long the last successful load took.")
         self._load_bytes = self._gauge("last_load_bytes", "Bytes that this rank read in the last successful load.")
-        self._deleted = self._counter("deleted_steps", "Old steps that this rank has deleted.")
+        self._deleted = self._counter("deleted_steps", "Old steps that this rank has deleted.", ("place",))
         self._uploads = self._counter("uploads", "Uploads to the remote store that have ended.", ("outcome",))
         self._upload_s = self._gauge("last_upload_seconds", "How long the last successful upload took.")
         self._upload_bytes = self._gauge("last_upload_bytes", "The size of the checkpoint that was uploaded last.")
@@ -92,6 +92,8 @@ class _Metrics:
             # A counter that begins with 1 has no increase that an alert could see.
             for outcome in (_DONE, _FAILED):
                 counter.labels(**self._common, outcome=outcome)
+        for place in ("local", "remote"):
+            self._deleted.labels(**self._common, place=place)
 
     def update(self, event: Event) -> None:
         """Takes over the figures of one event."""
@@ -107,7 +109,7 @@ class _Metrics:
                 self._set(self._load_s, event.seconds)
                 self._set(self._load_bytes, event.nbytes)
             case Deleted():
-                self._deleted.labels(**self._common).inc()
+                self._deleted.labels(**self._common, place=event.place).inc()
             case Uploaded():
                 self._count(self._uploads, _DONE)
                 self._set(self._upload_s, event.seconds)

@@ -19,8 +19,8 @@ def test_each_event_is_one_line(told: Told, caplog: pytest.LogCaptureFixture) ->
     lines = [(record.levelname, record.getMessage()) for record in caplog.records if record.name == "mcore_ckpt.events"]
     assert len(lines) == len(told[0])
     good = [text for _, text in lines if text.startswith(f"step {GOOD} of actor on rank 0: ")]
-    wanted = ("the save has started", "captured", "written", "committed, 0.000 GB in", "uploaded", "deleted")
-    for part in wanted:
+    saved = ("the save has started", "captured", "written", "committed, 0.000 GB in", "uploaded")
+    for part in (*saved, "deleted, in", "deleted from the remote store, in"):
         assert sum(part in text for text in good) == 1, part
     assert any(f"step {NEWEST} of actor" in text and ": loaded, 0.000 GB in" in text for _, text in lines)
     failed_load, failed_save = (text for level, text in lines if level == "ERROR")

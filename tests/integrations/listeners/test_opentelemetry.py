@@ -40,8 +40,10 @@ class Recorded:
         self.scope = scope.scope.name
         self.metrics = {metric.name: metric for metric in scope.metrics}
 
-    def root(self, name: str, step: int) -> ReadableSpan:
-        (found,) = [s for s in self.spans if s.name == name and (s.attributes or {}).get("mcore_ckpt.step") == step]
+    def root(self, name: str, step: int, **special: str) -> ReadableSpan:
+        wanted = {"step": step, **special}
+        attributes = {f"mcore_ckpt.{key}": value for key, value in wanted.items()}.items()
+        (found,) = [s for s in self.spans if s.name == name and (s.attributes or {}).items() >= attributes]
         assert found.parent is None
         return found
 
@@ -112,8 +114,9 @@ def test_a_failed_save_is_a_span_with_an_error(recorded: Recorded, told: Any) ->
 
 
 def test_loads_uploads_and_deletions_are_spans(recorded: Recorded) -> None:
-    for name, step in (("load", NEWEST), ("upload", GOOD), ("upload", NEWEST), ("delete", GOOD)):
-        span = recorded.root(f"{name} checkpoint", step)
+    deletions = [recorded.root("delete checkpoint", GOOD, place=place) for place in ("local", "remote")]
+    others = (("load", NEWEST), ("upload", GOOD), ("upload", NEWEST))
+    for span in (*deletions, *(recorded.root(f"{name} checkpoint", step) for name, step in others)):
         assert (span.start_time or 0) < (span.end_time or 0)
         assert not recorded.children(span)
     errors = {span.name for span in recorded.spans if span.status.status_code is StatusCode.ERROR}
@@ -150,7 +153,10 @@ def test_the_figures_of_the_metrics(recorded: Recorded, told: tuple[list[Event],
     assert active.value == 0
     step: Any = recorded.points("mcore_ckpt.committed_step")[good]
     assert step.value == NEWEST
-    for operation, count in (("load", 1), ("upload", 2), ("delete", 1)):
+    deletions: Any = recorded.points("mcore_ckpt.delete.duration")
+    places = [frozenset({("mcore_ckpt.place", place)}) for place in ("local", "remote")]
+    assert [deletions[place].count for place in places] == [1, 1]
+    for operation, count in (("load", 1), ("upload", 2)):
         point: Any = recorded.points(f"mcore_ckpt.{operation}.duration")[good]
         assert point.count == count
     not_found = frozenset({("error.type", "mcore_ckpt.errors.CheckpointNotFoundError")})

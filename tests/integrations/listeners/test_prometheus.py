@@ -62,7 +62,8 @@ def test_the_figures_of_a_training(file: Path, told: Told) -> None:
     assert (found["mcore_ckpt_loads_total done"], found["mcore_ckpt_loads_total failed"]) == (1, 1)
     assert found["mcore_ckpt_last_load_bytes"] > 0
     assert found["mcore_ckpt_last_load_seconds"] > 0
-    assert found["mcore_ckpt_deleted_steps_total"] == 1
+    deleted = [found[f"mcore_ckpt_deleted_steps_total {place}"] for place in ("local", "remote")]
+    assert deleted == [1, 1]
     assert (found["mcore_ckpt_uploads_total done"], found["mcore_ckpt_uploads_total failed"]) == (2, 0)
     assert found["mcore_ckpt_last_upload_seconds"] > 0
     assert found["mcore_ckpt_last_upload_bytes"] > last.nbytes
@@ -76,6 +77,7 @@ def test_counters_are_there_before_they_count(told: Told, tmp_path: Path) -> Non
     found = samples(tmp_path / "mcore_ckpt_actor_rank0.prom")
     assert found["mcore_ckpt_save_under_way"] == 1
     assert found["mcore_ckpt_saves_total failed"] == 0
+    assert found["mcore_ckpt_deleted_steps_total remote"] == 0
 
 
 def test_each_role_rank_and_run_has_a_file(told: Told, tmp_path: Path) -> None:
@@ -141,8 +143,54 @@ def test_the_dashboard_queries_exactly_what_is_exported(file: Path) -> None:
     assert set(NAME.findall(" ".join(expressions(dashboard)))) == exported(file)
     identifiers = [panel["id"] for panel in dashboard["panels"]]
     assert len(identifiers) == len(set(identifiers))
-    labels = set(re.findall(r"(\w+)=~?\"", " ".join(expressions(dashboard))))
-    assert labels <= {"run", "role", "rank", "phase", "outcome"}
+
+
+def exported_labels(file: Path) -> dict[str, dict[str, set[str]]]:
+    """By metric and label, the values that occur."""
+    found: dict[str, dict[str, set[str]]] = {}
+    for family in text_string_to_metric_families(file.read_text()):
+        for sample in family.samples:
+            for label, value in sample.labels.items():
+                found.setdefault(sample.name, {}).setdefault(label, set()).add(value)
+    return found
+
+
+def test_the_queries_name_labels_and_values_that_are_exported(file: Path) -> None:
+    """Each selector, each `by`, and what legends and variables show of the result."""
+    labels = exported_labels(file)
+    dashboard = json.loads((DOCS / "grafana.json").read_text())
+    queries = expressions(dashboard)
+    selectors = [each for query in queries for each in re.findall(r"(mcore_ckpt_\w+)\{(.*?)\}", query)]
+    assert len(selectors) > 20
+    for metric, matchers in selectors:
+        for label, operator, value in re.findall(r'(\w+)(=~|=)"(.*?)"', matchers):
+            assert value == f"${label}" if operator == "=~" else value in labels[metric][label], (metric, label)
+    targets = [target for panel in dashboard["panels"] for target in panel.get("targets", ())]
+    assert targets
+    for target in targets:
+        kept = [set(re.split(r", *", names)) for names in re.findall(r"by \((.*?)\)", target["expr"])]
+        metrics = NAME.findall(target["expr"])
+        assert all(names <= labels[metric].keys() for names, metric in zip(kept, metrics, strict=False))
+        shown = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
+        assert shown <= set.intersection(*(kept or [set(labels[metrics[0]])])), target["expr"]
+    variables = {each["name"]: each for each in dashboard["templating"]["list"]}
+    assert set(re.findall(r'=~"\$(\w+)"', " ".join(queries))) == {"run", "role"} == variables.keys() - {"datasource"}
+    for name in ("run", "role"):
+        metric, label = re.findall(r"label_values\((\w+), (\w+)\)", variables[name]["query"]["query"])[0]
+        assert label == name
+        assert label in labels[metric]
+
+
+def test_the_panels_of_the_dashboard_do_not_overlap() -> None:
+    dashboard = json.loads((DOCS / "grafana.json").read_text())
+    cells = [
+        (x, y)
+        for place in (panel["gridPos"] for panel in dashboard["panels"])
+        for x in range(place["x"], place["x"] + place["w"])
+        for y in range(place["y"], place["y"] + place["h"])
+    ]
+    assert len(cells) == len(set(cells))
+    assert max(x for x, _ in cells) < 24
 
 
 def test_the_document_lists_exactly_what_is_exported(file: Path) -> None:

@@ -44,7 +44,8 @@ def test_the_figures_of_a_training(scalars: dict[str, list[Any]], told: Told) ->
     assert [(scalar.step, scalar.value) for scalar in failed] == [(GOOD, 0), (NEWEST, 0), (BAD, 1)]
     assert [scalar.step for scalar in scalars["mcore_ckpt/actor/load_seconds"]] == [NEWEST]
     assert [scalar.step for scalar in scalars["mcore_ckpt/actor/upload_gigabytes"]] == [GOOD, NEWEST]
-    assert [scalar.step for scalar in scalars["mcore_ckpt/actor/delete_seconds"]] == [GOOD]
+    for figure in ("delete_seconds", "remote_delete_seconds"):
+        assert [scalar.step for scalar in scalars[f"mcore_ckpt/actor/{figure}"]] == [GOOD]
 
 
 def test_a_writer_of_the_trainer(tensorboard: None, told: Told, tmp_path: Path) -> None:

@@ -42,7 +42,8 @@ def check(rows: list[dict[str, Any]], told: Told) -> None:
         assert row[f"{name}save_failed"] == 0
     (failed,) = [row for row in rows if row.get(f"{name}save_failed") == 1]
     assert failed[f"{name}step"] == BAD
-    for figure, steps in {"load_seconds": [NEWEST], "upload_seconds": [GOOD, NEWEST], "delete_seconds": [GOOD]}.items():
+    deletions = {"delete_seconds": [GOOD], "remote_delete_seconds": [GOOD]}
+    for figure, steps in {"load_seconds": [NEWEST], "upload_seconds": [GOOD, NEWEST], **deletions}.items():
         assert [row[f"{name}step"] for row in rows if name + figure in row] == steps
 
 
