@@ -43,6 +43,7 @@ NOT_QUICK = frozenset(
         "te",
         "verl",
         "test_build.py",
+        "test_code_of_documents.py",
         "test_commands_of_documents.py",
         "test_compare.py",
         "test_convert_command.py",
