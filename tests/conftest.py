@@ -44,6 +44,7 @@ NOT_QUICK = frozenset(
         "verl",
         "test_build.py",
         "test_built_site.py",
+        "test_code_of_documents.py",
         "test_commands_of_documents.py",
         "test_compare.py",
         "test_convert_command.py",

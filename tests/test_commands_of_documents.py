@@ -212,3 +212,19 @@ def test_a_program_knows_its_flags(command: str) -> None:
     used = [script.stem, *(name for name in sources if re.search(rf"\b{name}\b", sources[script.stem]))]
     known = {flag for name in used for flag in re.findall(r'"(--[\w-]+)"', sources[name])}
     assert {word for word in words if word.startswith("--")} <= known
+
+
+def test_what_the_page_about_bad_files_says_of_verify_and_merge(folder: Path) -> None:
+    """The command finds the damage and ends with 1, in the words of the page; the weights can still be merged."""
+    page = (REPOSITORY / "docs" / "how_to" / "bad_files.md").read_text()
+    file = folder / "checkpoints" / "global_steps_100" / "actor" / "optim" / "distrib_optim_pp0_tp1_cp0_dp0.pt"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 4
+    file.write_bytes(data)
+    ended = typed("mcore-ckpt verify checkpoints", folder)
+    assert ended.status == 1
+    for words in ("/global_steps_90/actor: sound, 10 files", "/global_steps_100/actor: damaged", "(written by rank 1)"):
+        assert words in page
+        assert words.replace("10 files", "") in ended.stdout
+    assert re.search(r"tensor \S+ \(\w+\): bytes \[\d+, \d+\) have a wrong CRC: they are damaged", ended.stdout)
+    assert typed("mcore-ckpt merge checkpoints/global_steps_100 merged", folder).status == 0

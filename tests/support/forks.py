@@ -9,6 +9,7 @@ a process as long as its parent has done nothing but imports, and it ends as one
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 import json
 import os
@@ -195,6 +196,8 @@ def _serve(own: socket.socket) -> dict[str, Any]:
         else:
             for module in question["imports"]:
                 importlib.import_module(module)
+            # Else each fork looks through all that was imported, and copies the pages, when it collects or ends.
+            gc.freeze()
             answer = os.fork()
             if answer == 0:
                 own.close()
