@@ -70,6 +70,7 @@ NOT_QUICK = frozenset(
         "test_s3.py",
         "test_sanitizers.py",
         "test_shared_writes.py",
+        "test_simulated_hosts.py",
         "test_startup.py",
         "test_transformers.py",
         "test_upload.py",
@@ -192,6 +193,16 @@ def run_python(record_property: Callable[[str, object], None]) -> Callable[..., 
         return done.stdout
 
     return run
+
+
+@pytest.fixture(scope="session")
+def job_server() -> Iterator[Any]:
+    """Runs ranks on simulated hosts (tests/support/host_jobs.py)."""
+    from host_jobs import JobServer
+
+    server = JobServer()
+    yield server
+    server.close()
 
 
 @pytest.fixture
