@@ -147,8 +147,10 @@ def _turn(item: pytest.Item) -> tuple[int, int]:
 def _group(item: pytest.Item) -> str:
     """What one process of pytest-xdist runs: a file, or the part of a file for one world size.
 
-    There is one group of four ranks and one of eight, so that only one process forks them.
+    There is one group of four ranks, one of eight and one on simulated hosts, so that only one process forks them.
     """
+    if "job_server" in getattr(item, "fixturenames", ()):
+        return "simulated hosts"
     if _world(item) >= 4:
         return f"{_world(item)} ranks"
     if _world(item):

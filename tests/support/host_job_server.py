@@ -19,11 +19,9 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 import forked_ranks
+import torch.distributed as dist
 import training  # noqa: F401  # all that the ranks' scripts import, so that it is imported once
 from namespaces import Namespaces
-
-# Well below that of Job.wait.
-_COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 
 
 def main() -> None:
@@ -67,11 +65,13 @@ def _run(request: dict[str, Any], log: IO[str]) -> list[tuple[int, Any]]:
     module = _load(Path(request["script"]))
 
     def work(rank: int) -> None:
-        tempfile.tempdir = None  # where a host has none, another is found
+        tempfile.tempdir = None  # the folder may be read-only on the host, which has others
+        dist.barrier()  # a rank that ended early would fail those that still connect to it
         json.dump(module.main(request["arguments"]), results[rank])
         results[rank].flush()
 
-    codes = forked_ranks.wait(forked_ranks.start(world, work, log, _COLLECTIVE_TIMEOUT, places), together=False)
+    timeout = timedelta(seconds=request["timeout_s"])
+    codes = forked_ranks.wait(forked_ranks.start(world, work, log, timeout, places), together=False)
     return [(code, _read(result)) for code, result in zip(codes, results, strict=True)]
 
 
