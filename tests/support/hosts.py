@@ -64,13 +64,14 @@ shift 5
 read -r pid _ </proc/self/stat # as it is known outside, of which /proc still tells
 mount -t proc proc /proc
 echo "$name" >/proc/sys/kernel/hostname
+# What is below /dev/shm must be mounted elsewhere before that is hidden.
+mount --bind "$names" /etc/hosts
 [ -z "$shared" ] || mount --bind "$shared" /mnt
 mount -t tmpfs tmpfs /dev/shm
 mount -t tmpfs tmpfs /var/tmp
-mkdir -p "$folder" $shared # again, if they are below /dev/shm
+mkdir -p "$folder" $shared # again
 mount -t tmpfs -o "size=$size" tmpfs "$folder"
 [ -z "$shared" ] || mount --move /mnt "$shared"
-mount --bind "$names" /etc/hosts
 cat /proc/sys/kernel/random/uuid >/var/tmp/boot_id
 mount --bind /var/tmp/boot_id /proc/sys/kernel/random/boot_id
 for place; do mount -o remount,bind,ro "$place"; done
