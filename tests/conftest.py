@@ -73,6 +73,7 @@ NOT_QUICK = frozenset(
         "test_s3.py",
         "test_sanitizers.py",
         "test_shared_writes.py",
+        "test_simulated_hosts.py",
         "test_startup.py",
         "test_transformers.py",
         "test_upload.py",
@@ -150,8 +151,10 @@ def _turn(item: pytest.Item) -> tuple[int, int]:
 def _group(item: pytest.Item) -> str:
     """What one process of pytest-xdist runs: a file, or the part of a file for one world size.
 
-    There is one group of four ranks and one of eight, so that only one process forks them.
+    There is one group of four ranks, one of eight and one on simulated hosts, so that only one process forks them.
     """
+    if "job_server" in getattr(item, "fixturenames", ()):
+        return "simulated hosts"
     if _world(item) >= 4:
         return f"{_world(item)} ranks"
     if _world(item):
@@ -196,6 +199,16 @@ def run_python(record_property: Callable[[str, object], None]) -> Callable[..., 
         return done.stdout
 
     return run
+
+
+@pytest.fixture(scope="session")
+def job_server() -> Iterator[Any]:
+    """Runs ranks on simulated hosts (tests/support/host_jobs.py)."""
+    from host_jobs import JobServer
+
+    server = JobServer()
+    yield server
+    server.close()
 
 
 @pytest.fixture
