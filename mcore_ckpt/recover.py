@@ -211,7 +211,8 @@ def _newest(
             try:
                 results = _load_all(by_role, {role: {"step": step} for role in by_role}, retries)
             except (CheckpointCorruptError, CheckpointNotFoundError) as error:
-                logger.warning("step %d cannot be loaded by all roles: %s", step, error)
+                if step != steps[-1][0]:
+                    logger.warning("step %d cannot be loaded, taking the next older one: %s", step, error)
                 skipped.append(str(error))
                 continue
             except CheckpointError as error:

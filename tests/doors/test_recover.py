@@ -337,7 +337,11 @@ def test_a_restart_is_told_what_it_skipped(tmp_path: Path, caplog: pytest.LogCap
     caplog.set_level(logging.WARNING)
     make_steps(tmp_path, [1, 2])
     recover(managers(tmp_path, actor={2: corrupt()}))
-    assert "step 2 cannot be loaded by all roles: actor: rank 1: x.pt: wrong CRC" in caplog.text
+    assert "step 2 cannot be loaded, taking the next older one: actor: rank 1: x.pt: wrong CRC" in caplog.text
+    caplog.clear()
+    with pytest.raises(CheckpointCorruptError, match=r"(?s)tried: .*\n  tried: "):
+        recover(managers(tmp_path, actor={1: corrupt(), 2: corrupt()}))
+    assert caplog.text.count("taking the next older one") == 1
 
 
 # -- a remote store -------------------------------------------------------------------------------------------
