@@ -2,7 +2,8 @@
 
 Documents link to each other by their places in the repository, so that links work in a checkout. The site has only what
 is below docs/. So README, CONTRIBUTING and CHANGELOG become pages of its section "Project", each source file that a
-document links to becomes a page that shows it, and links are rewritten to these pages.
+document links to becomes a page that shows it, and links are rewritten to these pages. A link that shows the name of a
+document shows the title of its page, because a reader of the site knows no files.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import posixpath
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
@@ -26,6 +28,7 @@ PROJECT = {
     "CHANGELOG.md": "project/changelog.md",
 }
 LINK = re.compile(r"(?<=\]\()(?!\w+:)([^)#\s]+)")
+NAMED = re.compile(r"(?<=\[)[\w/]+\.md(?=\]\(([^)#\s]+))")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -39,7 +42,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Rewrites the links of a page to files outside docs/, and all of a page whose document stands outside docs/."""
+    """Rewrites the links of a page to files outside docs/, and all of a page whose document stands outside docs/.
+
+    Links that show the name of a document get the title of its page.
+    """
     folder = posixpath.dirname(page.file.src_uri)
     origin = {uri: source for source, uri in PROJECT.items()}.get(page.file.src_uri, f"{DOCS}/{page.file.src_uri}")
 
@@ -47,7 +53,20 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         target = _target(origin, link[1])
         return link[1] if target is None else posixpath.relpath(_page_of(target), folder or ".")
 
-    return LINK.sub(rewritten, markdown)
+    titles = dict(_titles(config.nav))
+
+    def titled(name: re.Match[str]) -> str:
+        target = _target(origin, name[1])
+        return name[0] if target is None else titles.get(_page_of(target), name[0])
+
+    return LINK.sub(rewritten, NAMED.sub(titled, markdown))
+
+
+def _titles(nav: Any) -> Iterator[tuple[str, str]]:
+    """Yields place and title of each page that the navigation names."""
+    for entry in nav or ():
+        for title, below in entry.items() if isinstance(entry, dict) else ():
+            yield from [(below, title)] if isinstance(below, str) else _titles(below)
 
 
 def _source_files(document: str) -> Iterator[str]:

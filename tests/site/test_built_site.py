@@ -103,6 +103,13 @@ def test_every_public_name_has_an_anchor(site: Path) -> None:
         assert anchors & {f"{module}.{name}", f"{imported_from(module, name)}.{name}"}, f"{module}.{name}"
 
 
+def test_no_link_shows_the_name_of_a_document(site: Path) -> None:
+    for path in site.rglob("*.html"):
+        shown = re.findall(r"<a [^>]*>([^<]*\.md)</a>", path.read_text())
+        assert not shown, f"{path.name}: give the page a title in mkdocs.yml"
+    assert 'href="format.html">The format</a> says' in (site / "integrations.html").read_text()
+
+
 def test_examples_of_docstrings_are_code(site: Path) -> None:
     assert 'class="gp">&gt;&gt;&gt; ' in (site / "api" / "manager.html").read_text()
     for path in (site / "api").glob("*.html"):
