@@ -219,8 +219,8 @@ def _newest(
                 raise type(error)(f"{error}{_listed('tried before', skipped)}") from error
         return Recovery(step, results, tuple(skipped))
     raise CheckpointCorruptError(
-        f"no step can be loaded by all of {', '.join(by_role)}. Their states may now be of several steps: load another "
-        f"checkpoint before training continues{_listed('tried', skipped)}"
+        f"no step can be loaded by all of {', '.join(by_role)}. Parts of the state may now be of several steps: load "
+        f"another checkpoint before training continues{_listed('tried', skipped)}"
     )
 
 
