@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from mcore_ckpt.public_names import lazy_names
 
 if TYPE_CHECKING:
-    from mcore_ckpt.config import CheckpointConfig
+    from mcore_ckpt.config import CheckpointConfig, FastTier
     from mcore_ckpt.events import Event
     from mcore_ckpt.load.huggingface import HfLoadReport, load_hf
     from mcore_ckpt.load.load import LoadReport, LoadResult
@@ -20,6 +20,7 @@ __all__ = [
     "CheckpointConfig",
     "CheckpointManager",
     "Event",
+    "FastTier",
     "HfLoadReport",
     "LoadReport",
     "LoadResult",
@@ -35,7 +36,7 @@ __all__ = [
 __getattr__ = lazy_names(
     __name__,
     {
-        "config": ("CheckpointConfig",),
+        "config": ("CheckpointConfig", "FastTier"),
         "events": ("Event",),
         "load.huggingface": ("HfLoadReport", "load_hf"),
         "load.load": ("LoadReport", "LoadResult"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from mcore_ckpt.errors import InvalidArgumentError, InvalidTypeError
@@ -28,6 +28,64 @@ _CHOICES = {
     "if_failed": ("raise", "warn"),
     "load_replicas": ("read", "broadcast"),
 }
+
+
+@dataclass(frozen=True)
+class FastTier:
+    """Configuration of the fast tier: checkpoints in folders of the nodes, with copies on other nodes.
+
+    With it, `save` writes to the node's own folder, which is memory or a local disk, and every `durable_every`-th step
+    is copied to the root beside the training. docs/fast_tier.md says when to use what.
+
+    Attributes:
+        folder: a folder of each node's own, with the same path on all nodes, which is not the root. Below `/dev/shm` it
+            is memory, which outlives the processes, but not the node. On a local disk it also outlives a restart of the
+            node.
+        replicas: how many other nodes get a copy of each file. So many nodes can be lost at once without losing a step.
+            Bytes that another node's rank has anyway, because it is a data-parallel replica, are not sent.
+        keep: how many steps each node keeps.
+        durable_every: every how many saved steps one is also saved to the root. None: never. Then the nodes' folders
+            are all there is, and no shared file system is needed.
+        bytes_per_s: how many bytes a second each node receives at most for the copies of one role. None: no limit.
+        domain: returns, on each node, the name of its failure domain, such as its rack. Copies go to nodes of other
+            domains. None: each node is a domain of its own.
+
+    Raises:
+        InvalidArgumentError: a value is not allowed.
+
+    Example:
+        >>> FastTier("/dev/shm/run", replicas=1, keep=2, durable_every=10).replicas
+        1
+    """
+
+    folder: str | os.PathLike[str]
+    replicas: int = 1
+    keep: int = 2
+    durable_every: int | None = 10
+    bytes_per_s: int | None = None
+    domain: Callable[[], str] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.folder, str | os.PathLike) or not isinstance(os.fspath(self.folder), str):
+            raise InvalidTypeError(f"folder of the fast tier is {self.folder!r}: use a path, such as '/dev/shm/run'")
+        if not os.path.isabs(os.path.expanduser(os.fspath(self.folder))):
+            raise InvalidArgumentError(
+                f"folder of the fast tier is {os.fspath(self.folder)!r}: use an absolute path, such as /dev/shm/run, "
+                "which is a folder of each node's own"
+            )
+        for field, least in (("replicas", 0), ("keep", 1)):
+            value = getattr(self, field)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise InvalidArgumentError(f"{field} of the fast tier is {value!r}: use {least} or more")
+        for field in ("durable_every", "bytes_per_s"):
+            if not _is_step_count(getattr(self, field)):
+                raise InvalidArgumentError(
+                    f"{field} of the fast tier is {getattr(self, field)!r}: use 1 or more, or None"
+                )
+        if self.domain is not None and not callable(self.domain):
+            raise InvalidTypeError(
+                f"domain of the fast tier is {self.domain!r}: use a function without arguments that returns a name"
+            )
 
 
 @dataclass(frozen=True)
@@ -90,6 +148,7 @@ class CheckpointConfig:
         listeners: what to call with the events of saves, loads, deletions and uploads (`mcore_ckpt.events`): functions,
             or objects of `mcore_ckpt.integrations.listeners`. They run on a thread of their own, and nothing that they
             do affects a save. Each rank calls its own, so ranks may have different ones, or none.
+        fast: the fast tier, for which each node has a folder of its own. None: every step is saved to the root.
 
     Raises:
         InvalidArgumentError: a value is not allowed, or two values contradict each other.
@@ -123,11 +182,14 @@ class CheckpointConfig:
     strict: bool = False
     assume_optimizer_step: int | None = None
     listeners: tuple[Listener, ...] = dataclasses.field(default=(), hash=False)  # listeners need not be hashable
+    fast: FastTier | None = None
 
     def __post_init__(self) -> None:
         for field in ("save_contents", "load_contents"):
             object.__setattr__(self, field, _contents(field, getattr(self, field)))
         object.__setattr__(self, "listeners", _callable(self.listeners))
+        if self.fast is not None and not isinstance(self.fast, FastTier):
+            raise InvalidTypeError(f"fast is {self.fast!r}: use a FastTier, or None")
         if self.max_to_keep is not None and (not isinstance(self.max_to_keep, int) or self.max_to_keep < 1):
             raise InvalidArgumentError(
                 f"max_to_keep is {self.max_to_keep!r}: use 1 or more, or None to keep every checkpoint"

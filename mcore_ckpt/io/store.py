@@ -97,6 +97,10 @@ class Store:
         """Reads bytes `[start, stop)` of a file. Raises RemoteError, FileNotFoundError."""
         return self.persist(f"reading {key}", lambda: self.read_once(key, start, stop))
 
+    def read_into(self, key: str, start: int, memory: memoryview) -> None:
+        """Fills memory with bytes of a file from byte `start` on. Raises RemoteError, FileNotFoundError."""
+        memory[:] = self.read(key, start, start + len(memory))
+
     def read_once(self, key: str, start: int, stop: int) -> bytes:
         """Reads as `read` does, but without retries. Raises any exception of the file system."""
         data = bytes(self.fs.cat_file(self._path(key), start=start, end=stop)) if stop > start else b""

@@ -33,6 +33,8 @@ LOOK_THREADS = 32
 WRITE_BYTES = 4 << 20
 # Reads take larger pieces, which need not stay in the cache: the CPU reads each byte only once, for its CRC.
 READ_BYTES = 16 << 20
+# From a file in memory, a read is a copy. Pieces of one block stay in the cache for its CRC and the second copy.
+READ_MEMORY_BYTES = 1 << 20
 
 # The shortest range of a shared file that one replica writes. Sharing shorter ranges takes more time than it saves.
 SHARE_BYTES = 16 << 20
@@ -71,6 +73,10 @@ REMOTE_THREADS = 16
 REMOTE_READ_BYTES = 8 << 20
 # Two wanted ranges become one request if no more than this many unwanted bytes lie between them.
 REMOTE_GAP_BYTES = 256 << 10
+
+# How a node gets copies of another node's files: the size of the pieces, and how many are under way at a time.
+PEER_BYTES = 4 << 20
+PEER_THREADS = 4
 
 # How long after the last growth of a disk's free room a save with too little room is refused (seconds), because some
 # file systems free a deleted file's bytes a moment later; the same if a step is still being deleted, perhaps by another

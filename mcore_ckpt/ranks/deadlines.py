@@ -26,3 +26,6 @@ EXTRA_WAIT_S = 1.5
 
 # How long an exiting interpreter waits for other ranks to commit a running save, and for uploads (seconds).
 EXIT_WAIT_S = 60.0
+
+# How long a node waits for each piece of another node's answer. A node that is silent for so long counts as lost.
+PEER_TIMEOUT_S = 60.0

@@ -129,12 +129,13 @@ class Agreement:
     def _given_key(self, key: str, rank: int) -> str:
         return f"{self._begun[-1].prefix}/given/{rank}/{key}"
 
-    def fail_next_round(self, topic: str, error: BaseException) -> None:
+    def fail_next_round(self, topic: str, error: BaseException, name: str | None = None) -> None:
         """Fails the next round because this rank cannot take part in it.
 
         The other ranks get the error. This rank begins the round like the others, so all ranks stay at the same round.
+        `name` is that of the round; see `begin`.
         """
-        round_ = self.begin(topic)
+        round_ = self.begin(topic, name)
         round_.fail(error)
         if self.is_coordinator:
             round_.announce_failure(error)

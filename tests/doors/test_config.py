@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from mcore_ckpt.config import CONTENT_WORDS, CheckpointConfig
+from mcore_ckpt.config import CONTENT_WORDS, CheckpointConfig, FastTier
 
 
 def test_what_verl_writes_is_accepted() -> None:
@@ -58,3 +58,39 @@ def test_roles_are_a_list_of_names() -> None:
     assert CheckpointConfig(roles=["actor", "critic"]).roles == ("actor", "critic")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"the string 'actor'"):
         CheckpointConfig(roles="actor")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("choices", "error", "reason"),
+    [
+        ({"folder": "relative/run"}, ValueError, "folder of the fast tier is 'relative/run': use an absolute path"),
+        ({"folder": ""}, ValueError, "folder of the fast tier is ''"),
+        ({"replicas": -1}, ValueError, "replicas of the fast tier is -1: use 0 or more"),
+        ({"replicas": True}, ValueError, "replicas of the fast tier is True"),
+        ({"replicas": None}, ValueError, "replicas of the fast tier is None"),
+        ({"keep": 0}, ValueError, "keep of the fast tier is 0: use 1 or more"),
+        ({"keep": 1.5}, ValueError, r"keep of the fast tier is 1\.5"),
+        ({"durable_every": 0}, ValueError, "durable_every of the fast tier is 0: use 1 or more, or None"),
+        ({"durable_every": "10"}, ValueError, "durable_every of the fast tier is '10'"),
+        ({"bytes_per_s": 0}, ValueError, "bytes_per_s of the fast tier is 0: use 1 or more, or None"),
+        ({"bytes_per_s": 1e9}, ValueError, r"bytes_per_s of the fast tier is 1000000000\.0"),
+        ({"domain": "rack3"}, TypeError, "domain of the fast tier is 'rack3': use a function without arguments"),
+        ({"folder": None}, TypeError, "folder of the fast tier is None: use a path"),
+        ({"folder": 7}, TypeError, "folder of the fast tier is 7: use a path"),
+        ({"folder": b"/dev/shm/run"}, TypeError, "folder of the fast tier is b'/dev/shm/run': use a path"),
+    ],
+)
+def test_a_fast_tier_that_cannot_be_is_refused_by_name(
+    choices: dict[str, Any], error: type[Exception], reason: str
+) -> None:
+    with pytest.raises(error, match=reason):
+        FastTier(**{"folder": "/dev/shm/run", **choices})
+
+
+def test_fast_tiers() -> None:
+    fast = FastTier("~/run", replicas=0, keep=1, durable_every=None, bytes_per_s=1, domain=lambda: "rack3")
+    assert CheckpointConfig(fast=fast).fast == fast
+    assert CheckpointConfig().fast is None
+    assert (FastTier("/a").replicas, FastTier("/a").keep, FastTier("/a").durable_every) == (1, 2, 10)
+    with pytest.raises(TypeError, match="fast is '/dev/shm/run': use a FastTier, or None"):
+        CheckpointConfig(fast="/dev/shm/run")  # type: ignore[arg-type]

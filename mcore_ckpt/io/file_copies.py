@@ -1,0 +1,64 @@
+"""Copies files durably, and checks their bytes on the way."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from mcore_ckpt.errors import CheckpointCorruptError
+from mcore_ckpt.io import tuning
+from mcore_ckpt.io.checksums import crc32
+from mcore_ckpt.io.files import FILE_MODE, open_regular
+
+
+def copy_checked(
+    source: Path, target: Path, size: int, crc: int, progress: Callable[[int], object] = lambda nbytes: None
+) -> None:
+    """Copies a file to a new one and waits until its bytes are on the disk.
+
+    Args:
+        source, target: the files. The folder of `target` exists.
+        size, crc: the size and the CRC-32 that the bytes must have.
+        progress: is called with the number of bytes that were just written. What it raises ends the copying.
+
+    Raises:
+        CheckpointCorruptError: the source has other bytes. The target must not be used.
+        FileNotFoundError, OSError: the source is missing, or the target cannot be written. The message names the file.
+    """
+    found, done = 0, 0
+    reading = open_regular(source)
+    try:
+        writing = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
+        try:
+            # One byte more than there should be shows that the file is too large.
+            piece = bytearray(min(tuning.READ_BYTES, size + 1))
+            while done <= size and (count := _read(reading, piece, source)):
+                memory = memoryview(piece)[:count]
+                found, done = crc32(memory, found), done + count
+                _write_all(writing, memory, target)
+                progress(count)
+            os.fsync(writing)
+        finally:
+            os.close(writing)
+    finally:
+        os.close(reading)
+    if (done, found) != (size, crc):
+        raise CheckpointCorruptError(
+            f"{source}: has {done} bytes with CRC {found:08x}, not {size} with {crc:08x}: it is damaged"
+        )
+
+
+def _read(descriptor: int, memory: bytearray, path: Path) -> int:
+    try:
+        return os.readv(descriptor, [memory])
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _write_all(descriptor: int, memory: memoryview, path: Path) -> None:
+    try:
+        while memory:
+            memory = memory[os.write(descriptor, memory) :]
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error

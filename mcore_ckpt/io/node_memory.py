@@ -1,0 +1,45 @@
+"""Tells how many bytes a folder of this node can still take. If the folder is memory, free memory limits it, too."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+from mcore_ckpt.io.file_systems import of_name
+from mcore_ckpt.io.mounts import mount_of
+from mcore_ckpt.io.room import existing, room_of
+
+
+def bytes_free(folder: Path) -> int | None:
+    """Returns how many bytes can still be written into a folder, or where it would be made. None: nothing limits them.
+
+    A tmpfs takes memory only when it is written to, so it can promise more than there is.
+
+    Raises:
+        OSError: the file system does not tell.
+    """
+    limits = [limit.free for limit in room_of(folder).limits if limit.kind == "nbytes"]
+    if is_memory(folder):
+        limits += _free_memory()
+    return min(limits, default=None)
+
+
+def is_memory(folder: Path) -> bool:
+    """Returns True if what is written into a folder, or where it would be made, is held in memory. Raises OSError."""
+    mount = mount_of(existing(folder))
+    return mount is not None and of_name(mount.kind).place == "memory"
+
+
+def _free_memory() -> list[int]:
+    """Returns the bytes that the system, and the control group of this process, can still give."""
+    found = []
+    with suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found.append(next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")))
+    # Control groups, version 2: pages of a tmpfs count for the group that wrote them.
+    with suppress(OSError, ValueError):
+        group = Path("/sys/fs/cgroup")
+        most = (group / "memory.max").read_text().strip()
+        if most != "max":
+            found.append(max(0, int(most) - int((group / "memory.current").read_text())))
+    return found

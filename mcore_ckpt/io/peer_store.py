@@ -1,0 +1,174 @@
+"""Reads files of another node of the job from the node's peer server (`peer_server.py`)."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+from mcore_ckpt.errors import CheckpointCorruptError
+from mcore_ckpt.io.json_fields import FieldError, as_dict, get_int
+from mcore_ckpt.io.peer_server import HEADER, HERE, MISSING, REFUSED
+
+# The longest listing, and the longest text that says why a request is refused, in bytes.
+_LISTING_BYTES, _REASON_BYTES = 64 << 20, 64 << 10
+# The pause before a note that is not published yet is asked for again, in seconds.
+_NOTE_PAUSE_S = 0.005
+
+
+class PeerError(OSError):
+    """A node does not answer, or its answer makes no sense. Another node may have the same bytes."""
+
+
+class _TooLongError(PeerError):
+    """An answer is longer than the caller takes."""
+
+
+class PeerStore:
+    """The files that one node serves.
+
+    It has those methods of `store.Store` that `formats.native.remote_folder.RemoteFolder` needs. Several threads may
+    use it; each has a connection of its own meanwhile.
+
+    Args:
+        address: "host:port" of the node's server.
+        token: the job's token.
+        name: the node's name, for messages.
+        timeout_s: how long to wait for each piece of an answer, in seconds.
+
+    Example:
+        >>> PeerStore("10.0.0.7:40213", token, "node7", 60).read("global_steps_9/actor/manifest.json", 0, 20)
+        ... # doctest: +SKIP
+    """
+
+    def __init__(self, address: str, token: str, name: str, timeout_s: float) -> None:
+        host, _, port = address.rpartition(":")
+        self._address, self._token, self._name, self._timeout_s = (host, int(port)), token, name, timeout_s
+        self._idle: list[socket.socket] = []
+        self._lock = threading.Lock()
+
+    def url_of(self, key: str) -> str:
+        """Returns how messages call a file of this node."""
+        return f"{self._name}:{key}"
+
+    def read(self, key: str, start: int, stop: int) -> bytearray:
+        """Reads bytes `[start, stop)` of a file. Raises FileNotFoundError, PeerError."""
+        data = bytearray(stop - start)
+        self.read_into(key, start, memoryview(data))
+        return data
+
+    def read_into(self, key: str, start: int, memory: memoryview) -> None:
+        """Fills memory with bytes of a file from byte `start` on. Raises FileNotFoundError, PeerError."""
+        self._ask({"verb": "read", "path": key, "start": start, "stop": start + len(memory)}, memory)
+
+    def read_all(self, key: str, most: int) -> bytes:
+        """Reads a whole small file.
+
+        Raises FileNotFoundError, PeerError, and CheckpointCorruptError if it is larger than `most` bytes.
+        """
+        try:
+            return self._ask({"verb": "read", "path": key}, None, most)
+        except _TooLongError as error:
+            raise CheckpointCorruptError(f"{error}, as such a file can have") from None
+
+    def sizes(self, key: str) -> dict[str, int]:
+        """Returns the sizes in bytes of the files below a folder, by their paths below it. Raises PeerError."""
+        try:
+            answer = as_dict(json.loads(self._ask({"verb": "sizes", "path": key}, None, _LISTING_BYTES)), "sizes")
+            return {path: get_int(answer, path) for path in answer}
+        except FileNotFoundError:
+            return {}
+        except (ValueError, FieldError, RecursionError) as error:
+            raise PeerError(f"{self._name}: sent a listing that makes no sense: {error}") from None
+
+    def note(self, name: str, most: int, patience_s: float) -> bytes:
+        """Returns the bytes that the node has published under a name. Waits until there are some.
+
+        Raises PeerError, also if there are none after `patience_s` seconds.
+        """
+        deadline = time.monotonic() + patience_s
+        while True:
+            with suppress(FileNotFoundError):
+                return self._ask({"verb": "note", "path": name}, None, most)
+            if time.monotonic() >= deadline:
+                raise PeerError(f"{self._name}: has not published {name} within {patience_s:g} s")
+            time.sleep(_NOTE_PAUSE_S)
+
+    def close(self) -> None:
+        """Closes all connections that no thread uses."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+
+    def _ask(self, request: dict[str, Any], memory: memoryview | None, most: int = 0) -> bytes:
+        """Sends a request. The answer fills `memory` if there is any, and is returned otherwise."""
+        line = json.dumps({"token": self._token, **request}).encode() + b"\n"
+        connection, is_new = self._connection()
+        try:
+            try:
+                status, length = self._header(connection, line)
+            except OSError:
+                if is_new:
+                    raise
+                # The server closes connections that have been idle, and a restarted network forgets them.
+                connection.close()
+                connection = self._connect()
+                status, length = self._header(connection, line)
+            if status == HERE and memory is not None:
+                if length != len(memory):
+                    raise PeerError(f"{self._name}: sent {length} bytes of {request['path']}, not {len(memory)}")
+                self._fill(connection, memory)
+                data = b""
+            else:
+                if status == HERE and length > most:
+                    raise _TooLongError(f"{self.url_of(request['path'])}: has {length} bytes, and not {most} at most")
+                data = self._receive(connection, length)
+        except BaseException as error:
+            connection.close()
+            if isinstance(error, PeerError) or not isinstance(error, OSError):
+                raise
+            raise PeerError(f"{self._name}: does not answer: {error}") from error
+        with self._lock:
+            self._idle.append(connection)
+        if status == MISSING:
+            raise FileNotFoundError(self.url_of(request["path"]))
+        if status != HERE:
+            raise PeerError(f"{self._name}: refused {request['path']}: {data[:200].decode(errors='replace')}")
+        return data
+
+    def _connection(self) -> tuple[socket.socket, bool]:
+        with self._lock:
+            if self._idle:
+                return self._idle.pop(), False
+        try:
+            return self._connect(), True
+        except OSError as error:
+            raise PeerError(f"{self._name}: cannot be reached at {self._address[0]}: {error}") from error
+
+    def _connect(self) -> socket.socket:
+        connection = socket.create_connection(self._address, timeout=self._timeout_s)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return connection
+
+    def _header(self, connection: socket.socket, request: bytes) -> tuple[int, int]:
+        connection.sendall(request)
+        status, length = HEADER.unpack(self._receive(connection, HEADER.size))
+        if status not in (HERE, MISSING, REFUSED) or (status != HERE and length > _REASON_BYTES):
+            raise PeerError(f"{self._name}: does not answer as a peer server does: another program may use its port")
+        return status, length
+
+    def _receive(self, connection: socket.socket, nbytes: int) -> bytes:
+        data = bytearray(nbytes)
+        self._fill(connection, memoryview(data))
+        return bytes(data)
+
+    def _fill(self, connection: socket.socket, memory: memoryview) -> None:
+        while memory:
+            count = connection.recv_into(memory)
+            if not count:
+                raise PeerError(f"{self._name}: has closed the connection")
+            memory = memory[count:]

@@ -1,0 +1,122 @@
+"""Groups the ranks of a job by the node that they run on, and chooses the nodes that get copies of a node's files."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class Node:
+    """One node of the job: a machine, or a container with folders of its own.
+
+    Attributes:
+        host: what `hosts.this_host` returns there.
+        domain: the failure domain, such as a rack. What fails together has the same domain.
+        ranks: the world ranks that run there, ascending. The first one is the node's lead.
+        address: "host:port" of the lead's peer server; empty until it is known.
+    """
+
+    host: str
+    domain: str
+    ranks: tuple[int, ...]
+    address: str = ""
+
+    @property
+    def lead(self) -> int:
+        """The rank that does what has to be done once on a node."""
+        return self.ranks[0]
+
+    @property
+    def name(self) -> str:
+        """The name of the host, for messages."""
+        return self.host.partition(" ")[0]
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """All nodes of the job, in the order of their leads.
+
+    Example:
+        >>> nodes = Nodes.of(["a", "a", "b", "b"], ["a", "a", "b", "b"])
+        >>> nodes.number_of(3), nodes.preferred(1)
+        (1, (0,))
+    """
+
+    all: tuple[Node, ...]
+
+    @staticmethod
+    def of(hosts: Sequence[str], domains: Sequence[str]) -> Nodes:
+        """Groups the ranks by host. `hosts[rank]` and `domains[rank]` are those of each world rank."""
+        ranks: dict[str, list[int]] = {}
+        for rank, host in enumerate(hosts):
+            ranks.setdefault(host, []).append(rank)
+        return Nodes(tuple(Node(host, domains[members[0]], tuple(members)) for host, members in ranks.items()))
+
+    def __len__(self) -> int:
+        return len(self.all)
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        return {node.host: number for number, node in enumerate(self.all)}
+
+    @cached_property
+    def _by_rank(self) -> dict[int, int]:
+        return {rank: number for number, node in enumerate(self.all) for rank in node.ranks}
+
+    def number_of(self, rank: int) -> int:
+        """Returns the number of the node that a world rank runs on."""
+        return self._by_rank[rank]
+
+    def number_of_host(self, host: str) -> int:
+        """Returns the number of the node with this host."""
+        return self._numbers[host]
+
+    @cached_property
+    def _by_domain(self) -> tuple[tuple[int, ...], int]:
+        """The nodes' numbers, those of one domain behind each other, and how many nodes the largest domain has."""
+        members: dict[str, list[int]] = {}
+        for number, node in enumerate(self.all):
+            members.setdefault(node.domain, []).append(number)
+        return tuple(number for group in members.values() for number in group), max(map(len, members.values()))
+
+    @cached_property
+    def _preferred(self) -> dict[int, tuple[int, ...]]:
+        return {}
+
+    def preferred(self, number: int) -> tuple[int, ...]:
+        """Returns the nodes that copies of a node's files may go to, the best first.
+
+        These are the nodes of other failure domains. A node of a domain that has no copy yet precedes all nodes of
+        domains that have one. Without domains, the next node is the first.
+        """
+        if number not in self._preferred:  # a save asks once for each file
+            self._preferred[number] = self._in_order(number)
+        return self._preferred[number]
+
+    def _in_order(self, number: int) -> tuple[int, ...]:
+        # In the order by domains, a step as long as the largest domain leaves every domain. If all nodes take the same
+        # step, all get the copies of one node each. If instead each took the first node of the next domain, that node
+        # would get the copies of a whole domain.
+        in_order, step = self._by_domain
+        count, at = len(in_order), in_order.index(number)
+        steps = (*range(step, step * count, step), *range(1, count))
+        others = dict.fromkeys(in_order[(at + far) % count] for far in steps)
+        own = self.all[number].domain
+        turns: dict[int, int] = {}
+        seen: Counter[str] = Counter()
+        for other in others:
+            domain = self.all[other].domain
+            if domain != own:
+                turns[other] = seen[domain]
+                seen[domain] += 1
+        return tuple(sorted(turns, key=turns.__getitem__))
+
+    def by_node(self, ranks: Sequence[int]) -> dict[int, tuple[int, ...]]:
+        """Groups some ranks by the number of their node."""
+        found: dict[int, list[int]] = {}
+        for rank in ranks:
+            found.setdefault(self.number_of(rank), []).append(rank)
+        return {number: tuple(members) for number, members in found.items()}
