@@ -186,6 +186,11 @@ def uploading_dir(role_dir: Path, attempt: str) -> Path:
     return role_dir.with_name(f".{role_dir.name}.uploading-{attempt}")
 
 
+def partial_file(path: Path) -> Path:
+    """Returns the hidden file into which a copy of another node's file is written until it is complete."""
+    return path.with_name(f".{path.name}.partial")
+
+
 def deleted_dir(step_path: Path, attempt: str) -> Path:
     """Returns the path to which a step's folder is renamed before it is deleted."""
     return step_path.with_name(f".deleted-{step_path.name}-{attempt}")

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from mcore_ckpt.checkpoint import file_names, manifest_text
+from mcore_ckpt.checkpoint import placement as placements
+from mcore_ckpt.checkpoint.placement import Placement
 from mcore_ckpt.checkpoint.timeline import SaveTimeline, decode_timeline, encoded_timeline
 from mcore_ckpt.io import json_fields as fields
 from mcore_ckpt.io import limits
@@ -110,6 +112,7 @@ class Manifest:
     files: tuple[FileRecord, ...]
     adapters: AdapterSettings | None = None
     save_timeline: SaveTimeline | None = None
+    placement: Placement | None = None
 
     def files_of(self, kind: str) -> list[FileRecord]:
         """Returns the files of one kind."""
@@ -143,6 +146,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
     record["stages"] = [vars(stage) for stage in manifest.stages]
     record["adapters"] = manifest.adapters and vars(manifest.adapters)
     record["save_timeline"] = manifest.save_timeline and encoded_timeline(manifest.save_timeline)
+    record["placement"] = manifest.placement and placements.encoded(manifest.placement)
     record = {key: value for key, value in record.items() if value is not None}
     del record["files"]
     return manifest_text.encode(record, [(_file_members(file), file.holds) for file in manifest.files])
@@ -207,6 +211,7 @@ def _check_format(record: Mapping[str, Any], is_intact: bool) -> None:
 
 def _read_manifest(record: Mapping[str, Any]) -> Manifest:
     versions, ranks = fields.get_dict(record, "versions"), fields.get_list(record, "ranks")
+    files = tuple(_read_file(item) for item in fields.get_list(record, "files"))
     return Manifest(
         step=fields.get_int(record, "step"),
         role=fields.get_name(record, "role"),
@@ -219,9 +224,10 @@ def _read_manifest(record: Mapping[str, Any]) -> Manifest:
         ranks=tuple(RankCoordinates(**_ints_of(RankCoordinates, item)) for item in ranks),
         stages=tuple(_read_stage(item) for item in fields.get_list(record, "stages")),
         tensors=fields.get_names(record, "tensors"),
-        files=tuple(_read_file(item) for item in fields.get_list(record, "files")),
+        files=files,
         adapters=_read_adapters(record["adapters"]) if "adapters" in record else None,
         save_timeline=decode_timeline(record["save_timeline"], len(ranks)) if "save_timeline" in record else None,
+        placement=placements.decode(record["placement"], len(files)) if "placement" in record else None,
     )
 
 

@@ -24,11 +24,12 @@ _FILES, _CHECKSUM = "files", "crc32"
 _ENTRIES = 512
 # In the text that `encode` returns, no name contains an unescaped quote, so these find members of objects alone.
 _CHECKSUM_MEMBER = re.compile(rb',"crc32":([0-9]{1,10})(?=,)')
-# Only the manifests of saves have this member.
-_TIMELINE = b',"save_timeline":{'
+# Only the manifests in the fast tier, and of saves, have these members.
+_PLACEMENT, _TIMELINE = b',"placement":{', b',"save_timeline":{'
 # The members whose size grows, each from its name to the name of the next one.
 _LARGE_MEMBERS = (
     (b',"files":[', b'],"format":'),
+    (_PLACEMENT, b'},"ranks":'),
     (b',"ranks":[', b'],"role":'),
     (_TIMELINE, b'},"stages":'),
     (b',"tensors":[', b'],"topology":'),
@@ -109,7 +110,7 @@ def decode_summary(data: bytes) -> dict[str, Any] | None:
     left = data
     for start, end in _LARGE_MEMBERS:
         before, found, rest = left.partition(start)
-        if start == _TIMELINE and not found:
+        if start in (_PLACEMENT, _TIMELINE) and not found:
             continue
         _, is_closed, after = rest.partition(end)
         if not (found and is_closed):

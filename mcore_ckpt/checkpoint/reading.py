@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.index import FileIndex, decode_index
@@ -26,7 +26,6 @@ from mcore_ckpt.io import limits, tuning
 from mcore_ckpt.io.checksums import crc32
 from mcore_ckpt.io.files import inside, open_regular, read_exact, read_small
 from mcore_ckpt.io.json_fields import FieldError
-from mcore_ckpt.io.store import Store
 from mcore_ckpt.io.threads import results_of
 
 Decoded = TypeVar("Decoded")
@@ -78,7 +77,12 @@ def _decoded(data: bytes, path: Path | str, decode: Callable[[bytes], Decoded]) 
         raise CheckpointCorruptError(f"{path}: {error}") from None
 
 
-def read_remote_manifest(store: Store, key: str) -> Manifest:
+class _ManifestStore(Protocol):
+    def url_of(self, key: str) -> str: ...
+    def read_all(self, key: str, most: int) -> bytes: ...
+
+
+def read_remote_manifest(store: _ManifestStore, key: str) -> Manifest:
     """Reads the manifest in a folder of a remote store.
 
     Raises FileNotFoundError, CheckpointCorruptError, RemoteError.

@@ -26,6 +26,7 @@ from mcore_ckpt.checkpoint.manifest import (
     decode_summary,
     encode_manifest,
 )
+from mcore_ckpt.checkpoint.placement import Placement
 from mcore_ckpt.checkpoint.timeline import SaveTimeline
 from mcore_ckpt.io import json_fields
 from mcore_ckpt.io.json_fields import FieldError
@@ -55,6 +56,7 @@ MANIFEST = Manifest(
         export=((700, 800), (900, 901)),
         stall=(60, 70),
     ),
+    placement=Placement(("node1", "node2"), ((1, 0), (0, 1)), 3),
 )
 
 # What can be printed.
@@ -79,6 +81,13 @@ def timelines(draw: st.DrawFn, world: int) -> SaveTimeline:
     spans = st.tuples(by_rank, by_rank)
     optional = st.none() | spans, st.none() | by_rank
     return draw(st.builds(SaveTimeline, by_rank, spans, spans, spans, st.tuples(big, big), *optional))
+
+
+@st.composite
+def placements(draw: st.DrawFn, files: int) -> Placement:
+    names = tuple(draw(st.lists(texts, min_size=1, max_size=4)))
+    some = st.lists(st.integers(0, len(names) - 1), min_size=1, unique=True).map(tuple)
+    return Placement(names, tuple(draw(st.lists(some, min_size=files, max_size=files))), draw(big))
 
 
 @st.composite
@@ -110,6 +119,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
         files=tuple(files),
         adapters=draw(st.none() | st.builds(AdapterSettings, st.floats(0, 100), st.floats(0, 1))),
         save_timeline=draw(st.none() | timelines(world)),
+        placement=draw(st.none() | placements(len(files))),
     )
 
 
@@ -144,7 +154,13 @@ def test_files_that_hold_the_same_tensors_share_the_runs() -> None:
 def test_names_that_look_like_members_are_only_names() -> None:
     """What is cut out of the text or put back may not depend on what names say."""
     names = (',"holds":[[0,1]]', '"holds":', ',"files":[', '],"format":', '],"role":', ',"crc32":1,', "NaN", "}]", "]]")
-    manifest = replace(MANIFEST, tensors=names, attempt='],"format":"x', created=',"crc32":7,')
+    manifest = replace(
+        MANIFEST,
+        tensors=names,
+        attempt='],"format":"x',
+        created=',"crc32":7,',
+        placement=Placement(names, ((8,), (0,))),
+    )
     data = encode_manifest(manifest)
     assert decode_manifest(data) == manifest
     assert decode_summary(data) == (manifest.step, manifest.role, manifest.roles)
@@ -257,6 +273,9 @@ EDITS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "timeline-without-ends": lambda r: r["save_timeline"].update(copy=[[30, 40]]),
     "timeline-before-the-call": lambda r: r["save_timeline"].update(commit=[-1, 950]),
     "timeline-of-fractions": lambda r: r["save_timeline"].update(stall=[0.5, 1]),
+    "placement-a-list": lambda r: r.update(placement=[]),
+    "placement-of-fewer-files": lambda r: r["placement"]["files"].pop(),
+    "placement-without-nodes": lambda r: r["placement"].pop("nodes"),
     "another-format": lambda r: r.update(format="torch.dcp"),
 }
 
@@ -272,15 +291,15 @@ def test_unknown_fields_of_this_version_are_passed_over() -> None:
     assert decode_manifest(forged(lambda r: r["save_timeline"].update(upload=[[1], [2]]))) == MANIFEST
 
 
-def test_a_summary_leaves_the_timeline_out() -> None:
+def test_a_summary_leaves_timeline_and_placement_out() -> None:
     """A listing would otherwise decode a megabyte of numbers for each step of 16,384 ranks."""
-    with_timeline, without = (
-        manifest_text.decode_summary(encode_manifest(replace(MANIFEST, save_timeline=timeline)))
-        for timeline in (MANIFEST.save_timeline, None)
+    with_them, without = (
+        manifest_text.decode_summary(encode_manifest(manifest))
+        for manifest in (MANIFEST, replace(MANIFEST, save_timeline=None, placement=None))
     )
-    assert with_timeline is not None
+    assert with_them is not None
     assert without is not None
-    assert with_timeline.keys() == without.keys()
+    assert with_them.keys() == without.keys()
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
