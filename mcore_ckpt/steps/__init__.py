@@ -5,6 +5,7 @@ Public names, for integrations and commands:
 - which steps there are: `StepStatus`, `list_steps`, `complete_steps`, `step_status`, `holds_something`,
   `find_moved_aside`;
 - how large a step is: `StepSize`, `size_of`;
+- what a node of the fast tier has of a checkpoint: `NodeFiles`, `files_of_node`;
 - the file that names the newest step: `read_tracker`, `write_tracker`, `move_tracker`, `remove_tracker`;
 - which steps stay: `PreservationPolicy`, `delete_old_steps`, `delete_step`, `discard_step`, `pin`, `unpin`;
 - a role of plain files, such as a data position: `commit_role` with `RoleWriter`, `RoleReader`, `uncommit_role`,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
         list_steps,
         step_status,
     )
+    from mcore_ckpt.steps.node_files import NodeFiles, files_of_node
     from mcore_ckpt.steps.pins import pin, unpin
     from mcore_ckpt.steps.read_lock import reading
     from mcore_ckpt.steps.retention import PreservationPolicy, delete_old_steps, delete_step, discard_step
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from mcore_ckpt.steps.trainer_lock import TrainerLock
 
 __all__ = [
+    "NodeFiles",
     "PreservationPolicy",
     "RoleReader",
     "RoleWriter",
@@ -53,6 +56,7 @@ __all__ = [
     "delete_old_steps",
     "delete_step",
     "discard_step",
+    "files_of_node",
     "find_moved_aside",
     "holds_something",
     "list_steps",
@@ -77,6 +81,7 @@ __getattr__ = lazy_names(
     {
         "leftovers": ("remove_leftovers", "remove_leftovers_beside"),
         "listing": ("StepStatus", "complete_steps", "find_moved_aside", "holds_something", "list_steps", "step_status"),
+        "node_files": ("NodeFiles", "files_of_node"),
         "pins": ("pin", "unpin"),
         "read_lock": ("reading",),
         "retention": ("PreservationPolicy", "delete_old_steps", "delete_step", "discard_step"),

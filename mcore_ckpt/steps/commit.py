@@ -11,7 +11,7 @@ import errno
 import logging
 import os
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -83,7 +83,7 @@ def _check_file(staging: Path, rank: int, file: WrittenFile) -> None:
         )
 
 
-def check_structures(by_rank: Sequence[Mapping[str, str]]) -> None:
+def check_structures(by_rank: Sequence[Mapping[str, str]], node_of: Callable[[int], int] = lambda rank: 0) -> None:
     """Checks that all ranks that wrote parts of the same file planned the same tensors for it.
 
     A file's owner collects only the parts that it expects, so it would not notice a rank that has planned different
@@ -92,14 +92,15 @@ def check_structures(by_rank: Sequence[Mapping[str, str]]) -> None:
     Args:
         by_rank: one mapping for each rank. Its keys are the paths of the files that the rank wrote parts of, its values
             the digests of the structures that the rank planned for these files (`FilePlan.structure`).
+        node_of: returns the number of the node that a rank writes on. Ranks of different nodes write different files.
 
     Raises:
         CommitError: two ranks planned different tensors for one file.
     """
-    first: dict[str, tuple[int, str]] = {}
+    first: dict[tuple[int, str], tuple[int, str]] = {}
     for rank, structures in enumerate(by_rank):
         for path, structure in structures.items():
-            other, wanted = first.setdefault(path, (rank, structure))
+            other, wanted = first.setdefault((node_of(rank), path), (rank, structure))
             if structure != wanted:
                 raise CommitError(
                     f"{path}: ranks {other} and {rank} both write to this file, but have planned different tensors for "

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
 from mcore_ckpt.io.room import Amount, Need, Room
 from mcore_ckpt.steps.listing import StepStatus
+from mcore_ckpt.steps.node_files import NodeFiles, files_of_node
 
 NO_FILES = Amount(0, 0)
 
@@ -27,21 +28,34 @@ class StepSize:
         nbytes: the bytes of all files.
         created: when the last of the roles was saved (ISO 8601, UTC); empty if there is none.
         taken: what the files of each role take on a disk with blocks of 4 KiB.
+        of_nodes: what the folder has of each role that was saved into the fast tier. Such a role has a part of its
+            files here, or all of them.
     """
 
     nbytes: int
     created: str
     taken: Mapping[str, Amount]
+    of_nodes: Mapping[str, NodeFiles] = field(default_factory=dict)
 
 
 def size_of(status: StepStatus) -> StepSize:
     """Reads the manifests of a step's committed roles. A role whose manifest cannot be read any more has no files."""
     found = {role: size for role in sorted(status.committed) if (size := _size_of_role(status.role_dir(role)))}
+    spread = [role for role, size in found.items() if size.is_spread]
+    of_nodes = {role: held for role in spread if (held := _held(status.role_dir(role))) is not None}
     return StepSize(
-        nbytes=sum(size.nbytes for size in found.values()),
+        nbytes=sum(of_nodes[role].nbytes if role in of_nodes else size.nbytes for role, size in found.items()),
         created=max((size.created for size in found.values()), default=""),
         taken={role: size.taken for role, size in found.items()},
+        of_nodes=of_nodes,
     )
+
+
+def _held(role_dir: Path) -> NodeFiles | None:
+    try:
+        return files_of_node(role_dir, read_manifest(role_dir))
+    except (OSError, CheckpointNotFoundError, CheckpointCorruptError):
+        return None
 
 
 def taken_by(statuses: Iterable[StepStatus]) -> Amount:
@@ -90,6 +104,7 @@ class _RoleSize:
     nbytes: int
     created: str
     taken: Amount
+    is_spread: bool
 
 
 def _size_of_role(role_dir: Path) -> _RoleSize | None:
@@ -105,4 +120,5 @@ def _read_size(role_dir: Path, mtime_ns: int, size: int, inode: int) -> _RoleSiz
     """Reads a manifest, and remembers what it says for as long as the file is the same."""
     manifest = read_manifest(role_dir)
     files = Need.of([(file_names.MANIFEST_FILE, size), *((file.path, file.size) for file in manifest.files)])
-    return _RoleSize(manifest.nbytes, manifest.created, Room((), block=4096).taken_by(files))
+    taken = Room((), block=4096).taken_by(files)
+    return _RoleSize(manifest.nbytes, manifest.created, taken, manifest.placement is not None)

@@ -42,6 +42,7 @@ def open_together(
     failure: Record | None = None,
     prepare: Callable[[Need], object] = lambda need: None,
     need: Need = NOTHING,
+    number: str | None = None,
 ) -> Attempt:
     """Waits for all ranks, then makes the staging folder on rank 0. Every rank must call it.
 
@@ -54,13 +55,15 @@ def open_together(
             returns it; None if there is none.
         prepare: runs on rank 0 before the folder is made. It gets the need of all ranks together.
         need: the files that this rank will write.
+        number: the id of the save, on all ranks; None for a new one. With it, a rank may skip the round.
 
     Raises:
         BusyError: an earlier save is still under way on some rank.
         EarlierSaveError: an earlier save failed on some rank. All ranks raise it.
         CheckpointError: a rank is missing, or the folder cannot be made.
     """
-    number = commit.new_attempt()
+    name = number and opening_of(number)
+    number = number or commit.new_attempt()
 
     def combine(records: Sequence[Record]) -> Record:
         same_everywhere([{"folder": record["folder"]} for record in records], "the folder to save to", CommitError)
@@ -76,13 +79,18 @@ def open_together(
 
     request = {"folder": str(role_dir), "busy": busy, "failure": failure, "need": record_of(need)}
     try:
-        outcome = decide(agreement, topic, lambda: request, combine, CommitError)
+        outcome = decide(agreement, topic, lambda: request, combine, CommitError, name=name)
     except Exception:
         # If this is rank 0, it may have made the folder before the round failed.
         commit.discard(file_names.staging_dir(role_dir, number))
         raise
     raise_failure(outcome)
     return Attempt(outcome["attempt"], file_names.staging_dir(role_dir, outcome["attempt"]), role_dir)
+
+
+def opening_of(number: str) -> str:
+    """Returns the name of the round in which `open_together` opens a save with this id."""
+    return f"{number}-opening"
 
 
 def record_of(need: Need) -> Record:

@@ -1,6 +1,7 @@
 """A save is opened by all ranks or by none: busy ranks, failures that nobody was told yet, too little room."""
 
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,12 @@ FAILURE = to_record(CheckpointCorruptError("x.pt: is bad"), 1)
 
 
 class Ranks:
-    def __init__(self) -> None:
+    def __init__(self, timeout_s: float = LONG_S) -> None:
         store = dist.HashStore()  # type: ignore[attr-defined]
-        self.agreements = [Agreement(store, rank, WORLD, "test", LONG_S) for rank in range(WORLD)]
+        self.agreements = [Agreement(store, rank, WORLD, "test", timeout_s) for rank in range(WORLD)]
 
-    def open(self, role_dir: Path, **by_rank: dict[int, Any]) -> list[Any]:
-        """What each rank gets, or what it raises."""
+    def open(self, role_dir: Path, ranks: Sequence[int] = range(WORLD), **by_rank: dict[int, Any]) -> list[Any]:
+        """What each of these ranks gets, or what it raises."""
         results: list[Any] = [None] * WORLD
 
         def part(rank: int) -> None:
@@ -36,7 +37,7 @@ class Ranks:
             except Exception as error:
                 results[rank] = error
 
-        threads = [threading.Thread(target=part, args=(rank,), daemon=True) for rank in range(WORLD)]
+        threads = [threading.Thread(target=part, args=(rank,), daemon=True) for rank in ranks]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -50,6 +51,16 @@ def test_all_ranks_get_the_same_attempt_and_its_folder_is_there(role_dir: Path) 
     assert attempts == [Attempt(attempts[0].number, attempts[0].staging, role_dir)] * WORLD
     assert attempts[0].staging.is_dir()
     assert attempts[0].staging.parent == role_dir.parent
+
+
+def test_a_rank_that_has_missed_a_save_with_an_id_takes_part_in_the_next_one(role_dir: Path) -> None:
+    """A copy to the root has the id of the step on the nodes, of which a rank may not know."""
+    ranks = Ranks(timeout_s=0.4)
+    missed = ranks.open(role_dir, [0, 2], number=dict.fromkeys(range(WORLD), "a" * 32))
+    assert "no word from rank 1" in str(missed[0])
+    assert not role_dir.parent.exists()
+    attempts = ranks.open(role_dir, number=dict.fromkeys(range(WORLD), "b" * 32))
+    assert [attempt.number for attempt in attempts] == ["b" * 32] * WORLD
 
 
 @pytest.mark.parametrize("busy", [(0,), (2,), (1, 2)])

@@ -210,6 +210,9 @@ class RankSave:
 
     deletes = True
 
+    def spread(self) -> tuple[None, None]:
+        return None, None
+
     def upload(self) -> None:
         """There is no remote store."""
 

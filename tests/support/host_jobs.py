@@ -13,6 +13,7 @@ failed. `main` returns what JSON can say; what a test wants to see of a rank's f
 
 import json
 import os
+import select
 import shutil
 import socket
 import subprocess
@@ -50,6 +51,10 @@ class Job:
     def log(self) -> str:
         """The output of all ranks."""
         return self._log.read_text()
+
+    def has_ended(self) -> bool:
+        """True once all ranks have ended. It waits for nothing, and `wait` returns at once then."""
+        return bool(select.select([self._connection], [], [], 0)[0])
 
     def wait(self, timeout_s: float = _JOB_S) -> list[Ended]:
         """Waits until all ranks have ended, however they do."""

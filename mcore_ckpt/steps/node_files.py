@@ -1,0 +1,97 @@
+"""Tells which files of a checkpoint one node's folder of the fast tier has, and which nodes have the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest
+from mcore_ckpt.checkpoint.reading import read_manifest
+from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
+from mcore_ckpt.steps.listing import newest_complete
+from mcore_ckpt.steps.node_steps import files_here
+
+
+@dataclass(frozen=True)
+class NodeFiles:
+    """What one node's folder has of one role's checkpoint.
+
+    Attributes:
+        here: the files that are here, in their full size.
+        elsewhere: the other files, each with the names of the nodes that have it or will get it.
+        nodes: how many nodes have written files of the checkpoint.
+        whole_nodes: of how many of these nodes all files are here.
+    """
+
+    here: tuple[FileRecord, ...]
+    elsewhere: tuple[tuple[FileRecord, tuple[str, ...]], ...]
+    nodes: int
+    whole_nodes: int
+
+    def __str__(self) -> str:
+        count = len(self.here) + len(self.elsewhere)
+        return f"{self.whole_nodes} of {self.nodes} nodes' files ({len(self.here)} of {count} files)"
+
+    @property
+    def is_whole(self) -> bool:
+        """True if all files are here, so that the folder is a checkpoint by itself."""
+        return not self.elsewhere
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the files that are here."""
+        return sum(file.size for file in self.here)
+
+    def by_nodes(self) -> list[tuple[tuple[str, ...], list[FileRecord]]]:
+        """Groups the files that are not here by the names of the nodes that have them."""
+        found: dict[tuple[str, ...], list[FileRecord]] = {}
+        for file, names in self.elsewhere:
+            found.setdefault(names, []).append(file)
+        return list(found.items())
+
+
+def files_of_node(role_dir: Path, manifest: Manifest) -> NodeFiles | None:
+    """Returns what a folder has of a checkpoint; None if the checkpoint was not saved into the fast tier."""
+    return None if manifest.placement is None else files_among(manifest, files_here(role_dir, manifest))
+
+
+def files_among(manifest: Manifest, here: Iterable[int]) -> NodeFiles:
+    """Returns the same for a checkpoint with a placement of which the files at some positions of the list are there."""
+    placement, there = manifest.placement, frozenset(here)
+    assert placement is not None
+    # Each file counts for the node that has written it, so that copies do not count as nodes.
+    writers = {nodes[0] for nodes in placement.by_file}
+    partly = {nodes[0] for position, nodes in enumerate(placement.by_file) if position not in there}
+    return NodeFiles(
+        here=tuple(file for position, file in enumerate(manifest.files) if position in there),
+        elsewhere=tuple(
+            (file, tuple(placement.nodes[node] for node in placement.by_file[position]))
+            for position, file in enumerate(manifest.files)
+            if position not in there
+        ),
+        nodes=len(writers),
+        whole_nodes=len(writers - partly),
+    )
+
+
+def is_of_node(root: Path) -> bool:
+    """True if the newest complete step below a root was saved into the fast tier. Then a node's folder is the root."""
+    status = newest_complete(root)
+    if status is None:
+        return False
+    with suppress(CheckpointCorruptError, CheckpointNotFoundError):
+        return any(read_manifest(status.role_dir(role)).placement is not None for role in status.committed)
+    return False
+
+
+def check_not_of_one_node(role_dirs: Sequence[Path]) -> None:
+    """Raises CheckpointNotFoundError if a role's files are only partly here, because other nodes have the rest."""
+    for role_dir in role_dirs:
+        found = files_of_node(role_dir, read_manifest(role_dir))
+        if found is not None and not found.is_whole:
+            raise CheckpointNotFoundError(
+                f"{role_dir}: is one node's part of a checkpoint, with {found}: put the folders of all nodes together "
+                "with `mcore-ckpt collect NODEFOLDER... DST`, and use DST"
+            )

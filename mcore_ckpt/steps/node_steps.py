@@ -1,0 +1,231 @@
+"""Finds which steps of the fast tier are whole, from what each node has in its folder.
+
+A node's folder has the layout of a root. Of each checkpoint it has the manifest, which lists the files of all nodes,
+and only those files that the node has written or has got copies of. A role's checkpoint is whole if every file is on
+some node, and a node has committed it. Each node looks into its own folder (`held_roles`), and rank 0 puts together
+what they have found (`fast_checkpoints`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.manifest import Manifest
+from mcore_ckpt.checkpoint.reading import read_manifest
+from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
+from mcore_ckpt.sharding.plan import runs
+
+logger = logging.getLogger(__name__)
+
+# Positions in the manifest's list of files, as inclusive runs.
+Runs = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class HeldRole:
+    """What one node has of one role's checkpoint.
+
+    Attributes:
+        step, role, roles, attempt, created: from the manifest.
+        files: how many files the whole checkpoint has.
+        has: the files that are here, with their sizes.
+        is_committed: whether the node has committed it. If not, the files are in a staging folder.
+        save_count: see `Placement`.
+    """
+
+    step: int
+    role: str
+    roles: tuple[str, ...]
+    attempt: str
+    created: str
+    files: int
+    has: Runs
+    is_committed: bool
+    save_count: int
+
+    def to_record(self) -> list[Any]:
+        """Returns JSON values, which a rank can send."""
+        return list(vars(self).values())
+
+    @staticmethod
+    def of(record: Sequence[Any]) -> HeldRole:
+        """Returns what `to_record` has turned into this record."""
+        step, role, roles, attempt, created, files, has, is_committed, save_count = record
+        runs_here = tuple((first, last) for first, last in has)
+        return HeldRole(step, role, tuple(roles), attempt, created, files, runs_here, is_committed, save_count)
+
+
+@dataclass(frozen=True)
+class FastCheckpoint:
+    """One role's checkpoint, as all nodes together have it.
+
+    Attributes:
+        step, role, roles, attempt, created, save_count: from the manifest.
+        files: how many files the checkpoint has.
+        holders: for each node that has some of it, the node's number and the files that it has.
+        is_committed: whether a node has committed it.
+        is_staged: whether it is still in the staging folder of a node, which died while it committed.
+    """
+
+    step: int
+    role: str
+    roles: tuple[str, ...]
+    attempt: str
+    created: str
+    files: int
+    holders: tuple[tuple[int, Runs], ...]
+    is_committed: bool
+    is_staged: bool
+    save_count: int
+
+    @property
+    def missing(self) -> list[int]:
+        """The positions of the files that no node has."""
+        there = {position for _, has in self.holders for first, last in has for position in range(first, last + 1)}
+        return [position for position in range(self.files) if position not in there]
+
+    @property
+    def nodes_of_rarest_file(self) -> int:
+        """The number of nodes that have the file that the fewest nodes have. One less can be lost without a loss."""
+        changes = [0] * (self.files + 1)
+        for _, has in self.holders:
+            for first, last in has:
+                changes[first] += 1
+                changes[last + 1] -= 1
+        return min(accumulate(changes[:-1]), default=len(self.holders))
+
+    @property
+    def is_whole(self) -> bool:
+        """True if it is committed and every file is on some node."""
+        return self.is_committed and not self.missing
+
+
+def held_roles(folder: Path) -> list[HeldRole]:
+    """Returns what a node's folder has of every checkpoint. What cannot be read is logged and left out."""
+    found = []
+    for step in file_names.step_dirs(folder):
+        step_path = file_names.step_dir(folder, step)
+        try:
+            names = sorted(os.listdir(step_path))
+        except FileNotFoundError:  # another role of the step has just been deleted, and the folder with it
+            continue
+        except OSError as error:
+            logger.warning("%s: is left out: %s", step_path, error)
+            continue
+        found += [held for name in names if (held := _held(step, step_path / name)) is not None]
+    return found
+
+
+def _held(step: int, folder: Path) -> HeldRole | None:
+    """Returns what is in a role's folder, or in a save's staging folder. None if it is neither, or has no manifest."""
+    work = file_names.parse_work_dir(folder.name)
+    is_role = work is None and file_names.is_role(folder.name)
+    if not is_role and (work is None or work.purpose != "staging"):
+        return None
+    try:
+        manifest = read_manifest(folder)
+    except CheckpointNotFoundError:
+        return None
+    except CheckpointCorruptError as error:
+        logger.warning("%s: is left out: %s", folder, error)
+        return None
+    own = (folder.name, manifest.attempt) if work is None else (work.role, work.attempt)
+    if manifest.step != step or own != (manifest.role, manifest.attempt) or manifest.placement is None:
+        return None
+    return HeldRole(
+        manifest.step,
+        manifest.role,
+        manifest.roles,
+        manifest.attempt,
+        manifest.created,
+        len(manifest.files),
+        tuple(runs(files_here(folder, manifest))),
+        work is None,
+        manifest.placement.save_count,
+    )
+
+
+def files_here(role_dir: Path, manifest: Manifest) -> list[int]:
+    """Returns the positions of the manifest's files that a folder has, in their full size."""
+    # It lists the folder, because the manifest lists the files of all nodes, which can be a hundred times as many.
+    sizes = sizes_below(role_dir)
+    return [number for number, file in enumerate(manifest.files) if sizes.get(file.path) == file.size]
+
+
+def sizes_below(role_dir: Path) -> dict[str, int]:
+    """Returns the sizes in bytes of the files below a folder, by their paths below it."""
+    sizes = {}
+    for path, _, names in os.walk(role_dir):
+        for name in names:
+            file = Path(path, name)
+            try:
+                sizes[str(file.relative_to(role_dir))] = file.stat().st_size
+            except OSError:
+                continue
+    return sizes
+
+
+def fast_checkpoints(by_node: Iterable[tuple[int, Sequence[HeldRole]]]) -> list[FastCheckpoint]:
+    """Puts together what the nodes have, the newest step first. `by_node` has the number of each node that answered."""
+    holders: dict[tuple[int, str, str], list[tuple[int, HeldRole]]] = {}
+    for node, held in by_node:
+        for each in held:
+            holders.setdefault((each.step, each.role, each.attempt), []).append((node, each))
+    return [_together(members) for _, members in sorted(holders.items(), key=lambda item: -item[0][0])]
+
+
+def _together(members: Sequence[tuple[int, HeldRole]]) -> FastCheckpoint:
+    first = members[0][1]
+    return FastCheckpoint(
+        first.step,
+        first.role,
+        first.roles,
+        first.attempt,
+        first.created,
+        first.files,
+        tuple((node, held.has) for node, held in members),
+        any(held.is_committed for _, held in members),
+        not all(held.is_committed for _, held in members),
+        first.save_count,
+    )
+
+
+def safest(found: Iterable[FastCheckpoint], replicas: int) -> list[FastCheckpoint]:
+    """Returns those whole checkpoints of a role of which lost nodes lose nothing, as far as there are any.
+
+    These have `replicas` copies of each file. If none has, because nodes were lost or died before their copies were
+    complete, these are the checkpoints with the most copies.
+    """
+    whole = [each for each in found if each.is_whole]
+    wanted = min(replicas + 1, max((each.nodes_of_rarest_file for each in whole), default=0))
+    return [each for each in whole if each.nodes_of_rarest_file >= wanted]
+
+
+def in_order_of_saves(found: Iterable[FastCheckpoint]) -> list[FastCheckpoint]:
+    """Returns the checkpoints of a step, the one that was saved last at the end."""
+    # The clocks of two saves may differ, but what is still in a staging folder was saved last.
+    return sorted(found, key=lambda each: (each.is_staged, each.created))
+
+
+def whole_steps(found: Iterable[FastCheckpoint], roles: Sequence[str]) -> dict[int, Mapping[str, FastCheckpoint]]:
+    """Returns the steps of which all declared roles, and the given ones, are whole; for each its roles' checkpoints.
+
+    If a role of a step was saved twice, both can be whole, if some nodes were away meanwhile, or died before they had
+    committed the second save. Then the second one counts.
+    """
+    by_step: dict[int, dict[str, FastCheckpoint]] = {}
+    for each in in_order_of_saves(found):
+        if each.is_whole:
+            by_step.setdefault(each.step, {})[each.role] = each
+    return {
+        step: there
+        for step, there in by_step.items()
+        if there.keys() >= {*roles, *(role for each in there.values() for role in each.roles)}
+    }

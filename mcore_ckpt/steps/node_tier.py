@@ -1,0 +1,266 @@
+"""This rank's part of the fast tier: the nodes of the job, this node's folder, and the ways to the other nodes."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.config import FastTier
+from mcore_ckpt.errors import CommitError, InvalidArgumentError, NoRoomError
+from mcore_ckpt.io import limits
+from mcore_ckpt.io.files import make_folder
+from mcore_ckpt.io.node_memory import bytes_free, is_memory
+from mcore_ckpt.io.peer_server import PeerServer
+from mcore_ckpt.io.peer_store import PeerStore
+from mcore_ckpt.ranks import deadlines
+from mcore_ckpt.ranks.addresses import own_address
+from mcore_ckpt.ranks.hosts import this_host
+from mcore_ckpt.ranks.nodes import Node, Nodes
+from mcore_ckpt.ranks.rounds import Agreement, Record, decide, same_everywhere
+from mcore_ckpt.steps.node_steps import sizes_below
+from mcore_ckpt.steps.trainer_lock import TrainerLock
+
+logger = logging.getLogger(__name__)
+
+_TOPIC = "setting up the fast tier"
+# Each node gets the manifest of a save from another node, which serves so many others. With one node that serves all,
+# a thousand nodes would wait for its network; with a chain, for each other.
+_BRANCHES = 8
+
+
+@dataclass(eq=False)
+class NodeTier:
+    """This rank's part of the fast tier of one role.
+
+    Attributes:
+        config: the user's choices.
+        role: the role.
+        nodes: all nodes of the job.
+        number: the number of this node among them.
+        rank: this rank.
+        folder: this node's folder, which has the layout of a root.
+        token: what the nodes' servers want to hear.
+        timeout_s: how long to wait for another node, in seconds.
+        server: this node's server, on the node's lead; None on its other ranks.
+        lock: the lock on the role in this node's folder. Only the lead uses it.
+    """
+
+    config: FastTier
+    role: str
+    nodes: Nodes
+    number: int
+    rank: int
+    folder: Path
+    token: str
+    timeout_s: float
+    server: PeerServer | None
+    lock: TrainerLock
+    _stores: dict[int, PeerStore] = field(default_factory=dict)
+    _published: str | None = None
+
+    @property
+    def is_lead(self) -> bool:
+        """True on the rank that does what has to be done once on this node."""
+        return self.server is not None
+
+    @property
+    def node(self) -> Node:
+        """This node."""
+        return self.nodes.all[self.number]
+
+    def role_dir(self, step: int, role: str | None = None) -> Path:
+        """Returns the folder of a role's checkpoint in this node's folder. None: of this tier's role."""
+        return file_names.step_dir(self.folder, step) / (role or self.role)
+
+    def store(self, number: int) -> PeerStore:
+        """Returns the files of another node."""
+        if number not in self._stores:
+            node = self.nodes.all[number]
+            self._stores[number] = PeerStore(node.address, self.token, node.name, self.timeout_s)
+        return self._stores[number]
+
+    def publish(self, attempt: str, manifest: bytes) -> None:
+        """Serves the manifest of a save to other nodes. Only leads call it."""
+        assert self.server is not None
+        self.server.publish(attempt, manifest, self._published)
+        self._published = attempt
+
+    def receive(self, attempt: str, patience_s: float) -> bytes:
+        """Returns the manifest of a save that the lead of node 0 has published, and serves it to further nodes.
+
+        Raises CommitError if the node that should send it does not answer.
+        """
+        parent = (self.number - 1) // _BRANCHES
+        try:
+            data = self.store(parent).note(attempt, limits.MANIFEST_BYTES, patience_s)
+        except OSError as error:
+            raise CommitError(f"the manifest has not arrived on {self.node.name}: {error}") from error
+        self.publish(attempt, data)
+        return data
+
+    def close(self) -> None:
+        """Closes the server and all connections, and gives the lock up."""
+        if self.server is not None:
+            self.server.close()
+        for store in self._stores.values():
+            store.close()
+        self.lock.release()
+
+
+def open_tier(agreement: Agreement, fast: FastTier, role: str, root: Path) -> NodeTier:
+    """Finds the nodes of the job, and starts a server on each. Every rank calls it.
+
+    Args:
+        agreement: connects this rank with the other ranks.
+        fast: the user's choices.
+        role: the role.
+        root: the folder of the steps in the root.
+
+    Raises:
+        InvalidArgumentError: there are too few nodes or failure domains for the copies, the ranks have different
+            configurations, or the folder is the root.
+        InvalidStateError: this node's address cannot be found.
+        CheckpointError: a rank has failed, or is missing.
+    """
+    folder = Path(fast.folder).expanduser()
+
+    def combine(records: Sequence[Record]) -> Record:
+        same_everywhere([record["fast"] for record in records], "the fast tier", InvalidArgumentError)
+        nodes = Nodes.of([record["host"] for record in records], [record["domain"] for record in records])
+        _check_copies(nodes, fast.replicas)
+        # By rank, and not by node: a thousand nodes' ranks are short numbers, and names are sent once for each node.
+        return {
+            "nodes": [[node.name, node.domain] for node in nodes.all],
+            "of_ranks": [nodes.number_of_host(record["host"]) for record in records],
+            "token": secrets.token_hex(16),
+        }
+
+    def work() -> Record:
+        if folder.resolve() == root.resolve():
+            # Old steps of the fast tier would be deleted, and with them those that should stay in the root.
+            raise InvalidArgumentError(
+                f"folder of the fast tier is {folder}, which is the root: use another folder, or no fast tier"
+            )
+        host = this_host()
+        settings = replace(fast, folder=str(folder), domain=None)
+        return {"fast": vars(settings), "host": host, "domain": host if fast.domain is None else str(fast.domain())}
+
+    found = decide(agreement, _TOPIC, work, combine)
+    members: list[list[int]] = [[] for _ in found["nodes"]]
+    for rank, number in enumerate(found["of_ranks"]):
+        members[number].append(rank)
+    nodes = Nodes(
+        tuple(Node(name, domain, tuple(ranks)) for (name, domain), ranks in zip(found["nodes"], members, strict=True))
+    )
+    number = found["of_ranks"][agreement.rank]
+    servers: list[PeerServer] = []
+
+    def serve() -> Record:
+        if nodes.all[number].lead != agreement.rank:
+            return {}
+        make_folder(folder)
+        servers.append(PeerServer(folder, found["token"], own_address()))
+        return {"address": servers[0].address}
+
+    try:
+        told = decide(
+            agreement, _TOPIC, serve, lambda records: {"at": [records[node.lead]["address"] for node in nodes.all]}
+        )
+    except BaseException:
+        for server in servers:
+            server.close()
+        raise
+    at = [replace(node, address=address) for node, address in zip(nodes.all, told["at"], strict=True)]
+    return NodeTier(
+        fast,
+        role,
+        Nodes(tuple(at)),
+        number,
+        agreement.rank,
+        folder,
+        found["token"],
+        min(agreement.timeout_s, deadlines.PEER_TIMEOUT_S),
+        servers[0] if servers else None,
+        TrainerLock(folder, role),
+    )
+
+
+def _check_copies(nodes: Nodes, replicas: int) -> None:
+    if replicas >= len(nodes):
+        there = ", ".join(node.name for node in nodes.all[:4])
+        raise InvalidArgumentError(
+            f"replicas of the fast tier is {replicas}, so each file would be on {replicas + 1} nodes, but the job has "
+            f"only {len(nodes)} ({there}): use replicas={len(nodes) - 1} or more nodes"
+        )
+    for number, node in enumerate(nodes.all):
+        if len(nodes.preferred(number)) < replicas:
+            raise InvalidArgumentError(
+                f"replicas of the fast tier is {replicas}, but only {len(nodes.preferred(number))} nodes are outside "
+                f"the failure domain {node.domain!r} of {node.name}: use fewer replicas, or smaller domains"
+            )
+
+
+def promise_room(agreement: Agreement, tier: NodeTier, own_bytes: Callable[[], int]) -> None:
+    """Refuses the fast tier if a node cannot hold what it will have to hold. Every rank calls it.
+
+    Args:
+        agreement: connects this rank with the other ranks.
+        tier: this rank's part of the tier.
+        own_bytes: returns how many bytes of a checkpoint this rank writes.
+
+    Raises:
+        NoRoomError: a node's folder cannot hold its own files and copies. The message has the numbers.
+    """
+
+    def work() -> Record:
+        record: Record = {"own": own_bytes()}
+        if tier.is_lead:
+            free, held = bytes_free(tier.folder), _held_bytes(tier.folder, tier.role)
+            record |= {"free": None if free is None else free + held, "memory": is_memory(tier.folder)}
+        return record
+
+    def combine(records: Sequence[Record]) -> Record:
+        nodes, replicas = tier.nodes, tier.config.replicas
+        own = [sum(records[rank]["own"] for rank in node.ranks) for node in nodes.all]
+        copies = [0] * len(nodes)
+        for number in range(len(nodes)):
+            for other in nodes.preferred(number)[:replicas]:
+                copies[other] += own[number]
+        # A step is written before an old one is deleted. The last step whose copies are complete stays until a newer
+        # one has all of its own, as does one that is being copied, and a durable step stays until it is in the root.
+        steps = tier.config.keep + 1 + (2 if replicas else 0) + (tier.config.durable_every is not None)
+        for number, node in enumerate(nodes.all):
+            lead = records[node.lead]
+            need = steps * (own[number] + copies[number])
+            if lead["free"] is not None and need > lead["free"]:
+                kind = "memory" if lead["memory"] else "disk"
+                raise NoRoomError(
+                    f"{tier.folder} on {node.name} would have to hold {need} bytes of {kind}, but only {lead['free']} "
+                    f"can be had: {steps} steps (keep={tier.config.keep}, and what is being saved) of {own[number]} "
+                    f"bytes of its ranks and {copies[number]} bytes of copies for other nodes. Use fewer steps or "
+                    "replicas, more nodes, or a larger folder"
+                )
+        return {}
+
+    decide(agreement, _TOPIC, work, combine)
+
+
+def _held_bytes(folder: Path, role: str) -> int:
+    """Returns the size of what the tier has already in its folder, which later saves will replace or remove."""
+    return sum(
+        size
+        for paths in file_names.step_dirs(folder).values()
+        for step_path in paths
+        for path, size in sizes_below(step_path).items()
+        if _role_of(Path(path).parts[0]) == role
+    )
+
+
+def _role_of(name: str) -> str:
+    """Returns the role that a folder of a step belongs to: a checkpoint, or what a save that died has left."""
+    work = file_names.parse_work_dir(name)
+    return name if work is None else work.role

@@ -1,0 +1,284 @@
+"""Leads all ranks through one save into the fast tier: each node's files end up committed in that node's own folder.
+
+A save has three rounds. `open_on_nodes` runs on the trainer's thread. `commit_on_nodes` runs on any thread: in its
+first round all ranks write, and rank 0 makes the manifest; in its second one the manifest reaches all nodes. Then each
+node renames its staging folder. If nodes die before they have renamed, but one node has, the others find their staging
+folders with the manifest, and rename them when a load chooses this step (`adopt`).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence, Set
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.manifest import Manifest, WrittenFile, decode_manifest, encode_manifest
+from mcore_ckpt.checkpoint.reading import read_entries, read_manifest, read_remote_manifest
+from mcore_ckpt.errors import BusyError, CheckpointCorruptError, CheckpointNotFoundError, CommitError
+from mcore_ckpt.io.files import FOLDER_MODE, make_folder, sync_dir, write_file
+from mcore_ckpt.ranks.rounds import Agreement, Record, decide, same_everywhere
+from mcore_ckpt.steps import commit
+from mcore_ckpt.steps.node_steps import HeldRole, files_here
+from mcore_ckpt.steps.node_tier import NodeTier
+from mcore_ckpt.steps.owner import write_owner
+from mcore_ckpt.steps.transaction import Attempt, failure_among, raise_failure
+
+logger = logging.getLogger(__name__)
+
+# How long a rank waits until its node's lead has renamed what is committed, and between two looks, in seconds.
+_RENAME_S, _LOOK_S = 30.0, 0.02
+
+
+@dataclass(frozen=True)
+class NodeAttempt:
+    """One save of all ranks into the fast tier.
+
+    Attributes:
+        attempt: its id, its staging folder on this node, and where it will be on this node.
+        is_durable: whether it is also to be saved to the root.
+        save_count: how many saves into the fast tier the training has begun, this one included.
+    """
+
+    attempt: Attempt
+    is_durable: bool
+    save_count: int
+
+
+def open_on_nodes(
+    agreement: Agreement,
+    topic: str,
+    tier: NodeTier,
+    step: int,
+    busy: bool,
+    failure: Record | None,
+    plan_durable: Callable[[], tuple[bool, int]],
+) -> NodeAttempt:
+    """Waits for all ranks, and lets each node's lead prepare the node's folder. Every rank must call it.
+
+    Args:
+        agreement: connects this rank with the other ranks that save, on the trainer's thread.
+        topic: what is being saved, for messages.
+        tier: this rank's part of the fast tier.
+        step: the step.
+        busy, failure: see `transaction.open_together`.
+        plan_durable: returns, on rank 0, `is_durable` and `save_count` of `NodeAttempt`.
+
+    Raises:
+        LockedError: another trainer uses the folder of some node for this role.
+        BusyError, EarlierSaveError, CheckpointError: see `transaction.open_together`.
+    """
+    role_dir = tier.role_dir(step)
+
+    def work() -> Record:
+        if tier.is_lead and not busy and failure is None:
+            make_folder(tier.folder)
+            tier.lock.take(agreement.timeout_s / 2)
+            remove_staging(tier.folder, tier.role)
+        return {"step": step, "busy": busy, "failure": failure}
+
+    def combine(records: Sequence[Record]) -> Record:
+        same_everywhere([{"step": record["step"]} for record in records], "the step to save", CommitError)
+        for rank, record in enumerate(records):
+            if record["busy"]:
+                raise BusyError(f"{topic}: an earlier save is still under way on rank {rank}; wait for it first")
+        failed = failure_among(records)
+        if failed is not None:
+            return {"failure": failed}
+        is_durable, save_count = plan_durable()
+        return {"attempt": commit.new_attempt(), "is_durable": is_durable, "save_count": save_count}
+
+    outcome = decide(agreement, topic, work, combine, CommitError)
+    raise_failure(outcome)
+    number = outcome["attempt"]
+    attempt = Attempt(number, file_names.staging_dir(role_dir, number), role_dir)
+    return NodeAttempt(attempt, outcome["is_durable"], outcome["save_count"])
+
+
+def make_staging(attempt: Attempt) -> None:
+    """Makes the staging folder on this node, if no other rank of the node has made it. Raises OSError."""
+    while not attempt.staging.is_dir():
+        attempt.role_dir.parent.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
+        with suppress(FileNotFoundError):  # another role has removed the step's folder, which was empty
+            attempt.staging.mkdir(FOLDER_MODE, exist_ok=True)
+    with suppress(FileExistsError):
+        write_owner(attempt.staging)
+
+
+def commit_on_nodes(
+    agreement: Agreement,
+    topic: str,
+    attempt: Attempt,
+    tier: NodeTier,
+    write: Callable[[Path], Record],
+    describe: Callable[[Sequence[Record]], Manifest],
+) -> None:
+    """Lets every rank write its files, then commits them on every node. Every rank must call it.
+
+    Args:
+        agreement: connects this rank with the other ranks that save, on the calling thread.
+        topic: what is being saved, for messages.
+        attempt: the save.
+        tier: this rank's part of the fast tier.
+        write: writes this rank's files below the staging folder, and returns a record for rank 0.
+        describe: runs on rank 0 and makes the manifest from the records of all ranks.
+
+    Raises:
+        CheckpointError: the save failed. All ranks raise the same type, and older steps are untouched.
+    """
+
+    def combine(records: Sequence[Record]) -> Record:
+        manifest = describe(records)
+        data = encode_manifest(manifest)
+        try:
+            decode_manifest(data)
+        except ValueError as error:
+            raise CommitError(f"not committed, because the manifest could not be read back: {error}") from None
+        tier.publish(attempt.number, data)
+        _place_manifest(attempt, tier, data)
+        return {}
+
+    def receive() -> Record:
+        if tier.is_lead and not agreement.is_coordinator:
+            data = tier.receive(attempt.number, agreement.timeout_s / 2)
+            tier.lock.take(patience_s=0)
+            _place_manifest(attempt, tier, data)
+        return {}
+
+    def act() -> None:
+        commit.publish(attempt.staging, attempt.role_dir, attempt.number)
+
+    started = time.monotonic()
+    try:
+        decide(agreement, topic, lambda: write(attempt.staging), combine, CommitError, name=attempt.number)
+    except Exception:
+        if tier.is_lead:
+            commit.discard(attempt.staging)
+        raise
+    try:
+        decide(agreement, topic, receive, lambda _: {}, CommitError, act, name=f"{attempt.number}-nodes")
+    except Exception as error:
+        if not _is_committed_on_node_0(tier, attempt):
+            # If it cannot be asked, it may have renamed its folder. So other nodes keep theirs, which a load can judge.
+            if agreement.is_coordinator:
+                commit.discard(attempt.staging)
+            raise
+        logger.warning("step %s is committed, but not all ranks know it: %s", attempt.role_dir.parent.name, error)
+    if tier.is_lead and not agreement.is_coordinator:
+        try:
+            act()
+        except OSError as error:
+            logger.warning(
+                "%s is committed, but %s could not rename its part, which a load will do: %s",
+                attempt.role_dir,
+                tier.node.name,
+                error,
+            )
+    logger.debug("%s: committed on all nodes after %.3f s", attempt.role_dir, time.monotonic() - started)
+
+
+def _place_manifest(attempt: Attempt, tier: NodeTier, data: bytes) -> None:
+    """Checks that this node has its ranks' files in their full size, and writes the manifest beside them.
+
+    Files that this node's ranks have written as replicas must be the same as those of the manifest.
+    """
+    manifest = decode_manifest(data)
+    own = set(tier.node.ranks)
+    written = [
+        (file.rank, WrittenFile(file.path, file.kind, file.size, file.crc32))
+        for file in manifest.files
+        if file.rank in own
+    ]
+    if not attempt.staging.is_dir():  # all ranks of this node have had nothing to write
+        make_staging(attempt)
+    commit.check_files(attempt.staging, written)
+    _remove_different(attempt.staging, manifest, own)
+    path = attempt.staging / file_names.MANIFEST_FILE
+    write_file(path, [data])
+    sync_dir(attempt.staging)
+
+
+def _remove_different(staging: Path, manifest: Manifest, own: Set[int]) -> None:
+    """Removes files that differ from those that another node's replicas have written.
+
+    They would count as copies, because they have the right size. Without them, this node gets real copies. `own` has
+    the ranks of this node.
+    """
+    for position in files_here(staging, manifest):
+        file = manifest.files[position]
+        if file.rank in own or file.index is None:
+            continue
+        try:
+            read_entries(staging, file)  # The index has the CRCs of all tensors.
+        except CheckpointCorruptError as error:
+            logger.warning("%s: is removed, because replicas on other nodes have other bytes: %s", staging, error)
+            (staging / file.path).unlink()
+
+
+def _is_committed(attempt: Attempt) -> bool:
+    try:
+        return read_manifest(attempt.role_dir).attempt == attempt.number
+    except (CheckpointNotFoundError, CheckpointCorruptError):
+        return False
+
+
+def _is_committed_on_node_0(tier: NodeTier, attempt: Attempt) -> bool:
+    """True if rank 0's node, which renames first, is known to have committed a save."""
+    if tier.number == 0:
+        return _is_committed(attempt)
+    try:
+        key = str(attempt.role_dir.relative_to(tier.folder))
+        return read_remote_manifest(tier.store(0), key).attempt == attempt.number
+    except (OSError, CheckpointCorruptError):
+        return False
+
+
+def committed_manifest(attempt: Attempt) -> Manifest:
+    """Returns the manifest of a save that all nodes have agreed to commit. This node's lead may be about to rename it.
+
+    Raises CommitError if it is not here after a while, or was replaced by a newer save.
+    """
+    deadline = time.monotonic() + _RENAME_S
+    while True:
+        with suppress(CheckpointNotFoundError, CheckpointCorruptError):
+            manifest = read_manifest(attempt.role_dir)
+            if manifest.attempt == attempt.number:
+                return manifest
+        if time.monotonic() > deadline:
+            raise CommitError(f"{attempt.role_dir}: is not committed on this node, or was replaced by a newer save")
+        time.sleep(_LOOK_S)
+
+
+def remove_staging(folder: Path, role: str) -> None:
+    """Removes the staging folders of a role in this node's folder. Only the lead that holds the lock calls it."""
+    for paths in file_names.step_dirs(folder).values():
+        for step_path in paths:
+            entries: list[Path] = []
+            with suppress(FileNotFoundError):  # another role of the step has just been deleted, and the folder with it
+                entries = list(step_path.iterdir())
+            for entry in entries:
+                work = file_names.parse_work_dir(entry.name)
+                if work is not None and work.role == role:
+                    commit.remove_folder(entry)
+            commit.remove_if_empty(step_path)
+
+
+def adopt(tier: NodeTier, held: Iterable[HeldRole], attempts: Sequence[str]) -> None:
+    """Commits, on this node, what other nodes have committed and this one could not. Only leads call it.
+
+    Args:
+        tier: this rank's part of the fast tier.
+        held: what this node has.
+        attempts: the saves that some node has committed.
+    """
+    for each in held:
+        if each.is_committed or each.attempt not in attempts:
+            continue
+        role_dir = tier.role_dir(each.step, each.role)
+        try:
+            commit.publish(file_names.staging_dir(role_dir, each.attempt), role_dir, each.attempt)
+        except OSError as error:
+            logger.warning("%s: its save is committed on other nodes, but cannot be renamed here: %s", role_dir, error)
