@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,6 +16,8 @@ from mcore_ckpt.checkpoint.index_entries import IndexEntries
 from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest
 from mcore_ckpt.checkpoint.reading import check_sizes, read_entries, read_manifest, read_plain
 from mcore_ckpt.formats.native.ranges import read_ranges
+from mcore_ckpt.io import tuning
+from mcore_ckpt.io.node_memory import is_memory
 from mcore_ckpt.sharding.plan import ReadRange
 
 
@@ -65,7 +69,14 @@ class LocalFolder:
     def fill(
         self, files: Mapping[str, FileRecord], reads: Sequence[tuple[ReadRange, torch.Tensor]], check: bool = True
     ) -> int:
-        return read_ranges(self.place, files, reads, check)
+        return read_ranges(self.place, files, reads, check, self._piece_bytes)
+
+    @cached_property
+    def _piece_bytes(self) -> int:
+        with suppress(OSError):  # a sandbox without /proc, for instance, does not tell
+            if is_memory(self.place):
+                return tuning.READ_MEMORY_BYTES
+        return tuning.READ_BYTES
 
     def verify(self, files: Sequence[FileRecord]) -> list[Damage]:
         return verify_files(self.place, files)

@@ -22,6 +22,7 @@ def read_ranges(
     files: Mapping[str, FileRecord],
     reads: Sequence[tuple[ReadRange, torch.Tensor]],
     check: bool = True,
+    piece_bytes: int = tuning.READ_BYTES,
 ) -> int:
     """Fills tensors with ranges of stored shards, on several threads, and returns the number of bytes read.
 
@@ -30,6 +31,7 @@ def read_ranges(
         files: the manifest's records, by path.
         reads: the ranges, each with the tensor to fill: contiguous, of the stored dtype, on the CPU or on a GPU.
         check: whether to check the CRC of each block before its bytes are used.
+        piece_bytes: how much is read at a time.
 
     Raises:
         CheckpointCorruptError: a block's CRC is wrong, or a file cannot be read. No byte of the bad block has been
@@ -38,17 +40,22 @@ def read_ranges(
     for path in {read.stored.file for read, _ in reads}:
         with open_file(role_dir, files[path]):
             pass
-    return read_stored(role_dir, reads, check)
+    return read_stored(role_dir, reads, check, piece_bytes)
 
 
-def read_stored(role_dir: Path, reads: Sequence[tuple[ReadRange, torch.Tensor]], check: bool = True) -> int:
+def read_stored(
+    role_dir: Path,
+    reads: Sequence[tuple[ReadRange, torch.Tensor]],
+    check: bool = True,
+    piece_bytes: int = tuning.READ_BYTES,
+) -> int:
     """Does the same as `read_ranges`, but does not check the files' sizes, which may be unknown."""
     paths = sorted({read.stored.file for read, _ in reads})
     numbers = {path: number for number, path in enumerate(paths)}
     job = _native.ReadJob(
         [str(role_dir / path) for path in paths],
         threads=tuning.IO_THREADS,
-        piece_bytes=tuning.READ_BYTES,
+        piece_bytes=piece_bytes,
         block_bytes=BLOCK_BYTES,
         pinned=any(memory.is_cuda for _, memory in reads),
     )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -19,22 +20,31 @@ from mcore_ckpt.checkpoint.reading import check_size, parse_entries, parse_plain
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
 from mcore_ckpt.io import _native, limits, tuning
 from mcore_ckpt.io.checksums import crc32
-from mcore_ckpt.io.store import Store
 from mcore_ckpt.io.threads import for_each
 from mcore_ckpt.sharding.overlap import Rows, rows_from
 from mcore_ckpt.sharding.plan import ReadRange, StoredShard
 
 
+class ReadableStore(Protocol):
+    """Where files are read by key: a remote store (`io.store.Store`), or another node (`io.peer_store.PeerStore`)."""
+
+    def url_of(self, key: str) -> str: ...
+    def read(self, key: str, start: int, stop: int) -> bytes | bytearray: ...
+    def read_into(self, key: str, start: int, memory: memoryview) -> None: ...
+    def read_all(self, key: str, most: int) -> bytes: ...
+    def sizes(self, key: str) -> dict[str, int]: ...
+
+
 @dataclass(frozen=True, eq=False)
 class RemoteFolder:
-    """The folder of one attempt in a remote store; implements `formats.native.folder.Folder`.
+    """A checkpoint's folder in a remote store or on another node; implements `formats.native.folder.Folder`.
 
     Attributes:
         store: the store.
         key: the folder's key in the store.
     """
 
-    store: Store
+    store: ReadableStore
     key: str
 
     def __str__(self) -> str:
@@ -73,12 +83,14 @@ class RemoteFolder:
         check_size(self._url(record.path), "an index", record.index.size, limits.INDEX_BYTES)
         self._check(record)
         start = record.index.offset
-        return parse_entries(self._read(record.path, start, start + record.index.size), record, self._url(record.path))
+        return parse_entries(
+            bytes(self._read(record.path, start, start + record.index.size)), record, self._url(record.path)
+        )
 
     def plain(self, record: FileRecord) -> dict[str, Any]:
         check_size(self._url(record.path), "a small file", record.size, limits.PLAIN_BYTES)
         self._check(record)
-        return parse_plain(self._read(record.path, 0, record.size), record, self._url(record.path))
+        return parse_plain(bytes(self._read(record.path, 0, record.size)), record, self._url(record.path))
 
     def fill(
         self, files: Mapping[str, FileRecord], reads: Sequence[tuple[ReadRange, torch.Tensor]], check: bool = True
@@ -87,7 +99,9 @@ class RemoteFolder:
         for path in {read.stored.file for read, _ in reads}:
             self._check(files[path])
         fetches = list(plan_fetches(reads))
-        for_each(fetches, partial(self._fetch, check=check), min(tuning.REMOTE_THREADS, len(fetches)))
+        buffers = _Buffers(max((fetch.stop - fetch.start for fetch in fetches), default=0))
+        threads = min(tuning.REMOTE_THREADS, len(fetches))
+        for_each(fetches, partial(self._fetch, buffers=buffers, check=check), threads)
         return sum(fetch.stop - fetch.start for fetch in fetches)
 
     def verify(self, files: Sequence[FileRecord]) -> list[Damage]:
@@ -98,17 +112,22 @@ class RemoteFolder:
         try:
             self._check(file)
             for start in range(0, file.size, tuning.REMOTE_READ_BYTES):
-                crc = crc32(self._read(file.path, start, min(start + tuning.REMOTE_READ_BYTES, file.size)), crc)
+                data = self._read(file.path, start, min(start + tuning.REMOTE_READ_BYTES, file.size))
+                crc = crc32(memoryview(data), crc)
         except CheckpointCorruptError as error:
             return Damage(str(error), file.path, file.rank)
         if crc == file.crc32:
             return None
         return Damage(wrong_crc(self._url(file.path)), file.path, file.rank)
 
-    def _fetch(self, fetch: Fetch, check: bool) -> None:
-        data = self._read(fetch.file, fetch.start, fetch.stop)
-        # bytearray() copies the data, because torch.frombuffer warns about read-only memory.
-        memory = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    def _fetch(self, fetch: Fetch, buffers: _Buffers, check: bool) -> None:
+        with buffers.one() as buffer:
+            data = memoryview(buffer)[: fetch.stop - fetch.start]
+            with self._naming(fetch.file):
+                self.store.read_into(f"{self.key}/{fetch.file}", fetch.start, data)
+            self._deliver(fetch, torch.frombuffer(data, dtype=torch.uint8), check)
+
+    def _deliver(self, fetch: Fetch, memory: torch.Tensor, check: bool) -> None:
         for part in fetch.parts:
             stored = part.read.stored
             first = stored.offset + part.start - fetch.start
@@ -132,9 +151,14 @@ class RemoteFolder:
                     "they are damaged"
                 )
 
-    def _read(self, path: str, start: int, stop: int) -> bytes:
-        try:
+    def _read(self, path: str, start: int, stop: int) -> bytes | bytearray:
+        with self._naming(path):
             return self.store.read(f"{self.key}/{path}", start, stop)
+
+    @contextmanager
+    def _naming(self, path: str) -> Iterator[None]:
+        try:
+            yield
         except FileNotFoundError:
             raise CheckpointCorruptError(f"{self._url(path)}: is missing: was it deleted meanwhile?") from None
 
@@ -145,6 +169,25 @@ class RemoteFolder:
     def _sizes(self) -> dict[str, int]:
         # List the folder once, because a thousand ranks with one request for each of a thousand files would take long.
         return self.store.sizes(self.key)
+
+
+class _Buffers:
+    """Memory for fetches, which threads use in turn. Fresh memory for each fetch would cost more than its CRCs."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._idle: list[bytearray] = []
+
+    @contextmanager
+    def one(self) -> Iterator[bytearray]:
+        try:
+            buffer = self._idle.pop()
+        except IndexError:
+            buffer = bytearray(self._nbytes)
+        try:
+            yield buffer
+        finally:
+            self._idle.append(buffer)
 
 
 @dataclass(frozen=True, eq=False)
