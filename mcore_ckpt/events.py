@@ -18,7 +18,8 @@ them, pickle them or send them elsewhere.
 Each rank tells only its own listeners, with its own bytes and times: nothing is sent between ranks. Each Started is
 followed by exactly one Committed or Failed of the same step, unless the process dies. A call that is refused for its
 arguments tells nothing. Calls that need no manager, such as `load_hf` and `mcore-ckpt prune`, have no listeners and so
-no events.
+no events. With a fast tier, Committed means committed on the nodes. Copies on other nodes and in the root, and
+deletions from the nodes' folders, are not told: `SaveHandle.copies` and `SaveHandle.drain` have the former.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Event:
         role: the role of the manager.
         rank: the rank that tells it.
         path: the folder of the checkpoint (of the step, if Deleted), or its URL in the remote store. For a load that
-            failed without naming a path: the root.
+            failed without naming a path: the root. With a fast tier, saves and loads have the folder on this node.
         time: when it happened, in seconds since the epoch, by this host's clock.
     """
 

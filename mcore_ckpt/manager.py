@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,14 @@ from mcore_ckpt.io.store import Store
 from mcore_ckpt.load.candidates import newest_first, remote_steps
 from mcore_ckpt.load.load import VERIFY_WORDS, LoadResult, load_state
 from mcore_ckpt.load.load_events import load_and_tell
+from mcore_ckpt.load.node_candidates import found_on_nodes, own_held, why_not_whole
 from mcore_ckpt.ranks.meeting import rendezvous
 from mcore_ckpt.ranks.rounds import Record, agree, decide
 from mcore_ckpt.save.background import BackgroundSaves, SaveHandle, is_deleting_here
 from mcore_ckpt.save.context import SaveContext
 from mcore_ckpt.save.destination import find_destination
+from mcore_ckpt.save.drain import Drain
+from mcore_ckpt.save.fast_saves import open_fast_saves
 from mcore_ckpt.save.guards import Guards, changing_methods
 from mcore_ckpt.save.hf_export import check_exportable
 from mcore_ckpt.save.host_images import HostImages
@@ -38,6 +42,9 @@ from mcore_ckpt.state.trainer import Trainer
 from mcore_ckpt.state.trainer_setup import complete_together, read_trainer
 from mcore_ckpt.steps import leftovers
 from mcore_ckpt.steps import listing as steps
+from mcore_ckpt.steps.node_steps import whole_steps
+from mcore_ckpt.steps.node_tier import promise_room
+from mcore_ckpt.steps.node_transaction import open_on_nodes
 from mcore_ckpt.steps.remote_steps import RemoteSteps
 from mcore_ckpt.steps.retention import PreservationPolicy
 from mcore_ckpt.steps.room import RoomWatch, Saving
@@ -64,7 +71,8 @@ class CheckpointManager:
     of the memory, because copies from a GPU need pinned memory.
 
     Args:
-        root: the folder of all steps. It must be the same shared folder on every rank. `~` is the home folder.
+        root: the folder of all steps. It must be the same shared folder on every rank, unless a fast tier has
+            `durable_every=None`, which writes nothing to it. `~` is the home folder.
         model: a megatron-core model or the list of its virtual chunks, bare or wrapped in DistributedDataParallel.
         optimizer: the optimizer that `get_megatron_optimizer` returned, or None.
         lr_scheduler: an `OptimizerParamScheduler`, another object with state_dict and load_state_dict, or None.
@@ -123,6 +131,14 @@ class CheckpointManager:
             raise
         lock = TrainerLock(trainer.root, role)
         trainer = _set_up_together(trainer, remote, lock)
+        fast = None if config.fast is None else open_fast_saves(trainer, config.fast, _SETTING_UP)
+        if fast is not None:
+            trainer = replace(trainer, nodes=fast.tier.nodes)
+            try:
+                promise_room(trainer.agreement, fast.tier, partial(estimated_bytes, trainer))
+            except BaseException:
+                fast.close()
+                raise
         if agreement.is_coordinator:
             log_root(trainer.root)
         self._trainer = trainer
@@ -131,7 +147,7 @@ class CheckpointManager:
         uploads = _upload_queue(trainer, remote, self._delivery)
         images = HostImages(config.max_host_bytes)
         room = RoomWatch(trainer.root, is_deleting_here)
-        self._context = SaveContext(trainer, commits, images, lock, uploads, room, self._delivery)
+        self._context = SaveContext(trainer, commits, images, lock, uploads, room, self._delivery, fast=fast)
         self._opening = Opening(self._context)
         self._background = BackgroundSaves(commits, warns=config.if_failed == "warn")
         self._guards = Guards(changing_methods(trainer) if _is_lazy(config) else [], self._context.host_images.hold)
@@ -150,6 +166,7 @@ class CheckpointManager:
         """Saves, as step `step`, what `save_contents` names. Every rank calls it, at the same point of training.
 
         Returns when the checkpoint is committed; with `async_save`, as soon as the training state may change again.
+        With a fast tier, it is committed on the nodes; without `async_save`, a durable one also in the root.
 
         Args:
             step: the step's number, at least 0. An older checkpoint of the same step stays until the new one is
@@ -207,7 +224,13 @@ class CheckpointManager:
             policy = _policy(self._trainer.config, max_to_keep)
             declared = file_names.check_roles(roles or self._trainer.config.roles or ())
             declared = file_names.check_roles([*declared, self._trainer.role])
-            events.started(role_dir)
+            fast = self._context.fast
+            if fast is not None and not counts:
+                raise InvalidArgumentError(
+                    f"path {role_dir} is not part of a step below {self._trainer.root}, but the fast tier holds only "
+                    "such steps: leave path out, or use a manager without a fast tier for this checkpoint"
+                )
+            events.started(role_dir if fast is None else fast.tier.role_dir(step))
             busy, failure = self._earlier_save()
             self._wait_for_deletion_of(step)
             saving = Saving(role_dir, step, policy if counts else None)
@@ -215,6 +238,8 @@ class CheckpointManager:
             # While another save is under way, the host memory belongs to that save.
             save = None if busy or failure else Save(*parts)
         prepare = partial(self._opening.prepare, saving)
+        if self._context.fast is not None:
+            return self._save_on_nodes(topic, saving, busy, failure, save, started)
         with self._raising_earlier_failure():
             try:
                 need = NOTHING if save is None else save.need
@@ -228,6 +253,36 @@ class CheckpointManager:
                 return handle
         assert save is not None, "a rank without a save has failed the round, and all ranks have raised"
         save.begin(attempt)
+        return self._finished(save, started)
+
+    def _save_on_nodes(
+        self,
+        topic: str,
+        saving: Saving,
+        busy: bool,
+        failure: Record | None,
+        save: Save | None,
+        started: float,
+    ) -> SaveHandle:
+        """Saves into the fast tier."""
+        fast = self._context.fast
+        assert fast is not None
+        fast.wait_before_durable()
+        fast.wait_for_copies_of(saving.step)
+        with self._raising_earlier_failure():
+            on_nodes = open_on_nodes(
+                self._trainer.agreement, topic, fast.tier, saving.step, busy, failure, fast.plan_durable
+            )
+        assert save is not None, "a rank without a save has failed the round, and all ranks have raised"
+        drain = Drain(self._context, fast.drain_agreement, on_nodes.attempt, saving, self._opening.prepare)
+        save.begin_on_nodes(on_nodes, saving.role_dir, partial(fast.drains.start, drain))
+        handle = self._finished(save, started)
+        if handle.drain is not None and not self._trainer.config.async_save:
+            handle.drain.wait()
+        return handle
+
+    def _finished(self, save: Save, started: float) -> SaveHandle:
+        """Finishes a save whose state is captured: in the background with `async_save`, or before it returns."""
         handle = SaveHandle(save)
         if self._trainer.config.async_save:
             self._background.launch(handle, time.perf_counter() - started)
@@ -269,7 +324,10 @@ class CheckpointManager:
                 raise InvalidArgumentError(f"verify is {verify!r}: use one of {', '.join(map(repr, VERIFY_WORDS))}")
         with self._raising_earlier_failure():
             folder, failure = _full_path(path), self._background.failure()
+            fast = self._context.fast
             load = partial(load_state, self._trainer, self._remote, step, folder, failure, verify)
+            if fast is not None:
+                load = partial(load, tier=fast.tier, loaded=fast.loaded)
             return load_and_tell(self._delivery, self._trainer, step, folder, load)
 
     @property
@@ -328,6 +386,35 @@ class CheckpointManager:
         there = remote_steps(self._remote, self._trainer.root, step, required)
         return [found.step for found in there if found.is_complete and set(roles) <= set(found.committed)]
 
+    def fast_steps(self, roles: Sequence[str], step: int | None = None) -> tuple[list[int], list[tuple[int, str]]]:
+        """Returns the steps of the fast tier that are whole with all these roles, and why each newer one is not.
+
+        The newest are first. Every rank calls it, and all get the same result. Without a fast tier there are none.
+
+        Args:
+            roles: the roles that a step must have.
+            step: the only step to look for. None: all steps.
+        """
+        fast = self._context.fast
+        if fast is None:
+            return [], []
+        tier = fast.tier
+
+        def combine(records: Sequence[Record]) -> Record:
+            found = [each for each in found_on_nodes(tier, records) if step in (None, each.step)]
+            whole = sorted(whole_steps(found, roles), reverse=True)
+            newest = whole[0] if whole else -1
+            # What no node has committed is a save that was under way, and not a step that was lost.
+            newer = [each for each in found if each.is_committed and each.role in roles and each.step > newest]
+            lost = [(each.step, why_not_whole(tier, each)) for each in newer]
+            return {"whole": whole, "lost": lost}
+
+        def work() -> Record:
+            return {"held": [held.to_record() for held in own_held(tier)]}
+
+        outcome = decide(self._trainer.agreement, "finding steps on the nodes", work, combine)
+        return outcome["whole"], [(number, reason) for number, reason in outcome["lost"]]
+
     def before_step(self) -> None:
         """Makes later work of the current CUDA stream wait until a lazy save has copied the state.
 
@@ -339,14 +426,17 @@ class CheckpointManager:
     def wait(self) -> None:
         """Waits until no save is under way and no old step is being deleted. Every rank calls it.
 
-        Rank 0 also waits for uploads, for at most `upload_timeout_s`. Every rank with listeners waits until these have
-        got all events, for at most ten seconds.
+        With a fast tier, every rank also waits until no step is being copied to other nodes or to the root. Rank 0 also
+        waits for uploads, for at most `upload_timeout_s`. Every rank with listeners waits until these have got all
+        events, for at most ten seconds.
 
         Raises:
             CheckpointError: a background save failed, and its error had not been raised yet.
         """
         self._check_open()
         self._background.wait_until_idle()
+        if self._context.fast is not None:
+            self._context.fast.wait()
         uploads = self._context.uploads
         if uploads is not None and not uploads.wait(self._trainer.config.upload_timeout_s):
             logger.warning("an upload is still under way after upload_timeout_s, and continues in the background")
@@ -366,6 +456,9 @@ class CheckpointManager:
         if self._closed:
             return
         self._background.wait_until_idle()
+        fast = self._context.fast
+        if fast is not None:
+            fast.wait()
         self._guards.remove()
         self._context.host_images.close()
         self._closed = True
@@ -373,6 +466,8 @@ class CheckpointManager:
             if self._context.uploads is not None:
                 self._context.uploads.close(self._trainer.config.upload_timeout_s)
         finally:
+            if fast is not None:
+                fast.close()
             # Release the lock last, because the role's next trainer removes half-uploaded steps as leftovers.
             self._context.lock.release()
         self._delivery.close()

@@ -98,26 +98,41 @@ def recover(
         return _from_path(by_role, Path(resume).expanduser(), retries)
     wanted = None if resume == AUTO else int(resume)
 
-    found = retried(
-        lambda: first.agree("finding a step to resume from", request, lambda: _found(first, tuple(by_role), wanted)),
-        retries,
-    )
+    roles = tuple(by_role)
+
+    def find() -> dict[str, Any]:
+        fast, lost = first.fast_steps(roles, wanted)
+        found = first.agree("finding a step to resume from", request, lambda: _found(first, roles, wanted, fast))
+        newest = max((step for step, _ in found["steps"]), default=-1)
+        return {**found, "lost": [reason for step, reason in lost if step > newest]}
+
+    found = retried(find, retries)
+    for reason in found["lost"]:
+        logger.warning("a newer step of the fast tier is lost: %s", reason)
     steps = [(step, list(map(Path, folders))) for step, folders in found["steps"]]
-    return _newest(by_role, steps, retries) if steps else Recovery()
+    if not steps and found["lost"]:
+        raise CheckpointNotFoundError(
+            f"{first.root}: the fast tier had checkpoints, but no step is whole any more: to start from the beginning "
+            f"nevertheless, use resume='off'{_listed('lost', found['lost'])}"
+        )
+    return _newest(by_role, steps, retries, found["lost"]) if steps else Recovery()
 
 
-def _found(manager: CheckpointManager, roles: tuple[str, ...], step: int | None) -> dict[str, Any]:
-    """Returns the steps to try, local and remote, the newest first, each with the local folders of its roles."""
+def _found(manager: CheckpointManager, roles: tuple[str, ...], step: int | None, fast: Sequence[int]) -> dict[str, Any]:
+    """Returns the steps to try, the newest first, each with the folders of its roles below the root.
+
+    `fast` has the steps that the nodes of the fast tier have.
+    """
     nothing: CheckpointNotFoundError | None = None
     try:
         here = {status.step: status for status in resumable_steps(manager.root, roles, step)}
     except CheckpointNotFoundError as error:
         here, nothing = {}, error
-    there = manager.remote_steps(roles, step, required=not here)
-    if nothing is not None and not there:
+    there = manager.remote_steps(roles, step, required=not here and not fast)
+    if nothing is not None and not there and not fast:
         raise nothing
     folders = {number: [str(status.role_dir(role)) for role in roles] for number, status in here.items()}
-    return {"steps": [(number, folders.get(number, [])) for number in sorted({*here, *there}, reverse=True)]}
+    return {"steps": [(number, folders.get(number, [])) for number in sorted({*here, *there, *fast}, reverse=True)]}
 
 
 def resumable_steps(root: str | Path, roles: Sequence[str], step: int | None = None) -> list[StepStatus]:
@@ -202,9 +217,12 @@ def _from_path(by_role: Mapping[str, CheckpointManager], path: Path, retries: in
 
 
 def _newest(
-    by_role: Mapping[str, CheckpointManager], steps: Sequence[tuple[int, list[Path]]], retries: int
+    by_role: Mapping[str, CheckpointManager],
+    steps: Sequence[tuple[int, list[Path]]],
+    retries: int,
+    lost: Sequence[str],
 ) -> Recovery:
-    skipped: list[str] = []
+    skipped = list(lost)
     for step, folders in steps:
         # Lock the step until all roles are loaded. Otherwise another process could delete the step in between.
         with reading(folders):

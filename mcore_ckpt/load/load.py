@@ -9,13 +9,14 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.manifest import Manifest
 from mcore_ckpt.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -25,10 +26,13 @@ from mcore_ckpt.errors import (
 )
 from mcore_ckpt.formats import kinds
 from mcore_ckpt.formats.native.folder import Folder, LocalFolder
+from mcore_ckpt.formats.native.remote_folder import RemoteFolder
+from mcore_ckpt.formats.native.spread_folder import SpreadFolder
 from mcore_ckpt.load.broadcast import refuse_broadcast
 from mcore_ckpt.load.candidates import find_candidates, folder_of
 from mcore_ckpt.load.fill import TensorFill, fill_tensors
 from mcore_ckpt.load.huggingface import load_hf
+from mcore_ckpt.load.node_candidates import found_on_nodes, own_held, to_adopt
 from mcore_ckpt.load.plan import LoadPlan, check_all_used, plan_load
 from mcore_ckpt.load.together import fill_together, plan_together
 from mcore_ckpt.ranks.rounds import Record, decide, same_everywhere
@@ -40,6 +44,9 @@ from mcore_ckpt.state.optimizers.chain import optimizer_parts
 from mcore_ckpt.state.quantized import has_quantized
 from mcore_ckpt.state.rng import write_rng, write_seed
 from mcore_ckpt.state.trainer import Trainer
+from mcore_ckpt.steps.node_steps import HeldRole
+from mcore_ckpt.steps.node_tier import NodeTier
+from mcore_ckpt.steps.node_transaction import adopt
 from mcore_ckpt.steps.read_lock import reading
 from mcore_ckpt.steps.remote_steps import RemoteSteps
 from mcore_ckpt.steps.transaction import failure_among, raise_failure
@@ -94,6 +101,8 @@ def load_state(
     path: Path | None,
     failure: Record | None = None,
     verify: str = "read",
+    tier: NodeTier | None = None,
+    loaded: Callable[[Manifest], None] = lambda manifest: None,
 ) -> LoadResult:
     """Loads the newest complete checkpoint, or the one that `step` or `path` names.
 
@@ -107,6 +116,8 @@ def load_state(
         path: the folder to load; None to choose by step.
         failure: the error of an earlier save of this rank, as a record, if no call has raised it yet; None otherwise.
         verify: one of VERIFY_WORDS; see `CheckpointManager.load`.
+        tier: this rank's part of the fast tier; None without one.
+        loaded: is called with the manifest of a native checkpoint that was loaded.
 
     Raises:
         EarlierSaveError: an earlier save of some rank failed. All ranks raise it, and nothing is loaded.
@@ -121,21 +132,34 @@ def load_state(
     def combine(records: Sequence[Record]) -> Record:
         same_everywhere([record["request"] for record in records], "the checkpoint to load")
         failure = failure_among(records)
-        return find_candidates(trainer, remote, step, path) if failure is None else {"failure": failure}
+        if failure is not None:
+            return {"failure": failure}
+        fast = [] if _takes_hf_weights(trainer) else found_on_nodes(tier, records)
+        found = find_candidates(trainer, remote, step, path, tier, fast)
+        return {**found, "adopt": to_adopt(fast, records)}
 
-    record = {"request": request, "failure": failure}
-    found = decide(trainer.agreement, "finding a checkpoint", lambda: record, combine)
+    held: list[HeldRole] = []
+
+    def work() -> Record:
+        held.extend(own_held(tier))
+        return {"request": request, "failure": failure, "held": [each.to_record() for each in held]}
+
+    found = decide(trainer.agreement, "finding a checkpoint", work, combine)
     raise_failure(found)
+    if tier is not None and found["adopt"]:
+        _adopt_together(trainer, tier, held, found["adopt"])
     if path is not None and found["foreign"] is not None:
         return _load_foreign(trainer, found["foreign"], path, started)
-    candidates = [(candidate["step"], folder_of(remote, candidate)) for candidate in found["candidates"]]
+    candidates = [
+        (candidate["step"], folder_of(remote, candidate, trainer.role, tier)) for candidate in found["candidates"]
+    ]
     skipped: list[str] = list(found.get("passed_over", ()))
     changed = False
     for number, (saved_step, folder) in enumerate(candidates):
-        if not isinstance(folder, LocalFolder) and trainer.agreement.is_coordinator:
+        if isinstance(folder, RemoteFolder) and trainer.agreement.is_coordinator:
             logger.warning("loading step %d from %s", saved_step, folder)
         # One rank's lock is enough, because every process checks the locks before it deletes a step.
-        locked = [folder.place] if trainer.agreement.is_coordinator and isinstance(folder, LocalFolder) else []
+        locked = _to_lock(folder) if trainer.agreement.is_coordinator else []
         with reading(locked):
             try:
                 if verify == "full":
@@ -153,6 +177,7 @@ def load_state(
                 skipped.append(str(error))
                 continue
             nbytes += _load_hf_model(trainer, plan)
+        loaded(plan.manifest)
         _warn_of_new_layout(trainer, plan)
         rounded = Counter(fill.rounding for fill in plan.fills if fill.rounding is not None)
         if rounded and trainer.agreement.is_coordinator:
@@ -161,6 +186,26 @@ def load_state(
         report = LoadReport(folder.place, nbytes, time.monotonic() - started, tuple(skipped), dict(rounded), anew)
         return LoadResult(plan.manifest.step, plan.extra_state, report)
     raise AssertionError("unreachable: there is at least one candidate, and the last one returns or raises")
+
+
+def _adopt_together(trainer: Trainer, tier: NodeTier, held: Sequence[HeldRole], attempts: Sequence[str]) -> None:
+    """Lets nodes that died while a save was committed finish it, so that others find its files in their place."""
+
+    def work() -> Record:
+        if tier.is_lead:
+            adopt(tier, held, attempts)
+        return {}
+
+    decide(trainer.agreement, "finishing a commit on all nodes", work, lambda _: {})
+
+
+def _to_lock(folder: Folder) -> list[Path]:
+    """Returns the local folders that no process may delete while they are read. Nodes' own folders need no lock."""
+    if isinstance(folder, LocalFolder):
+        return [folder.place]
+    sources = folder.sources if isinstance(folder, SpreadFolder) else ()
+    local = [source.folder.place for source in sources if isinstance(source.folder, LocalFolder)]
+    return [place for place in local if place != folder.place]
 
 
 def _load_hf_model(trainer: Trainer, plan: LoadPlan) -> int:

@@ -22,6 +22,8 @@ from weakref import WeakSet
 from mcore_ckpt.errors import CheckpointError, CommitError, from_record, to_record
 from mcore_ckpt.ranks import deadlines
 from mcore_ckpt.ranks.rounds import Agreement, Record
+from mcore_ckpt.save.copies import CopyHandle
+from mcore_ckpt.save.drain import DrainHandle, finish_drains
 from mcore_ckpt.save.save import Save
 from mcore_ckpt.save.save_report import SaveReport
 from mcore_ckpt.steps.upload_queue import UploadHandle
@@ -46,6 +48,8 @@ class SaveHandle:
         self._report: SaveReport | None = None
         self._exception: CheckpointError | None = None
         self._upload: UploadHandle | None = None
+        self._copies: CopyHandle | None = None
+        self._drain: DrainHandle | None = None
         self._failure_seen = False
 
     @property
@@ -75,6 +79,19 @@ class SaveHandle:
         Always None on all ranks except rank 0, without a remote store, and if the checkpoint is not part of a step.
         """
         return self._upload
+
+    @property
+    def copies(self) -> CopyHandle | None:
+        """The copies of the step on other nodes. None until it is committed, and without a fast tier."""
+        return self._copies
+
+    @property
+    def drain(self) -> DrainHandle | None:
+        """The copy of a durable step to the root.
+
+        None until the step is committed, if the step is not durable, and without a fast tier.
+        """
+        return self._drain
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -112,6 +129,7 @@ class SaveHandle:
         save = self._save
         try:
             report = save.finish(stall_s)
+            self._copies, self._drain = save.spread()
             self._upload, self._report = save.upload(), report
         except CheckpointError as error:
             self._exception = error
@@ -312,3 +330,4 @@ def _finish_all() -> None:
     # Wait for the workers after the saves, because each save may add a deletion.
     for worker in list(_workers):
         worker.wait()
+    finish_drains()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from mcore_ckpt.delivery import Delivery
 from mcore_ckpt.ranks.rounds import Agreement
@@ -13,6 +14,9 @@ from mcore_ckpt.state.trainer import Trainer
 from mcore_ckpt.steps.room import RoomWatch
 from mcore_ckpt.steps.trainer_lock import TrainerLock
 from mcore_ckpt.steps.upload_queue import UploadQueue
+
+if TYPE_CHECKING:
+    from mcore_ckpt.save.fast_saves import FastSaves  # which copies steps to the root with this context
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +35,7 @@ class SaveContext:
         planner: makes the plan of each save.
         names: the tensor names that rank 0 already knows.
         assets: the sizes of the files beside the HuggingFace weights at the last save, by path. Only rank 0 has them.
+        fast: what saves into the fast tier share; None without a fast tier.
     """
 
     trainer: Trainer
@@ -43,3 +48,9 @@ class SaveContext:
     planner: SavePlanner = field(default_factory=SavePlanner)
     names: TensorNames = field(default_factory=TensorNames)
     assets: dict[str, int] = field(default_factory=dict)
+    fast: FastSaves | None = None
+
+    @property
+    def folder_lock(self) -> TrainerLock:
+        """The lock on the role in the folder that saves write to. Only rank 0 uses it."""
+        return self.lock if self.fast is None else self.fast.tier.lock

@@ -15,6 +15,7 @@ from mcore_ckpt.errors import CommitError
 from mcore_ckpt.io.files import sync_dir
 from mcore_ckpt.ranks.rounds import Record
 from mcore_ckpt.ranks.topology import RankCoordinates
+from mcore_ckpt.save.file_owners import place_files
 from mcore_ckpt.save.rank_reports import TensorNames
 from mcore_ckpt.state import optimizer as optimizer_state
 from mcore_ckpt.state.optimizers.chain import optimizer_parts
@@ -33,6 +34,7 @@ def build_manifest(
     roles: tuple[str, ...],
     attempt: str,
     records: Sequence[Record],
+    save_count: int = 0,
 ) -> Manifest:
     """Checks that all reported files are there, writes `common.pt`, and returns the manifest.
 
@@ -43,14 +45,20 @@ def build_manifest(
         common: the state that all ranks share (`read_common`). This function adds the optimizers' steps.
         step, roles, attempt: values that the manifest contains unchanged.
         records: the report of each rank (`rank_reports.rank_report`), by rank.
+        save_count: see `Placement`. It is for the fast tier.
+
+    In the fast tier, rank 0 sees only the files of its own node, so each node checks its own (`node_transaction.py`).
 
     Raises:
         CommitError: a file is missing or has the wrong size, or the ranks' reports contradict each other.
         OSError: `common.pt` cannot be written.
     """
     files = [(rank, _written(item)) for rank, record in enumerate(records) for item in record["files"]]
-    commit.check_files(staging, files)
-    commit.check_structures([record["parts"] for record in records])
+    nodes = trainer.nodes
+    if nodes is None:
+        commit.check_files(staging, files)
+    parts = [record["parts"] for record in records]
+    commit.check_structures(parts, nodes.number_of if nodes is not None else lambda rank: 0)
     if "optimizer" in trainer.config.save_contents:
         for number, part in enumerate(common["optimizers"]):
             part["step"] = _common_step(number, [record["steps"][number] for record in records])
@@ -59,6 +67,9 @@ def build_manifest(
         files.append((trainer.agreement.rank, file))
     for record in records:
         names.receive(record["names"])
+    placement = None
+    if nodes is not None and trainer.config.fast is not None:
+        files, placement = place_files(files, nodes, trainer.config.fast.replicas, save_count)
     in_order, holds = names.in_order(file.holds for _, file in files if file.holds)
     stages = {
         (s["pp"], s["vp"]): StageRecord(s["pp"], s["vp"], tuple(s["decoder"]), tuple(s["mtp"]))
@@ -72,7 +83,7 @@ def build_manifest(
         attempt=attempt,
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         versions=package_versions(),
-        contents=trainer.config.save_contents,
+        contents=_contents(trainer),
         topology=trainer.topology,
         ranks=tuple(RankCoordinates(**record["coordinates"]) for record in records),
         stages=tuple(stage for _, stage in sorted(stages.items())),
@@ -82,7 +93,16 @@ def build_manifest(
             for rank, file in files
         ),
         adapters=trainer.adapters,
+        placement=placement,
     )
+
+
+def _contents(trainer: Trainer) -> tuple[str, ...]:
+    """Returns what the checkpoint has. HuggingFace models are made only of steps in the root."""
+    words = trainer.config.save_contents
+    if trainer.nodes is None or "hf_model" not in words:
+        return words
+    return tuple(dict.fromkeys("model" if word == "hf_model" else word for word in words))
 
 
 def read_common(trainer: Trainer) -> dict[str, Any]:

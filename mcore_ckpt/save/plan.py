@@ -351,13 +351,27 @@ def _model_requests(trainer: Trainer, model: Iterable[LocalShard]) -> Iterator[W
 def _with_writers(trainer: Trainer, ranks: Sequence[int], request: WriteRequest) -> Iterator[WriteRequest]:
     """Assigns the writers of a file of replicated tensors: all replicas (`ranks`) with a part each, or only the first.
 
+    In the fast tier, replicas share a file only within a node. Replicas on other nodes write the file once more, on as
+    many nodes as would otherwise get a copy of it.
+
     Yields nothing on a rank that does not write.
     """
     alike = not any(map(_may_differ, request.tensors))
-    if trainer.config.shared_writes and alike:
-        yield replace(request, writers=tuple(ranks))
-    elif trainer.agreement.rank == ranks[0]:
-        yield request
+    for members in _members_by_node(trainer, ranks) if alike else [tuple(ranks[:1])]:
+        if trainer.config.shared_writes and alike and trainer.agreement.rank in members:
+            yield replace(request, writers=members)
+        elif trainer.agreement.rank == members[0]:
+            yield request
+
+
+def _members_by_node(trainer: Trainer, ranks: Sequence[int]) -> list[tuple[int, ...]]:
+    """Returns the replicas that write a file together; one group for each node whose folder gets the file."""
+    if trainer.nodes is None or trainer.config.fast is None:
+        return [tuple(ranks)]
+    by_node = trainer.nodes.by_node(ranks)
+    home = trainer.nodes.number_of(ranks[0])
+    others = [node for node in trainer.nodes.preferred(home) if node in by_node][: trainer.config.fast.replicas]
+    return [by_node[node] for node in (home, *others)]
 
 
 def _may_differ(write: TensorWrite) -> bool:

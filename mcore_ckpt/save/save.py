@@ -13,20 +13,21 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import Manifest, WrittenFile
 from mcore_ckpt.formats.native.writer import FileWriter
 from mcore_ckpt.io.files import sync_names
 from mcore_ckpt.ranks.rounds import Record
 from mcore_ckpt.save.capture import Capture, capture_in_place
 from mcore_ckpt.save.context import SaveContext
+from mcore_ckpt.save.copies import CopyHandle
+from mcore_ckpt.save.drain import DrainHandle
 from mcore_ckpt.save.hf_export import completed, export_together
 from mcore_ckpt.save.host_images import ReservedImages
 from mcore_ckpt.save.need import need_of_rank
@@ -39,10 +40,11 @@ from mcore_ckpt.save.save_events import SaveEvents
 from mcore_ckpt.save.save_report import SaveReport
 from mcore_ckpt.save.save_times import SaveTimes
 from mcore_ckpt.save.small_files import SmallFiles, read_steps, sizes_of_assets
+from mcore_ckpt.save.tracking import follow_nodes, update_tracker
 from mcore_ckpt.state.main_weights import NO_WEIGHTS, is_gathered_by_megatron
 from mcore_ckpt.state.model import gradients_share_memory, sync_parameters
-from mcore_ckpt.state.trainer import Trainer
-from mcore_ckpt.steps import tracker
+from mcore_ckpt.steps.commit import remove_folder, remove_if_empty
+from mcore_ckpt.steps.node_transaction import NodeAttempt, commit_on_nodes, make_staging
 from mcore_ckpt.steps.retention import PreservationPolicy
 from mcore_ckpt.steps.transaction import Attempt, check_seen, commit_together
 from mcore_ckpt.steps.upload_queue import UploadHandle
@@ -97,6 +99,24 @@ class Save:
         self._capture: Capture | Exception | None = None
         self._writer: FileWriter | None = None
         self._old_steps: OldSteps | None = None
+        self._on_nodes: NodeAttempt | None = None
+        self._retired: list[Path] = []
+        self._in_root: Path | None = None
+        self._start_drain: Callable[[], DrainHandle] | None = None
+
+    def begin_on_nodes(self, on_nodes: NodeAttempt, in_root: Path, start_drain: Callable[[], DrainHandle]) -> None:
+        """Does what `begin` does, for a save into the fast tier.
+
+        Args:
+            on_nodes: the save.
+            in_root: where the step is in the root, if it is durable.
+            start_drain: begins to copy the committed step to the root.
+        """
+        assert self._context.fast is not None
+        self._on_nodes, self._in_root, self._start_drain = on_nodes, in_root, start_drain
+        self._context.fast.begun(on_nodes.save_count, on_nodes.is_durable)
+        with self._context.fast.copies.paused():
+            self.begin(on_nodes.attempt)
 
     def begin(self, attempt: Attempt) -> None:
         """Copies the state. If the save is async, training may continue when this returns.
@@ -108,6 +128,8 @@ class Save:
         """
         self._attempt = attempt
         try:
+            if self._on_nodes is not None:
+                make_staging(attempt)
             if (self._plan.on_host or self._plan.weights.buckets) and torch.cuda.is_available():
                 # verl (0.9.1, `offload_megatron_optimizer`) and megatron's `offload_to_cpu` do not wait for their
                 # copies, so a copy to the host memory that is read now may still be under way.
@@ -142,7 +164,7 @@ class Save:
         except BaseException as error:
             self._events.failed(error, self._times.phases(self._events.phase, time.perf_counter()))
             raise
-        if self._trainer.agreement.is_coordinator and self._policy is not None:
+        if self._on_nodes is None and self._trainer.agreement.is_coordinator and self._policy is not None:
             self._old_steps = find_old_steps(self._context, self._opened_attempt.role_dir, self.step, self._policy)
         return report
 
@@ -166,15 +188,20 @@ class Save:
             return {"files": [asdict(file) for file in exported], "exported": self._times.since_call("exported")}
 
         exports = "hf_model" in self._trainer.config.save_contents
+        commits, topic = self._context.commits, f"saving step {self.step} of {self._trainer.role}"
         try:
-            commit_together(
-                self._context.commits,
-                f"saving step {self.step} of {self._trainer.role}",
-                attempt,
-                write_and_export if exports else write,
-                self._manifest_with_export if exports else self._manifest,
-                self._move_tracker,
-            )
+            if self._on_nodes is not None:
+                assert self._context.fast is not None
+                commit_on_nodes(commits, topic, attempt, self._context.fast.tier, write, self._manifest)
+            else:
+                commit_together(
+                    commits,
+                    topic,
+                    attempt,
+                    write_and_export if exports else write,
+                    self._manifest_with_export if exports else self._manifest,
+                    self._move_tracker,
+                )
         finally:
             if self._writer is not None:
                 self._writer.close()
@@ -184,13 +211,31 @@ class Save:
             self._context.assets.update(sizes_of_assets(written))
         return self._report(stall_s, self._bytes_of(written))
 
+    def spread(self) -> tuple[CopyHandle | None, DrainHandle | None]:
+        """Begins to copy a committed step of the fast tier to other nodes and, if it is durable, to the root.
+
+        Returns (None, None) without a fast tier.
+        """
+        on_nodes, fast = self._on_nodes, self._context.fast
+        if on_nodes is None or fast is None:
+            return None, None
+        assert self._start_drain is not None
+        assert self._in_root is not None
+        if self._trainer.agreement.is_coordinator:
+            follow_nodes(self._trainer, fast.tier, self.step, self._in_root)
+        fast.committed(self.step, on_nodes.attempt.number, on_nodes.save_count)
+        copies = fast.copies.add(self.step, on_nodes.attempt)
+        if fast.tier.is_lead:
+            self._retired = fast.retire_old(self.step)
+        return copies, self._start_drain() if on_nodes.is_durable else None
+
     def upload(self) -> UploadHandle | None:
         """Queues the upload of the committed checkpoint to the remote store.
 
         Returns None without a store, on all ranks except rank 0, and if the checkpoint is not part of a step.
         """
         uploads, policy = self._context.uploads, self._policy
-        if uploads is None or policy is None:
+        if uploads is None or policy is None or self._on_nodes is not None:
             return None
         return uploads.committed(self.step, policy if self._trainer.config.prune_remote else None)
 
@@ -201,6 +246,9 @@ class Save:
 
     def after_commit(self) -> None:
         """Deletes old steps. This may take long, so it begins only when all ranks know of the commit."""
+        for folder in self._retired:
+            remove_folder(folder)
+            remove_if_empty(folder.parent)
         if self._old_steps is not None:
             self._old_steps.delete()
 
@@ -292,6 +340,7 @@ class Save:
             self._roles,
             attempt.number,
             records,
+            0 if self._on_nodes is None else self._on_nodes.save_count,
         )
         # Last, because the commit counts up to here.
         return replace(manifest, save_timeline=timeline_of(records, self._times.commit_span("written")))
@@ -305,14 +354,11 @@ class Save:
 
     def _keep_lock(self) -> None:
         """Raises LockedError if another trainer has taken over the lock. Then this save must not be committed."""
-        self._context.lock.take(patience_s=0)
+        self._context.folder_lock.take(patience_s=0)
 
     def _move_tracker(self) -> None:
-        if self._policy is None:
-            return
-        trainer = self._trainer
-        is_own_name = self._opened_attempt.role_dir == file_names.step_dir(trainer.root, self.step) / trainer.role
-        _update_tracker(trainer, self.step, only=None if is_own_name else self.step)
+        if self._policy is not None:
+            update_tracker(self._trainer, self.step, self._opened_attempt.role_dir)
 
     # -- report ---------------------------------------------------------------------------------------------
 
@@ -351,14 +397,3 @@ def _part_of(plan: SavePlan, files: Sequence[int]) -> SavePlan:
     return replace(
         plan, files=tuple(plan.files[number] for number in files), tensors=tuple(plan.tensors[n] for n in files)
     )
-
-
-def _update_tracker(trainer: Trainer, step: int, only: int | None) -> None:
-    newest = tracker.move_tracker(trainer.root, only)
-    if newest is not None and newest > step:
-        logger.warning(
-            "step %d is saved, but load() will load the newer step %d: to continue from the saved step, delete the "
-            "newer one",
-            step,
-            newest,
-        )

@@ -45,7 +45,7 @@ class SmallFiles:
     def write(self, staging: Path) -> list[WrittenFile]:
         """Checks and writes the files and, on rank 0, what a save that exports no model keeps beside HuggingFace's."""
         written = [write_plain(staging, path, kind, check_plain(data)) for path, (kind, data) in self._files.items()]
-        exports = "hf_model" in self._trainer.config.save_contents
+        exports = "hf_model" in self._trainer.config.save_contents and self._trainer.nodes is None
         if self._trainer.agreement.is_coordinator and not exports:
             written += _write_assets(self._trainer, staging)
         return written

@@ -10,6 +10,7 @@ import torch
 
 from mcore_ckpt.checkpoint.manifest import AdapterSettings, StageRecord
 from mcore_ckpt.config import CheckpointConfig
+from mcore_ckpt.ranks.nodes import Nodes
 from mcore_ckpt.ranks.rounds import Agreement
 from mcore_ckpt.ranks.topology import RankCoordinates, Replicas, Topology
 from mcore_ckpt.sharding.counterparts import Layers
@@ -34,6 +35,7 @@ class Trainer:
         layers: what the layers of the whole model consist of. Empty until all ranks have told.
         adapters: the settings of the model's low-rank adapters. None if it has none, and until all ranks have told.
         vocab_size: how many tokens the vocabulary has without padding. None if it is unknown.
+        nodes: the nodes of the job, if there is a fast tier.
         agreement: connects this rank with the other ranks of the role, for rounds on the trainer's own thread.
     """
 
@@ -54,3 +56,4 @@ class Trainer:
     agreement: Agreement
     layers: Layers = field(default_factory=dict)
     adapters: AdapterSettings | None = None
+    nodes: Nodes | None = None

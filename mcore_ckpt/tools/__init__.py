@@ -1,4 +1,4 @@
-"""Tools that work without a trainer: merge, convert, reshard, compare, diff, verify, prune, watch, doctor, bench.
+"""Tools without a trainer: merge, convert, reshard, compare, diff, verify, prune, collect, watch, doctor, bench.
 
 The public names of this room are the modules in `__all__`. Their functions and classes are public unless their names
 begin with an underscore.
@@ -6,6 +6,7 @@ begin with an underscore.
 
 __all__ = [
     "bench",
+    "collect",
     "compare",
     "contents",
     "convert",

@@ -20,6 +20,7 @@ from mcore_ckpt.models.config_fields import HfConfig
 from mcore_ckpt.models.mapping import hf_tensors
 from mcore_ckpt.models.registry import model_from_config
 from mcore_ckpt.steps.listing import StepStatus, find_moved_aside, is_step, list_steps, step_status
+from mcore_ckpt.steps.node_files import check_not_of_one_node
 from mcore_ckpt.steps.tracker import warn_if_tracker_differs
 from mcore_ckpt.tools.nearby import advice_on
 
@@ -160,18 +161,26 @@ def _one(path: Path, found: list[FoundCheckpoint], role: str | None) -> FoundChe
     return chosen[0]
 
 
-def select(path: Path, step: int | None = None) -> Selection:
+def select(path: Path, step: int | None = None, of_one_node: bool = False) -> Selection:
     """Selects the checkpoints of this package at a path.
 
     Args:
         path: the folder of a role, of a step (all its roles), or of all steps (the newest complete one).
         step: the step to take from a folder of all steps; None for the newest.
+        of_one_node: True also accepts a node's folder of the fast tier that lacks files which other nodes have.
 
     Raises:
         InvalidArgumentError: the folder holds another step than `step`.
         CheckpointNotFoundError: there is no checkpoint, or the step is not complete.
         CheckpointCorruptError: a manifest is damaged.
     """
+    selection = _select(path, step)
+    if not of_one_node:
+        check_not_of_one_node(selection.role_dirs)
+    return selection
+
+
+def _select(path: Path, step: int | None) -> Selection:
     # The name of the folder can be that of a step, but a path such as "." has no name until it is resolved.
     path = path.resolve()
     if (path / file_names.MANIFEST_FILE).exists():

@@ -11,6 +11,7 @@ from typing import Literal
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.io.store import Store
 from mcore_ckpt.steps.listing import StepStatus, list_steps, newest_steps
+from mcore_ckpt.steps.node_files import NodeFiles
 from mcore_ckpt.steps.remote_steps import RemoteStep, RemoteSteps
 from mcore_ckpt.steps.running_saves import RunningSave, running_saves
 from mcore_ckpt.steps.step_sizes import StepSize, size_of
@@ -18,7 +19,7 @@ from mcore_ckpt.steps.tracker import read_tracker
 from mcore_ckpt.steps.trainer_watch import Life, TrainerWatch
 from mcore_ckpt.tools.step_problems import life_of_saver
 
-State = Literal["complete", "saving", "incomplete"]
+State = Literal["complete", "partial", "saving", "incomplete"]
 Place = Literal["local", "remote"]
 
 
@@ -29,15 +30,17 @@ class ListedStep:
     Attributes:
         step: its number.
         path: its folder; its URL if it is only in the remote store.
-        state: "complete", "saving" (a process that is not known to be dead still writes it) or "incomplete".
-        reason: why the step is not complete; empty if it is.
+        state: "complete", "partial" (of the fast tier: other nodes have the other files), "saving" (a process that is
+            not known to be dead still writes it) or "incomplete".
+        reason: why the step is not complete; empty if it is. Of a partial step, what is here.
         roles: the committed roles, sorted.
         declared: all roles of the step, sorted.
         pinned: True if retention keeps it.
-        newest: True for the newest complete step of all.
+        newest: True for the newest complete step of all. A partial step counts, because the nodes have all of it.
         nbytes: the size of its files in bytes.
         created: when it was saved (ISO 8601, UTC); empty if no role is committed.
         places: where it is complete: "local", "remote" or both. The folder of an incomplete step is "local", too.
+        of_nodes: of a partial step, what is here of the role that lacks most.
         saves: the saves of this step that have not committed; of a complete step only if it is the newest, or in a look
             at the last few steps.
     """
@@ -54,11 +57,17 @@ class ListedStep:
     created: str
     places: tuple[Place, ...]
     saves: tuple[RunningSave, ...] = ()
+    of_nodes: NodeFiles | None = None
 
     @property
     def name(self) -> str:
         """The name of its folder."""
         return self.path.name if isinstance(self.path, Path) else self.path.rpartition("/")[2]
+
+    @property
+    def counts(self) -> bool:
+        """True if all roles are committed, whether all files are here or other nodes have some."""
+        return self.state in ("complete", "partial")
 
     def age_s(self, now: datetime.datetime) -> float | None:
         """Returns the seconds since the step was saved; None if that is not known."""
@@ -157,11 +166,15 @@ def _local(
     remote = there.get(status.step)
     is_remote = remote is not None and remote.is_complete
     state: State = "complete" if status.is_complete else "saving" if is_saving else "incomplete"
+    partial = [held for held in size.of_nodes.values() if not held.is_whole] if status.is_complete else []
+    least = min(partial, key=lambda held: held.whole_nodes / held.nodes, default=None)
+    if least is not None:
+        state = "partial"
     return ListedStep(
         step=status.step,
         path=status.path,
         state=state,
-        reason="" if status.is_complete else status.reason,
+        reason=str(least or "") if status.is_complete else status.reason,
         roles=tuple(sorted(status.committed)),
         declared=tuple(sorted(status.declared)),
         pinned=status.pinned,
@@ -170,6 +183,7 @@ def _local(
         created=size.created,
         places=("local", "remote") if is_remote else ("local",),
         saves=saves,
+        of_nodes=least,
     )
 
 

@@ -19,6 +19,8 @@ from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.sharding.plan import MODEL, PARAM, ShardKey, StoredShard, plan_reads
 from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.steps import listing as steps
+from mcore_ckpt.steps.node_files import NodeFiles, files_among
+from mcore_ckpt.steps.node_steps import sizes_below
 from mcore_ckpt.steps.read_lock import reading
 from mcore_ckpt.tools.nearby import advice_on
 from mcore_ckpt.tools.step_problems import Settled, StepProblems
@@ -36,12 +38,14 @@ class VerifiedRole:
         files: how many files its manifest lists.
         nbytes: the size of these files in bytes.
         damages: what is damaged; empty if the role is intact.
+        of_nodes: in a node's folder of the fast tier, what is here. Files that only other nodes have are not verified.
     """
 
     path: Path
     files: int
     nbytes: int
     damages: tuple[Damage, ...]
+    of_nodes: NodeFiles | None = None
 
 
 @dataclass(frozen=True)
@@ -82,14 +86,24 @@ def verify_role(
         manifest = read_manifest(role_dir)
     except (CheckpointCorruptError, CheckpointNotFoundError) as error:
         return VerifiedRole(role_dir, 0, 0, (Damage(str(error), file_names.MANIFEST_FILE),))
-    damages = [*_missing_files(role_dir, manifest), *verify_files(role_dir, manifest.files, progress)]
-    if not damages:
+    of_nodes = _of_nodes(role_dir, manifest)
+    files = manifest.files if of_nodes is None else of_nodes.here
+    damages = [*_missing_files(role_dir, manifest), *verify_files(role_dir, files, progress)]
+    if not damages and (of_nodes is None or of_nodes.is_whole):
         damages += _incomplete_tensors(role_dir, manifest)
     if deep and not damages:
         from mcore_ckpt.tools.verify_deep import as_torch_sees_it
 
-        damages += [damage for file in manifest.files for damage in as_torch_sees_it(role_dir, file)]
-    return VerifiedRole(role_dir, len(manifest.files), manifest.nbytes, tuple(damages))
+        damages += [damage for file in files for damage in as_torch_sees_it(role_dir, file)]
+    return VerifiedRole(role_dir, len(files), sum(file.size for file in files), tuple(damages), of_nodes)
+
+
+def _of_nodes(role_dir: Path, manifest: Manifest) -> NodeFiles | None:
+    if manifest.placement is None:
+        return None
+    # A file that is cut is here, too: it is damaged, and not on other nodes alone.
+    there = sizes_below(role_dir)
+    return files_among(manifest, (number for number, file in enumerate(manifest.files) if file.path in there))
 
 
 def verify(
@@ -229,7 +243,9 @@ def _damaged(status: steps.StepStatus) -> set[str]:
 
 def _nbytes(role_dir: Path) -> int:
     try:
-        return read_manifest(role_dir).nbytes
+        manifest = read_manifest(role_dir)
+        of_nodes = _of_nodes(role_dir, manifest)
+        return manifest.nbytes if of_nodes is None else of_nodes.nbytes
     except (CheckpointCorruptError, CheckpointNotFoundError):
         return 0
 

@@ -81,7 +81,7 @@ class Look:
     @property
     def newest(self) -> int | None:
         """The newest complete step; None if none of these is complete."""
-        return max((step.step for step in self.steps if step.state == "complete"), default=None)
+        return max((step.step for step in self.steps if step.counts), default=None)
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ def changes(before: Look | None, after: Look) -> list[Change]:
         if old is not None and old.created != step.created:
             new_roles |= {role for role in step.roles if _has_ended(before, after, step.step, role)}
         found += (Change("committed", step, role) for role in sorted(new_roles))
-        if step.state == "complete" and (new_roles or old is None or old.state != "complete"):
+        if step.counts and (new_roles or old is None or not old.counts):
             found.append(Change("complete", step))
     there = {step.step for step in after.steps}
     # A step that is older than all others may only have made room for newer ones.
@@ -243,7 +243,7 @@ def _changes_of_saves(before: Look | None, after: Look) -> list[Change]:
 
 
 def _is_complete(look: Look, step: int) -> bool:
-    return any(each.step == step and each.state == "complete" for each in look.steps)
+    return any(each.step == step and each.counts for each in look.steps)
 
 
 def _has_ended(before: Look, after: Look, step: int, role: str) -> bool:

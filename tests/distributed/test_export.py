@@ -17,6 +17,7 @@ from refusals import assert_names, refused
 from tiers import marks
 from training import VOCAB_SIZE, Layout, Training, build, parallel, train
 
+from mcore_ckpt import FastTier
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.errors import CheckpointMismatchError, CommitError
 from mcore_ckpt.io import tuning
@@ -129,6 +130,46 @@ def _assert_in_manifest(role_dir: Path) -> None:
     listed = {file.path for file in manifest.files}
     there = {str(path.relative_to(role_dir)) for path in role_dir.rglob("*") if path.is_file()}
     assert there == listed | {"manifest.json"}
+
+
+@pytest.mark.parametrize("only", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.parametrize("layout", cases("tp2!"))
+def test_durable_steps_of_the_fast_tier_have_the_export(layout: Layout, only: bool, shared_path: Path) -> None:
+    """It is made in the root, from the files there. The node has what it is made from, and each step can be loaded."""
+    root, node = shared_path / "root", shared_path / "node"
+    with parallel(layout):
+        training = build(layout, seed=1)
+        fast = FastTier(node, replicas=0, durable_every=2)
+        contents = ("hf_model",) if only else CONTENTS
+        words: dict[str, Any] = {"save_contents": contents, "load_contents": ("model",), "fast": fast}
+        manager = manager_of(training, root, hf_config=hf_config(layout), **words)
+        for step in (1, 2):
+            train(training, step - 1, step)
+            handle = manager.save(step)
+        state = global_state(training)
+        train(training, 2, 3)
+        manager.save(3)
+        manager.close()
+        with everywhere():
+            assert handle.drain is not None
+            assert handle.drain.committed
+            role_dir = root / "global_steps_2" / "actor"
+            assert_exported(role_dir / "huggingface", training, state)
+            _assert_in_manifest(role_dir)
+            assert (role_dir / "model").exists() is not only
+            assert not (root / "global_steps_1").exists()
+            assert not list(node.rglob("*.safetensors"))
+            assert "model" in read_manifest(node / "global_steps_3" / "actor").contents
+            assert "hf_model" not in read_manifest(node / "global_steps_3" / "actor").contents
+        manager = manager_of(training, root, hf_config=hf_config(layout), **words)
+        assert manager.load(step=2).step == 2
+        loaded = global_state(training)
+        manager.close()
+        with everywhere():
+            weights = [name for name in state if name.endswith(" model")]
+            assert weights
+            for name in weights:
+                assert torch.equal(loaded[name], state[name]), name
 
 
 @pytest.mark.parametrize("layout", cases("tp2!", "tp2-pp2"))

@@ -2,6 +2,7 @@
 
 import inspect
 import random
+import shutil
 import sys
 import types
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from snapshot import assert_same, poison, snapshot
 from tiers import marks
 from training import Layout, Step, Training, build, parallel, train
 
-from mcore_ckpt import CheckpointConfig
+from mcore_ckpt import CheckpointConfig, FastTier
 from mcore_ckpt.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -56,10 +57,10 @@ def closed() -> Iterator[None]:
 class Loop:
     """What `pretrain` does with checkpoints: load at the beginning, save every so often, with what Megatron counts."""
 
-    def __init__(self, training: Training, args: SimpleNamespace) -> None:
+    def __init__(self, training: Training, args: SimpleNamespace, config: CheckpointConfig = CONFIG) -> None:
         self.training, self.args = training, args
         vars(args).setdefault("consumed_train_samples", 0)
-        drop_in.configure(args, config=CONFIG)
+        drop_in.configure(args, config=config)
         self.iteration, self.operations = 0, 0.0
 
     def load(self, **options: Any) -> None:
@@ -82,6 +83,34 @@ class Loop:
 
 def arguments(root: Path, **more: Any) -> SimpleNamespace:
     return SimpleNamespace(save=str(root), load=str(root), **more)
+
+
+@pytest.mark.world(1)
+def test_a_loop_comes_back_from_the_steps_that_only_the_nodes_have(shared_path: Path) -> None:
+    """The root has step 2 and the nodes step 3; a loop that saves elsewhere takes the root's."""
+    fast = FastTier(shared_path / "node", replicas=0, durable_every=2)
+    with parallel(PLAIN):
+        loop = Loop(build(PLAIN, seed=1), arguments(shared_path / "root"), replace(CONFIG, fast=fast))
+        loop.load()
+        for _ in range(3):
+            loop.train(1)
+            loop.save()
+        drop_in.maybe_finalize_async_save(terminate=True)
+        at_save = snapshot(loop.training)
+        assert [status.step for status in steps.complete_steps(shared_path / "root")] == [2]
+        poison(loop.training)
+        loop.load()
+        assert loop.iteration == 3
+        assert_same(snapshot(loop.training), at_save)
+        loop.args.save = str(shared_path / "other")
+        loop.load()
+        assert loop.iteration == 2
+        loop.args.save = loop.args.load
+        for file in (shared_path / "node").glob("*/*/optim/distrib*.pt"):
+            file.unlink()
+        shutil.rmtree(shared_path / "root")
+        with pytest.raises(CheckpointNotFoundError, match="the fast tier had checkpoints, but none is whole any more"):
+            loop.load()
 
 
 @pytest.mark.shows("Megatron-LM", "save", "resume")

@@ -1,5 +1,6 @@
 """The tracker that verl resumes from: moved after the commit, and put right where a trainer died before it."""
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from training import Training, build, parallel, train
 from verl_words import (
     resume,
     step_folder,
+    steps_in,
     tracked,
     verl_manager,
     write_ppo_data,
@@ -214,6 +216,48 @@ def test_another_steps_tracker_is_left_alone(shared_path: Path) -> None:
             assert "the newest complete step is 1" in message
             assert "names from now on" not in message
             assert tracked(shared_path) == "1"
+
+
+def test_a_step_that_only_the_nodes_have_is_resumed(shared_path: Path) -> None:
+    """The root has step 2 and the nodes steps 2 and 3; once step 4 is lost, the next start continues from step 3."""
+    root, node = shared_path / "root", shared_path / "node"
+    fast = {"folder": str(node), "replicas": 0, "durable_every": 2, "keep": 2}
+    with parallel(DP2):
+        training = build(DP2, seed=1)
+        manager = verl_manager(training, async_save=True, fast=fast)
+        for step in (1, 2, 3):
+            train(training, step - 1, step)
+            manager.save_checkpoint(str(step_folder(root, step) / "actor"), None, step, None)
+            write_ppo_data(root, step)
+            manager.wait()
+            dist.barrier()
+            with everywhere():
+                assert tracked(root) == str(step)
+        at_save = snapshot(training)
+        manager.close()
+        dist.barrier()
+        with everywhere():
+            assert [(step_folder(root, step) / "actor").is_dir() for step in (1, 2, 3)] == [False, True, False]
+        poison(training)
+        manager = verl_manager(training, async_save=True, fast=fast)
+        manager.load_checkpoint(str(step_folder(root, 3) / "actor"))
+        assert_state(training, at_save)
+        manager.save_checkpoint(str(step_folder(root, 4) / "actor"), None, 4, None)
+        write_ppo_data(root, 4)
+        manager.close()
+        dist.barrier()
+        with everywhere():
+            assert steps_in(root) == [2, 3, 4]  # the data of step 1 are of no use
+        with on_rank_0() as writes:
+            for file in [*node.glob("*_4/actor/optim/*.pt"), root / "global_step_4/actor"] if writes else ():
+                shutil.rmtree(file) if file.is_dir() else file.unlink()
+        message = refused(training, step_folder(root, 4) / "actor", async_save=True, fast=fast)
+        with everywhere():
+            assert "files are on no node that is left" in message
+            assert "the newest complete step is 3" in message
+            assert tracked(root) == "3"
+        resume(training, step_folder(root, 3) / "actor", fast=fast)
+        assert_state(training, at_save)
 
 
 def test_after_going_back_to_an_older_step_the_tracker_follows(shared_path: Path) -> None:

@@ -53,6 +53,8 @@ class FakeManager:
     while_loading: Callable[[int], None] | None = None
     agreement: Agreement = field(default_factory=alone_in_the_world)
     stored: list[int] | RemoteError = field(default_factory=list)
+    on_nodes: list[int] = field(default_factory=list)
+    lost: list[tuple[int, str]] = field(default_factory=list)
 
     def remote_steps(self, roles: Sequence[str], step: int | None = None, required: bool = False) -> list[int]:
         if isinstance(self.stored, RemoteError):
@@ -60,6 +62,9 @@ class FakeManager:
                 raise self.stored
             return []
         return [number for number in self.stored if step in (None, number)]
+
+    def fast_steps(self, roles: Sequence[str], step: int | None = None) -> tuple[list[int], list[tuple[int, str]]]:
+        return [number for number in self.on_nodes if step in (None, number)], self.lost
 
     def agree(self, topic: str, request: Record, answer: Callable[[], Record]) -> Record:
         def combine(records: Any) -> Record:

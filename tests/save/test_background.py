@@ -44,6 +44,9 @@ class FakeSave:
         self.done = 1000
         return REPORT
 
+    def spread(self) -> tuple[None, None]:
+        return None, None
+
     def upload(self) -> None:
         return None
 
@@ -325,6 +328,8 @@ class Save:
             raise
         marker.with_name(self.name).write_text("committed")
         return SaveReport(7, marker, 0, *[0.0] * 7)
+    def spread(self):
+        return None, None
     def upload(self):
         return None
     def after_commit(self):

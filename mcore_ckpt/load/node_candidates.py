@@ -1,0 +1,129 @@
+"""Finds the checkpoints that the nodes of the fast tier have together, and the places to read each of them from."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.reading import read_manifest
+from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.formats.native.folder import Folder, LocalFolder
+from mcore_ckpt.formats.native.remote_folder import RemoteFolder
+from mcore_ckpt.formats.native.spread_folder import Source, SpreadFolder
+from mcore_ckpt.ranks.rounds import Record
+from mcore_ckpt.steps.node_steps import FastCheckpoint, HeldRole, fast_checkpoints, held_roles
+from mcore_ckpt.steps.node_tier import NodeTier
+
+logger = logging.getLogger(__name__)
+
+
+def own_held(tier: NodeTier | None) -> list[HeldRole]:
+    """Returns what this node has, on its lead; nothing on other ranks, and without a fast tier."""
+    return held_roles(tier.folder) if tier is not None and tier.is_lead else []
+
+
+def found_on_nodes(tier: NodeTier | None, records: Sequence[Record]) -> list[FastCheckpoint]:
+    """Puts together, on rank 0, what the leads have reported as `held`, the newest step first."""
+    if tier is None:
+        return []
+    return fast_checkpoints(
+        (number, [HeldRole.of(item) for item in records[node.lead]["held"]])
+        for number, node in enumerate(tier.nodes.all)
+    )
+
+
+def to_adopt(found: Sequence[FastCheckpoint], records: Sequence[Record]) -> list[str]:
+    """Returns the saves that some node has committed, and another node has not.
+
+    Only those that are whole, because on a node that commits one, it takes the place of an earlier save of the step.
+    """
+    whole = {each.attempt for each in found if each.is_whole}
+    held = [HeldRole.of(item) for record in records for item in record["held"]]
+    return sorted({each.attempt for each in held if not each.is_committed} & whole)
+
+
+def add_fast(
+    tier: NodeTier, role: str, candidates: Sequence[Record], whole: Mapping[int, Mapping[str, FastCheckpoint]]
+) -> list[Record]:
+    """Adds the checkpoints of the fast tier to the candidates of the root and the store, the newest step first.
+
+    A save that is in the root, too, is one candidate: its bytes are read from the nodes where they have them. At the
+    same step, another save on the nodes precedes one in the root.
+
+    Args:
+        tier: this rank's part of the fast tier.
+        role: the role to load.
+        candidates: those of the root and the store.
+        whole: the whole steps of the fast tier.
+    """
+    left = {step: roles[role] for step, roles in whole.items()}
+    found = []
+    for candidate in candidates:
+        fast = left.get(candidate["step"])
+        if fast is not None and _attempt_of(candidate) == fast.attempt:
+            candidate = {**candidate, **_spread(fast), "below": candidate["folder"]}
+            del left[candidate["step"]]
+        found.append(candidate)
+    new = [
+        {"step": step, "folder": str(tier.role_dir(step, role)), "remote": False, **_spread(fast), "below": None}
+        for step, fast in left.items()
+    ]
+    return sorted([*new, *found], key=lambda candidate: -candidate["step"])
+
+
+def _spread(fast: FastCheckpoint) -> Record:
+    return {"attempt": fast.attempt, "holders": [[node, has] for node, has in fast.holders]}
+
+
+def _attempt_of(candidate: Record) -> str | None:
+    if candidate["remote"]:
+        return str(candidate["folder"]).rpartition("/")[2]
+    with suppress(CheckpointError):
+        return read_manifest(Path(candidate["folder"])).attempt
+    return None
+
+
+def spread_folder(tier: NodeTier, role: str, candidate: Record, below: Folder | None) -> SpreadFolder:
+    """Returns the places that have a candidate's files, as this rank sees them: own node, other nodes, root or store.
+
+    Args:
+        tier: this rank's part of the fast tier.
+        role: the role to load.
+        candidate: what rank 0 has chosen (`add_fast`).
+        below: the same checkpoint in the root or the store; None if it is only on the nodes.
+    """
+    step, count = candidate["step"], len(tier.nodes)
+    place = tier.role_dir(step, role)
+    holders = {node: tuple((first, last) for first, last in has) for node, has in candidate["holders"]}
+    key = f"{file_names.step_name(step)}/{role}"
+    # The nearest first, and for each node another one, so that not all ask the same node.
+    sources = [
+        Source(LocalFolder(place) if node == tier.number else RemoteFolder(tier.store(node), key), holders[node])
+        for node in sorted(holders, key=lambda node: (node - tier.number) % count)
+    ]
+    if below is not None:
+        sources.append(Source(below))
+    return SpreadFolder(place, candidate["attempt"], tuple(sources))
+
+
+def why_not_whole(tier: NodeTier, checkpoint: FastCheckpoint) -> str:
+    """Says what is missing of a checkpoint of the fast tier, and which nodes had it. Only rank 0 calls it."""
+    place = f"{tier.role_dir(checkpoint.step, checkpoint.role)} on the nodes"
+    if not checkpoint.is_committed:
+        return f"{place}: its save did not finish"
+    missing = checkpoint.missing
+    if not missing:
+        return f"{place}: another role of the step is not whole"
+    text = f"{place}: {len(missing)} of {checkpoint.files} files are on no node that is left"
+    with suppress(CheckpointError, OSError):
+        candidate = {"step": checkpoint.step, **_spread(checkpoint)}
+        placement = spread_folder(tier, checkpoint.role, candidate, None).manifest().placement
+        if placement is not None:
+            had = Counter(placement.nodes[node] for position in missing for node in placement.by_file[position])
+            names = ", ".join(name for name, _ in had.most_common(8))
+            text += f": they were on {names}, which are lost"
+    return text

@@ -1,0 +1,337 @@
+"""Brings copies of committed steps of the fast tier to other nodes, beside the training.
+
+Each node's lead fetches the files that its node is to have, from the nodes that have written them. One step is fetched
+at a time. Of the steps that are committed meanwhile, only the newest is fetched next, because copies of the others
+would be of use for moments only.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest
+from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, CommitError
+from mcore_ckpt.io import tuning
+from mcore_ckpt.io.checksums import crc32
+from mcore_ckpt.io.files import FILE_MODE, make_folders, sync_dir, sync_names
+from mcore_ckpt.io.peer_store import PeerError
+from mcore_ckpt.io.threads import results_of
+from mcore_ckpt.ranks.rounds import Agreement, Record, decide
+from mcore_ckpt.steps.node_steps import files_here
+from mcore_ckpt.steps.node_tier import NodeTier
+from mcore_ckpt.steps.node_transaction import committed_manifest
+from mcore_ckpt.steps.transaction import Attempt
+
+logger = logging.getLogger(__name__)
+
+_PASSED_OVER = "a newer step was saved before its copies could begin"
+# How long closing waits for the thread, in seconds.
+_JOIN_S = 10.0
+
+
+class CopyHandle:
+    """The copies of one step on other nodes.
+
+    Attributes:
+        step: the step.
+    """
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self._ended = threading.Event()
+        self._problem: str | None = None
+
+    @property
+    def done(self) -> bool:
+        """True if the copies are complete or have been given up."""
+        return self._ended.is_set()
+
+    @property
+    def problem(self) -> str | None:
+        """Why some node has no copies. None while they are under way, and if they are complete."""
+        return self._problem
+
+    @property
+    def complete(self) -> bool:
+        """True if every file is on as many nodes as it should be."""
+        return self.done and self._problem is None
+
+    def wait(self, timeout: float | None = None) -> str | None:
+        """Waits until the copies are complete or given up, and returns the problem.
+
+        Raises TimeoutError if they are still under way after `timeout` seconds.
+        """
+        if not self._ended.wait(timeout):
+            raise TimeoutError(f"the copies of step {self.step} are still under way after {timeout:g} s")
+        return self._problem
+
+    def end(self, problem: str | None) -> None:
+        """Ends the copying. Only `Copies` calls it."""
+        self._problem = problem
+        self._ended.set()
+
+
+@dataclass(frozen=True, eq=False)
+class _Wanted:
+    attempt: Attempt
+    handle: CopyHandle
+
+
+class Copies:
+    """Fetches the copies of one manager's steps on a thread of its own.
+
+    Args:
+        agreement: connects this rank with the other ranks, for rounds on that thread.
+        tier: this rank's part of the fast tier.
+    """
+
+    def __init__(self, agreement: Agreement, tier: NodeTier) -> None:
+        self._agreement, self._tier = agreement, tier
+        self._limit = _RateLimit(tier.config.bytes_per_s)
+        self._changed = threading.Condition()
+        self._waiting: list[_Wanted] = []
+        self._under_way: _Wanted | None = None
+        self._may_copy = threading.Event()
+        self._may_copy.set()
+        self._closed, self._over = False, threading.Event()
+        self._complete: set[str] = set()
+        self._thread: threading.Thread | None = None
+
+    def add(self, step: int, attempt: Attempt) -> CopyHandle:
+        """Queues the copies of a step that is committed. Every rank calls it for the same steps in the same order."""
+        wanted = _Wanted(attempt, CopyHandle(step))
+        if not self._tier.config.replicas:
+            self._complete.add(attempt.number)
+            wanted.handle.end(None)
+            return wanted.handle
+        with self._changed:
+            if self._thread is None and not self._start():
+                wanted.handle.end("the system allows no more threads on this rank")
+                return wanted.handle
+            self._waiting.append(wanted)
+            self._changed.notify_all()
+        return wanted.handle
+
+    def _start(self) -> bool:
+        thread = threading.Thread(target=self._run, name="mcore_ckpt copies", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            logger.warning("no copies reach other nodes, because %s: the next save tries again", error)
+            return False
+        self._thread = thread
+        return True
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Fetches nothing during the `with` block, in which the training state is copied."""
+        self._may_copy.clear()
+        try:
+            yield
+        finally:
+            self._may_copy.set()
+
+    def needed(self) -> set[str]:
+        """Returns the ids of saves that must not be deleted, because copies of them are under way or wait."""
+        with self._changed:
+            return {each.attempt.number for each in (*self._waiting[-1:], self._under_way) if each is not None}
+
+    def is_complete(self, attempt: str) -> bool:
+        """Returns True if every file of a save is known to be on as many nodes as it should be."""
+        return attempt in self._complete
+
+    def mark_complete(self, attempt: str) -> None:
+        """Notes that a save of an earlier manager needs no copies any more."""
+        self._complete.add(attempt)
+
+    def wait(self, timeout: float | None = None, step: int | None = None) -> None:
+        """Waits until no copies are under way or waiting; those of one step, if it is given. Raises TimeoutError."""
+        with self._changed:
+            pending = [each.handle for each in (self._under_way, *self._waiting) if each is not None]
+        for handle in pending:
+            if step in (None, handle.step):
+                handle.wait(timeout)
+
+    def close(self) -> None:
+        """Ends the thread. Copies that are under way are given up."""
+        with self._changed:
+            self._closed = True
+            self._over.set()
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(_JOIN_S)
+
+    def _run(self) -> None:
+        while (wanted := self._next()) is not None:
+            problem: str | None = "unknown"
+            try:
+                if self._is_passed_over(wanted.attempt):
+                    self._end(wanted, _PASSED_OVER)
+                    continue
+                problem = self._copy_together(wanted.attempt)
+            except CheckpointError as error:
+                problem = str(error)
+            except Exception as error:
+                logger.exception("copies of step %d have failed unexpectedly", wanted.handle.step)
+                problem = f"{type(error).__name__}: {error}"
+            if problem is not None and not self._closed:
+                logger.warning("step %d is on too few nodes: %s", wanted.handle.step, problem)
+            self._end(wanted, problem)
+
+    def _next(self) -> _Wanted | None:
+        """Waits for the next step, and begins it. Returns None if the manager was closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._closed)
+            if self._closed:
+                for each in self._waiting:
+                    each.handle.end("the manager was closed")
+                return None
+            self._under_way = self._waiting.pop(0)
+            return self._under_way
+
+    def _is_passed_over(self, attempt: Attempt) -> bool:
+        """Returns True, on every rank, if some rank knows that a newer step is committed."""
+
+        def work() -> Record:
+            with self._changed:
+                return {"newer": bool(self._waiting)}
+
+        def combine(records: Sequence[Record]) -> Record:
+            return {"newer": any(record["newer"] for record in records)}
+
+        # The rounds of each step have names of their own, because a rank for which the commit has failed misses them.
+        outcome = decide(
+            self._agreement,
+            f"choosing whether to copy {attempt.role_dir}",
+            work,
+            combine,
+            CommitError,
+            name=f"{attempt.number}-choice",
+        )
+        return bool(outcome["newer"])
+
+    def _end(self, wanted: _Wanted, problem: str | None) -> None:
+        if problem is None:
+            self._complete.add(wanted.attempt.number)
+        with self._changed:
+            self._under_way = None
+        wanted.handle.end(problem)
+
+    def _copy_together(self, attempt: Attempt) -> str | None:
+        """Fetches this node's copies, and returns what some node could not fetch; None if all nodes have all."""
+
+        def work() -> Record:
+            return {"problem": self._fetch_all(attempt) if self._tier.is_lead else None}
+
+        def combine(records: Sequence[Record]) -> Record:
+            problems = [record["problem"] for record in records if record["problem"] is not None]
+            more = f" (and more on {len(problems) - 1} other nodes)" if len(problems) > 1 else ""
+            return {"problem": problems[0] + more if problems else None}
+
+        topic = f"copying {attempt.role_dir} to other nodes"
+        name = f"{attempt.number}-copies"
+        outcome = decide(self._agreement, topic, work, combine, CommitError, name=name)
+        problem: str | None = outcome["problem"]
+        return problem
+
+    def _fetch_all(self, attempt: Attempt) -> str | None:
+        """Fetches the files that this node should have and has not. Returns why some are missing."""
+        manifest = committed_manifest(attempt)
+        assert manifest.placement is not None
+        here = set(files_here(attempt.role_dir, manifest))
+        missing = [position for position in manifest.placement.files_on(self._tier.number) if position not in here]
+        deadline = time.monotonic() + self._agreement.timeout_s * 3 / 4
+        fetch = partial(self._fetch, attempt.role_dir, manifest, deadline=deadline)
+        problems = [problem for problem in results_of(missing, fetch, tuning.PEER_THREADS) if problem is not None]
+        with suppress(FileNotFoundError):  # the step was deleted meanwhile, which `problems` says
+            sync_names(attempt.role_dir, [manifest.files[position].path for position in missing])
+            sync_dir(attempt.role_dir)
+        if not problems:
+            return None
+        return f"{self._tier.node.name} has got {len(missing) - len(problems)} of {len(missing)} files: {problems[0]}"
+
+    def _fetch(self, role_dir: Path, manifest: Manifest, position: int, deadline: float) -> str | None:
+        """Fetches one file from the first node that sends it intact. Returns why none did."""
+        assert manifest.placement is not None
+        file = manifest.files[position]
+        problem = f"{file.path}: no other node has it"
+        for node in manifest.placement.by_file[position]:
+            if node == self._tier.number:
+                continue
+            try:
+                self._fetch_from(node, role_dir, file, deadline)
+            except FileNotFoundError as error:
+                problem = f"{file.path}: is missing: {error}"
+            except (PeerError, CheckpointCorruptError, TimeoutError) as error:
+                problem = f"{file.path}: {error}"
+            except OSError as error:
+                return f"{role_dir / file.path}: cannot be written: {error}"
+            else:
+                return None
+        return problem
+
+    def _fetch_from(self, node: int, role_dir: Path, file: FileRecord, deadline: float) -> None:
+        store = self._tier.store(node)
+        key = str((role_dir / file.path).relative_to(self._tier.folder))
+        make_folders(role_dir, file.path)
+        path = role_dir / file.path
+        partial_path = file_names.partial_file(path)
+        descriptor = os.open(partial_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, FILE_MODE)
+        try:
+            crc, piece = 0, bytearray(min(tuning.PEER_BYTES, file.size))
+            for start in range(0, file.size, tuning.PEER_BYTES):
+                memory = memoryview(piece)[: min(tuning.PEER_BYTES, file.size - start)]
+                self._wait_for_turn(len(memory), deadline)
+                store.read_into(key, start, memory)
+                crc = crc32(memory, crc)
+                _write_all(descriptor, memory)
+            if crc != file.crc32:
+                raise CheckpointCorruptError(f"{store.url_of(key)}: has a wrong CRC: its bytes are damaged")
+            os.fsync(descriptor)
+            os.rename(partial_path, path)
+        finally:
+            os.close(descriptor)
+            partial_path.unlink(missing_ok=True)
+
+    def _wait_for_turn(self, nbytes: int, deadline: float) -> None:
+        """Waits while a save is captured, and until the rate allows so many bytes."""
+        self._may_copy.wait(max(0.0, deadline - time.monotonic()))
+        # A low rate can mean hours.
+        self._over.wait(min(self._limit.take(nbytes), max(0.0, deadline - time.monotonic())))
+        if self._closed:
+            raise TimeoutError("the manager was closed")
+        if time.monotonic() > deadline:
+            raise TimeoutError("the copies took too long: allow more bytes_per_s, or save less often")
+
+
+def _write_all(descriptor: int, memory: memoryview) -> None:
+    while memory:
+        memory = memory[os.write(descriptor, memory) :]
+
+
+class _RateLimit:
+    """Lets through so many bytes a second, on all threads together."""
+
+    def __init__(self, bytes_per_s: int | None) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._lock = threading.Lock()
+        self._free_at = 0.0
+
+    def take(self, nbytes: int) -> float:
+        """Returns how long to wait until the bytes may pass, in seconds."""
+        if self._bytes_per_s is None:
+            return 0.0
+        with self._lock:
+            now = time.monotonic()
+            start = max(self._free_at, now)
+            self._free_at = start + nbytes / self._bytes_per_s
+        return start - now

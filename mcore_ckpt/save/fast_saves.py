@@ -1,0 +1,199 @@
+"""Holds what the saves into the fast tier share: which step is durable, copies on other nodes, and which steps stay."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.manifest import Manifest
+from mcore_ckpt.config import FastTier
+from mcore_ckpt.ranks.meeting import rendezvous
+from mcore_ckpt.ranks.rounds import Agreement, Record, decide
+from mcore_ckpt.save.copies import Copies
+from mcore_ckpt.save.drain import Drains
+from mcore_ckpt.state.trainer import Trainer
+from mcore_ckpt.steps.commit import new_attempt
+from mcore_ckpt.steps.node_steps import HeldRole, fast_checkpoints, held_roles, safest
+from mcore_ckpt.steps.node_tier import NodeTier, open_tier
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class FastSaves:
+    """What the saves of one manager into the fast tier share.
+
+    Attributes:
+        tier: this rank's part of the fast tier.
+        copies: brings copies of files to other nodes.
+        drains: copies steps to the root.
+        drain_agreement: connects this rank with the other ranks, for rounds on the thread that copies to the root.
+        save_count: how many saves into the tier the training has begun. What rank 0 has counted decides.
+    """
+
+    tier: NodeTier
+    copies: Copies
+    drains: Drains
+    drain_agreement: Agreement
+    save_count: int = 0
+    _attempts: dict[int, str] = field(default_factory=dict)
+    _owes_durable: bool = False
+
+    def wait_before_durable(self) -> None:
+        """Waits for an earlier step that is being copied to the root, if the next one is to be saved there, too.
+
+        The training waits for it as it does for an earlier save. Every rank calls it before the ranks' round, because a
+        rank that waited in the round would keep the others waiting there longer than they do.
+        """
+        is_due, _ = self.plan_durable()
+        if is_due and self.drains.busy:
+            if self.tier.rank == 0:
+                logger.warning("the training waits until an earlier step is in the root: use a larger durable_every")
+            self.drains.wait()
+
+    def wait_for_copies_of(self, step: int) -> None:
+        """Waits until no copy of a step is under way, neither to other nodes nor to the root. Then it is saved again.
+
+        Otherwise a file of the earlier save could come to a node that has the new one already, and count as its file.
+        """
+        self.drains.wait(step=step)
+        self.copies.wait(step=step)
+
+    def plan_durable(self) -> tuple[bool, int]:
+        """Returns whether the next step is to be saved to the root, too, and how many saves have begun with it.
+
+        Saves are counted, so that all roles choose the same ones, even if a save of one role fails, or its copy to the
+        root, and is tried again with the next step.
+        """
+        every, count = self.tier.config.durable_every, self.save_count + 1
+        is_owed = self._owes_durable or self.drains.has_failed
+        return every is not None and (count % every == 0 or is_owed), count
+
+    def begun(self, save_count: int, is_durable: bool) -> None:
+        """Notes that all ranks have begun a save."""
+        self.save_count, self._owes_durable = save_count, is_durable
+
+    def committed(self, step: int, attempt: str, save_count: int) -> None:
+        """Notes that a step is committed in the fast tier."""
+        self.save_count, self._owes_durable = save_count, False
+        self._attempts[step] = attempt
+
+    def found(self, save_count: int, safest: Iterable[tuple[int, str]]) -> None:
+        """Notes what earlier managers have left.
+
+        Args:
+            save_count: how many steps they have saved. A training that loads sets the number anew. But a framework may
+                load with one manager and save with another.
+            safest: the steps, with the ids of their saves, that can stand in for one whose copies are complete.
+        """
+        self.save_count = save_count
+        for step, attempt in safest:
+            self._attempts[step] = attempt
+            self.copies.mark_complete(attempt)
+
+    def loaded(self, manifest: Manifest) -> None:
+        """Notes that the training goes on from a checkpoint."""
+        self.save_count = 0 if manifest.placement is None else manifest.placement.save_count
+
+    def retire_old(self, step: int) -> list[Path]:
+        """Moves aside what is too old in this node's folder, after step `step` was committed. Only leads call it.
+
+        The thread of the save calls it, so no later save is under way, which may be of a step that is moved. To delete
+        the folders takes longer, and may be done later.
+
+        The newest `keep` steps stay, and the newest step whose copies are complete, without which a lost node could
+        still cost all steps. Newer steps than `step` are of a training that was given up.
+
+        Returns:
+            The folders to delete.
+        """
+        there = sorted(self._steps_here(), reverse=True)
+        kept = [number for number in there if number <= step][: self.tier.config.keep]
+        complete = [number for number in there if number <= step and self._is_complete(number)]
+        needed = self.copies.needed() | self.drains.needed()
+        stays = {*kept, *complete[:1], *(number for number in there if self._attempts.get(number) in needed)}
+        retired = []
+        for number in there:
+            if number in stays:
+                continue
+            role_dir = self.tier.role_dir(number)
+            aside = file_names.replaced_dir(role_dir, new_attempt())
+            try:
+                # Without its manifest it is no checkpoint, whatever else is still there if this process dies now.
+                (role_dir / file_names.MANIFEST_FILE).unlink(missing_ok=True)
+                os.rename(role_dir, aside)
+            except OSError as error:
+                logger.warning("%s: cannot be deleted, so the fast tier holds more than it should: %s", role_dir, error)
+                continue
+            self._attempts.pop(number, None)
+            retired.append(aside)
+        return retired
+
+    def _steps_here(self) -> list[int]:
+        return [step for step in file_names.step_dirs(self.tier.folder) if self.tier.role_dir(step).is_dir()]
+
+    def _is_complete(self, step: int) -> bool:
+        attempt = self._attempts.get(step)
+        return attempt is not None and self.copies.is_complete(attempt)
+
+    def wait(self) -> None:
+        """Waits until no step is being copied, neither to other nodes nor to the root."""
+        self.drains.wait()
+        self.copies.wait()
+
+    def close(self) -> None:
+        """Ends the threads, and closes this node's server."""
+        self.copies.close()
+        self.tier.close()
+
+
+def open_fast_saves(trainer: Trainer, config: FastTier, topic: str) -> FastSaves:
+    """Opens the fast tier of one manager. Every rank calls it. Raises what `open_tier` raises.
+
+    Args:
+        trainer: the trainer.
+        config: the user's choices.
+        topic: what the ranks meet for, for messages.
+    """
+    tier = open_tier(trainer.agreement, config, trainer.role, trainer.root)
+    try:
+        return _opened(trainer, tier, topic)
+    except BaseException:
+        tier.close()
+        raise
+
+
+def _opened(trainer: Trainer, tier: NodeTier, topic: str) -> FastSaves:
+    config, timeout_s = tier.config, trainer.config.timeout_s
+    copies = Copies(rendezvous(f"{trainer.role}/copies", timeout_s, topic), tier)
+    drain_agreement = rendezvous(f"{trainer.role}/drains", timeout_s, topic)
+    if config.durable_every is None and not config.replicas and trainer.agreement.is_coordinator:
+        logger.warning(
+            "the fast tier has replicas=0 and durable_every=None, so a lost node loses all checkpoints: use replicas=1 "
+            "or more, or a shared root with durable_every"
+        )
+    saves = FastSaves(tier, copies, Drains(), drain_agreement)
+    saves.found(*_found_together(trainer.agreement, tier))
+    return saves
+
+
+def _found_together(agreement: Agreement, tier: NodeTier) -> tuple[int, list[tuple[int, str]]]:
+    """Returns the arguments of `FastSaves.found`. Every rank calls it."""
+
+    def work() -> Record:
+        held = held_roles(tier.folder) if tier.is_lead else []
+        return {"held": [each.to_record() for each in held if each.role == tier.role]}
+
+    def combine(records: Sequence[Record]) -> Record:
+        held = [(number, records[node.lead]["held"]) for number, node in enumerate(tier.nodes.all)]
+        found = fast_checkpoints((number, list(map(HeldRole.of, each))) for number, each in held)
+        newest = next((each.save_count for each in found if each.is_committed), 0)
+        kept = [(each.step, each.attempt) for each in safest(found, tier.config.replicas)]
+        return {"save_count": newest, "safest": kept}
+
+    outcome = decide(agreement, "looking for earlier steps in the fast tier", work, combine)
+    return outcome["save_count"], [(step, attempt) for step, attempt in outcome["safest"]]

@@ -1,0 +1,314 @@
+"""Puts the folders of several nodes of the fast tier together into an ordinary checkpoint."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest
+from mcore_ckpt.checkpoint.reading import read_manifest
+from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, CommitError, InvalidArgumentError
+from mcore_ckpt.io import tuning
+from mcore_ckpt.io.file_copies import copy_checked
+from mcore_ckpt.io.files import inside, make_folders, sync_folders_below
+from mcore_ckpt.steps import commit, leftovers, tracker
+from mcore_ckpt.steps.new_folder import check_space
+from mcore_ckpt.steps.node_files import files_among
+from mcore_ckpt.steps.node_steps import FastCheckpoint, HeldRole, Runs, fast_checkpoints, held_roles, in_order_of_saves
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class MissingFiles:
+    """Files of a role that are in none of the folders.
+
+    Attributes:
+        role: the role.
+        nodes: the names of the nodes that have these files, or had them.
+        files: their paths below the role's folder.
+    """
+
+    role: str
+    nodes: tuple[str, ...]
+    files: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class RoleSource:
+    """One role of a step, and where its files are.
+
+    Attributes:
+        manifest: its manifest.
+        folders: the role's folders on the nodes, each with the positions of the files that it has.
+    """
+
+    manifest: Manifest
+    folders: tuple[tuple[Path, Runs], ...]
+
+    def folders_of(self, number: int) -> list[Path]:
+        """Returns the folders that have a file of the manifest's list."""
+        return [folder for folder, has in self.folders if any(first <= number <= last for first, last in has)]
+
+
+@dataclass(frozen=True)
+class FoundStep:
+    """One step, as the folders have it together.
+
+    Attributes:
+        step: the step.
+        roles: its roles.
+        missing: the files that are in none of the folders.
+        problems: what else keeps the step from being whole.
+    """
+
+    step: int
+    roles: tuple[RoleSource, ...]
+    missing: tuple[MissingFiles, ...]
+    problems: tuple[str, ...]
+
+    @property
+    def is_whole(self) -> bool:
+        """True if a checkpoint can be made of the folders."""
+        return not self.missing and not self.problems
+
+
+@dataclass(frozen=True)
+class CollectedRole:
+    """The report of one role.
+
+    Attributes:
+        role: the role.
+        path: the folder that was written.
+        files, nbytes: number and size of its files.
+        damaged: why files were taken from another node than the first one that has them.
+    """
+
+    role: str
+    path: Path
+    files: int
+    nbytes: int
+    damaged: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class CollectReport:
+    """The report of `collect`: the step, its roles, and how long it took."""
+
+    step: int
+    roles: tuple[CollectedRole, ...]
+    seconds: float
+
+    @property
+    def nbytes(self) -> int:
+        """The size of all written files in bytes."""
+        return sum(role.nbytes for role in self.roles)
+
+
+def find_steps(folders: Sequence[Path], step: int | None = None) -> list[FoundStep]:
+    """Returns what the folders of several nodes have together: the steps, the newest first.
+
+    Args:
+        folders: what `FastTier.folder` named on each node.
+        step: the only step to look for; None for all.
+
+    Raises:
+        CheckpointNotFoundError: no folder has a step of the fast tier, or none has this step.
+        OSError: a folder cannot be read.
+    """
+    held = [held_roles(folder) for folder in folders]
+    found = [each for each in fast_checkpoints(enumerate(held)) if step in (None, each.step)]
+    if not found:
+        there = ", ".join(map(str, folders))
+        what = "a step of the fast tier" if step is None else f"step {step} of the fast tier"
+        raise CheckpointNotFoundError(
+            f"{there}: none of these folders has {what}: name the folders that the fast tier uses on the nodes "
+            "(FastTier.folder), or copies of them"
+        )
+    numbers = sorted({each.step for each in found}, reverse=True)
+    return [_step(number, [each for each in found if each.step == number], folders, held) for number in numbers]
+
+
+def choose(steps: Sequence[FoundStep]) -> FoundStep | None:
+    """Returns the newest step that is whole; None if there is none."""
+    return next((step for step in steps if step.is_whole), None)
+
+
+def _step(
+    number: int, found: Sequence[FastCheckpoint], folders: Sequence[Path], held: Sequence[Sequence[HeldRole]]
+) -> FoundStep:
+    by_role: dict[str, FastCheckpoint] = {}
+    last_first = in_order_of_saves(found)[::-1]
+    for each in sorted(last_first, key=lambda each: (not each.is_whole, not each.is_committed, len(each.missing))):
+        by_role.setdefault(each.role, each)
+    sources = {role: _source(each, folders, held) for role, each in sorted(by_role.items())}
+    declared = {role for each in by_role.values() for role in each.roles}
+    problems = [f"{role}: is in none of the folders" for role in sorted(declared - by_role.keys())]
+    problems += [
+        f"{role}: no node has committed it, so its save did not finish, or the nodes that have are not among these"
+        for role, each in sorted(by_role.items())
+        if not each.is_committed
+    ]
+    missing = [lacks for role, each in sorted(by_role.items()) for lacks in _missing(sources[role].manifest, each)]
+    return FoundStep(number, tuple(sources.values()), tuple(missing), tuple(problems))
+
+
+def _source(found: FastCheckpoint, folders: Sequence[Path], held: Sequence[Sequence[HeldRole]]) -> RoleSource:
+    places = []
+    for number, has in found.holders:
+        role_dir = file_names.step_dir(folders[number], found.step) / found.role
+        is_committed = any(
+            each.is_committed for each in held[number] if (each.role, each.attempt) == (found.role, found.attempt)
+        )
+        places.append((role_dir if is_committed else file_names.staging_dir(role_dir, found.attempt), has))
+    return RoleSource(read_manifest(places[0][0]), tuple(places))
+
+
+def _missing(manifest: Manifest, found: FastCheckpoint) -> Iterator[MissingFiles]:
+    there = set(range(found.files)) - set(found.missing)
+    for nodes, files in files_among(manifest, there).by_nodes():
+        yield MissingFiles(found.role, nodes, tuple(file.path for file in files))
+
+
+def collect(found: FoundStep, root: Path, progress: Progress = lambda done, total: None) -> CollectReport:
+    """Copies a whole step into a folder of steps, as the ordinary checkpoint that a save to a root would have written.
+
+    Each file is read once, and its CRC is checked. If it is damaged in one folder, it is taken from the next one that
+    has it. If `root` already has the step, it is replaced once the new one is written.
+
+    Args:
+        found: the step, which is whole.
+        root: the folder of steps to write into.
+        progress: called, on several threads, with the number of bytes written so far and the number in all.
+
+    Raises:
+        InvalidArgumentError: `root` is one of the nodes' folders.
+        NoRoomError: the files do not fit.
+        CheckpointCorruptError: a file is damaged in every folder that has it. `root` is as it was.
+        CommitError: the checkpoint cannot be written. `root` is as it was.
+
+    Example:
+        >>> collect(choose(find_steps([Path("node0"), Path("node1")])), Path("checkpoints"))  # doctest: +SKIP
+    """
+    started = time.monotonic()
+    root = root.absolute()
+    for source in found.roles:
+        for folder, _ in source.folders:
+            if root.resolve() == folder.parent.parent.resolve():
+                raise InvalidArgumentError(f"{root}: is the folder of a node: name another folder to write to")
+    is_new = not root.exists()
+    try:
+        roles = _write(found, root, progress)
+    except OSError as error:
+        raise CommitError(f"{root}: step {found.step} could not be written: {error}") from error
+    finally:
+        if is_new and root.is_dir():
+            commit.remove_if_empty(root)
+    return CollectReport(found.step, tuple(roles), time.monotonic() - started)
+
+
+def _write(found: FoundStep, root: Path, progress: Progress) -> list[CollectedRole]:
+    sources = {file_names.step_dir(root, found.step) / source.manifest.role: source for source in found.roles}
+    for source in found.roles:
+        leftovers.remove_leftovers(root, source.manifest.role, alone=False)
+    files = [file for source in found.roles for file in source.manifest.files]
+    check_space(file_names.step_dir(root, found.step), (file.size for file in files))
+    counter = _Counter(sum(file.size for file in files), progress)
+    attempt = commit.new_attempt()
+    staged: dict[Path, Path] = {}
+    reports = []
+    try:
+        for role_dir, source in sources.items():
+            staging = staged[role_dir] = commit.open_staging(role_dir, attempt)
+            damaged = _copy_all(source, staging, counter)
+            sync_folders_below(staging)
+            manifest = replace(source.manifest, placement=None)
+            commit.write_manifest(staging, manifest)
+            reports.append(CollectedRole(manifest.role, role_dir, len(manifest.files), manifest.nbytes, tuple(damaged)))
+        for role_dir, staging in staged.items():
+            commit.publish(staging, role_dir, attempt)
+    except BaseException:
+        for staging in staged.values():
+            commit.discard(staging)
+        raise
+    tracker.move_tracker(root)
+    return reports
+
+
+class _Counter:
+    """Counts the bytes that several threads write, and ends their copying after an interruption."""
+
+    def __init__(self, total: int, progress: Progress) -> None:
+        self._total, self._progress = total, progress
+        self._done = 0
+        self._lock = threading.Lock()
+        self.is_stopped = threading.Event()
+
+    def add(self, nbytes: int) -> None:
+        """Adds bytes; removes some if the number is negative. Raises _Stopped after an interruption."""
+        if self.is_stopped.is_set():
+            raise _Stopped
+        with self._lock:
+            self._done += nbytes
+            done = self._done
+        self._progress(done, self._total)
+
+
+class _Stopped(Exception):
+    """Ends a thread that copies, because another one has failed or the process was interrupted."""
+
+
+def _copy_all(source: RoleSource, staging: Path, counter: _Counter) -> list[str]:
+    """Copies all files of a role on several threads. Returns what was damaged."""
+    numbers = range(len(source.manifest.files))
+    with ThreadPoolExecutor(tuning.PEER_THREADS, "mcore_ckpt collect") as pool:
+        try:
+            copies = [pool.submit(_copy, source, number, staging, counter) for number in numbers]
+            return [damage for copy in as_completed(copies) for damage in copy.result()]
+        except BaseException:
+            # The threads must have ended before the caller removes the staging folder.
+            counter.is_stopped.set()
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _copy(source: RoleSource, number: int, staging: Path, counter: _Counter) -> list[str]:
+    """Copies one file from the first folder in which it is intact. Returns why it was not taken from another one."""
+    file = source.manifest.files[number]
+    target = staging / file.path
+    make_folders(staging, file.path)
+    damaged: list[str] = []
+    for folder in source.folders_of(number):
+        try:
+            _copy_from(folder, file, target, counter)
+            return damaged
+        except (CheckpointCorruptError, OSError) as error:
+            if isinstance(error, OSError) and str(error.filename) == str(target):
+                raise
+            target.unlink(missing_ok=True)
+            damaged.append(str(error))
+    reasons = "".join(f"\n  {reason}" for reason in damaged)
+    raise CheckpointCorruptError(
+        f"{file.path} of {source.manifest.role} is intact in none of the folders: add the folder of another node that "
+        f"has a copy of it, or collect an older step with --step{reasons}"
+    )
+
+
+def _copy_from(folder: Path, file: FileRecord, target: Path, counter: _Counter) -> None:
+    copied = 0
+
+    def count(nbytes: int) -> None:
+        nonlocal copied
+        copied += nbytes
+        counter.add(nbytes)
+
+    try:
+        copy_checked(inside(folder, file.path), target, file.size, file.crc32, count)
+    except (CheckpointCorruptError, OSError):
+        counter.add(-copied)
+        raise
