@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from mcore_ckpt.cli.arguments import add_json, check_can_be_file, check_is_folder, check_patterns, expanded_path
-from mcore_ckpt.cli.inspect_tables import show_tables
+from mcore_ckpt.cli.inspect_tables import node_facts, show_tables
+from mcore_ckpt.cli.list_command import node_files_as_json
 from mcore_ckpt.cli.progress import progress_in, progress_of_bytes
 from mcore_ckpt.cli.tables import is_terminal, result_console
 from mcore_ckpt.cli.tensor_view import read_tensor, show_tensor, tensor_as_json
@@ -85,7 +86,8 @@ def run(args: argparse.Namespace) -> int:
     from mcore_ckpt.tools.find import Selection, select
 
     _check(args)
-    selection = select(args.path, args.step)
+    is_read = args.tensors is not None or args.tensor is not None or args.html is not None
+    selection = select(args.path, args.step, of_one_node=not is_read)
     other = None if args.diff is None else _other(args.diff, args.role)
     manifests = {folder: read_manifest(folder) for folder in selection.role_dirs}
     roles = [manifest.role for manifest in manifests.values()]
@@ -189,6 +191,7 @@ def _show(console: Console, role_dir: Path, manifest: Manifest, pattern: str | N
         f"roles of the step: {', '.join(manifest.roles)}",
         *(f"{kind}: {count} files, {nbytes / 1e9:.3f} GB" for kind, (count, nbytes) in _kinds(manifest).items()),
         f"{len(manifest.tensors)} tensors",
+        *(f"{what}: {fact}" for what, fact in node_facts(role_dir, manifest)),
     )
     for line in lines:
         console.print(f"  {line}", markup=False)
@@ -213,6 +216,9 @@ def _tensors(role_dir: Path, pattern: str | None) -> list[dict[str, Any]]:
 
 def _as_json(role_dir: Path, manifest: Manifest, pattern: str | None) -> dict[str, Any]:
     """Returns a role as JSON values."""
+    from mcore_ckpt.steps import files_of_node
+
+    held = files_of_node(role_dir, manifest)
     return {
         "path": str(role_dir),
         "role": manifest.role,
@@ -225,5 +231,6 @@ def _as_json(role_dir: Path, manifest: Manifest, pattern: str | None) -> dict[st
         "files": [
             {"path": file.path, "kind": file.kind, "rank": file.rank, "bytes": file.size} for file in manifest.files
         ],
+        "nodes": None if held is None else node_files_as_json(held),
         "tensors": None if pattern is None else _tensors(role_dir, pattern),
     }

@@ -40,6 +40,7 @@ def show_tables(
         ("holds", ", ".join(manifest.contents) or "files of its program"),
         ("roles of the step", ", ".join(manifest.roles)),
         ("tensors", str(len(manifest.tensors))),
+        *node_facts(role_dir, manifest),
     ]
     console.print(table_of(console, ("what", ""), facts))
     rows = [[kind, str(count), size_text(nbytes)] for kind, (count, nbytes) in kinds.items()]
@@ -49,6 +50,17 @@ def show_tables(
     if tensors:
         console.print()
         console.print(table_of(console, ("tensor", "dtype", "shape", "optimizer"), list(map(_row, tensors))))
+
+
+def node_facts(role_dir: Path, manifest: Manifest) -> list[tuple[str, str]]:
+    """Returns which nodes have the files of a checkpoint of the fast tier, as pairs of a topic and a fact."""
+    from mcore_ckpt.steps import files_of_node
+
+    held = files_of_node(role_dir, manifest)
+    if held is None:
+        return []
+    elsewhere = [(f"on {', '.join(names)}", f"{len(files)} files") for names, files in held.by_nodes()]
+    return [("here", str(held)), *elsewhere]
 
 
 def _age(created: str) -> str:

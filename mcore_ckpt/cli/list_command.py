@@ -16,7 +16,7 @@ from mcore_ckpt.cli.tables import Cell, is_terminal, result_console, table_of
 from mcore_ckpt.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from mcore_ckpt.steps import RunningSave
+    from mcore_ckpt.steps import NodeFiles, RunningSave
     from mcore_ckpt.tools.step_list import ListedStep, StepList
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -35,7 +35,7 @@ EXAMPLES = (
 # Of `step_row`.
 STEP_HEADINGS = ("step", "roles", "size>", "age>", "state", "place")
 
-_STYLES = {"complete": "green", "saving": "yellow", "incomplete": "red"}
+_STYLES = {"complete": "green", "partial": "green", "saving": "yellow", "incomplete": "red"}
 
 
 def add_to(subparsers: Subparsers) -> None:
@@ -66,8 +66,10 @@ def run(args: argparse.Namespace) -> int:
         _show_table(console, found)
     else:
         _show_lines(console, found)
-    complete = [step.step for step in found.steps if step.state == "complete"]
-    newest = f"newest complete step: {complete[-1]}" if complete else "no step is complete"
+    complete = [step for step in found.steps if step.counts]
+    newest = f"newest complete step: {complete[-1].step}" if complete else "no step is complete"
+    if complete and complete[-1].state == "partial":
+        newest += f", of which this node has {complete[-1].reason}"
     tracked = "none" if found.tracker is None else found.tracker
     console.print(f"{newest}; the tracker names {tracked}", markup=False)
     return 0
@@ -75,9 +77,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _show_lines(console: Console, found: StepList) -> None:
     for step in found.steps:
-        if step.state == "complete":
+        if step.counts:
             roles = ", ".join(step.roles)
-            marks = "".join(f"  {mark}" for mark in (*_marks(step), *_elsewhere(step)))
+            marks = "".join(f"  {mark}" for mark in (*_marks(step), *_elsewhere(step), *_of_nodes(step)))
             line = f"{step.name}  {step.nbytes / 1e9:10.3f} GB  {step.created}  {roles}{marks}"
             console.print(line, markup=False)
         elif step.state == "saving":
@@ -109,19 +111,25 @@ def _state(step: ListedStep) -> Text:
     text = Text(", ".join((step.state, *_marks(step))), style=_STYLES[step.state])
     if step.state == "saving":
         text.append(_savers(step))
+    elif step.state == "partial":
+        text.append(f": {step.reason}")
     elif step.state == "incomplete":
         text.append(f": {step.reason.removeprefix(f'{step.path}: ')}{_deaths(step)}")
     return text
 
 
 def _marks(step: ListedStep) -> list[str]:
-    is_saved_again = step.state == "complete" and any(map(_may_be_alive, step.saves))
+    is_saved_again = step.counts and any(map(_may_be_alive, step.saves))
     marks = {"newest": step.newest, "pinned": step.pinned, "being saved again": is_saved_again}
     return [mark for mark, holds in marks.items() if holds]
 
 
 def _elsewhere(step: ListedStep) -> list[str]:
     return ["also remote" if "local" in step.places else "only remote"] if "remote" in step.places else []
+
+
+def _of_nodes(step: ListedStep) -> list[str]:
+    return [] if step.of_nodes is None else [str(step.of_nodes)]
 
 
 def _savers(step: ListedStep) -> str:
@@ -153,8 +161,20 @@ def step_as_json(step: ListedStep) -> dict[str, Any]:
         "state": step.state,
         "newest": step.newest,
         "places": list(step.places),
+        "nodes": None if step.of_nodes is None else nodes_as_json(step.of_nodes),
         "saves": [save_as_json(save) for save in step.saves],
     }
+
+
+def nodes_as_json(found: NodeFiles) -> dict[str, Any]:
+    """Returns how much a node's folder has of a checkpoint as JSON values."""
+    return {"here": found.whole_nodes, "of": found.nodes, "files_here": len(found.here)}
+
+
+def node_files_as_json(found: NodeFiles) -> dict[str, Any]:
+    """Returns the same, and which nodes have the other files."""
+    elsewhere = [{"nodes": list(names), "files": [file.path for file in files]} for names, files in found.by_nodes()]
+    return {**nodes_as_json(found), "elsewhere": elsewhere}
 
 
 def save_as_json(save: RunningSave) -> dict[str, Any]:

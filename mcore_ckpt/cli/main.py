@@ -1,9 +1,9 @@
 """Runs `mcore-ckpt`: parses the arguments, runs one subcommand and turns its errors into an exit status.
 
-Each subcommand is a module of the same name. Only the modules of `list`, `inspect` and `test` end in `_command`,
-because Python itself uses the plain names. Each module has `add_to(subparsers)`, which adds the subcommand's parser and
-sets `run`, a function that accepts the parsed arguments and returns the exit status, and `EXAMPLES`, command lines for
-its `--help`. To add a subcommand, write such a module and list it in `COMMANDS`.
+Each subcommand is a module of the same name. The modules of `list`, `inspect`, `test` and `collect` end in `_command`,
+because the plain names mean something else. Each module has `add_to(subparsers)`, which adds the subcommand's parser
+and sets `run`, a function that accepts the parsed arguments and returns the exit status, and `EXAMPLES`, command lines
+for its `--help`. To add a subcommand, write such a module and list it in `COMMANDS`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from rich.console import Console
 
 from mcore_ckpt.cli import (
     bench,
+    collect_command,
     completion,
     convert,
     diff,
@@ -49,6 +50,7 @@ COMMANDS = (
     diff,
     verify,
     prune,
+    collect_command,
     merge,
     test_command,
     convert,

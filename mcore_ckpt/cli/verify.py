@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from mcore_ckpt.cli.arguments import add_json, check_is_folder, expanded_path
+from mcore_ckpt.cli.list_command import node_files_as_json
 from mcore_ckpt.cli.progress import progress_of_bytes
 from mcore_ckpt.cli.tables import result_console
 
@@ -31,6 +32,7 @@ EXAMPLES = (
 
 # A broken disk has thousands of bad blocks; more lines than this help nobody.
 _MOST_LINES = 50
+_MOST_PATHS = 4
 
 
 def add_to(subparsers: Subparsers) -> None:
@@ -77,6 +79,7 @@ def _show(report: Report) -> None:
 def _show_verdict(console: Console, verdict: VerifiedRole) -> None:
     if not verdict.damages:
         console.print(f"{verdict.path}: sound, {verdict.files} files", markup=False)
+        _show_elsewhere(console, verdict)
         return
     console.print(f"{verdict.path}: damaged", style="red", markup=False)
     for damage in verdict.damages[:_MOST_LINES]:
@@ -84,6 +87,16 @@ def _show_verdict(console: Console, verdict: VerifiedRole) -> None:
         console.print(f"  {damage.problem}{by}", style="red", markup=False)
     if len(verdict.damages) > _MOST_LINES:
         console.print(f"  and {len(verdict.damages) - _MOST_LINES} more: see --json", style="red", markup=False)
+
+
+def _show_elsewhere(console: Console, verdict: VerifiedRole) -> None:
+    if verdict.of_nodes is None or verdict.of_nodes.is_whole:
+        return
+    console.print(f"  these are {verdict.of_nodes}; other nodes have the rest, which is not verified:", markup=False)
+    for names, files in verdict.of_nodes.by_nodes():
+        shown = ", ".join(file.path for file in files[:_MOST_PATHS])
+        more = f" and {len(files) - _MOST_PATHS} more" if len(files) > _MOST_PATHS else ""
+        console.print(f"  on {', '.join(names)}: {shown}{more}", markup=False)
 
 
 def as_json(report: Report) -> dict[str, Any]:
@@ -99,6 +112,7 @@ def as_json(report: Report) -> dict[str, Any]:
                 "path": str(verdict.path),
                 "files": verdict.files,
                 "bytes": verdict.nbytes,
+                "nodes": None if verdict.of_nodes is None else node_files_as_json(verdict.of_nodes),
                 "damages": [asdict(damage) for damage in verdict.damages],
             }
             for verdict in report.roles

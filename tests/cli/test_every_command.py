@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 from checkpoints import make as make_version
 from mcore_checkpoints import make_checkpoint
+from node_folders import divide
 from test_command_line import parsers
 from test_json_fields import FIELDS
 from tiny_models import make_hf_folder
@@ -115,6 +116,12 @@ COMMANDS = {
         "mcore_ckpt.tools.prune.list_steps",
         has_bar=True,
     ),
+    "collect": Row(
+        "node0 node1 {out}",
+        (("nowhere {out}", 2, "there is no such folder"), ("node0 {out}", 1, "that were on node1")),
+        BAR,
+        has_bar=True,
+    ),
     "merge": Row(
         "checkpoints {out}",
         (("checkpoints", 2, "target: give it once"), ("empty {out}", 1, "no complete checkpoint")),
@@ -160,6 +167,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for step in (2, 3):
         make_version(file_names.step_dir(made / "versions", step) / "actor", step)
     (made / "empty").mkdir()
+    (role_dir,) = (made / "checkpoints").glob("*/*/")
+    divide(role_dir, [made / "node0", made / "node1"])
     return made
 
 

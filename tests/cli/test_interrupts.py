@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from checkpoints import ROLE, dead_owner, make, own, stage
 from mcore_checkpoints import make_checkpoint
+from node_folders import divide
 from rich.progress import Progress
 from tiny_models import make_hf_folder
 
@@ -22,12 +23,14 @@ from mcore_ckpt.io import removal, tuning
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a HuggingFace model, and a checkpoint of it."""
+    """A folder with a HuggingFace model, and a checkpoint of it, also divided among two nodes of the fast tier."""
     folder = tmp_path_factory.mktemp("interrupts")
     hf = make_hf_folder(folder / "hf", "llama")
     made = make_checkpoint(folder / "made", hf, tp=2)
     shutil.move(made.parent.parent, folder / "checkpoints")
     shutil.rmtree(folder / "made")
+    (role_dir,) = (folder / "checkpoints").glob("*/*/")
+    divide(role_dir, [folder / "node0", folder / "node1"])
     return folder
 
 
@@ -67,6 +70,7 @@ WRITING = {
     "convert back": ("convert", "checkpoints", "--format", "torch_dist", "--output_path", "out"),
     "reshard": ("reshard", "checkpoints", "out", "--pp", "2"),
     "page": ("inspect", "checkpoints", "--html", "page.html", "--diff", "checkpoints"),
+    "collect": ("collect", "node0", "node1", "out"),
 }
 READING = {
     "verify": ("verify", "checkpoints"),

@@ -15,6 +15,7 @@ import torch
 from checkpoints import dead_owner, own, stage
 from checkpoints import make as make_version
 from mcore_checkpoints import make_checkpoint
+from node_folders import divide
 from small_model import make, tensors_of
 from tiny_models import make_hf_folder
 
@@ -108,10 +109,14 @@ def answer(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A HuggingFace model and its checkpoint; two steps of another model; saves of a dead process."""
+    """A HuggingFace model, its checkpoint and two nodes' folders of it; two steps of another model; saves of a dead
+    process.
+    """
     made = tmp_path_factory.mktemp("json")
     hf = make_hf_folder(made / "hf", "llama")
     shutil.move(make_checkpoint(made / "made", hf, tp=2).parent.parent, made / "of_hf")
+    (role_dir,) = (made / "of_hf").glob("*/*/")
+    divide(role_dir, [made / "node0", made / "node1"])
     with pytest.MonkeyPatch.context() as patched:
         for step in (90, 100):
             patched.setattr(small_model, "STEP", step)
@@ -136,9 +141,10 @@ def test_every_command_is_documented() -> None:
 
 
 def test_reading(answer: Any) -> None:
-    check("list", answer("list", "checkpoints"))
+    check("list", answer("list", "checkpoints"), answer("list", "node0"))
     tensor = ("--tensor", "decoder.final_layernorm.weight")
-    check("inspect", answer("inspect", "checkpoints", "--tensors", *tensor), answer("inspect", "checkpoints"))
+    ours = answer("inspect", "checkpoints")
+    check("inspect", answer("inspect", "checkpoints", "--tensors", *tensor), ours, answer("inspect", "node0"))
     check(
         "diff",
         answer("diff", "checkpoints/global_steps_90", "checkpoints"),
@@ -157,7 +163,7 @@ def test_watching(answer: Any, folder: Path) -> None:
     lock = TrainerLock(folder / "checkpoints", "actor")
     lock.take(patience_s=1.0)
     try:
-        check("watch", answer("watch", "checkpoints", "--once"))
+        check("watch", answer("watch", "checkpoints", "--once"), answer("watch", "node0", "--once"))
     finally:
         lock.release()
 
@@ -169,7 +175,12 @@ def test_damage(answer: Any, folder: Path) -> None:
     data = bytearray(path.read_bytes())
     data[4000] ^= 1
     path.write_bytes(data)
-    check("verify", answer("verify", "damaged"), answer("verify", "checkpoints/global_steps_90"))
+    check(
+        "verify",
+        answer("verify", "damaged"),
+        answer("verify", "checkpoints/global_steps_90"),
+        answer("verify", "node0"),
+    )
 
 
 def test_writing(answer: Any) -> None:
@@ -181,6 +192,7 @@ def test_writing(answer: Any) -> None:
         answer("convert", "of_hf", "--format", "torch_dist", "--output_path", "back"),
     )
     check("reshard", answer("reshard", "of_hf", "resharded", "--pp", "2"))
+    check("collect", answer("collect", "node0", "node1", "collected"), answer("collect", "node1", "collected"))
 
 
 def other_model() -> str:

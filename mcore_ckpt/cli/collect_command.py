@@ -1,0 +1,124 @@
+"""`mcore-ckpt collect`: puts the folders of several nodes of the fast tier together into an ordinary checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from mcore_ckpt.cli.arguments import add_json, check_is_folder, expanded_path
+from mcore_ckpt.cli.progress import progress_in, progress_of_bytes
+from mcore_ckpt.cli.tables import result_console
+
+if TYPE_CHECKING:
+    from mcore_ckpt.tools.collect import CollectReport, FoundStep
+
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+DESCRIPTION = """\
+Puts the folders of several nodes of the fast tier together into an ordinary checkpoint. The folders are copied or
+mounted to this machine. All roles of the newest step that is whole are taken, and every CRC is checked; a file that is
+damaged on one node is taken from another. The result appears once it is complete. If no step is whole, the exit status
+is 1, and the missing files are listed by the nodes that had them."""
+
+EXAMPLES = (
+    "collect node0 node1 node2 checkpoints # node0 is a copy of /dev/shm/run of a node",
+    "collect /mnt/node*/run checkpoints --step 100 --json",
+)
+
+# More lines than this help nobody.
+_MOST_LINES = 50
+
+
+def add_to(subparsers: Subparsers) -> None:
+    """Adds the parser of `collect`."""
+    parser = subparsers.add_parser(
+        "collect", help="put the folders of the fast tier's nodes together", description=DESCRIPTION
+    )
+    parser.add_argument(
+        "folders", type=expanded_path, nargs="+", metavar="NODEFOLDER", help="the fast tier's folder of one node"
+    )
+    parser.add_argument("root", type=expanded_path, metavar="DST", help="folder of steps to write to")
+    parser.add_argument("--step", type=int, metavar="N", help="step to collect (the newest whole one if not given)")
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Collects a step. Returns 0 when it is in place, and 1 if no step is whole."""
+    # `--help` must not wait for the import of torch, which takes a second.
+    from mcore_ckpt.tools.collect import choose, collect, find_steps
+
+    for folder in args.folders:
+        check_is_folder(folder)
+    steps = find_steps(args.folders, args.step)
+    chosen = choose(steps)
+    lacking = [step for step in steps if not step.is_whole and (chosen is None or step.step > chosen.step)]
+    if not args.json:
+        _show_lacking(lacking)
+    report = None
+    if chosen is not None:
+        with progress_of_bytes(args.json) as bar:
+            report = collect(chosen, args.root, progress_in(bar, f"step {chosen.step}"))
+    if args.json:
+        print(json.dumps(as_json(report, lacking)))
+    elif report is not None:
+        _show(report)
+    return 1 if report is None else 0
+
+
+def _show_lacking(steps: Sequence[FoundStep]) -> None:
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    for step in steps:
+        console.print(f"step {step.step} is not whole:", style="red", markup=False)
+        lines = [*step.problems]
+        for lacks in step.missing:
+            lines.append(f"{lacks.role}: {len(lacks.files)} files that were on {', '.join(lacks.nodes)}:")
+            lines += [f"  {path}" for path in lacks.files]
+        for line in lines[:_MOST_LINES]:
+            console.print(f"  {line}", markup=False)
+        if len(lines) > _MOST_LINES:
+            console.print(f"  and {len(lines) - _MOST_LINES} more lines: see --json", markup=False)
+
+
+def _show(report: CollectReport) -> None:
+    console = result_console()
+    for role in report.roles:
+        console.print(f"{role.path}: {role.files} files", markup=False)
+        for reason in role.damaged:
+            console.print(f"  another node's copy was taken: {reason}", markup=False)
+    speed = report.nbytes / report.seconds / 1e9
+    console.print(f"{report.nbytes / 1e9:.2f} GB in {report.seconds:.1f} s ({speed:.2f} GB/s)", markup=False)
+
+
+def as_json(report: CollectReport | None, lacking: Sequence[FoundStep]) -> dict[str, Any]:
+    """Returns the result as JSON values. `lacking` has the newer steps that are not whole."""
+    return {
+        "step": None if report is None else report.step,
+        "seconds": None if report is None else report.seconds,
+        "bytes": 0 if report is None else report.nbytes,
+        "roles": [
+            {
+                "role": role.role,
+                "path": str(role.path),
+                "files": role.files,
+                "bytes": role.nbytes,
+                "damaged": list(role.damaged),
+            }
+            for role in (() if report is None else report.roles)
+        ],
+        "not_whole": [
+            {
+                "step": step.step,
+                "problems": list(step.problems),
+                "missing": [
+                    {"role": lacks.role, "nodes": list(lacks.nodes), "files": list(lacks.files)}
+                    for lacks in step.missing
+                ],
+            }
+            for step in lacking
+        ],
+    }
