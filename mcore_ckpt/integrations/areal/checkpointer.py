@@ -14,6 +14,7 @@ from mcore_ckpt.errors import InvalidArgumentError
 from mcore_ckpt.integrations.areal.export import HfExport
 from mcore_ckpt.integrations.areal.loggers import enable_loggers
 from mcore_ckpt.integrations.kit.kept import KeptManager
+from mcore_ckpt.integrations.kit.options import refuse_fast
 from mcore_ckpt.manager import CheckpointManager
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ class Checkpointer:
 
     Raises InvalidArgumentError: the config has `max_to_keep` or `keep_every`, although the RecoverHandler decides which
     steps stay; or it has `roles`; or it names a remote store, where the steps would lack their recover_info.
+    UnsupportedError: the config has a fast tier.
 
     Example:
         >>> engine.checkpointer = Checkpointer(engine.model, engine.optimizer, engine.lr_scheduler)  # doctest: +SKIP
@@ -84,6 +86,9 @@ class Checkpointer:
         for field in ("max_to_keep", "keep_every", "remote", "roles"):
             if getattr(self._config, field) is not None:
                 raise InvalidArgumentError(f"{field} is not for engines of AReaL: leave it out of checkpoint_config")
+        refuse_fast(
+            self._config, "checkpoint_config", "AReaL's RecoverHandler keeps a role of its own beside the engines'"
+        )
         self._saving = KeptManager()
         self._export: HfExport | None = None
 

@@ -7,6 +7,7 @@ from typing import Any
 from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.integrations.kit.loop import LoopSettings
+from mcore_ckpt.integrations.kit.options import refuse_fast
 
 _settings = LoopSettings()
 
@@ -28,7 +29,7 @@ def configure(
             the model that Bridge names.
         processing_class: the tokenizer to write into the checkpoints. None: with `save_tokenizer_assets`, Bridge's.
 
-    Raises UnsupportedError: `config` has a remote store.
+    Raises UnsupportedError: `config` has a remote store or a fast tier.
 
     Example:
         >>> configure(CheckpointConfig(timeout_s=120.0))
@@ -39,6 +40,8 @@ def configure(
             "CheckpointConfig.remote is set: Bridge asks for a load only if checkpoint.load has a checkpoint, so a run "
             "on new machines would begin from scratch without a word. Leave it out, and copy the folder by other means"
         )
+    if config is not None:
+        refuse_fast(config, "CheckpointConfig", "Bridge asks for a load only if checkpoint.load has a checkpoint")
     _settings = LoopSettings(config or CheckpointConfig(), role, hf_config, processing_class)
 
 

@@ -185,17 +185,28 @@ class LoopCheckpoints:
             logger.warning("%s names no folder, so training starts from the beginning", load_arg)
             return None
 
-        def look(root: Path, step: int | None) -> dict[str, Any] | None:
-            return find(root, training.role, choose_step(root) if step is None else step, find_theirs)
-
+        # The nodes have steps of this run, which saves to `args.save`, and none of the run that `load_arg` may name.
+        config = config if str(args[load_arg]) == str(args["save"]) else replace(config, fast=None)
         # A manager of its own finds the checkpoint: what the load needs depends on what is found.
         finder = CheckpointManager(
             folders[0], config=args.loading(config, training.optimizer is not None), **training.arguments()
         )
         try:
+            on_nodes, lost = finder.fast_steps((training.role,), args["ckpt_step"] or None)
+
+            def look(root: Path, step: int | None) -> dict[str, Any] | None:
+                fast = on_nodes if root == Path(folders[0]) else ()
+                return find(root, training.role, choose_step(root) if step is None else step, find_theirs, fast)
+
             found = _find_together(finder, folders, args, check, look)
         finally:
             finder.close()
+        if not found and lost:
+            raise CheckpointNotFoundError(
+                f"{folders[0]}: the fast tier had checkpoints, but none is whole any more: to start from the beginning "
+                f"nevertheless, delete {config.fast and config.fast.folder} on all nodes\n  "
+                + "\n  ".join(reason for _, reason in lost)
+            )
         if not found:
             logger.warning("%s: there is no checkpoint, so training starts from the beginning", folders[0])
             return None
@@ -259,6 +270,8 @@ def _find_together(
 
 def _load(found: dict[str, Any], args: Arguments, config: CheckpointConfig, training: Training) -> Loaded:
     config = args.loading(config, training.optimizer is not None)
+    if found["folder"] != str(args["save"]):
+        config = replace(config, fast=None)
     keeps_rng = args["finetune"] or args["no_load_rng"]
     theirs = found.get("theirs")
     if theirs is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,9 @@ class Theirs:
 FindTheirs = Callable[[Path, int | None], "tuple[int, Callable[[], Theirs]] | None"]
 
 
-def find(root: Path, role: str, step: int | None, find_theirs: FindTheirs) -> dict[str, Any] | None:
+def find(
+    root: Path, role: str, step: int | None, find_theirs: FindTheirs, on_nodes: Sequence[int] = ()
+) -> dict[str, Any] | None:
     """Returns which checkpoint below a folder to load, as JSON values. Only rank 0 calls it.
 
     Args:
@@ -50,6 +52,7 @@ def find(root: Path, role: str, step: int | None, find_theirs: FindTheirs) -> di
         role: the role in our steps.
         step: the step to load; None for the newest.
         find_theirs: finds a checkpoint in the framework's own format.
+        on_nodes: the steps that the nodes of the fast tier have; of `step` alone if it is given.
 
     Returns:
         {"step": step} for a step of ours; {"path": folder} for a folder that is a checkpoint of ours;
@@ -65,7 +68,7 @@ def find(root: Path, role: str, step: int | None, find_theirs: FindTheirs) -> di
         if step is not None and read_manifest(named).step != step:
             raise CheckpointNotFoundError(f"{root}: is a checkpoint of step {read_manifest(named).step}, not of {step}")
         return {"path": str(named)}
-    ours = [status.step for status in complete_steps(root) if role in status.committed]
+    ours = sorted({*on_nodes, *(status.step for status in complete_steps(root) if role in status.committed)})
     theirs = find_theirs(root, step)
     if theirs is not None:
         iteration, read = theirs
@@ -73,7 +76,7 @@ def find(root: Path, role: str, step: int | None, find_theirs: FindTheirs) -> di
             found = asdict(read())
             return {"theirs": str(found.pop("folder")), **found}
     # The manager finds the newest step itself, because it skips damaged ones.
-    return {"step": step} if resumable_steps(root, (role,), step) else None
+    return {"step": step} if on_nodes or resumable_steps(root, (role,), step) else None
 
 
 def megatron_checkpoint(root: Path, step: int | None) -> tuple[int, Callable[[], Theirs]] | None:

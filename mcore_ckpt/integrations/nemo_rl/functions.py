@@ -23,6 +23,7 @@ from mcore_ckpt.integrations.bridge.options import arguments, overridden_config,
 from mcore_ckpt.integrations.bridge.train_state import restore_train_state, saved_state
 from mcore_ckpt.integrations.bridge.unsupported import refuse_load, refuse_save
 from mcore_ckpt.integrations.kit.loop import LoopCheckpoints, Training
+from mcore_ckpt.integrations.kit.options import refuse_fast
 from mcore_ckpt.integrations.kit.together import decided_by_rank_0
 from mcore_ckpt.steps import write_tracker
 
@@ -38,7 +39,7 @@ class BridgeFunctions:
         stock_load: Bridge's `load_checkpoint`, for checkpoints that are not ours.
         hf_config, processing_class: see CheckpointManager.
 
-    Raises InvalidArgumentError: an option is set that the driver decides on.
+    Raises InvalidArgumentError, UnsupportedError: an option is set that the driver decides on, or a fast tier.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class BridgeFunctions:
                 f"if_failed is {config.if_failed!r}: NeMo-RL's driver deletes older steps when the workers report no "
                 "error, so a failed save must be one: leave it out of checkpoint_config"
             )
+        refuse_fast(config, "checkpoint_config", "NeMo-RL's driver renames the folder of each step")
         self._config = config
         self._stock_load = stock_load
         self._beside = (hf_config, processing_class)

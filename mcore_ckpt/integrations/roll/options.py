@@ -10,7 +10,7 @@ from typing import Any
 from mcore_ckpt.checkpoint import parse_step
 from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.errors import InvalidArgumentError
-from mcore_ckpt.integrations.kit.options import kept_count, own_config
+from mcore_ckpt.integrations.kit.options import kept_count, own_config, refuse_fast
 from mcore_ckpt.steps import PreservationPolicy
 
 PIPELINE_ROLE = "pipeline"  # ROLL's name for the driver's role, and for its folder
@@ -60,6 +60,7 @@ def read_options(checkpoint_config: Mapping[str, Any]) -> RollOptions:
     given = dict(checkpoint_config)
     ours = {name: value for name, value in given.items() if name not in _ROLLS}
     config = own_config(ours, _SAID_ELSEWHERE, "checkpoint_config")
+    refuse_fast(config, "checkpoint_config", "ROLL's driver commits a role of its own in output_dir")
     output_dir = given.get("output_dir")
     if not output_dir:
         raise InvalidArgumentError("checkpoint_config has no output_dir: name a folder that all nodes share")

@@ -18,7 +18,7 @@ from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.errors import CheckpointMismatchError, CheckpointNotFoundError, UnsupportedError
 from mcore_ckpt.integrations.kit.arguments import COUNTERS, Arguments
 from mcore_ckpt.integrations.kit.loop import Loaded, LoopCheckpoints, Training, restore_counters
-from mcore_ckpt.integrations.kit.options import own_config
+from mcore_ckpt.integrations.kit.options import own_config, refuse_fast
 from mcore_ckpt.integrations.kit.published import published_config, published_tokenizer
 from mcore_ckpt.integrations.kit.together import decided_by_rank_0
 from mcore_ckpt.integrations.megatron.refusals import refuse_partial_loads
@@ -179,6 +179,7 @@ class ActorCheckpoints:
 
     def _read_config(self) -> CheckpointConfig:
         config = own_config(getattr(self._args, "mcore_ckpt", None) or {}, _SAID_ELSEWHERE, "args.mcore_ckpt")
+        refuse_fast(config, "args.mcore_ckpt", "the driver looks for the data position of each step in --load")
         retains = config.max_to_keep is not None or Arguments(self._args)["save_retain_interval"] is not None
         if retains and self._args.rollout_global_dataset:
             # The driver writes the data position of a step after the step before may have been deleted.

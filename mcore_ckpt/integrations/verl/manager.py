@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,11 @@ class MegatronCheckpointManager:
                 self._delete_loaded(self._delete_later, place)
             except OSError as error:
                 logger.warning("%s could not be deleted: %s", self._delete_later.step_path, error)
+        if self._config.fast is not None and dist.get_rank() == 0:
+            try:
+                resume.remove_bare_steps(place.root)
+            except OSError as error:
+                logger.warning("%s: data of steps that only the nodes had stays: %s", place.root, error)
 
     def load_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
@@ -159,10 +165,11 @@ class MegatronCheckpointManager:
             config = replace(self._config, load_contents=config.load_contents)
         manager = self._manager_of(place, config)
         request = {"path": str(place.folder)}
+        on_nodes, _ = manager.fast_steps((self.role,))
         seen = manager.agree(
             "looking for verl's checkpoint",
             request,
-            lambda: self._look_at(place),
+            lambda: self._look_at(place, on_nodes),
         )
         try:
             if seen["lacks"]:
@@ -171,7 +178,9 @@ class MegatronCheckpointManager:
         except (CheckpointNotFoundError, CheckpointCorruptError) as error:
             has_copies = self._config.remote is not None
             outcome = (self._kept.manager or manager).agree(
-                "going back to an older step", request, lambda: {"advice": resume.send_back(place, has_copies)}
+                "going back to an older step",
+                request,
+                lambda: {"advice": resume.send_back(place, has_copies, on_nodes)},
             )
             raise type(error)(f"{error}; {outcome['advice']}") from error
         if del_local_after_load:
@@ -199,14 +208,17 @@ class MegatronCheckpointManager:
         if rest:
             self._manager_of(place, replace(self._config, load_contents=rest)).load(path=place.folder)
 
-    def _look_at(self, place: Place) -> dict[str, Any]:
-        """Returns what rank 0 sees of verl's own manager in a folder, as JSON values; "" for what is not there."""
+    def _look_at(self, place: Place, on_nodes: Collection[int]) -> dict[str, Any]:
+        """Returns what rank 0 sees of verl's own manager in a folder, as JSON values; "" for what is not there.
+
+        `on_nodes` has the steps that the nodes of the fast tier have.
+        """
         # Beside adapters, verl 0.7.0 writes HuggingFace weights with the adapters merged into them, which the base
         # model must not get.
         weights = None if self._config.skip_frozen else huggingface_weights(place.folder)
         return {
-            "there": resume.is_checkpoint(place.folder),
-            "lacks": resume.why_not_whole(place),
+            "there": place.step in on_nodes or resume.is_checkpoint(place.folder),
+            "lacks": resume.why_not_whole(place, on_nodes),
             "weights": str(weights or ""),
             "adapters": str(adapter_folder(place.folder) or ""),
             "value_head": str((weights and value_head_file(weights)) or ""),

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import Field
 from typing import Any
 
-from mcore_ckpt.integrations.kit.options import named_listeners, own_fields
+from mcore_ckpt.integrations.kit.options import fast_tier, named_listeners, own_fields
 
 VERLS_OWN = ("save_contents", "load_contents", "async_save", "strict")
 # verl passes max_to_keep to each save, and skip_frozen follows from verl's own option for adapters (model.lora).
@@ -32,7 +32,9 @@ def read_options(options: Any) -> dict[str, Any]:
     for name in (*VERLS_OWN, *(field.name for field in own_options())):
         value = options.get(name) if isinstance(options, Mapping) else getattr(options, name, None)
         if value is not None:
-            found[name] = value if isinstance(value, (str, int, float)) else tuple(value)
+            found[name] = value if isinstance(value, (str, int, float)) or name == "fast" else tuple(value)
     if "listeners" in found:
         found["listeners"] = named_listeners(found["listeners"], "verl's checkpoint options")
+    if "fast" in found:
+        found["fast"] = fast_tier(found["fast"], "verl's checkpoint options")
     return found

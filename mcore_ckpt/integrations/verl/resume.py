@@ -11,12 +11,14 @@ from __future__ import annotations
 import logging
 import re
 import zipfile
+from collections.abc import Collection
 from pathlib import Path
 
 from mcore_ckpt.checkpoint import MANIFEST_FILE, TRACKER_FILE, step_dirs
 from mcore_ckpt.formats import kind_of
 from mcore_ckpt.integrations.verl.place import Place
 from mcore_ckpt.steps import (
+    complete_steps,
     holds_something,
     list_steps,
     read_tracker,
@@ -36,11 +38,15 @@ def is_checkpoint(folder: Path) -> bool:
     return (folder / MANIFEST_FILE).exists() or kind_of(folder) is not None
 
 
-def why_not_whole(place: Place) -> str | None:
+def why_not_whole(place: Place, on_nodes: Collection[int] = ()) -> str | None:
     """Returns what a step lacks because its trainer died while saving it.
 
     A single role of such a step could be loaded. But then the trainer would fail at the next role, or would silently
     start its data from the beginning.
+
+    Args:
+        place: the step.
+        on_nodes: the steps that the nodes of the fast tier have, with all roles.
 
     Returns:
         What the step lacks. None if nothing is missing, if there is no other step to go back to, or if the tracker does
@@ -48,11 +54,11 @@ def why_not_whole(place: Place) -> str | None:
     """
     if place.step_path is None or read_tracker(place.root) != place.step:
         return None
-    back = step_to_go_back_to(place)
+    back = step_to_go_back_to(place, on_nodes)
     if back is None:
         return None
     status = step_status(place.step_path)
-    if status.committed and not status.is_complete:
+    if place.step not in on_nodes and status.committed and not status.is_complete:
         return status.reason
     other = place.in_step(back)
     if other is None or other.step_path is None or not _data_files(other.step_path):
@@ -64,23 +70,27 @@ def why_not_whole(place: Place) -> str | None:
     return f"{truncated[0]}: is cut off, because the trainer died while writing it" if truncated else None
 
 
-def step_to_go_back_to(place: Place) -> int | None:
-    """Returns the newest other complete step. Steps with the state of the data loader are preferred to all others."""
-    found = [step for step in sorted(step_dirs(place.root), reverse=True) if _is_whole(place, step)]
+def step_to_go_back_to(place: Place, on_nodes: Collection[int] = ()) -> int | None:
+    """Returns the newest other complete step. Steps with the state of the data loader are preferred to all others.
+
+    Of the steps that only the nodes have, verl finds those that have a folder in the root.
+    """
+    found = [step for step in sorted(step_dirs(place.root), reverse=True) if _is_whole(place, step, on_nodes)]
     with_data = [step for step in found if (other := place.in_step(step)) and _data_files(other.step_path)]
     return next(iter(with_data or found), None)
 
 
-def send_back(place: Place, has_copies: bool) -> str:
+def send_back(place: Place, has_copies: bool, on_nodes: Collection[int] = ()) -> str:
     """Corrects the tracker if it names the step that cannot be loaded. Returns advice for the error message.
 
     Args:
         place: the place that cannot be loaded.
         has_copies: True if a remote store can have other steps. verl does not find them through the tracker.
+        on_nodes: the steps that the nodes of the fast tier have, with all roles.
 
     Raises OSError: the tracker cannot be changed.
     """
-    step, tracker_path = step_to_go_back_to(place), place.root / TRACKER_FILE
+    step, tracker_path = step_to_go_back_to(place, on_nodes), place.root / TRACKER_FILE
     newest = "there is no other checkpoint here" if step is None else f"the newest complete step is {step}"
     if step is None and has_copies:
         return f"{newest}; to resume from a copy in the remote store, set trainer.resume_from_path to its step's folder"
@@ -101,13 +111,31 @@ def send_back(place: Place, has_copies: bool) -> str:
     return f"{newest}, which {tracker_path} names from now on: start again to continue from that step"
 
 
-def _is_whole(place: Place, step: int) -> bool:
+def remove_bare_steps(root: Path) -> None:
+    """Removes the folders of steps that were only on the nodes of the fast tier: with verl's data, and no checkpoint.
+
+    Those that are newer than the newest complete step in the root stay, because the nodes may still have these steps.
+    Raises OSError.
+    """
+    complete = complete_steps(root)
+    newest = complete[-1].step if complete else 0
+    for step, folders in step_dirs(root).items():
+        for folder in folders if step < newest else ():
+            if {entry.name for entry in folder.iterdir()} == {file.name for file in _data_files(folder)}:
+                for file in _data_files(folder):
+                    file.unlink()
+                folder.rmdir()
+
+
+def _is_whole(place: Place, step: int, on_nodes: Collection[int]) -> bool:
     other = place.in_step(step)
-    if other is None or other.step_path is None or step == place.step or not is_checkpoint(other.folder):
+    if other is None or other.step_path is None or step == place.step:
+        return False
+    if step not in on_nodes and not is_checkpoint(other.folder):
         return False
     status = step_status(other.step_path)
     # A checkpoint of another program has no manifest that would show whether it is complete. Its presence must suffice.
-    is_complete = status.is_complete if status.declared else True
+    is_complete = status.is_complete if status.declared and step not in on_nodes else True
     return is_complete and not _truncated(_data_files(other.step_path))
 
 

@@ -97,9 +97,14 @@ def test_by_the_options(tmp_path: Path, vendor: str | None, classes: dict[str, s
     def before() -> None:
         from verl.workers.config import McoreCheckpointConfig
 
-        options = read_options(sft.OURS, "+checkpoint.async_save=True", "+checkpoint.timeout_s=60")
+        from mcore_ckpt import FastTier
+        from mcore_ckpt.integrations.verl.options import read_options as our_options
+
+        fast = ("+checkpoint.fast.folder=/dev/shm/run", "+checkpoint.fast.durable_every=5")
+        options = read_options(sft.OURS, "+checkpoint.async_save=True", "+checkpoint.timeout_s=60", *fast)
         assert isinstance(options, McoreCheckpointConfig)
         assert (options.async_save, options.timeout_s) == (True, 60)
+        assert our_options(options)["fast"] == FastTier("/dev/shm/run", durable_every=5)
         # The words of verl's own remain.
         assert (options.get("strict"), options["mbridge_config"]) == (True, {})
 
