@@ -37,6 +37,7 @@ NOT_QUICK = frozenset(
         "faults",
         "gpu",
         "hostile",
+        "hosts",
         "integrations",
         "s3",
         "swift",
