@@ -23,6 +23,7 @@ from mcore_ckpt.ranks.nodes import Node, Nodes
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide, same_everywhere
 from mcore_ckpt.steps.node_steps import sizes_below
 from mcore_ckpt.steps.trainer_lock import TrainerLock
+from mcore_ckpt.steps.transaction import Attempt
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ class NodeTier:
         timeout_s: how long to wait for another node, in seconds.
         server: this node's server, on the node's lead; None on its other ranks.
         lock: the lock on the role in this node's folder. Only the lead uses it.
+        unrenamed: saves that are committed, and that this node has still to rename. Only the lead has some.
     """
 
     config: FastTier
@@ -59,6 +61,7 @@ class NodeTier:
     timeout_s: float
     server: PeerServer | None
     lock: TrainerLock
+    unrenamed: list[Attempt] = field(default_factory=list)
     _stores: dict[int, PeerStore] = field(default_factory=dict)
     _published: str | None = None
 

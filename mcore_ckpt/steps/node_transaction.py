@@ -77,6 +77,7 @@ def open_on_nodes(
         if tier.is_lead and not busy and failure is None:
             make_folder(tier.folder)
             tier.lock.take(agreement.timeout_s / 2)
+            rename_committed(tier)
             remove_staging(tier.folder, tier.role)
         return {"step": step, "busy": busy, "failure": failure}
 
@@ -168,11 +169,12 @@ def commit_on_nodes(
             raise
         logger.warning("step %s is committed, but not all ranks know it: %s", attempt.role_dir.parent.name, error)
     if tier.is_lead and not agreement.is_coordinator:
+        tier.unrenamed.append(attempt)
         try:
-            act()
+            rename_committed(tier)
         except OSError as error:
             logger.warning(
-                "%s is committed, but %s could not rename its part, which a load will do: %s",
+                "%s is committed, but %s could not rename its part, which the next save or load will do: %s",
                 attempt.role_dir,
                 tier.node.name,
                 error,
@@ -250,6 +252,16 @@ def committed_manifest(attempt: Attempt) -> Manifest:
         if time.monotonic() > deadline:
             raise CommitError(f"{attempt.role_dir}: is not committed on this node, or was replaced by a newer save")
         time.sleep(_LOOK_S)
+
+
+def rename_committed(tier: NodeTier) -> None:
+    """Commits on this node what all nodes have agreed to commit. Only leads call it. Raises OSError."""
+    # If a save went on without it, `remove_staging` would delete the only copy of this node's files.
+    while tier.unrenamed:
+        attempt = tier.unrenamed[0]
+        if attempt.staging.is_dir():
+            commit.publish(attempt.staging, attempt.role_dir, attempt.number)
+        tier.unrenamed.pop(0)
 
 
 def remove_staging(folder: Path, role: str) -> None:

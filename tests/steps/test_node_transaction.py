@@ -23,7 +23,14 @@ from mcore_ckpt.io.peer_store import PeerStore
 from mcore_ckpt.ranks.nodes import Nodes
 from mcore_ckpt.steps import node_transaction
 from mcore_ckpt.steps.node_steps import HeldRole, files_here, held_roles
-from mcore_ckpt.steps.node_transaction import adopt, commit_on_nodes, committed_manifest, make_staging, remove_staging
+from mcore_ckpt.steps.node_transaction import (
+    adopt,
+    commit_on_nodes,
+    committed_manifest,
+    make_staging,
+    remove_staging,
+    rename_committed,
+)
 from mcore_ckpt.steps.transaction import Attempt
 
 STEP = small_model.STEP
@@ -50,7 +57,11 @@ class Node:
         self.attempt = Attempt(manifest.attempt, file_names.staging_dir(role_dir, manifest.attempt), role_dir)
         node = Nodes.of(["n0", "n1"], ["n0", "n1"]).all[1]
         self.tier: Any = SimpleNamespace(
-            node=node, folder=folder, role="actor", role_dir=lambda step, role: file_names.step_dir(folder, step) / role
+            node=node,
+            folder=folder,
+            role="actor",
+            role_dir=lambda step, role: file_names.step_dir(folder, step) / role,
+            unrenamed=[],
         )
 
     def write(self, whole: Path, manifest: Manifest, ranks: tuple[int, ...]) -> None:
@@ -149,6 +160,21 @@ def test_staging_folders_of_the_role_are_removed(node: Node, whole: Path, manife
     assert not old.parent.exists()
     assert others.exists()
     assert committed.exists()
+
+
+def test_a_save_does_not_remove_what_could_not_be_renamed(node: Node, whole: Path, manifest: Manifest) -> None:
+    node.write(whole, manifest, (1,))
+    node.place(manifest)
+    node.tier.unrenamed = [node.attempt]
+    node.attempt.role_dir.write_text("in the way")
+    for _ in range(2):
+        with pytest.raises(OSError, match="actor"):
+            rename_committed(node.tier)
+        assert node.attempt.staging.is_dir()
+    node.attempt.role_dir.unlink()
+    rename_committed(node.tier)
+    assert read_manifest(node.attempt.role_dir).attempt == manifest.attempt
+    assert node.tier.unrenamed == []
 
 
 def held_in(tier: Any) -> list[HeldRole]:
