@@ -1,8 +1,8 @@
 """The doctor on several ranks: two mount namespaces or two mounts stand for hosts that see different things."""
 
 import os
-import stat
 import signal
+import stat
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
