@@ -9,7 +9,7 @@ from pathlib import Path
 from mcore_ckpt.errors import CheckpointCorruptError
 from mcore_ckpt.io import tuning
 from mcore_ckpt.io.checksums import crc32
-from mcore_ckpt.io.files import FILE_MODE, open_regular
+from mcore_ckpt.io.files import FILE_MODE, open_regular, write_all
 
 
 def copy_checked(
@@ -36,7 +36,7 @@ def copy_checked(
             while done <= size and (count := _read(reading, piece, source)):
                 memory = memoryview(piece)[:count]
                 found, done = crc32(memory, found), done + count
-                _write_all(writing, memory, target)
+                _write(writing, memory, target)
                 progress(count)
             os.fsync(writing)
         finally:
@@ -56,9 +56,8 @@ def _read(descriptor: int, memory: bytearray, path: Path) -> int:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
-def _write_all(descriptor: int, memory: memoryview, path: Path) -> None:
+def _write(descriptor: int, memory: memoryview, path: Path) -> None:
     try:
-        while memory:
-            memory = memory[os.write(descriptor, memory) :]
+        write_all(descriptor, memory)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error

@@ -42,7 +42,7 @@ def _write_new(path: Path, parts: Iterable[memoryview | bytes], finish: Callable
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
     try:
         for part in parts:
-            _write_all(descriptor, memoryview(part))
+            write_all(descriptor, memoryview(part))
         finish(descriptor)
     except OSError as error:
         # The system's error does not name the path. Without the path, a user could not see which disk is full.
@@ -101,7 +101,8 @@ def _sync(path: Path, flags: int) -> None:
         os.close(descriptor)
 
 
-def _write_all(descriptor: int, data: memoryview) -> None:
+def write_all(descriptor: int, data: memoryview) -> None:
+    """Writes all of the data at the descriptor's position. Raises OSError, which does not name the path."""
     while data:
         data = data[os.write(descriptor, data) :]
 

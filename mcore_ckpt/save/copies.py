@@ -22,7 +22,7 @@ from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, CommitError
 from mcore_ckpt.io import tuning
 from mcore_ckpt.io.checksums import crc32
-from mcore_ckpt.io.files import FILE_MODE, make_folders, sync_dir, sync_names
+from mcore_ckpt.io.files import FILE_MODE, make_folders, sync_dir, sync_names, write_all
 from mcore_ckpt.io.peer_store import PeerError
 from mcore_ckpt.io.threads import results_of
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide
@@ -293,7 +293,7 @@ class Copies:
                 self._wait_for_turn(len(memory), deadline)
                 store.read_into(key, start, memory)
                 crc = crc32(memory, crc)
-                _write_all(descriptor, memory)
+                write_all(descriptor, memory)
             if crc != file.crc32:
                 raise CheckpointCorruptError(f"{store.url_of(key)}: has a wrong CRC: its bytes are damaged")
             os.fsync(descriptor)
@@ -311,11 +311,6 @@ class Copies:
             raise TimeoutError("the manager was closed")
         if time.monotonic() > deadline:
             raise TimeoutError("the copies took too long: allow more bytes_per_s, or save less often")
-
-
-def _write_all(descriptor: int, memory: memoryview) -> None:
-    while memory:
-        memory = memory[os.write(descriptor, memory) :]
 
 
 class _RateLimit:

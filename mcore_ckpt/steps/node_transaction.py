@@ -18,14 +18,14 @@ from pathlib import Path
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import Manifest, WrittenFile, decode_manifest, encode_manifest
 from mcore_ckpt.checkpoint.reading import read_entries, read_manifest, read_remote_manifest
-from mcore_ckpt.errors import BusyError, CheckpointCorruptError, CheckpointNotFoundError, CommitError
+from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, CommitError
 from mcore_ckpt.io.files import FOLDER_MODE, make_folder, sync_dir, write_file
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide, same_everywhere
 from mcore_ckpt.steps import commit
 from mcore_ckpt.steps.node_steps import HeldRole, files_here
 from mcore_ckpt.steps.node_tier import NodeTier
 from mcore_ckpt.steps.owner import write_owner
-from mcore_ckpt.steps.transaction import Attempt, failure_among, raise_failure
+from mcore_ckpt.steps.transaction import Attempt, failure_among, is_committed, raise_failure, refuse_busy
 
 logger = logging.getLogger(__name__)
 
@@ -83,9 +83,7 @@ def open_on_nodes(
 
     def combine(records: Sequence[Record]) -> Record:
         same_everywhere([{"step": record["step"]} for record in records], "the step to save", CommitError)
-        for rank, record in enumerate(records):
-            if record["busy"]:
-                raise BusyError(f"{topic}: an earlier save is still under way on rank {rank}; wait for it first")
+        refuse_busy(topic, records)
         failed = failure_among(records)
         if failed is not None:
             return {"failure": failed}
@@ -220,17 +218,10 @@ def _remove_different(staging: Path, manifest: Manifest, own: Set[int]) -> None:
             (staging / file.path).unlink()
 
 
-def _is_committed(attempt: Attempt) -> bool:
-    try:
-        return read_manifest(attempt.role_dir).attempt == attempt.number
-    except (CheckpointNotFoundError, CheckpointCorruptError):
-        return False
-
-
 def _is_committed_on_node_0(tier: NodeTier, attempt: Attempt) -> bool:
     """True if rank 0's node, which renames first, is known to have committed a save."""
     if tier.number == 0:
-        return _is_committed(attempt)
+        return is_committed(attempt)
     try:
         key = str(attempt.role_dir.relative_to(tier.folder))
         return read_remote_manifest(tier.store(0), key).attempt == attempt.number

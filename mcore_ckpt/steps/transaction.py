@@ -67,9 +67,7 @@ def open_together(
 
     def combine(records: Sequence[Record]) -> Record:
         same_everywhere([{"folder": record["folder"]} for record in records], "the folder to save to", CommitError)
-        for rank, record in enumerate(records):
-            if record["busy"]:
-                raise BusyError(f"{topic}: an earlier save is still under way on rank {rank}; wait for it first")
+        refuse_busy(topic, records)
         failure = failure_among(records)
         if failure is not None:
             return {"failure": failure}
@@ -112,6 +110,13 @@ class EarlierSaveError(Exception):
     def __init__(self, failure: Record) -> None:
         super().__init__(failure["message"])
         self.error = from_record(failure, CommitError)
+
+
+def refuse_busy(topic: str, records: Sequence[Record]) -> None:
+    """Raises BusyError, which names the first rank on which an earlier save is still under way."""
+    for rank, record in enumerate(records):
+        if record["busy"]:
+            raise BusyError(f"{topic}: an earlier save is still under way on rank {rank}; wait for it first")
 
 
 def failure_among(records: Sequence[Record]) -> Record | None:
@@ -171,13 +176,14 @@ def commit_together(
     except Exception:
         # Rank 0 may have renamed the folder and then died, or announced the rename too late for this rank. So look at
         # the disk to see whether the checkpoint is committed.
-        if not _is_committed(attempt):
+        if not is_committed(attempt):
             if agreement.is_coordinator:
                 commit.discard(attempt.staging)
             raise
 
 
-def _is_committed(attempt: Attempt) -> bool:
+def is_committed(attempt: Attempt) -> bool:
+    """Returns True if the role's folder holds the checkpoint of this save."""
     try:
         return read_manifest(attempt.role_dir).attempt == attempt.number
     except (CheckpointNotFoundError, CheckpointCorruptError):
