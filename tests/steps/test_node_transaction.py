@@ -273,3 +273,33 @@ def test_a_commit_that_does_not_come(
     node.attempt.staging.rename(node.attempt.role_dir)
     with pytest.raises(CommitError, match="is not committed on this node, or was replaced"):
         committed_manifest(node.attempt)
+
+
+@pytest.mark.parametrize("has_renamed", [True, False])
+def test_rank_0_looks_at_its_own_folder_when_its_round_fails(
+    whole: Path, manifest: Manifest, has_renamed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = Node(tmp_path, manifest)
+    node.tier.node, node.tier.number, node.tier.is_lead = Nodes.of(["n0", "n1"], ["n0", "n1"]).all[0], 0, True
+    node.tier.publish = lambda attempt, data: None
+    agreement: Any = SimpleNamespace(is_coordinator=True, timeout_s=1.0)
+
+    def decide(
+        agreement: Any, topic: str, work: Callable[[], Any], combine: Any, error: Any, act: Any = None, **_: Any
+    ) -> Any:
+        combine([work()])
+        if act is not None:
+            if has_renamed:
+                act()
+            raise CommitError("the key-value store is gone")
+        return {}
+
+    def write(staging: Path) -> dict[str, Any]:
+        node.write(whole, manifest, (0,))
+        return {}
+
+    monkeypatch.setattr(node_transaction, "decide", decide)
+    with nullcontext() if has_renamed else pytest.raises(CommitError, match="store is gone"):
+        commit_on_nodes(agreement, "saving", node.attempt, node.tier, write, lambda records: manifest)
+    assert [held.is_committed for held in held_in(node.tier)] == [True] * has_renamed
+    assert not node.attempt.staging.exists()
