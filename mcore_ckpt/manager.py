@@ -171,10 +171,11 @@ class CheckpointManager:
         Args:
             step: the step's number, at least 0. An older checkpoint of the same step stays until the new one is
                 committed.
-            extra_state: this rank's data position, counters and so on, as plain containers, numbers, strings and
-                tensors. It may differ between ranks. It may also be a function that returns this state. If the function
-                raises on one rank, all ranks raise a CommitError. If code before the call of `save` raises on one rank
-                instead, the other ranks wait for this rank until `timeout_s`.
+            extra_state: this rank's data position, counters and so on: containers, numbers, strings, tensors and NumPy
+                arrays (docs/format.md lists the types). Values come back with their types. It may differ between ranks.
+                It may also be a function that returns this state. If the function raises on one rank, all ranks raise a
+                CommitError. If code before the call of `save` raises on one rank instead, the other ranks wait for this
+                rank until `timeout_s`.
             roles: the roles that this step consists of. None: `config.roles`.
             path: the folder to write. None: `<root>/global_steps_{step}/{role}`. Two other forms are also steps:
                 `<root>/global_step_{step}/{role}` and, for steps with one role, `<root>/global_step_{step}`. Both may

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from mcore_ckpt.checkpoint import file_names
-from mcore_ckpt.checkpoint.manifest import Manifest
-from mcore_ckpt.errors import CheckpointMismatchError
+from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest
+from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError
 from mcore_ckpt.formats.contract import RankPosition
 from mcore_ckpt.formats.locate import Located, Locator, Wanted
 from mcore_ckpt.formats.native.folder import Folder
@@ -34,6 +34,7 @@ from mcore_ckpt.state.rng import seed_of
 from mcore_ckpt.state.scheduler import check_scheduler
 from mcore_ckpt.state.shards import LocalShard, ParameterState
 from mcore_ckpt.state.trainer import Trainer
+from mcore_ckpt.state.typed_values import from_stored
 
 
 @dataclass(frozen=True)
@@ -326,7 +327,7 @@ def _read_extra(
     saved = reader.manifest.topology
     place = saved.place_in_turn(trainer.coordinates.place)
     handed_over = reader.by_path.get(file_names.extra_file(*place))
-    extra = None if handed_over is None else reader.folder.plain(handed_over)
+    extra = None if handed_over is None else _extra_state(reader, handed_over)
     if trainer.topology.has_generators_of(saved):
         rng = reader.plain(file_names.rng_file(*place))
         if "torch" in rng:
@@ -334,3 +335,11 @@ def _read_extra(
     # All tensor-parallel ranks start from one seed, because outside megatron's tracker they must draw equal numbers.
     first = reader.plain(file_names.rng_file(0, 0, *place[2:]))
     return None, seed_of(first), extra
+
+
+def _extra_state(reader: NativeReader, record: FileRecord) -> dict[str, Any]:
+    stored = reader.folder.plain(record)
+    try:
+        return dict(from_stored(stored))
+    except ValueError as error:
+        raise CheckpointCorruptError(f"{reader.place}/{record.path}: extra_state cannot be read: {error}") from None

@@ -13,9 +13,9 @@ from mcore_ckpt.formats.huggingface.assets import save_assets, written_assets
 from mcore_ckpt.save.new_manifest import read_common
 from mcore_ckpt.state.optimizers.chain import optimizer_parts
 from mcore_ckpt.state.optimizers.part import read_step
-from mcore_ckpt.state.plain import to_plain
 from mcore_ckpt.state.rng import read_rng
 from mcore_ckpt.state.trainer import Trainer
+from mcore_ckpt.state.typed_values import to_stored
 
 
 class SmallFiles:
@@ -57,7 +57,7 @@ def _pickled(trainer: Trainer, extra_state: Mapping[str, Any] | None) -> Iterato
     if "extra" in trainer.config.save_contents:
         yield file_names.rng_file(*place), ("rng", pickle_unchecked(read_rng()))
     if extra_state is not None:
-        yield file_names.extra_file(*place), ("extra", pickle_unchecked(to_plain(extra_state, "extra_state")))
+        yield file_names.extra_file(*place), ("extra", pickle_unchecked(to_stored(dict(extra_state), "extra_state")))
 
 
 def read_steps(trainer: Trainer) -> list[float | int | None]:

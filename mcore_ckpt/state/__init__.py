@@ -1,7 +1,7 @@
 """Turns a trainer's objects (model, optimizer, random state, scheduler) into named shards, and back.
 
-Integrations use the public names: `to_plain` copies small state into plain values, and `read_rng` and `write_rng` read
-and set this rank's random number generators.
+Integrations use the public names: `to_stored` copies what a trainer hands over into values that are safe to open,
+`from_stored` makes it again, and `read_rng` and `write_rng` read and set this rank's random number generators.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from mcore_ckpt.public_names import lazy_names
 
 if TYPE_CHECKING:
     from mcore_ckpt.state.model import process_groups_of
-    from mcore_ckpt.state.plain import to_plain
     from mcore_ckpt.state.rng import read_rng, write_rng
+    from mcore_ckpt.state.typed_values import from_stored, to_stored
 
 __all__ = [
+    "from_stored",
     "process_groups_of",
     "read_rng",
-    "to_plain",
+    "to_stored",
     "write_rng",
 ]
 
@@ -26,7 +27,7 @@ __getattr__ = lazy_names(
     __name__,
     {
         "model": ("process_groups_of",),
-        "plain": ("to_plain",),
         "rng": ("read_rng", "write_rng"),
+        "typed_values": ("from_stored", "to_stored"),
     },
 )

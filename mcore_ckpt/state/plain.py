@@ -10,7 +10,8 @@ import torch
 
 from mcore_ckpt.errors import UnsupportedError
 
-_ATOMS = (type(None), bool, int, float, complex, str, bytes)
+# Types of values without parts, which torch's safe unpickler makes.
+ATOMS = (type(None), bool, int, float, complex, str, bytes)
 
 
 def to_plain(value: Any, field: str) -> Any:
@@ -31,7 +32,7 @@ def to_plain(value: Any, field: str) -> Any:
         >>> to_plain({"betas": (0.9, 0.95)}, "param_groups")
         {'betas': (0.9, 0.95)}
     """
-    if type(value) in _ATOMS and value != b"":  # torch's safe unpickler cannot create empty bytes
+    if type(value) in ATOMS and value != b"":  # torch's safe unpickler cannot create empty bytes
         return value
     if isinstance(value, torch.Tensor) and value.layout is torch.strided:
         return value.detach().to("cpu", copy=True).contiguous()
@@ -49,7 +50,7 @@ def to_plain(value: Any, field: str) -> Any:
 
 
 def _key(key: Any, field: str) -> Any:
-    if type(key) in _ATOMS or (type(key) is tuple and all(type(part) in _ATOMS for part in key)):
+    if type(key) in ATOMS or (type(key) is tuple and all(type(part) in ATOMS for part in key)):
         return key
     return to_plain(key, f"a key of {field}")
 
@@ -58,15 +59,20 @@ def _from_numpy(value: Any, field: str) -> Any:
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.generic):
         item = value.item()
-        if type(item) in _ATOMS:
+        if type(item) in ATOMS:
             return to_plain(item, field)
     if numpy is not None and isinstance(value, numpy.ndarray):
         # torch has no dtypes for the other byte order, and none for long doubles ("g", "G").
         native = value.dtype.newbyteorder("=")
         if native.kind in "biufc" and native.char not in "gG":
             return torch.from_numpy(value.astype(native))
+    raise refuse_type(value, field)
+
+
+def refuse_type(value: Any, field: str) -> UnsupportedError:
+    """Returns the error for a value of a type that cannot be stored."""
     cls = type(value)
-    raise UnsupportedError(
+    return UnsupportedError(
         f"{field} is a {cls.__module__}.{cls.__qualname__}, which cannot be stored without pickling a class: "
         "use numbers, strings, bytes, tensors, and dicts, lists or tuples of them"
     )

@@ -16,7 +16,7 @@ from typing import Any
 from mcore_ckpt.errors import CheckpointCorruptError, UnsupportedError
 from mcore_ckpt.io import parse_json
 from mcore_ckpt.ranks import Agreement
-from mcore_ckpt.state import to_plain
+from mcore_ckpt.state import from_stored, to_stored
 from mcore_ckpt.steps import RoleReader, RoleWriter, commit_role
 
 INFO_ROLE = "recover_info"
@@ -97,7 +97,7 @@ def write(
 
     def write_files(files: RoleWriter) -> None:
         progress = read_progress()
-        state = {"dataloader": to_plain(progress.dataloader, "dataloader.state_dict()")}
+        state = {"dataloader": to_stored(progress.dataloader, "dataloader.state_dict()")}
         files.write_values(dataloader_file(files.rank, files.world_size), state)
         if files.rank == 0:
             for path, data in encode(progress, files.rank).items():
@@ -128,7 +128,10 @@ def read(folder: Path, rank: int) -> Progress:
         raise CheckpointCorruptError(
             f"{folder / STEP_FILE}: is of another step than the manifest, which is of step {role.manifest.step}"
         )
-    return Progress(**values, dataloader=state["dataloader"])
+    try:
+        return Progress(**values, dataloader=from_stored(state["dataloader"]))
+    except ValueError as error:
+        raise CheckpointCorruptError(f"{folder / name}: {error}") from None
 
 
 def check_step(value: Mapping[str, Any], path: Path) -> None:

@@ -26,6 +26,7 @@ from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.models.architecture import HfModel
 from mcore_ckpt.models.mcore_config import to_mcore_config
 from mcore_ckpt.sharding.names import is_expert
+from mcore_ckpt.state.typed_values import from_stored
 
 # The form of `DistributedOptimizer.sharded_state_dict` that loads under any layout. 0.16 to 0.19 accept it.
 SHARDING_TYPE = "fully_reshardable"
@@ -179,7 +180,7 @@ def read_loop_state(reader: NativeReader) -> Mapping[str, Any]:
     record = reader.by_path.get(file_names.extra_file(0, 0, 0, 0))
     if record is None:
         return {}
-    state = reader.plain(record.path).get(LOOP)
+    state = from_stored(reader.plain(record.path).get(LOOP))
     return state if isinstance(state, Mapping) else {}
 
 
