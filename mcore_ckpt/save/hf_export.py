@@ -20,8 +20,9 @@ from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.errors import CheckpointMismatchError, CommitError, InvalidArgumentError, UnsupportedError
 from mcore_ckpt.formats.contract import weights_of
 from mcore_ckpt.formats.huggingface.adapter_folder import plan_adapter_folder, write_adapter_folder
-from mcore_ckpt.formats.huggingface.assets import config_of, save_assets, write_config, written_assets
+from mcore_ckpt.formats.huggingface.assets import config_of, save_assets, unknown_fields, write_config
 from mcore_ckpt.formats.huggingface.export_plan import plan_export
+from mcore_ckpt.formats.huggingface.side_files import written_side_files
 from mcore_ckpt.formats.huggingface.writer import write_index, write_weights
 from mcore_ckpt.formats.native.file_plan import FilePlan
 from mcore_ckpt.formats.native.folder import LocalFolder
@@ -300,8 +301,11 @@ def _export(trainer: Trainer, reader: NativeReader, folder: Path) -> list[Writte
     index = write_index(plan, folder) if trainer.agreement.is_coordinator else None
     written = [replace(file, path=f"{folder.name}/{file.path}") for file in (*weights, *((index,) if index else ()))]
     if trainer.agreement.is_coordinator:
-        assets = save_assets(folder, trainer.hf_config, trainer.processing_class)
-        written += written_assets(folder, [*assets, write_config(folder, model, plan.dtype, plan.has_mtp)])
+        source = trainer.source_files
+        assets = save_assets(folder, trainer.hf_config, trainer.processing_class, source, is_export=True)
+        more = unknown_fields(trainer.hf_config, source)
+        config = write_config(folder, model, plan.dtype, plan.has_mtp, more=more)
+        written += written_side_files(folder, [*assets, config])
     sync_names(folder.parent, [file.path for file in written])
     return written
 
@@ -318,7 +322,8 @@ def _export_adapter(trainer: Trainer, reader: NativeReader, folder: Path) -> lis
     target = folder / file_names.ADAPTER_DIR
     target.mkdir(FOLDER_MODE, parents=True)
     written = write_adapter_folder(planned, reader, target, allow_nan=True)
-    assets = written_assets(folder, save_assets(folder, trainer.hf_config, trainer.processing_class))
+    paths = save_assets(folder, trainer.hf_config, trainer.processing_class, trainer.source_files)
+    assets = written_side_files(folder, paths)
     written = [*(replace(file, path=f"{folder.name}/{target.name}/{file.path}") for file in written), *assets]
     sync_names(folder.parent, [file.path for file in written])
     return written

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import PurePath
 
 from mcore_ckpt.checkpoint import file_names
-from mcore_ckpt.formats.huggingface.assets import CONFIG_FILE
+from mcore_ckpt.formats.huggingface.side_files import CONFIG_FILE
 from mcore_ckpt.formats.native.file_plan import FilePlan
 from mcore_ckpt.io.room import Need
 from mcore_ckpt.save.hf_export import least_exported_bytes

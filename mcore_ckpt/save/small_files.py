@@ -9,7 +9,8 @@ from typing import Any
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import WrittenFile
 from mcore_ckpt.checkpoint.plain_files import check_plain, pickle_unchecked, write_plain
-from mcore_ckpt.formats.huggingface.assets import save_assets, written_assets
+from mcore_ckpt.formats.huggingface.assets import save_assets
+from mcore_ckpt.formats.huggingface.side_files import written_side_files
 from mcore_ckpt.save.new_manifest import read_common
 from mcore_ckpt.state.optimizers.chain import optimizer_parts
 from mcore_ckpt.state.optimizers.part import read_step
@@ -72,7 +73,9 @@ def read_steps(trainer: Trainer) -> list[float | int | None]:
 
 def _write_assets(trainer: Trainer, staging: Path) -> list[WrittenFile]:
     folder = staging / file_names.HUGGINGFACE_DIR
-    return written_assets(folder, save_assets(folder, trainer.hf_config, trainer.processing_class))
+    return written_side_files(
+        folder, save_assets(folder, trainer.hf_config, trainer.processing_class, trainer.source_files)
+    )
 
 
 def sizes_of_assets(written: Sequence[WrittenFile]) -> dict[str, int]:

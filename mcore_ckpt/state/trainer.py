@@ -35,6 +35,8 @@ class Trainer:
         layers: what the layers of the whole model consist of. Empty until all ranks have told.
         adapters: the settings of the model's low-rank adapters. None if it has none, and until all ranks have told.
         vocab_size: how many tokens the vocabulary has without padding. None if it is unknown.
+        source_files: the files beside the weights of the model that the training started from, by path. Rank 0's first
+            save fills it.
         nodes: the nodes of the job, if there is a fast tier.
         agreement: connects this rank with the other ranks of the role, for rounds on the trainer's own thread.
     """
@@ -56,4 +58,5 @@ class Trainer:
     agreement: Agreement
     layers: Layers = field(default_factory=dict)
     adapters: AdapterSettings | None = None
+    source_files: dict[str, bytes] = field(default_factory=dict)
     nodes: Nodes | None = None

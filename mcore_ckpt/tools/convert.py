@@ -14,9 +14,9 @@ import torch
 
 from mcore_ckpt.checkpoint.dtypes import torch_dtype
 from mcore_ckpt.errors import CheckpointMismatchError
-from mcore_ckpt.formats.huggingface.assets import check_code
 from mcore_ckpt.formats.huggingface.hub import find_folder_together
 from mcore_ckpt.formats.huggingface.reader import FolderContents, HuggingFaceReader, read_contents
+from mcore_ckpt.formats.huggingface.side_files import warn_of_missing_code
 from mcore_ckpt.models.mcore_config import to_mcore_config
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide
 from mcore_ckpt.sharding.cuts import Cut
@@ -77,7 +77,7 @@ def open_folder(
 
     def combine(_: Sequence[Record]) -> Record:
         found[0].check_left_out()
-        check_code(folder, found[0].model.config)
+        warn_of_missing_code(folder, found[0].model.config)
         if found[0].model.architecture.rules:
             # If megatron cannot build the model, the error must come now and not when a trainer loads the checkpoint.
             to_mcore_config(found[0].model)

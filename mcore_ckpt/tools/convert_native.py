@@ -14,8 +14,8 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import IndexPlace, StageRecord, WrittenFile
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.formats.contract import RegionRead
-from mcore_ckpt.formats.huggingface.assets import copy_assets, written_assets
 from mcore_ckpt.formats.huggingface.reader import HuggingFaceReader
+from mcore_ckpt.formats.huggingface.side_files import copy_side_files, written_side_files
 from mcore_ckpt.formats.locate import read_regions
 from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.io.files import FOLDER_MODE, sync_folders_below
@@ -157,7 +157,7 @@ def _write(
         commit.check_files(new.staging, [(rank, names.file) for rank, names in enumerate(indexed)])
         folder = new.staging / file_names.HUGGINGFACE_DIR
         folder.mkdir(FOLDER_MODE)
-        assets = [(0, file) for file in written_assets(folder, copy_assets(reader.contents.folder, folder))]
+        assets = [(0, file) for file in written_side_files(folder, copy_side_files(reader.contents.folder, folder))]
         role = new.role_dir.name
         identity = Identity(STEP, role, (role,), new.attempt, _CONTENTS, {})
         sync_folders_below(new.staging)

@@ -15,8 +15,8 @@ import torch
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.dtypes import torch_dtype
 from mcore_ckpt.errors import CheckpointCorruptError
-from mcore_ckpt.formats.huggingface.assets import copy_assets
 from mcore_ckpt.formats.huggingface.reader import HuggingFaceReader
+from mcore_ckpt.formats.huggingface.side_files import copy_side_files
 from mcore_ckpt.formats.torch_dist.files import TorchDistFiles, WantedPart
 from mcore_ckpt.formats.torch_dist.keys import Keys, Place
 from mcore_ckpt.formats.torch_dist.writer import (
@@ -229,7 +229,7 @@ def _write_rest(reader: HuggingFaceReader, plan: _Plan, places: dict[int, list[l
     write_rest(plan.contents, places, staging)
     folder = staging / file_names.HUGGINGFACE_DIR
     folder.mkdir(FOLDER_MODE)
-    copy_assets(reader.contents.folder, folder)
+    copy_side_files(reader.contents.folder, folder)
     sync_folders(staging)
 
 

@@ -30,16 +30,18 @@ from mcore_ckpt.errors import (
 from mcore_ckpt.formats.contract import CheckpointReader, TensorInfo, weights_of
 from mcore_ckpt.formats.fsdp.reader import read_copied_model
 from mcore_ckpt.formats.huggingface.adapter_folder import AdapterFolder, write_adapter_config, write_adapter_folder
-from mcore_ckpt.formats.huggingface.assets import CONFIG_FILE, check_code, copy_assets, write_config
+from mcore_ckpt.formats.huggingface.assets import write_config
 from mcore_ckpt.formats.huggingface.export_plan import MAX_SHARD_BYTES, ExportOptions, ExportPlan
 from mcore_ckpt.formats.huggingface.fp8_blocks import Fp8Blocks
 from mcore_ckpt.formats.huggingface.hub import find_folder, find_folder_together
 from mcore_ckpt.formats.huggingface.safetensors_files import read_folder
+from mcore_ckpt.formats.huggingface.side_files import CONFIG_FILE, copy_side_files, warn_of_missing_code
 from mcore_ckpt.formats.huggingface.stored_weights import DequantizingReader
 from mcore_ckpt.formats.huggingface.writer import write_index, write_weights
 from mcore_ckpt.io.files import FOLDER_MODE, sync_dir, sync_folders
 from mcore_ckpt.models.architecture import HfModel, read_config
 from mcore_ckpt.models.config_fields import HfConfig
+from mcore_ckpt.models.quantization import quantization_of
 from mcore_ckpt.models.reconcile import reconcile
 from mcore_ckpt.models.registry import model_from_config
 from mcore_ckpt.ranks.meeting import rendezvous_at
@@ -275,8 +277,13 @@ def _write_others(job: MergeJob, staging: Path) -> None:
         write_adapter_config(job.adapter, staging)
         return
     write_index(job.plan, staging)
-    copy_assets(job.config_dir, staging, without=(CONFIG_FILE,))
+    copy_side_files(job.config_dir, staging, without=(CONFIG_FILE,), quantized=_is_quantized_as_before(job))
     write_config(staging, job.model, job.plan.dtype, job.plan.has_mtp, job.plan.quantization)
+
+
+def _is_quantized_as_before(job: MergeJob) -> bool:
+    before = quantization_of(read_config(job.config_dir))
+    return before is not None and (job.plan.quantization or {}).get("quant_method") == before.method
 
 
 def _open(
@@ -363,7 +370,7 @@ def prepare(request: MergeRequest, found: FoundCheckpoint, ranks: int = 1) -> Me
         if request.adapters is not None and not adapters:
             raise CheckpointMismatchError(f"has no adapters to {request.adapters}: leave out --adapters")
         model = _reconciled(read, config, _weights(found, config_dir, tensors), request)
-        check_code(config_dir, model.config)
+        warn_of_missing_code(config_dir, model.config)
         dtype = request.dtype
         # Main parameters are fp32, so they do not show the dtype of the model.
         if dtype is None and reader.weight_kind == PARAM:

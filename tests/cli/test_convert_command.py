@@ -306,7 +306,6 @@ def test_arguments_that_cannot_be_used(
     ("changes", "words"),
     [
         ({"hidden_act": "gelu"}, "hidden_act"),
-        ({"auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}}, "names the code modeling_own.Own"),
     ],
 )
 def test_models_that_nobody_could_use(

@@ -43,8 +43,13 @@ ASSETS = {
     "preprocessor_config.json": b'{"patch_size": 14}',
     "video_preprocessor_config.json": b'{"fps": 2}',
     "processor_config.json": b'{"image_processor": {}}',
+    **dict.fromkeys(("README.md", "LICENSE", "vocab.bpe", "tokenizer.model.v3", "encoding/dsv32.py"), b"own"),
 }
-NO_ASSETS = ("pytorch_model.bin", "model.safetensors.index.json", ".hidden.json")
+NO_ASSETS = (
+    *("pytorch_model.bin", "model.safetensors.index.json", ".hidden.json"),
+    # The first says that the weights are quantized, which they are not.
+    *("hf_quant_config.json", "original/consolidated.00.pth", "onnx/model.onnx_data", "model.Q8_0.gguf"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +67,9 @@ def saved(hf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(data)
     for name in NO_ASSETS:
-        (role_dir / file_names.HUGGINGFACE_DIR / name).write_bytes(b"{}")
+        path = role_dir / file_names.HUGGINGFACE_DIR / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"{}")
     return role_dir.parent.parent
 
 
@@ -334,7 +341,6 @@ def _configure(**fields: Any) -> Callable[[Path], None]:
             _configure(vocab_size=100),
             "config.json requires [100, 64]",
         ),
-        (_configure(auto_map={"AutoModelForCausalLM": "modeling_own.Own"}), "names the code modeling_own.Own"),
     ],
 )
 def test_what_is_wrong_is_named(
@@ -344,6 +350,16 @@ def test_what_is_wrong_is_named(
     assert main(["merge", str(own), str(tmp_path / "out" / "merged")]) == 1
     assert words in capsys.readouterr().err
     assert nothing_left(tmp_path / "out")
+
+
+def test_code_that_the_source_does_not_have_is_warned_of(
+    own: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """transformers has DeepSeek-V3 itself, so it loads without the code that the published auto_map names."""
+    _configure(auto_map={"AutoModelForCausalLM": "modeling_own.Own"})(own)
+    assert main(["merge", str(own), str(tmp_path / "merged")]) == 0
+    assert "names the code modeling_own.Own, which is not in the folder" in caplog.text
+    assert json.loads((tmp_path / "merged" / "config.json").read_text())["auto_map"]
 
 
 def test_code_of_a_models_own_is_copied_and_not_run(own: Path, tmp_path: Path) -> None:

@@ -20,19 +20,19 @@ class Saved:
 def test_config_generation_config_and_tokenizer_are_written(tmp_path: Path) -> None:
     config = Saved("config.json", hidden_size=32)
     config.generation_config = Saved("generation_config.json", eos_token_id=2)  # type: ignore[attr-defined]
-    written = save_assets(tmp_path / "huggingface", config, Saved("tokenizer.json", vocab=3))
+    written = save_assets(tmp_path / "huggingface", config, Saved("tokenizer.json", vocab=3), {})
     assert [path.name for path in written] == ["config.json", "generation_config.json", "tokenizer.json"]
     assert json.loads(written[0].read_text()) == {"hidden_size": 32}
 
 
 def test_without_either_there_is_no_folder(tmp_path: Path) -> None:
-    assert save_assets(tmp_path / "huggingface", None, None) == []
+    assert save_assets(tmp_path / "huggingface", None, None, {}) == []
     assert not (tmp_path / "huggingface").exists()
 
 
 def test_a_tokenizer_of_transformers_5_is_one_for_4_too(tmp_path: Path) -> None:
     given = {"tokenizer_class": "TokenizersBackend", "extra_special_tokens": ["<|turn|>"], "eos_token": "<|end|>"}
-    [written] = save_assets(tmp_path, None, Saved("tokenizer_config.json", **given))
+    [written] = save_assets(tmp_path, None, Saved("tokenizer_config.json", **given), {})
     assert json.loads(written.read_text()) == {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "additional_special_tokens": ["<|turn|>"],
@@ -42,7 +42,7 @@ def test_a_tokenizer_of_transformers_5_is_one_for_4_too(tmp_path: Path) -> None:
 
 def test_a_tokenizer_of_transformers_4_stays_as_it_is(tmp_path: Path) -> None:
     given = {"tokenizer_class": "Qwen2Tokenizer", "extra_special_tokens": {}, "additional_special_tokens": ["a"]}
-    [written] = save_assets(tmp_path, None, Saved("tokenizer_config.json", **given))
+    [written] = save_assets(tmp_path, None, Saved("tokenizer_config.json", **given), {})
     assert json.loads(written.read_text()) == given
 
 
@@ -55,5 +55,5 @@ def test_what_others_write_meanwhile_is_not_taken_for_an_asset(tmp_path: Path) -
             super().save_pretrained(folder)
 
     (tmp_path / "model-00001-of-00002.safetensors").touch()
-    assert save_assets(tmp_path, None, Slow("tokenizer.json", vocab=3)) == [tmp_path / "tokenizer.json"]
+    assert save_assets(tmp_path, None, Slow("tokenizer.json", vocab=3), {}) == [tmp_path / "tokenizer.json"]
     assert len(list(tmp_path.iterdir())) == 3

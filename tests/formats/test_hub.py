@@ -30,9 +30,9 @@ from mcore_ckpt.errors import (
     RemoteError,
 )
 from mcore_ckpt.formats.huggingface import hub as finding
-from mcore_ckpt.formats.huggingface.assets import copy_assets
 from mcore_ckpt.formats.huggingface.hub import HubModel, find_folder, find_folder_together, with_revision
 from mcore_ckpt.formats.huggingface.reader import HuggingFaceReader, read_contents
+from mcore_ckpt.formats.huggingface.side_files import copy_side_files
 from mcore_ckpt.ranks.rounds import Agreement
 
 huggingface_hub = pytest.importorskip("huggingface_hub")
@@ -50,21 +50,25 @@ BESIDE = {
     "preprocessor_config.json": b"{}",
     "modeling_own.py": b"raise SystemExit",
     "additional_chat_templates/tools.jinja": b"{{ tools }}",
+    "README.md": b"of the model",
+    "LICENSE": b"own",
+    "tokenizer.model.v3": b"\0\1",
+    "vocab.bpe": b"c d",
+    "encoding/encode.py": b"raise SystemExit(1)",
+    "original/params.json": b'{"dim": 64}',
+    "figures/a/b.png": b"\x89PNG",
 }
 NOT_NEEDED = (
-    "README.md",
     ".gitattributes",
+    ".cache/huggingface/x.json",
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
     "consolidated.safetensors",
     "model.fp16.safetensors",
     "original/consolidated.00.pth",
-    "original/params.json",
-    "original/tokenizer.model",
     "onnx/model.onnx",
-    "a/config.json",
+    "model.Q4_K_M.gguf",
     "additional/model.safetensors",
-    "figures/a/b.txt",
 )
 
 
@@ -130,7 +134,7 @@ def test_only_what_is_needed_is_downloaded(used: HubServer, published: Path, tmp
     assert_same_tensors(folder, published)
     # Everything in the cache is a link, and what is copied from it is a file.
     (tmp_path / "copied").mkdir()
-    copy_assets(folder, tmp_path / "copied")
+    copy_side_files(folder, tmp_path / "copied")
     assert files_in(tmp_path / "copied") == sorted(ALWAYS)
     for name, data in BESIDE.items():
         assert (tmp_path / "copied" / name).read_bytes() == data
@@ -398,7 +402,7 @@ def test_files_that_models_share_in_the_cache(used: HubServer, published: Path, 
         assert os.path.islink(blob)
     assert_same_tensors(folder, published)
     (tmp_path / "copied").mkdir()
-    copy_assets(folder, tmp_path / "copied")
+    copy_side_files(folder, tmp_path / "copied")
     assert files_in(tmp_path / "copied") == sorted(ALWAYS)
     # Links to anywhere else are refused as ever.
     (folder / "config.json").unlink()

@@ -22,8 +22,8 @@ from mcore_ckpt.checkpoint.reading import open_file, read_index, read_manifest, 
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, UnsupportedError
 from mcore_ckpt.formats import kinds
 from mcore_ckpt.formats.foreign_pickles import load_safely
-from mcore_ckpt.formats.huggingface.assets import copy_assets
 from mcore_ckpt.formats.huggingface.safetensors_files import read_file
+from mcore_ckpt.formats.huggingface.side_files import copy_side_files
 from mcore_ckpt.formats.torch_dist.files import TorchDistFiles
 from mcore_ckpt.formats.torch_save_files import read_pt
 from mcore_ckpt.io import json_fields as fields
@@ -274,7 +274,7 @@ def test_nothing_from_elsewhere_becomes_part_of_a_model(tmp_path: Path) -> None:
     target.mkdir()
     (folder / "tokenizer.json").symlink_to(secret)
     with pytest.raises(OSError, match=r"tokenizer\.json.*leads out of"):
-        copy_assets(folder, target)
+        copy_side_files(folder, target)
     (folder / "config.json").symlink_to(secret)
     with pytest.raises(UnsupportedError, match="leads out of"):
         read_config(folder)
@@ -288,7 +288,7 @@ def test_the_cache_of_the_hub_is_made_of_links(tmp_path: Path) -> None:
     blob.write_text(json.dumps(CONFIG))
     (folder / "config.json").symlink_to("../../blobs/0badcafe")
     assert read_config(folder) == CONFIG
-    assert [path.name for path in copy_assets(folder, target)] == ["config.json"]
+    assert [path.name for path in copy_side_files(folder, target)] == ["config.json"]
 
 
 # -- what we write -----------------------------------------------------------------------------------------

@@ -117,7 +117,7 @@ def folders(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactor
         original = IN_BF16.get(name, name)
         source = make_hf_folder(base / "source", original, **OVERRIDES.get(original, {}))
         # As a save with hf_model does.
-        save_assets(source, None, tokenizer)
+        save_assets(source, None, tokenizer, {})
         dtype = torch.bfloat16 if name in IN_BF16 else None
         request = MergeRequest(make_checkpoint(base, source, 2), base / "merged", hf_model_path=source, dtype=dtype)
         merge(request)

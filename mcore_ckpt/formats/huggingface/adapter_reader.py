@@ -12,9 +12,9 @@ from typing import Any
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointNotFoundError, UnsupportedError
 from mcore_ckpt.formats.fsdp.adapters import adapter_name_of, names_of_adapters
 from mcore_ckpt.formats.huggingface.adapter_folder import ADAPTER_CONFIG_FILE, ADAPTER_FILE
-from mcore_ckpt.formats.huggingface.assets import CONFIG_FILE
 from mcore_ckpt.formats.huggingface.reader import FolderContents, HuggingFaceReader
 from mcore_ckpt.formats.huggingface.safetensors_files import INDEX_FILE, SINGLE_FILE, HfStored, read_file
+from mcore_ckpt.formats.huggingface.side_files import CONFIG_FILE
 from mcore_ckpt.formats.huggingface.stored_weights import DequantizingReader
 from mcore_ckpt.formats.locate import same_bytes
 from mcore_ckpt.io import json_fields as fields

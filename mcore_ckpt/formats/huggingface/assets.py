@@ -1,46 +1,64 @@
-"""Writes, copies and checks the files beside the weights of a HuggingFace model: configuration, tokenizer, code."""
+"""Writes the files beside the weights of a HuggingFace model: configuration, tokenizer, and what its source has."""
 
 from __future__ import annotations
 
-import errno
+import copy
 import json
+import logging
 import os
 import stat
 import tempfile
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mcore_ckpt.checkpoint import file_names
-from mcore_ckpt.checkpoint.manifest import WrittenFile
-from mcore_ckpt.errors import CheckpointCorruptError, UnsupportedError
-from mcore_ckpt.io import limits
-from mcore_ckpt.io.checksums import crc32
-from mcore_ckpt.io.files import FOLDER_MODE, linked_file, make_folder, read_small, sync_file, write_file
+from mcore_ckpt.errors import UnsupportedError
+from mcore_ckpt.formats.huggingface.hub import cached_folder
+from mcore_ckpt.formats.huggingface.side_files import CONFIG_FILE, QUANTIZATION, LeftOut, side_files
+from mcore_ckpt.io.files import make_folder, sync_file, write_file
 from mcore_ckpt.models.mcore_config import config_of_weights
+from mcore_ckpt.models.quantization import without_quantization
 
 if TYPE_CHECKING:
     import torch
 
     from mcore_ckpt.models.architecture import HfModel
 
-CONFIG_FILE = "config.json"
+logger = logging.getLogger(__name__)
+
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+GENERATION_CONFIG_FILE = "generation_config.json"
+_SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 
-# The suffixes of files that belong to a tokenizer, to a processor or to a model's own code.
-ASSETS = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt")
-TEMPLATES = "additional_chat_templates"
+TOKENIZER = LeftOut(
+    (
+        *("tokenizer.json", "vocab*", "merges*.txt", "*.tiktoken", "added_tokens.json", _SPECIAL_TOKENS_FILE),
+        *("*.model", "*.model.v*", "tekken.json"),
+    ),
+    "They are other forms of the tokenizer, without the tokens that the trainer has added. They are left out if it has "
+    "added any.",
+)
+
+SourceFiles = MutableMapping[str, bytes]
+"""The files beside the weights of the model that a training started from, by path. The first save fills it, because the
+source can be gone later: it can be an older checkpoint, which retention deletes."""
 
 
-def save_assets(folder: Path, hf_config: Any, processing_class: Any) -> list[Path]:
-    """Writes config.json, the generation config if the config has one, and the tokenizer's or processor's files.
+def save_assets(
+    folder: Path, hf_config: Any, processing_class: Any, source: SourceFiles, is_export: bool = False
+) -> list[Path]:
+    """Writes what belongs beside a model's weights.
 
-    The files are durable when this returns, but not their names.
+    `config.json` and the tokenizer's or processor's files are those of the given objects. All other files are taken
+    from the folder that these objects were loaded from, as they are. `generation_config.json` is that folder's, unless
+    `hf_config` has a `generation_config` of its own. The files are durable when this returns, but not their names.
 
     Args:
         folder: the folder to write into. It is created if it is missing.
         hf_config: a transformers PretrainedConfig, or None.
         processing_class: a transformers tokenizer or processor, or None.
+        source: the files of the source. It is filled if it is empty.
+        is_export: True if weights that are not quantized are written into the same folder.
 
     Returns:
         The paths of all files written.
@@ -48,18 +66,130 @@ def save_assets(folder: Path, hf_config: Any, processing_class: Any) -> list[Pat
     if hf_config is None and processing_class is None:
         return []
     make_folder(folder)
+    if not source:
+        _read_source(hf_config, processing_class, folder, source)
     # save_pretrained does not report all files that it writes, and other ranks write weights into the same folder.
     # Therefore it writes into a temporary folder, in which every file is an asset.
     with tempfile.TemporaryDirectory(prefix=".assets-", dir=folder) as own:
-        for source in (hf_config, _generation_config(hf_config), processing_class):
-            if source is not None:
-                source.save_pretrained(Path(own))
+        _save_objects(Path(own), hf_config, processing_class, source)
+        tokenizer = Path(own, TOKENIZER_CONFIG_FILE)
+        if tokenizer.exists():
+            readable = _tokenizer_for_both_versions(json.loads(tokenizer.read_bytes()))
+            tokenizer.write_text(json.dumps(readable, indent=2) + "\n")
+        _add_source(Path(own), processing_class, source, is_export)
         return [_move(path, folder / path.relative_to(own)) for path in sorted(Path(own).rglob("*")) if path.is_file()]
 
 
+def _save_objects(folder: Path, hf_config: Any, processing_class: Any, source: Mapping[str, bytes]) -> None:
+    if hf_config is not None:
+        _check_json(hf_config)
+        _without_generation(hf_config).save_pretrained(folder)
+        path = folder / CONFIG_FILE
+        if path.exists() and (unknown := unknown_fields(hf_config, source)):
+            config = {**json.loads(path.read_bytes()), **unknown}
+            path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        _save_generation_config(folder, getattr(hf_config, "generation_config", None))
+    if processing_class is not None:
+        processing_class.save_pretrained(folder)
+
+
+def _save_generation_config(folder: Path, generation: Any) -> None:
+    # save_pretrained would refuse values that generate() only warns of, and with them the whole save.
+    if hasattr(generation, "to_json_string"):
+        (folder / GENERATION_CONFIG_FILE).write_text(generation.to_json_string())
+    elif isinstance(generation, Mapping):
+        (folder / GENERATION_CONFIG_FILE).write_text(json.dumps(dict(generation), indent=2) + "\n")
+    elif generation is not None:
+        generation.save_pretrained(folder)
+
+
+def unknown_fields(hf_config: Any, source: Mapping[str, bytes]) -> dict[str, Any]:
+    """Returns the fields of the source's `config.json` that transformers has dropped.
+
+    A field that transformers knows under another name is none of them: its value could have been changed there.
+    """
+    try:
+        published = json.loads(source.get(CONFIG_FILE, b"{}"))
+    except ValueError:
+        return {}
+    if not isinstance(published, dict) or published.get("model_type") != getattr(hf_config, "model_type", None):
+        return {}
+    return {
+        name: value
+        for name, value in without_quantization(published).items()
+        if not hasattr(hf_config, name) and name not in _RENAMED
+    }
+
+
+# transformers 5 keeps the first four in `rope_parameters` and `dtype`. The code may be left out on purpose.
+_RENAMED = ("rope_theta", "rope_scaling", "partial_rotary_factor", "torch_dtype", "transformers_version", "auto_map")
+
+
+# -- source ------------------------------------------------------------------------------------------------
+
+
+def _read_source(hf_config: Any, processing_class: Any, destination: Path, files: SourceFiles) -> None:
+    folder = _source_folder(hf_config, processing_class)
+    if folder is None:
+        return
+    try:
+        files.update(side_files(folder, destination=destination, is_strict=False))
+    except OSError as error:  # a save must not be lost because a folder cannot be listed
+        logger.warning("%s: some files beside the weights are left out: %s", folder, error)
+
+
+def _source_folder(hf_config: Any, processing_class: Any) -> Path | None:
+    """Returns the folder that the objects were loaded from; None if it is gone, or they were not loaded from one."""
+    for loaded in (hf_config, processing_class, getattr(processing_class, "tokenizer", None)):
+        name = getattr(loaded, "name_or_path", None)
+        if not isinstance(name, str) or not name:
+            continue
+        commit = getattr(loaded, "_commit_hash", None) or getattr(loaded, "init_kwargs", {}).get("_commit_hash")
+        path = Path(name)
+        folder = path.parent if path.is_file() else path if path.is_dir() else cached_folder(name, commit)
+        # Any folder can be named, and most folders are not a model.
+        if folder is not None and any((folder / file).is_file() for file in (CONFIG_FILE, TOKENIZER_CONFIG_FILE)):
+            return folder
+    return None
+
+
+def _add_source(own: Path, processing_class: Any, source: Mapping[str, bytes], is_export: bool) -> None:
+    """Writes the source's files that the trainer's objects have not written."""
+    written = {path.relative_to(own).as_posix().casefold() for path in own.rglob("*") if path.is_file()}
+    others = {name: data for name, data in source.items() if name.casefold() not in written and name != CONFIG_FILE}
+    has_changed = any(TOKENIZER.has(name) for name in others) and _has_new_tokens(processing_class, source)
+    for name, data in others.items():
+        is_stale = TOKENIZER.has(name) and (has_changed or not _same_special_tokens(name, data, processing_class))
+        if not is_stale and not (is_export and QUANTIZATION.has(Path(name).name)):
+            (own / name).parent.mkdir(parents=True, exist_ok=True)
+            (own / name).write_bytes(data)
+
+
+def _has_new_tokens(processing_class: Any, source: Mapping[str, bytes]) -> bool:
+    """Returns True if the tokenizer has a token that no file of the source's tokenizer mentions."""
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    added: Mapping[str, int] = tokenizer.get_added_vocab() if hasattr(tokenizer, "get_added_vocab") else {}
+    named = {name: data for name, data in source.items() if TOKENIZER.has(name) or name == TOKENIZER_CONFIG_FILE}
+    texts = sorted(named.values(), key=len)
+    forms = ((token.encode(), json.dumps(token).encode()) for token in added)
+    return any(not any(form in text for text in texts for form in pair) for pair in forms)
+
+
+def _same_special_tokens(name: str, data: bytes, processing_class: Any) -> bool:
+    """Returns False for a file of special tokens if the tokenizer has others now."""
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    live = getattr(tokenizer, "special_tokens_map", None)
+    if name != _SPECIAL_TOKENS_FILE or not isinstance(live, Mapping):
+        return True
+    stored = json.loads(data)
+    named = {role: token.get("content") if isinstance(token, dict) else token for role, token in stored.items()}
+    return all(str(live.get(role)) == token for role, token in named.items() if isinstance(token, str))
+
+
+# -- writing -----------------------------------------------------------------------------------------------
+
+
 def _move(path: Path, target: Path) -> Path:
-    if path.name == TOKENIZER_CONFIG_FILE:
-        path.write_text(json.dumps(_tokenizer_for_both_versions(json.loads(path.read_bytes())), indent=2) + "\n")
     # transformers creates files with all permissions that the umask allows, but no file of a checkpoint may be
     # world-writable.
     path.chmod(path.stat().st_mode & ~stat.S_IWOTH & 0o777)
@@ -86,90 +216,25 @@ def _tokenizer_for_both_versions(config: dict[str, Any]) -> dict[str, Any]:
     return readable
 
 
-def written_assets(folder: Path, paths: Iterable[Path]) -> list[WrittenFile]:
-    """Returns the records for the manifest of files below a role's `huggingface/`."""
-    written = []
-    for path in sorted(set(paths)):
-        data = path.read_bytes()
-        name = f"{file_names.HUGGINGFACE_DIR}/{path.relative_to(folder).as_posix()}"
-        written.append(WrittenFile(name, "huggingface", len(data), crc32(data)))
-    return written
-
-
-def copy_assets(source: Path, folder: Path, without: Collection[str] = ()) -> list[Path]:
-    """Copies configuration, tokenizer, processor and a model's own code durably, but no weights. It executes no code.
-
-    Args:
-        source: the folder of the model.
-        folder: where to copy.
-        without: the names of files that the caller writes itself.
-
-    Returns:
-        The paths of the files written.
-
-    Raises:
-        OSError: a file cannot be read or written.
-    """
-    written = []
-    for path in sorted((*source.iterdir(), *(source / TEMPLATES).glob("*.jinja"))):
-        # is_file follows links, because the hub's cache consists of links.
-        is_asset = path.suffix in ASSETS and not path.name.startswith(".") and not _is_index(path.name)
-        if is_asset and path.name not in without and path.is_file():
-            target = folder / path.relative_to(source)
-            target.parent.mkdir(FOLDER_MODE, exist_ok=True)
-            write_file(target, [_read(source, path)])
-            written.append(target)
-    return written
-
-
-def check_code(folder: Path, config: Mapping[str, Any]) -> None:
-    """Checks that the folder has the code that `config` names. Without this code nobody could load the exported model.
-
-    Args:
-        folder: the folder of the `config.json`.
-        config: the parsed `config.json`.
-
-    Raises:
-        UnsupportedError: `auto_map` names code that is not in the folder.
-    """
-    named = config.get("auto_map") or {}
-    for value in named.values() if isinstance(named, Mapping) else ():
-        for name in value if isinstance(value, list) else [value]:
-            # transformers loads "repository--module.Class" from that repository of the hub.
-            if isinstance(name, str) and "--" not in name and not (folder / f"{name.partition('.')[0]}.py").exists():
-                raise UnsupportedError(
-                    f"{folder / 'config.json'}: auto_map names the code {name}, which is not in the folder, so nobody "
-                    "could load the model (trust_remote_code): add the file, or remove auto_map if transformers knows "
-                    "the architecture itself"
-                )
-
-
-def _read(source: Path, path: Path) -> bytes:
-    """Reads a file that will be published. Raises OSError, also if a link leads to a file outside of the model."""
-    try:
-        return read_small(linked_file(source, str(path.relative_to(source))), limits.HF_ASSET_BYTES)
-    except CheckpointCorruptError as error:
-        raise OSError(errno.EINVAL, str(error), str(path)) from None
-
-
-def _is_index(name: str) -> bool:
-    """Returns True if the file is an index of weights, which lists the file of each tensor."""
-    return name.endswith(".index.json")
-
-
 def write_config(
-    folder: Path, model: HfModel, dtype: torch.dtype, has_mtp: bool, quantization: Mapping[str, Any] | None = None
+    folder: Path,
+    model: HfModel,
+    dtype: torch.dtype,
+    has_mtp: bool,
+    quantization: Mapping[str, Any] | None = None,
+    more: Mapping[str, Any] | None = None,
 ) -> Path:
     """Writes the `config.json` that belongs to the weights, durably. It replaces an existing one.
 
-    See `config_of_weights` for the contents. `quantization` is the `quantization_config` of quantized weights.
+    See `config_of_weights` for the contents. `quantization` is the `quantization_config` of quantized weights, and
+    `more` are fields to add.
 
     Raises:
         UnsupportedError: the model is a value model, and transformers has no such class for its architecture.
         OSError: the file cannot be written.
     """
     path = folder / CONFIG_FILE
-    config = config_of_weights(model, dtype, has_mtp)
+    config = {**(more or {}), **config_of_weights(model, dtype, has_mtp)}
     if quantization is not None:
         config["quantization_config"] = dict(quantization)
     path.unlink(missing_ok=True)
@@ -180,19 +245,41 @@ def write_config(
 def config_of(hf_config: Any) -> dict[str, Any]:
     """Converts a transformers config to the contents of a `config.json`, with all defaults.
 
-    Raises UnsupportedError if `hf_config` is not a transformers config.
+    Raises UnsupportedError if `hf_config` is not a transformers config, or has a value that JSON cannot express.
     """
-    to_json = getattr(hf_config, "to_json_string", None)
-    if to_json is None:
+    if not hasattr(hf_config, "to_json_string"):
         raise UnsupportedError(f"hf_config is a {type(hf_config).__name__}: pass a transformers config")
-    config = json.loads(to_json(use_diff=False))
+    _check_json(hf_config)
+    config = json.loads(_without_generation(hf_config).to_json_string(use_diff=False))
     assert isinstance(config, dict)
     return config
 
 
-def _generation_config(hf_config: Any) -> Any:
-    if hf_config is None or not hasattr(hf_config, "_get_generation_parameters"):
-        return getattr(hf_config, "generation_config", None)
-    from transformers import GenerationConfig
+def _without_generation(hf_config: Any) -> Any:
+    """Returns the config without `generation_config`, which frameworks set on it and which has a file of its own."""
+    if getattr(hf_config, "generation_config", None) is None:
+        return hf_config
+    plain = copy.copy(hf_config)
+    plain.__dict__.pop("generation_config", None)
+    return plain
 
-    return GenerationConfig.from_model_config(hf_config)
+
+def _check_json(hf_config: Any) -> None:
+    """Raises UnsupportedError, which names the field, if JSON cannot express a value of the config."""
+    plain = _without_generation(hf_config)
+    try:
+        plain.to_json_string(use_diff=False) if hasattr(plain, "to_json_string") else None
+    except TypeError as error:
+        fields = [name for name, value in plain.to_dict().items() if not _is_json(value)]
+        raise UnsupportedError(
+            f"hf_config: config.json cannot hold the field {', '.join(fields) or '?'} ({error}): delete it from "
+            "hf_config, or set it to plain values"
+        ) from None
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True

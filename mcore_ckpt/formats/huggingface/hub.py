@@ -5,11 +5,12 @@ folder of that name wins. huggingface_hub downloads the model, so its environmen
 HF_HUB_CACHE (the place of the cache), HF_HUB_OFFLINE, HF_ENDPOINT and HF_TOKEN.
 
 Only files that the caller reads or copies are downloaded: `config.json` and the `.safetensors` files that the index
-lists, or the assets (configuration, tokenizer, processor, the model's own code), or both.
+lists, or the assets (all files beside the weights), or both.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -26,16 +27,23 @@ from mcore_ckpt.errors import (
     InvalidArgumentError,
     RemoteError,
 )
-from mcore_ckpt.formats.huggingface.assets import ASSETS, CONFIG_FILE, TEMPLATES
 from mcore_ckpt.formats.huggingface.safetensors_files import INDEX_FILE, SINGLE_FILE, read_weight_map
+from mcore_ckpt.formats.huggingface.side_files import CONFIG_FILE, LEFT_OUT
 from mcore_ckpt.ranks.hosts import this_host
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide, same_everywhere
+
+logger = logging.getLogger(__name__)
 
 Needs = Literal["model", "assets", "all", "config"]
 """What a caller reads: `config.json` and the weights, everything but the weights, both, or `config.json` alone."""
 
 # An adapter in PEFT's form has these instead of a model's files.
 _ADAPTER_CONFIG, _ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
+
+# The suffixes of files without which a model may not work: configuration, tokenizer, code. If one of them cannot be
+# had, that is an error. For other files beside the weights it is a warning.
+_NEEDED = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt")
+_TEMPLATES = "additional_chat_templates"
 
 # "./owner/name", "owner/name/" and "name" are paths.
 _NAME = re.compile(r"([\w-][\w.-]*/[\w-][\w.-]*)(?:@([^@\s]+))?", re.ASCII)
@@ -112,6 +120,19 @@ def find_folder(name: str | os.PathLike[str], needs: Needs) -> Path:
     """
     model = HubModel.find(name)
     return Path(name) if model is None else _HubFiles(model, needs).run()
+
+
+def cached_folder(name: str, commit: str | None) -> Path | None:
+    """Returns the folder of a model in the hub's cache, which can be partial, or None. The hub is not asked."""
+    model = HubModel.parse(name)
+    try:
+        from huggingface_hub import try_to_load_from_cache
+    except ImportError:
+        return None
+    if model is None:
+        return None
+    found = try_to_load_from_cache(model.repository, CONFIG_FILE, revision=commit or model.revision)
+    return Path(found).parent if isinstance(found, str) else None
 
 
 def find_folder_together(
@@ -200,14 +221,24 @@ class _HubFiles:
         wanted = [CONFIG_FILE, *((_ADAPTER_CONFIG, INDEX_FILE, SINGLE_FILE) if has_weights else ())]
         left_out = ["*.bin.index.json", "*.h5.index.json", "*.msgpack.index.json"]
         if self.needs in ("assets", "all"):
-            wanted += [f"*{suffix}" for suffix in ASSETS]
-            left_out += _in_other_folders(TEMPLATES)
+            wanted += [f"*{suffix}" for suffix in _NEEDED]
+            left_out += _in_other_folders(_TEMPLATES)
         if self.needs == "assets":
             left_out.append(INDEX_FILE)
         folder = self._download(self.model.revision, wanted, left_out)
+        if self.needs in ("assets", "all"):
+            self._download_others(folder)
         if has_weights and not (folder / SINGLE_FILE).exists():
             self._download_listed(folder)
         return folder
+
+    def _download_others(self, folder: Path) -> None:
+        """Downloads the other files beside the weights, those of subfolders too."""
+        left_out = [prefix + name for each in LEFT_OUT for name in each.names for prefix in ("", "*/")]
+        try:
+            self._download(folder.name, ["*"], [*left_out, "*/.*/*", ".*/*"])
+        except CheckpointNotFoundError as error:
+            logger.warning("some files beside the weights are left out: %s", error)
 
     def _download_listed(self, folder: Path) -> None:
         """Downloads the weights that the index lists, or those of an adapter.

@@ -15,7 +15,8 @@ import torch
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.errors import CheckpointMismatchError, CommitError, InvalidArgumentError
-from mcore_ckpt.formats.huggingface.assets import CONFIG_FILE, copy_assets, write_config
+from mcore_ckpt.formats.huggingface.assets import write_config
+from mcore_ckpt.formats.huggingface.side_files import CONFIG_FILE, copy_side_files
 from mcore_ckpt.formats.huggingface.writer import write_index, write_weights
 from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.formats.torch_dist.files import TorchDistFiles, WantedPart
@@ -269,7 +270,7 @@ def _write_file(job: _Job, staging: Path, size: _Size) -> list[list[int]]:
 def _finish_export(export: Export, folder: Path) -> None:
     job = export.job
     write_index(job.plan, folder)
-    copy_assets(job.config_dir, folder, without=(CONFIG_FILE,))
+    copy_side_files(job.config_dir, folder, without=(CONFIG_FILE,), quantized=False)
     write_config(folder, job.model, job.plan.dtype, job.plan.has_mtp)
 
 
