@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from mcore_ckpt.checkpoint import file_names, manifest_text
+from mcore_ckpt.checkpoint import file_names, manifest_text, provenance
 from mcore_ckpt.checkpoint import placement as placements
 from mcore_ckpt.checkpoint.placement import Placement
+from mcore_ckpt.checkpoint.provenance import Commit, Run
 from mcore_ckpt.checkpoint.timeline import SaveTimeline, decode_timeline, encoded_timeline
 from mcore_ckpt.io import json_fields as fields
 from mcore_ckpt.io import limits
@@ -113,6 +114,8 @@ class Manifest:
     adapters: AdapterSettings | None = None
     save_timeline: SaveTimeline | None = None
     placement: Placement | None = None
+    run: Run | None = None
+    commit: Commit | None = None
 
     def files_of(self, kind: str) -> list[FileRecord]:
         """Returns the files of one kind."""
@@ -130,11 +133,14 @@ class Manifest:
 
 
 class ManifestSummary(NamedTuple):
-    """What a listing needs of a manifest: the step, its role, and all roles that the step consists of."""
+    """What a listing needs of a manifest. Its size does not depend on the number of ranks, tensors and files."""
 
     step: int
     role: str
     roles: tuple[str, ...]
+    attempt: str = ""
+    run: Run | None = None
+    commit: Commit | None = None
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -147,6 +153,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
     record["adapters"] = manifest.adapters and vars(manifest.adapters)
     record["save_timeline"] = manifest.save_timeline and encoded_timeline(manifest.save_timeline)
     record["placement"] = manifest.placement and placements.encoded(manifest.placement)
+    record["run"] = manifest.run and provenance.encoded_run(manifest.run)
+    record["commit"] = manifest.commit and provenance.encoded_commit(manifest.commit)
     record = {key: value for key, value in record.items() if value is not None}
     del record["files"]
     return manifest_text.encode(record, [(_file_members(file), file.holds) for file in manifest.files])
@@ -186,10 +194,11 @@ def decode_summary(data: bytes) -> ManifestSummary:
     record = manifest_text.decode_summary(data)
     if record is None:
         manifest = decode_manifest(data)
-        return ManifestSummary(manifest.step, manifest.role, manifest.roles)
+        return ManifestSummary(**{name: getattr(manifest, name) for name in ManifestSummary._fields})
     _check_format(record, is_intact=True)
     step, role = fields.get_int(record, "step"), fields.get_name(record, "role")
-    summary = ManifestSummary(step, role, fields.get_names(record, "roles"))
+    attempt = fields.get_name(record, "attempt")
+    summary = ManifestSummary(step, role, fields.get_names(record, "roles"), attempt, *provenance.optional(record))
     _check_roles(summary.role, summary.roles)
     return summary
 
@@ -212,6 +221,7 @@ def _check_format(record: Mapping[str, Any], is_intact: bool) -> None:
 def _read_manifest(record: Mapping[str, Any]) -> Manifest:
     versions, ranks = fields.get_dict(record, "versions"), fields.get_list(record, "ranks")
     files = tuple(_read_file(item) for item in fields.get_list(record, "files"))
+    run, commit = provenance.optional(record)
     return Manifest(
         step=fields.get_int(record, "step"),
         role=fields.get_name(record, "role"),
@@ -228,6 +238,8 @@ def _read_manifest(record: Mapping[str, Any]) -> Manifest:
         adapters=_read_adapters(record["adapters"]) if "adapters" in record else None,
         save_timeline=decode_timeline(record["save_timeline"], len(ranks)) if "save_timeline" in record else None,
         placement=placements.decode(record["placement"], len(files)) if "placement" in record else None,
+        run=run,
+        commit=commit,
     )
 
 

@@ -340,7 +340,7 @@ def _read_folder(step: int, path: Path, role_dir: Path, known: _Heads, aside: st
     """
     is_flat = role_dir.parent != path  # the step's own folder, or where that was moved aside
     try:
-        saved_step, saved_role, roles = _read_head(role_dir, known).says
+        saved_step, saved_role, roles, *_ = _read_head(role_dir, known).says
     except (FileNotFoundError, NotADirectoryError, CheckpointNotFoundError):
         return None
     except OSError as error:

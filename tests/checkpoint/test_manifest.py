@@ -27,6 +27,7 @@ from mcore_ckpt.checkpoint.manifest import (
     encode_manifest,
 )
 from mcore_ckpt.checkpoint.placement import Placement
+from mcore_ckpt.checkpoint.provenance import Commit, Run, RunParent, merged
 from mcore_ckpt.checkpoint.timeline import SaveTimeline
 from mcore_ckpt.io import json_fields
 from mcore_ckpt.io.json_fields import FieldError
@@ -57,6 +58,8 @@ MANIFEST = Manifest(
         stall=(60, 70),
     ),
     placement=Placement(("node1", "node2"), ((1, 0), (0, 1)), 3),
+    run=Run("0" * 32, RunParent("1" * 32, 3), "/checkpoints", "node1"),
+    commit=Commit(12, "0badf00d", ((1, 9), (11, 12))),
 )
 
 # What can be printed.
@@ -90,6 +93,19 @@ def placements(draw: st.DrawFn, files: int) -> Placement:
     return Placement(names, tuple(draw(st.lists(some, min_size=files, max_size=files))), draw(big))
 
 
+def runs() -> st.SearchStrategy[Run]:
+    return st.builds(Run, texts, st.none() | st.builds(RunParent, texts, big), texts, texts)
+
+
+def commits() -> st.SearchStrategy[Commit]:
+    ranges = st.lists(st.tuples(big, small).map(lambda pair: (pair[0], sum(pair))), min_size=1, max_size=4)
+    return st.builds(Commit, big, st.none() | texts, ranges.map(merged))
+
+
+def summary_of(manifest: Manifest) -> tuple[Any, ...]:
+    return manifest.step, manifest.role, manifest.roles, manifest.attempt, manifest.run, manifest.commit
+
+
 @st.composite
 def manifests(draw: st.DrawFn) -> Manifest:
     tensors = tuple(draw(st.lists(texts, min_size=1, max_size=5, unique=True)))
@@ -120,6 +136,8 @@ def manifests(draw: st.DrawFn) -> Manifest:
         adapters=draw(st.none() | st.builds(AdapterSettings, st.floats(0, 100), st.floats(0, 1))),
         save_timeline=draw(st.none() | timelines(world)),
         placement=draw(st.none() | placements(len(files))),
+        run=draw(st.none() | runs()),
+        commit=draw(st.none() | commits()),
     )
 
 
@@ -140,7 +158,7 @@ def test_the_quick_way_reads_what_the_other_way_reads(manifest: Manifest) -> Non
     spaced = json.dumps(json.loads(data), ensure_ascii=False, indent=1).encode()
     assert manifest_text._decode_canonical(data)["files"] is not None
     assert decode_manifest(spaced) == manifest
-    assert decode_summary(data) == decode_summary(spaced) == (manifest.step, manifest.role, manifest.roles)
+    assert decode_summary(data) == decode_summary(spaced) == summary_of(manifest)
 
 
 def test_files_that_hold_the_same_tensors_share_the_runs() -> None:
@@ -163,7 +181,7 @@ def test_names_that_look_like_members_are_only_names() -> None:
     )
     data = encode_manifest(manifest)
     assert decode_manifest(data) == manifest
-    assert decode_summary(data) == (manifest.step, manifest.role, manifest.roles)
+    assert decode_summary(data) == summary_of(manifest)
 
 
 def test_a_summary_is_read_only_of_an_intact_manifest() -> None:
@@ -267,6 +285,15 @@ EDITS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "adapters-a-list": lambda r: r.update(adapters=[]),
     "adapters-without-alpha": lambda r: r.update(adapters={"dropout": 0.0}),
     "adapters-of-alpha-negative": lambda r: r.update(adapters={"alpha": -1.0, "dropout": 0.0}),
+    "run-a-name": lambda r: r.update(run="0badcafe"),
+    "run-without-id": lambda r: r["run"].pop("id"),
+    "run-with-a-parent-without-step": lambda r: r["run"]["parent"].pop("step"),
+    "commit-a-number": lambda r: r.update(commit=12),
+    "commit-without-number": lambda r: r["commit"].pop("number"),
+    "branch-backwards": lambda r: r["commit"].update(branch=[[9, 1]]),
+    "branch-out-of-order": lambda r: r["commit"].update(branch=[[11, 12], [1, 9]]),
+    "branch-of-three": lambda r: r["commit"].update(branch=[[1, 2, 3]]),
+    "branch-too-long": lambda r: r["commit"].update(branch=[[2 * n, 2 * n] for n in range(257)]),
     "timeline-a-list": lambda r: r.update(save_timeline=[]),
     "timeline-without-plan": lambda r: r["save_timeline"].pop("plan"),
     "timeline-of-one-rank": lambda r: r["save_timeline"].update(bytes=[5000]),
