@@ -141,6 +141,9 @@ class CheckpointConfig:
             PEFT's form, into `huggingface/adapter/`.
         strict_dtypes: whether `load` refuses to round values because model or optimizer keep them in dtypes of fewer
             bits than the checkpoint. If not, it rounds each once and says so in its report.
+        strict_model: whether `load` refuses a checkpoint whose model computes something else with the same tensors: it
+            has other heads, another activation, other rotary embeddings, ... If not, it says so in a warning and in its
+            report, by field.
         reset_moments: whether `load` may start an optimizer with new moments if it needs others than the checkpoint has
             (Muon after Adam), and take over only its main parameters. If not, such a load is refused.
         strict: whether `load` raises an error if the checkpoint that it reads is damaged. If not, it loads the next
@@ -178,6 +181,7 @@ class CheckpointConfig:
     timeout_s: float = TIMEOUT_S
     skip_frozen: bool = False
     strict_dtypes: bool = False
+    strict_model: bool = False
     reset_moments: bool = False
     strict: bool = False
     assume_optimizer_step: int | None = None

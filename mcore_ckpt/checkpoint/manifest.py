@@ -112,6 +112,7 @@ class Manifest:
     tensors: tuple[str, ...]
     files: tuple[FileRecord, ...]
     adapters: AdapterSettings | None = None
+    model: Mapping[str, Any] | None = None
     save_timeline: SaveTimeline | None = None
     placement: Placement | None = None
     run: Run | None = None
@@ -236,6 +237,7 @@ def _read_manifest(record: Mapping[str, Any]) -> Manifest:
         tensors=fields.get_names(record, "tensors"),
         files=files,
         adapters=_read_adapters(record["adapters"]) if "adapters" in record else None,
+        model=_read_model(record["model"]) if "model" in record else None,
         save_timeline=decode_timeline(record["save_timeline"], len(ranks)) if "save_timeline" in record else None,
         placement=placements.decode(record["placement"], len(files)) if "placement" in record else None,
         run=run,
@@ -246,6 +248,19 @@ def _read_manifest(record: Mapping[str, Any]) -> Manifest:
 def _read_adapters(item: Any) -> AdapterSettings:
     record = fields.as_dict(item, "adapters")
     return AdapterSettings(fields.get_number(record, "alpha"), fields.get_number(record, "dropout"))
+
+
+def _read_model(item: Any) -> dict[str, Any]:
+    record = fields.as_dict(item, "model")
+    return {fields.as_name(name, "model"): _read_fact(value, name) for name, value in record.items()}
+
+
+def _read_fact(value: Any, name: str) -> Any:
+    if isinstance(value, list):
+        return [_read_fact(each, name) for each in value]
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    return fields.as_name(value, name)
 
 
 def _ints_of(cls: type, item: Any) -> dict[str, int]:

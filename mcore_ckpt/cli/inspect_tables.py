@@ -40,6 +40,7 @@ def show_tables(
         ("holds", ", ".join(manifest.contents) or "files of its program"),
         ("roles of the step", ", ".join(manifest.roles)),
         ("tensors", str(len(manifest.tensors))),
+        *model_facts(manifest),
         *node_facts(role_dir, manifest),
     ]
     console.print(table_of(console, ("what", ""), facts))
@@ -50,6 +51,12 @@ def show_tables(
     if tensors:
         console.print()
         console.print(table_of(console, ("tensor", "dtype", "shape", "optimizer"), list(map(_row, tensors))))
+
+
+def model_facts(manifest: Manifest) -> list[tuple[str, str]]:
+    """Returns what the model computes with its tensors, without what is off, as a pair of a topic and facts."""
+    told = [f"{name} {value}" for name, value in (manifest.model or {}).items() if value not in (None, False)]
+    return [("model", ", ".join(told))] if told else []
 
 
 def node_facts(role_dir: Path, manifest: Manifest) -> list[tuple[str, str]]:

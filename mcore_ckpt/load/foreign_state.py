@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 
 from mcore_ckpt.checkpoint.halves import join_halves, split_halves
 from mcore_ckpt.errors import CheckpointMismatchError, UnsupportedError
+from mcore_ckpt.load.same_model import differences_to_live
 from mcore_ckpt.load.tensor_fills import describe_rounding, refuse_rounding
 from mcore_ckpt.ranks.rounds import Record, decide
 from mcore_ckpt.sharding.plan import PARAM
@@ -19,6 +20,7 @@ from mcore_ckpt.state import optimizer as optimizer_state
 from mcore_ckpt.state.common import write_common
 from mcore_ckpt.state.main_weights import write_mains
 from mcore_ckpt.state.model import forget_caches, model_shards
+from mcore_ckpt.state.model_facts import DifferentFact, Facts
 from mcore_ckpt.state.optimizers.chain import optimizer_parts
 from mcore_ckpt.state.optimizers.part import OptimizerPart
 from mcore_ckpt.state.param_groups import SavedPart, match_groups
@@ -40,6 +42,7 @@ class ForeignLoad:
         nbytes: the bytes of tensors that this rank read.
         rounded: how many tensors of this rank were rounded; see LoadReport.
         was_quantized: whether the main parameters are more precise than the weights, which were quantized.
+        other_model: what the live model computes otherwise with the same tensors.
         extra_state: always None, because foreign checkpoints have no extra state.
     """
 
@@ -47,6 +50,7 @@ class ForeignLoad:
     nbytes: int
     rounded: Mapping[str, int]
     was_quantized: bool = False
+    other_model: tuple[DifferentFact, ...] = ()
     extra_state: None = None
 
 
@@ -93,6 +97,7 @@ class ForeignState:
         scheduler: the scheduler's state dict; None unless the optimizer is loaded.
         rng: the states as `state.rng.read_rng` returns them; None unless `extra` is loaded.
         was_quantized: whether the checkpoint says that matrices were quantized, and have what their few bits stand for.
+        model: what the checkpoint's model computes with its tensors, as far as the checkpoint says.
         report: this rank's report as JSON values, which rank 0 checks together with those of the other ranks, or None.
     """
 
@@ -104,6 +109,7 @@ class ForeignState:
     scheduler: dict[str, Any] | None = None
     rng: dict[str, Any] | None = None
     was_quantized: bool = False
+    model: Facts = field(default_factory=dict)
     report: Record | None = None
 
 
@@ -122,9 +128,11 @@ def load_together(
         CheckpointError: `read` or a check failed on some rank. All ranks raise the same type, and nothing has changed.
     """
     states: list[ForeignState] = []
+    other_model: list[DifferentFact] = []
 
     def look() -> Record:
         states.append(_checked(trainer, path, read()))
+        other_model.extend(differences_to_live(trainer, states[0].model))
         return states[0].report or {}
 
     def write() -> Record:
@@ -134,7 +142,7 @@ def load_together(
     decide(trainer.agreement, f"checking {path}", look, combine)
     decide(trainer.agreement, f"loading {path}", write, lambda _: {})
     rounded = Counter(rounding for rounding in _roundings(states[0]) if rounding is not None)
-    return ForeignLoad(states[0].step, states[0].nbytes, dict(rounded), states[0].was_quantized)
+    return ForeignLoad(states[0].step, states[0].nbytes, dict(rounded), states[0].was_quantized, tuple(other_model))
 
 
 def owned_parameters(trainer: Trainer, only_distributed: bool = True) -> list[OwnedParameter]:

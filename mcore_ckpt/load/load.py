@@ -34,6 +34,7 @@ from mcore_ckpt.load.fill import TensorFill, fill_tensors
 from mcore_ckpt.load.huggingface import load_hf
 from mcore_ckpt.load.node_candidates import found_on_nodes, own_held, to_adopt
 from mcore_ckpt.load.plan import LoadPlan, check_all_used, plan_load
+from mcore_ckpt.load.same_model import warn_of_other_model
 from mcore_ckpt.load.together import fill_together, plan_together
 from mcore_ckpt.ranks.rounds import Record, decide, same_everywhere
 from mcore_ckpt.state import optimizer as optimizer_state
@@ -66,6 +67,8 @@ class LoadReport:
         rounded: how many tensors of this rank have values that were rounded, by what was rounded to what, such as
             "exp_avg: float32 to bfloat16". No other value lost precision.
         new_moments: the kinds of the chained optimizers that start with new moments (`reset_moments`).
+        other_model: what the model computes otherwise with the checkpoint's tensors, by field, such as
+            "num_attention_heads is 4 in the checkpoint and 2 here" (`strict_model`).
     """
 
     path: Path | str
@@ -74,6 +77,7 @@ class LoadReport:
     skipped: tuple[str, ...]
     rounded: Mapping[str, int] = field(default_factory=dict)
     new_moments: tuple[str, ...] = ()
+    other_model: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -179,11 +183,13 @@ def load_state(
             nbytes += _load_hf_model(trainer, plan)
         loaded(plan.manifest)
         _warn_of_new_layout(trainer, plan)
+        warn_of_other_model(trainer, plan.folder, plan.other_model)
         rounded = Counter(fill.rounding for fill in plan.fills if fill.rounding is not None)
         if rounded and trainer.agreement.is_coordinator:
             logger.warning("%s: values were rounded: %s", folder, ", ".join(sorted(rounded)))
         anew = _started_anew(trainer, plan)
-        report = LoadReport(folder.place, nbytes, time.monotonic() - started, tuple(skipped), dict(rounded), anew)
+        seconds, other = time.monotonic() - started, tuple(each.text for each in plan.other_model)
+        report = LoadReport(folder.place, nbytes, seconds, tuple(skipped), dict(rounded), anew, other)
         return LoadResult(plan.manifest.step, plan.extra_state, report)
     raise AssertionError("unreachable: there is at least one candidate, and the last one returns or raises")
 
@@ -257,7 +263,11 @@ def _load_foreign(trainer: Trainer, kind: kinds.ForeignKind, path: Path, started
 
     loaded = (load_torch_dist if kind == "torch_dist" else load_verl_ranks)(trainer, path.absolute())
     _make_consistent(trainer, always=loaded.was_quantized and "optimizer" in trainer.config.load_contents)
-    report = LoadReport(path.absolute(), loaded.nbytes, time.monotonic() - started, (), loaded.rounded)
+    warn_of_other_model(trainer, path, loaded.other_model)
+    other = tuple(each.text for each in loaded.other_model)
+    report = LoadReport(
+        path.absolute(), loaded.nbytes, time.monotonic() - started, (), loaded.rounded, other_model=other
+    )
     return LoadResult(loaded.step, loaded.extra_state, report)
 
 

@@ -23,11 +23,13 @@ from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.load.fill import TensorFill, refuse_freed
 from mcore_ckpt.load.optimizer_plan import NewlyStarted, OptimizerPlanner, PartPlan
 from mcore_ckpt.load.quantized_weights import quantized_targets
+from mcore_ckpt.load.same_model import differences_to_live
 from mcore_ckpt.load.tensor_fills import not_there, plan_fill, refuse_rounding, replicas_of
 from mcore_ckpt.load.together import Runs, names_left_over, positions_taken
 from mcore_ckpt.sharding.plan import MODEL, OPAQUE, PARAM, ReadRange, ShardKey
 from mcore_ckpt.state import optimizer as optimizer_state
 from mcore_ckpt.state.model import EXTRA_STATE, model_shards
+from mcore_ckpt.state.model_facts import DifferentFact
 from mcore_ckpt.state.optimizers.chain import optimizer_parts
 from mcore_ckpt.state.param_groups import SavedPart, match_parts
 from mcore_ckpt.state.rng import seed_of
@@ -58,6 +60,7 @@ class LoadPlan:
         rng: the states of the random number generators; None if they are not loaded, or if this rank has no saved ones.
         seed: the seed to start the generators from if `rng` is None; None if `rng` is set or they are not loaded.
         extra_state: the dict that this rank gave to `save`, or None.
+        other_model: what the live model computes otherwise with the same tensors.
         used: under "model" and "optimizer", the tensors that this rank takes, as runs of positions in the manifest's
             list of tensors.
     """
@@ -71,6 +74,7 @@ class LoadPlan:
     seed: int | None
     extra_state: dict[str, Any] | None
     used: dict[str, Runs]
+    other_model: tuple[DifferentFact, ...] = ()
 
     @property
     def fills(self) -> tuple[TensorFill, ...]:
@@ -124,7 +128,8 @@ def plan_load(trainer: Trainer, folder: Folder) -> LoadPlan:
     try:
         _check_contents(trainer, manifest)
         _check_adapters(trainer, manifest)
-        return _plan(trainer, reader, locator)
+        other_model = tuple(differences_to_live(trainer, manifest.model))
+        return replace(_plan(trainer, reader, locator), other_model=other_model)
     except CheckpointMismatchError as error:
         raise CheckpointMismatchError(f"{folder}: {error}{_note(trainer, manifest, locator)}") from error
 

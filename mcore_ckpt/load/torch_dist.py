@@ -39,6 +39,7 @@ from mcore_ckpt.load.foreign_state import (
     rng_from_megatron,
     step_missing,
 )
+from mcore_ckpt.load.same_model import facts_beside, facts_of_arguments
 from mcore_ckpt.ranks.rounds import Record, same_everywhere
 from mcore_ckpt.sharding.plan import PARAM
 from mcore_ckpt.sharding.synonyms import synonyms
@@ -135,7 +136,8 @@ def _read(trainer: Trainer, source: _Source) -> ForeignState:
             weights = tuple(_read_weight(source, entry) for entry in entries)
     step = files.common.get("iteration")
     step = step if isinstance(step, int) else step_of(files.path)
-    state = ForeignState(step, 0, weights, was_quantized=_was_quantized(files))
+    facts = facts_of_arguments(_arguments(files)) or facts_beside(files.path)
+    state = ForeignState(step, 0, weights, was_quantized=_was_quantized(files), model=facts)
     if "optimizer" in contents:
         state = _with_optimizer(trainer, source, entries, state)
     if "extra" in contents:
@@ -143,9 +145,15 @@ def _read(trainer: Trainer, source: _Source) -> ForeignState:
     return replace(state, nbytes=files.nbytes, report={"names": files.digest(), "read": files.positions_read()})
 
 
+def _arguments(files: TorchDistFiles) -> Mapping[str, Any]:
+    """Returns the arguments of megatron's trainer, which it stores."""
+    found: Mapping[str, Any] = getattr(files.common.get("args"), "__dict__", {})
+    return found
+
+
 def _was_quantized(files: TorchDistFiles) -> bool:
-    """Returns True if the arguments of megatron's trainer, which it stores, say that weights were quantized."""
-    args = getattr(files.common.get("args"), "__dict__", {})
+    """Returns True if the arguments of megatron's trainer say that weights were quantized."""
+    args = _arguments(files)
     return any(bool(args.get(name)) for name in ("fp8_param_gather", "fp8_param", "fp4_param_gather", "fp4_param"))
 
 

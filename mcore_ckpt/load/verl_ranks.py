@@ -31,6 +31,7 @@ from mcore_ckpt.load.foreign_state import (
     rng_from_megatron,
     step_missing,
 )
+from mcore_ckpt.load.same_model import facts_beside
 from mcore_ckpt.ranks.rounds import Record, decide
 from mcore_ckpt.ranks.topology import RankCoordinates, Topology
 from mcore_ckpt.state.model import unwrap
@@ -106,7 +107,7 @@ def _read(trainer: Trainer, path: Path, writers: _Writers) -> ForeignState:
         rng = _read_rng(trainer, path)
     nbytes = sum(tensor.loaded.nbytes for tensor in weights)
     nbytes += sum(tensor.nbytes for parameter in parameters for tensor in parameter.tensors.values())
-    return ForeignState(step_of(path), nbytes, weights, parameters, parts, scheduler, rng)
+    return ForeignState(step_of(path), nbytes, weights, parameters, parts, scheduler, rng, model=facts_beside(path))
 
 
 # -- layout ------------------------------------------------------------------------------------------------

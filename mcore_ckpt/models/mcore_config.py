@@ -39,6 +39,11 @@ class McoreConfig:
     gpt: dict[str, Any]
     attributes: dict[str, Any]
 
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The arguments and attributes of the `TransformerConfig` together."""
+        return {**self.transformer, **self.attributes}
+
     def transformer_config(self, **more: Any) -> Any:
         """Builds megatron's config. `more` are the arguments for training and parallelism.
 

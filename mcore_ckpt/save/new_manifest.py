@@ -93,6 +93,7 @@ def build_manifest(
             for rank, file in files
         ),
         adapters=trainer.adapters,
+        model=trainer.model or None,
         placement=placement,
     )
 

@@ -14,6 +14,7 @@ from mcore_ckpt.ranks.nodes import Nodes
 from mcore_ckpt.ranks.rounds import Agreement
 from mcore_ckpt.ranks.topology import RankCoordinates, Replicas, Topology
 from mcore_ckpt.sharding.counterparts import Layers
+from mcore_ckpt.state.model_facts import Facts
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +35,7 @@ class Trainer:
         first_instance: whether this rank belongs to distributed-optimizer instance 0.
         layers: what the layers of the whole model consist of. Empty until all ranks have told.
         adapters: the settings of the model's low-rank adapters. None if it has none, and until all ranks have told.
+        model: what the model computes with its tensors (`state/model_facts.py`), as far as this rank knows.
         vocab_size: how many tokens the vocabulary has without padding. None if it is unknown.
         source_files: the files beside the weights of the model that the training started from, by path. Rank 0's first
             save fills it.
@@ -56,6 +58,7 @@ class Trainer:
     first_instance: bool
     vocab_size: int | None
     agreement: Agreement
+    model: Facts = field(default_factory=dict)
     layers: Layers = field(default_factory=dict)
     adapters: AdapterSettings | None = None
     source_files: dict[str, bytes] = field(default_factory=dict)

@@ -21,6 +21,7 @@ from mcore_ckpt.ranks.topology import is_first_optimizer_instance, read_replicas
 from mcore_ckpt.state.adapters import adapter_settings, own_adapters
 from mcore_ckpt.state.megatron_versions import check_megatron
 from mcore_ckpt.state.model import chunk_layers, model_shards, own_layers, process_groups_of, whole_layers
+from mcore_ckpt.state.model_facts import read_facts
 from mcore_ckpt.state.shards import LocalShard
 from mcore_ckpt.state.trainer import Trainer
 from mcore_ckpt.state.unsupported import (
@@ -70,6 +71,7 @@ def read_trainer(
         first_instance=is_first_optimizer_instance(groups),
         replicas=read_replicas(groups),
         agreement=agreement,
+        model=read_facts(chunks),
         **objects,
     )
 
@@ -137,6 +139,7 @@ def _arguments(trainer: Trainer, remote_url: str | None) -> Record:
         "skip_frozen": config.skip_frozen,
         "strict": config.strict,
         "strict_dtypes": config.strict_dtypes,
+        "strict_model": config.strict_model,
         "reset_moments": config.reset_moments,
         "assume_optimizer_step": config.assume_optimizer_step,
         "if_busy": config.if_busy,

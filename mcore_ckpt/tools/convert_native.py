@@ -19,11 +19,13 @@ from mcore_ckpt.formats.huggingface.side_files import copy_side_files, written_s
 from mcore_ckpt.formats.locate import read_regions
 from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.io.files import FOLDER_MODE, sync_folders_below
+from mcore_ckpt.models.mcore_config import to_mcore_config
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide
 from mcore_ckpt.ranks.topology import Topology
 from mcore_ckpt.sharding.placement import share_of
 from mcore_ckpt.sharding.plan import MODEL, ShardKey
 from mcore_ckpt.sharding.regions import Region
+from mcore_ckpt.state.model_facts import Facts, facts_of
 from mcore_ckpt.steps import commit, leftovers, tracker
 from mcore_ckpt.steps.new_folder import check_space
 from mcore_ckpt.tools.convert import ConversionReport, Progress, check_written, open_folder, whole_region
@@ -159,13 +161,21 @@ def _write(
         folder.mkdir(FOLDER_MODE)
         assets = [(0, file) for file in written_side_files(folder, copy_side_files(reader.contents.folder, folder))]
         role = new.role_dir.name
-        identity = Identity(STEP, role, (role,), new.attempt, _CONTENTS, {})
+        identity = Identity(STEP, role, (role,), new.attempt, _CONTENTS, {}, model=_facts(reader))
         sync_folders_below(new.staging)
         commit.write_manifest(new.staging, build_manifest(identity, new.target, indexed, assets))
         return {}
 
     decide(agreement, f"writing {new.staging}", work, combine)
     return sum(sizes)
+
+
+def _facts(reader: HuggingFaceReader) -> Facts | None:
+    """Returns what the model computes with its tensors. None if the architecture has no rules that say it."""
+    if not reader.model.architecture.rules:
+        return None
+    stated = to_mcore_config(reader.model)
+    return facts_of(stated.fields, stated.gpt)
 
 
 def _as_record(names: FileNames) -> Record:

@@ -25,6 +25,7 @@ from mcore_ckpt.sharding.names import natural_order
 from mcore_ckpt.sharding.plan import OPAQUE, ReadRange, ShardKey, StoredShard, plan_reads
 from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.sharding.synonyms import found_as
+from mcore_ckpt.state.model_facts import different_facts
 from mcore_ckpt.steps.read_lock import reading
 from mcore_ckpt.tools.contents import keys_of, shards_of
 from mcore_ckpt.tools.differences import EXACT, Differences, DifferentValue, Tolerance, different_values
@@ -85,7 +86,8 @@ class RoleDiff:
         right: the role's folder in B.
         compared: how many tensors were compared, with each kind counted.
         tensors: those that differ, the worst first.
-        values: which other values differ: param groups, steps, LR scheduler, random states, extra state.
+        values: which other values differ: the model's configuration, param groups, steps, LR scheduler, random
+            states, extra state.
         notes: what could not be compared, because the layouts differ.
         nbytes: how many bytes of A were compared.
     """
@@ -401,7 +403,7 @@ _PLAIN_KINDS = {"common": file_names.COMMON_FILE, "rng": "random states", "extra
 
 def _plain_differences(left: NativeReader, right: NativeReader) -> tuple[list[DifferentValue], list[str]]:
     """Returns the values that differ, and notes on what cannot be compared under different layouts."""
-    values: list[DifferentValue] = []
+    values = list(_different_facts(left, right))
     notes: list[str] = []
     for kind, what in _PLAIN_KINDS.items():
         ours, theirs = (_files(reader, kind) for reader in (left, right))
@@ -416,6 +418,13 @@ def _plain_differences(left: NativeReader, right: NativeReader) -> tuple[list[Di
                 there = "this file"
                 values.append(DifferentValue(path, there if path in ours else None, there if path in theirs else None))
     return values, notes
+
+
+def _different_facts(left: NativeReader, right: NativeReader) -> Iterator[DifferentValue]:
+    """Yields what the two models compute otherwise with the same tensors. Older checkpoints do not say it."""
+    ours, theirs = left.manifest.model, right.manifest.model
+    for each in different_facts(ours or {}, theirs or {}):
+        yield DifferentValue(f"model: {each.name}", str(each.saved), str(each.live))
 
 
 def _files(reader: NativeReader, kind: str) -> Mapping[str, None]:

@@ -48,6 +48,7 @@ MANIFEST = Manifest(
     stages=(StageRecord(0, 0, (0, 1), (0,)),),
     tensors=("decoder.layers.0.weight", "decoder.layers.ä.weight"),
     files=(MODEL, COMMON),
+    model={"num_attention_heads": 4, "activation_func": "silu", "window_size": None, "mrope_section": [1, 2.5, True]},
     save_timeline=SaveTimeline(
         nbytes=(5000, 900),
         plan=((1, 2), (30, 40)),
@@ -65,6 +66,11 @@ MANIFEST = Manifest(
 # What can be printed.
 texts = st.text(st.characters(exclude_categories=["C", "Z"]), max_size=10)
 small = st.integers(0, 300)
+facts = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 5) | st.floats(allow_nan=False, allow_infinity=False) | texts,
+    lambda inner: st.lists(inner, max_size=3),
+    max_leaves=4,
+)
 big = st.integers(0, 2**40)
 roles = st.text("ab1_-", max_size=6).map(lambda text: "r" + text)
 
@@ -133,6 +139,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
         stages=tuple(draw(st.lists(st.builds(StageRecord, small, small, numbers, numbers), max_size=3))),
         tensors=tensors,
         files=tuple(files),
+        model=draw(st.none() | st.dictionaries(texts, facts, max_size=3)),
         adapters=draw(st.none() | st.builds(AdapterSettings, st.floats(0, 100), st.floats(0, 1))),
         save_timeline=draw(st.none() | timelines(world)),
         placement=draw(st.none() | placements(len(files))),

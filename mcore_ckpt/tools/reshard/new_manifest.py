@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from mcore_ckpt.checkpoint.manifest import AdapterSettings, FileRecord, Manifest, StageRecord, WrittenFile
 from mcore_ckpt.checkpoint.versions import package_versions
@@ -26,6 +27,8 @@ class Identity:
         attempt: the id of the attempt that writes the checkpoint.
         contents: the contents of the checkpoint: `model`, `optimizer`, ...
         versions: package versions of the training, such as megatron's. They replace those of this process.
+        adapters: the settings of low-rank adapters.
+        model: what the model computes with its tensors.
     """
 
     step: int
@@ -35,6 +38,7 @@ class Identity:
     contents: tuple[str, ...]
     versions: Mapping[str, str]
     adapters: AdapterSettings | None = None
+    model: Mapping[str, Any] | None = None
 
 
 def build_manifest(
@@ -68,6 +72,7 @@ def build_manifest(
         tensors=names,
         files=(*records, *(_record(file, rank, ()) for rank, file in small)),
         adapters=identity.adapters,
+        model=identity.model,
     )
 
 

@@ -231,7 +231,7 @@ def _write_role(
     saved = job.reader.manifest
     # Keep the megatron version of the training. This process may have another one, or none.
     versions = {name: version for name, version in saved.versions.items() if name == "megatron_core"}
-    identity = Identity(saved.step, saved.role, roles, attempt, saved.contents, versions, saved.adapters)
+    identity = Identity(saved.step, saved.role, roles, attempt, saved.contents, versions, saved.adapters, saved.model)
     return build_manifest(identity, job.target, indexed, small)
 
 

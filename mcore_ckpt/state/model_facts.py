@@ -1,0 +1,452 @@
+"""Reads what a model computes with the same bytes: the fields of its configuration that its tensors do not show.
+
+Four heads of 8 and two heads of 16 have the same tensors, and so have rotary embeddings of two kinds. So a checkpoint
+keeps these facts, and a load compares them. Only attributes are read, of megatron-core 0.15 to 0.19, of the providers
+of Megatron-Bridge, which have more fields, and of the configs that transformers gives to vision towers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from typing import Any
+
+import torch
+
+from mcore_ckpt.state.model import language_model_of, unwrap
+
+Facts = Mapping[str, Any]
+"""Plain values by name. A name in another part than the language model has the part's name in front: `vision_model.`"""
+
+_Values = Callable[[str], Any]
+
+# The default of a field that says nothing where it is missing.
+_UNKNOWN = object()
+
+# Every fact with the value that megatron computes with where the field is missing, because a version does not have it.
+# The facts of a kind are kept, and compared, only for models that the kind is true of: a dense model has a number of
+# experts per token, too, which nothing reads.
+_TABLE: Mapping[str, Mapping[str, Any]] = {
+    "any": {
+        "num_attention_heads": _UNKNOWN,
+        "multi_latent_attention": False,
+        "experimental_attention_variant": None,
+        "softmax_scale": None,
+        "softmax_type": "vanilla",
+        "attention_output_gate": False,
+        "qk_layernorm": False,
+        "qk_l2_norm": False,
+        "window_size": None,
+        "normalization": "LayerNorm",
+        "layernorm_epsilon": 1e-5,
+        "layernorm_zero_centered_gamma": False,
+        "apply_residual_connection_post_layernorm": False,
+        "activation_func": "gelu",
+        "activation_func_clamp_value": None,
+        "gated_linear_unit": False,
+        "glu_linear_offset": 0.0,
+        "num_moe_experts": None,
+        "position_embedding_type": _UNKNOWN,
+        "share_embeddings_and_output_weights": _UNKNOWN,
+        "is_hybrid_model": False,
+        "mtp_use_repeated_layer": False,
+        "use_mup": False,
+        # Megatron-Bridge's providers of Gemma and Falcon-H1.
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "query_pre_attn_scalar": None,
+        "interleaved_attn_pattern": None,
+        "scale_embeddings_by_hidden_size": False,
+        "global_rotary_percent": None,
+        "embedding_multiplier": 1.0,
+        "lm_head_multiplier": 1.0,
+        "key_multiplier": 1.0,
+        "attention_in_multiplier": 1.0,
+        "attention_out_multiplier": 1.0,
+        "ssm_in_multiplier": 1.0,
+        "ssm_out_multiplier": 1.0,
+        "mlp_multipliers": _UNKNOWN,
+        # transformers' configs of vision towers.
+        "num_heads": None,
+        "hidden_act": None,
+        "patch_size": None,
+        "spatial_merge_size": None,
+        "fullatt_block_indexes": None,
+        "deepstack_visual_indexes": None,
+        "layer_norm_eps": None,
+        "rms_norm_eps": None,
+    },
+    "heads": {"num_query_groups": None, "kv_channels": None},
+    "latent": {
+        "q_lora_rank": _UNKNOWN,
+        "kv_lora_rank": _UNKNOWN,
+        "qk_head_dim": 128,
+        "qk_pos_emb_head_dim": 64,
+        "v_head_dim": 128,
+        "rope_type": "yarn",
+    },
+    "rotary": {
+        "rotary_base": _UNKNOWN,
+        "rotary_percent": _UNKNOWN,
+        "rotary_interleaved": False,
+        "rope_scaling": False,
+        "rotary_frequencies": _UNKNOWN,
+        "seq_len_interpolation_factor": None,
+        "mrope_section": None,
+        "no_rope_freq": None,
+    },
+    "llama3 rotary": {"rope_scaling_factor": _UNKNOWN},
+    "latent yarn": {
+        "rotary_scaling_factor": 40,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.0,
+    },
+    "yarn": {
+        "yarn_rotary_scaling_factor": _UNKNOWN,
+        "yarn_original_max_position_embeddings": _UNKNOWN,
+        "yarn_beta_fast": _UNKNOWN,
+        "yarn_beta_slow": _UNKNOWN,
+        "yarn_mscale": _UNKNOWN,
+        "yarn_mscale_all_dim": _UNKNOWN,
+        "yarn_correction_range_round_to_int": _UNKNOWN,
+    },
+    "window": {"window_attn_skip_freq": None},
+    "dsa": {
+        "dsa_indexer_n_heads": _UNKNOWN,
+        "dsa_indexer_head_dim": _UNKNOWN,
+        "dsa_indexer_topk": _UNKNOWN,
+        "dsa_indexer_topk_freq": 1,
+        "dsa_indexer_skip_topk_offset": 0,
+        "dsa_indexer_rope_interleaved": False,
+        "dsa_indexer_scoring_relu": True,
+        "dsa_indexer_k_norm_epsilon": _UNKNOWN,
+    },
+    "delta net": {
+        "linear_attention_freq": None,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+    },
+    "hybrid": {
+        "hybrid_layer_pattern": _UNKNOWN,
+        "mamba_state_dim": 128,
+        "mamba_head_dim": 64,
+        "mamba_num_groups": 8,
+        "mamba_num_heads": None,
+    },
+    "experts": {
+        "moe_layer_freq": 1,
+        "moe_router_topk": 2,
+        "moe_router_score_function": "softmax",
+        "moe_router_pre_softmax": False,
+        "moe_router_num_groups": None,
+        "moe_router_group_topk": None,
+        "moe_router_topk_scaling_factor": None,
+        "moe_router_enable_expert_bias": False,
+        "moe_router_load_balancing_type": None,
+        "moe_expert_capacity_factor": None,
+        "moe_apply_probs_on_input": False,
+        "moe_shared_expert_gate": False,
+    },
+    "mup": {
+        "mup_width_mult": 1.0,
+        "mup_embedding_mult": 1.0,
+        "mup_output_mult": 1.0,
+        "mup_attn_scale_power": 1.0,
+        "mup_base_head_dim": None,
+    },
+}
+_DEFAULTS = {name: default for facts in _TABLE.values() for name, default in facts.items()}
+
+_KINDS: Mapping[str, Callable[[_Values], bool]] = {
+    "any": lambda of: True,
+    "heads": lambda of: not of("multi_latent_attention"),
+    "latent": lambda of: bool(of("multi_latent_attention")),
+    "rotary": lambda of: bool(of("multi_latent_attention")) or of("position_embedding_type") in ("rope", "mrope"),
+    "llama3 rotary": lambda of: bool(of("rope_scaling")),
+    "latent yarn": lambda of: bool(of("multi_latent_attention")) and of("rope_type") == "yarn",
+    "yarn": lambda of: of("position_embedding_type") == "yarn" and not of("multi_latent_attention"),
+    "window": lambda of: of("window_size") is not None,
+    "dsa": lambda of: of("experimental_attention_variant") == "dsa",
+    "delta net": lambda of: of("experimental_attention_variant") == "gated_delta_net",
+    "hybrid": lambda of: bool(of("is_hybrid_model")),
+    "experts": lambda of: bool(of("num_moe_experts")),
+    "mup": lambda of: bool(of("use_mup")),
+}
+
+# What a longer context changes on purpose, and what only the training reads.
+_MAY_CHANGE = frozenset({*_TABLE["rotary"], *_TABLE["llama3 rotary"], *_TABLE["latent yarn"], *_TABLE["yarn"]}) - {
+    *("rotary_percent", "rotary_interleaved", "mrope_section", "no_rope_freq")
+} | {"moe_expert_capacity_factor"}
+# The frequencies follow from these, so a difference of one of these is told alone.
+_FREQUENCIES_FOLLOW = {"rotary_base", "rotary_percent", "kv_channels", "rope_scaling", "rope_scaling_factor"}
+# A HybridModel has a layer for each part of a GPTModel's layer. A checkpoint of one can be loaded into the other, whose
+# layers are compared when the tensors are matched (`sharding/counterparts.py`).
+_OF_LAYERS = {
+    *("is_hybrid_model", "experimental_attention_variant", "window_attn_skip_freq", "moe_layer_freq"),
+    *("moe_shared_expert_gate", "mtp_use_repeated_layer"),
+}
+
+_FIELDS_OF_LATENT = ("rotary_base", "rotary_percent")
+
+# So many rotary frequencies are kept, evenly spaced: enough to tell any two kinds of scaling apart.
+_FREQUENCIES = 8
+# Frequencies may come from buffers that were cast to bfloat16.
+_FREQUENCY_TOLERANCE = 1e-2
+_TOLERANCE = 1e-6
+# The longest wavelength that `RotaryEmbedding._apply_scaling` does not divide by the whole factor (0.16 to 0.19).
+_LLAMA3_WAVELENGTH = 8192
+
+
+@dataclass(frozen=True)
+class DifferentFact:
+    """A fact in which a checkpoint's model and another model differ.
+
+    Attributes:
+        name: the fact.
+        saved: its value in the checkpoint.
+        live: its value in the other model.
+        may_change: True if a training may change it on purpose, for a longer context.
+    """
+
+    name: str
+    saved: Any
+    live: Any
+    may_change: bool
+
+    @property
+    def text(self) -> str:
+        """The difference in words, such as "num_attention_heads is 4 in the checkpoint and 2 here"."""
+        return f"{self.name} is {self.saved} in the checkpoint and {self.live} here"
+
+
+def read_facts(chunks: Sequence[torch.nn.Module]) -> Facts:
+    """Returns the facts of a live model: of its language model, and of the other parts that have a config."""
+    found: dict[str, Any] = {}
+    for chunk in map(unwrap, chunks):
+        whole = getattr(chunk, "thinker", chunk)  # Qwen3-Omni
+        language = language_model_of(whole)
+        parts = {"": language} if language is whole else {"": language, **dict(whole.named_children())}
+        of_language = getattr(language, "config", None)
+        for name, part in parts.items():
+            config = getattr(part, "config", None)
+            if config is not None and (not name or config is not of_language):
+                prefix = f"{name}." if name else ""
+                found |= {prefix + fact: value for fact, value in facts_of(config, _arguments(part)).items()}
+    return found
+
+
+def facts_of(transformer: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the facts of one language model, or of one tower.
+
+    Args:
+        transformer: megatron's `TransformerConfig`, another config with such fields, or the fields as a mapping.
+        arguments: the arguments of megatron's model, such as `rotary_base`.
+    """
+
+    def raw(name: str) -> Any:
+        is_mapping = isinstance(transformer, Mapping)
+        found = transformer.get(name, _UNKNOWN) if is_mapping else getattr(transformer, name, _UNKNOWN)
+        given = arguments.get(name)
+        # Latent attention rotates as the fields say, whatever the arguments are (`MultiLatentAttention`, 0.16 to 0.19).
+        overrides = name not in _FIELDS_OF_LATENT or found is _UNKNOWN or not raw("multi_latent_attention")
+        return given if given is not None and overrides else found
+
+    def value(name: str) -> Any:
+        found = raw(name)
+        found = _DEFAULTS[name] if found is _UNKNOWN else found
+        normalize = _NORMAL_FORMS.get(name)
+        return _plain(found if normalize is None or found is _UNKNOWN else normalize(raw, found))
+
+    found = {name: value(name) for kind, names in _TABLE.items() if _KINDS[kind](value) for name in names}
+    # A field that is missing, and changes nothing, is left out: this version of megatron does not have it.
+    return {
+        name: each
+        for name, each in found.items()
+        if each is not _UNKNOWN and (raw(name) is not _UNKNOWN or each != _DEFAULTS[name])
+    }
+
+
+def different_facts(saved: Facts, live: Facts) -> Iterator[DifferentFact]:
+    """Yields the facts that differ. Parts that only one of two models has are not compared: their tensors differ."""
+    ours, theirs = _by_part(saved), _by_part(live)
+    for part in ours:
+        if part in theirs:
+            found = list(_different(ours[part], theirs[part]))
+            told = {each.name for each in found}
+            for each in found:
+                if each.name != "rotary_frequencies" or not told & _FREQUENCIES_FOLLOW:
+                    yield DifferentFact(part + each.name, each.saved, each.live, each.may_change)
+
+
+def described(differences: Sequence[DifferentFact]) -> str:
+    """Describes differences for a message."""
+    return "; ".join(each.text for each in differences)
+
+
+def _different(saved: Facts, live: Facts) -> Iterator[DifferentFact]:
+    sides = [partial(_stored, facts) for facts in (saved, live)]
+    not_compared = _OF_LAYERS if bool(sides[0]("is_hybrid_model")) != bool(sides[1]("is_hybrid_model")) else set()
+    for kind, names in _TABLE.items():
+        if not all(_KINDS[kind](side) for side in sides):
+            continue
+        for name in names:
+            ours, theirs = (side(name) for side in sides)
+            if name not in not_compared and not _are_alike(name, ours, theirs):
+                yield DifferentFact(name, ours, theirs, name in _MAY_CHANGE)
+
+
+def _stored(facts: Facts, name: str) -> Any:
+    return facts.get(name, _DEFAULTS[name])
+
+
+def _are_alike(name: str, left: Any, right: Any) -> bool:
+    if left is _UNKNOWN or right is _UNKNOWN:
+        return True
+    if name == "activation_func" and None in (left, right):
+        return True  # a function without a name
+    if isinstance(left, list) and isinstance(right, list):
+        return len(left) == len(right) and all(_are_alike(name, *pair) for pair in zip(left, right, strict=True))
+    if isinstance(left, (int, float)) and isinstance(right, (int, float)):
+        tolerance = _FREQUENCY_TOLERANCE if name == "rotary_frequencies" else _TOLERANCE
+        return math.isclose(left, right, rel_tol=tolerance)
+    return bool(left == right)
+
+
+def _by_part(facts: Facts) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for name, value in facts.items():
+        part, dot, field = name.rpartition(".")
+        found.setdefault(part + dot, {})[field] = value
+    return found
+
+
+# -- live models -----------------------------------------------------------------------------------------------
+
+
+def _arguments(model: Any) -> dict[str, Any]:
+    """Returns what a `GPTModel`, `HybridModel` or `MambaModel` keeps of its arguments, and how it rotates."""
+    rotary = getattr(model, "rotary_pos_emb", None)
+    names = ("position_embedding_type", "rotary_base", "rotary_percent", "share_embeddings_and_output_weights")
+    found = {name: getattr(model, name, None) for name in names}
+    found["rope_scaling"] = getattr(model, "rotary_scaling", None)
+    # MambaModel has the second name (0.16).
+    patterns = (getattr(model, name, None) for name in ("hybrid_layer_pattern", "hybrid_override_pattern"))
+    found["hybrid_layer_pattern"] = next((each for each in patterns if each), None)
+    found["seq_len_interpolation_factor"] = getattr(rotary, "seq_len_interpolation_factor", None)
+    frequencies = getattr(rotary, "inv_freq", None)
+    if isinstance(frequencies, torch.Tensor) and frequencies.ndim == 1 and len(frequencies) and not frequencies.is_meta:
+        found |= _of_frequencies(frequencies.tolist(), found)
+    return found
+
+
+def _of_frequencies(frequencies: Sequence[float], known: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what the frequencies show. HybridModel does not keep the base, and no model the factor of the scaling."""
+    count = len(frequencies)
+    at = {round(number * (count - 1) / (_FREQUENCIES - 1)) for number in range(_FREQUENCIES)}
+    found: dict[str, Any] = {"rotary_frequencies": [_rounded(frequencies[index]) for index in sorted(at)]}
+    base = known["rotary_base"]
+    if base is None and count > 1 and frequencies[1] > 0:
+        base = found["rotary_base"] = float(f"{frequencies[1] ** -count:.5g}")
+    if known["rope_scaling"] and isinstance(base, (int, float)) and frequencies[-1] > 0:
+        unscaled = base ** -((count - 1) / count)
+        if 2 * math.pi / unscaled > _LLAMA3_WAVELENGTH:
+            found["rope_scaling_factor"] = float(f"{unscaled / frequencies[-1]:.5g}")
+    return found
+
+
+def _rounded(number: float) -> float:
+    return float(f"{number:.6g}")
+
+
+def _plain(value: Any) -> Any:
+    """Returns a value as JSON has it. A function, an enum and any other object are its name, a lambda is None."""
+    if value is None or value is _UNKNOWN or isinstance(value, (bool, int, str)):
+        return value.name if isinstance(value, Enum) else value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, partial):
+        given = [str(_plain(each)) for each in value.args]
+        given += [f"{name}={_plain(each)}" for name, each in sorted(value.keywords.items())]
+        return f"{_plain(value.func)}({', '.join(given)})"
+    name = getattr(value, "__name__", None) or getattr(value, "name", None) or type(value).__name__
+    return None if not isinstance(name, str) or "<" in name or not name.isprintable() else name
+
+
+# -- values that megatron takes in several forms ---------------------------------------------------------------
+
+
+def _groups(of: _Values, groups: Any) -> Any:
+    return groups if groups is not None else of("num_attention_heads")
+
+
+def _head_size(of: _Values, size: Any) -> Any:
+    hidden, heads = of("hidden_size"), of("num_attention_heads")
+    return hidden // heads if size is None and isinstance(hidden, int) and isinstance(heads, int) and heads else size
+
+
+def _softmax_scale(of: _Values, scale: Any) -> Any:
+    """Returns None for the scale that megatron has without one (`DotProductAttention`, 0.16 to 0.19)."""
+    size = _head_size(of, of("kv_channels"))
+    usual = isinstance(size, int) and size and isinstance(scale, (int, float)) and math.isclose(scale, size**-0.5)
+    return None if usual and of("multi_latent_attention") in (False, _UNKNOWN) else scale
+
+
+def _moe_layer_freq(of: _Values, freq: Any) -> Any:
+    count = of("num_layers")
+    if isinstance(freq, int) and isinstance(count, int):
+        freq = [int(number % freq == 0) for number in range(count)]
+    return 1 if freq == 1 or (isinstance(freq, (list, tuple)) and all(freq)) else freq
+
+
+def _skipping(of: _Values, freq: Any) -> Any:
+    count = of("num_layers")
+    if isinstance(freq, int) and isinstance(count, int):
+        return [int((number + 1) % freq != 0) for number in range(count)]
+    return freq
+
+
+def _window_skips(of: _Values, freq: Any) -> Any:
+    freq = _skipping(of, freq)
+    return None if isinstance(freq, (list, tuple)) and all(freq) else freq
+
+
+def _pre_softmax(of: _Values, value: Any) -> Any:
+    """Returns False where there is no softmax (`topk_routing_with_score_function`, 0.16 to 0.19)."""
+    return value if of("moe_router_score_function") in ("softmax", _UNKNOWN) else False
+
+
+def _sinkhorn(of: _Values, kind: Any) -> Any:
+    """Returns the one kind of load balancing that changes which experts a token goes to."""
+    return "sinkhorn" if kind == "sinkhorn" or (isinstance(kind, (list, tuple)) and "sinkhorn" in kind) else None
+
+
+_NORMAL_FORMS: Mapping[str, Callable[[_Values, Any], Any]] = {
+    "num_query_groups": _groups,
+    "kv_channels": _head_size,
+    "softmax_scale": _softmax_scale,
+    "moe_layer_freq": _moe_layer_freq,
+    "linear_attention_freq": _skipping,
+    "window_attn_skip_freq": _window_skips,
+    "moe_router_pre_softmax": _pre_softmax,
+    "moe_router_load_balancing_type": _sinkhorn,
+    "moe_router_topk_scaling_factor": lambda of, factor: None if factor == 1 else factor,
+    "dsa_indexer_k_norm_epsilon": lambda of, epsilon: of("layernorm_epsilon") if epsilon is None else epsilon,
+    # Not every trainer sets the first one.
+    "is_hybrid_model": lambda of, is_hybrid: bool(is_hybrid) or isinstance(of("hybrid_layer_pattern"), str),
+    "hybrid_layer_pattern": lambda of, pattern: pattern.replace("|", "") if isinstance(pattern, str) else pattern,
+}
