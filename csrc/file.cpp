@@ -134,9 +134,10 @@ std::size_t File::read(void* data, std::size_t nbytes, std::uint64_t offset, std
         }
         done += count;
         if (count == 0) break;
-        // A direct read that ends inside a page has reached the end of the file. The next one would be refused, because
-        // its offset is not aligned.
-        if (direct() && done % PAGE_BYTES != 0) break;
+        // A direct read that ends inside a page has nearly always reached the end of the file, but some file systems
+        // return less for other reasons. So another read follows while bytes are missing. If its offset, which is not
+        // aligned, is refused, the file is read without O_DIRECT from then on.
+        if (direct() && done % PAGE_BYTES != 0 && done >= least) break;
     }
     if (done < least) throw FileError(ENODATA, "the file ends", path_, offset + done);
     return done;

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import itertools
 import mmap
 import os
@@ -121,6 +122,13 @@ def _open_direct(path: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
+def _stop_direct(descriptor: int) -> bool:
+    """Lets reads of a file use the page cache. Returns False if they did already."""
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+    return bool(flags & os.O_DIRECT)
+
+
 def _fill(descriptor: int, target: memoryview, offset: int, nbytes: int, path: Path) -> None:
     """Reads at least `nbytes` bytes into `target`, which can have room for more.
 
@@ -128,7 +136,13 @@ def _fill(descriptor: int, target: memoryview, offset: int, nbytes: int, path: P
     """
     done = 0
     while done < nbytes:
-        count = os.preadv(descriptor, [target[done:]], offset + done)
+        try:
+            count = os.preadv(descriptor, [target[done:]], offset + done)
+        except OSError as error:
+            # A direct read may return less than whole pages before the end of the file. The next one is not aligned.
+            if error.errno != errno.EINVAL or not done % mmap.PAGESIZE or not _stop_direct(descriptor):
+                raise
+            continue
         if not count:
             raise OSError(errno.ENODATA, f"the file ends at byte {offset + done}", str(path))
         done += count

@@ -2,7 +2,8 @@
  * told.
  *
  * FAULT="call errno at times suffix": the next `times` calls that touch a byte from `at` on fail with errno, or, with
- * errno 0, do half of it. "pwritev_direct" is a pwritev of a file opened with O_DIRECT, "open_direct" its opening.
+ * errno 0, do half of it. "pread_sectors" with errno 0 reads sectors that do not fill their last page. "pwritev_direct"
+ * is a pwritev of a file opened with O_DIRECT, "open_direct" its opening.
  * CLOCK_JUMPS: the time of day jumps by years at every look at it.
  */
 #define _GNU_SOURCE
@@ -72,6 +73,8 @@ ssize_t pwritev64(int file, const struct iovec *parts, int count, off64_t offset
 static ssize_t faulty_pread(int file, void *data, size_t nbytes, off_t offset) {
     int fault = fault_of("pread", file, offset + nbytes);
     if (fault == FAIL) return -1;
+    int sectors = fault_of("pread_sectors", file, offset + nbytes);
+    if (sectors == HALF && nbytes > 8192) return NEXT(pread)(file, data, half(nbytes) - 512, offset);
     return NEXT(pread)(file, data, fault == HALF ? half(nbytes) : nbytes, offset);
 }
 ssize_t pread(int file, void *data, size_t nbytes, off_t offset) { return faulty_pread(file, data, nbytes, offset); }
