@@ -32,15 +32,21 @@ Public calls also raise these built-in errors:
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
 
 class CheckpointError(Exception):
     """Base class of all errors of this package.
 
     Attributes:
         names_rank: True if the message already begins with the rank on which the error happened.
+        may_pass: True if the same call may succeed later, because a rank was late or a file could not be opened.
     """
 
     names_rank = False
+    may_pass = False
 
 
 class CheckpointNotFoundError(CheckpointError):
@@ -82,6 +88,8 @@ class RemoteError(CheckpointError):
 class AgreementError(CheckpointError):
     """Outside a save, the ranks could not agree: a rank is missing or late, or the key-value store is gone."""
 
+    may_pass = True
+
 
 class InvalidArgumentError(CheckpointError, ValueError):
     """An argument has a value that is not allowed, or two arguments contradict each other. Nothing has been done."""
@@ -116,7 +124,36 @@ _BY_NAME: dict[str, type[CheckpointError]] = {
 }
 
 
-def to_record(error: BaseException, rank: int) -> dict[str, str]:
+# The system gives the same answer again until somebody changes the folder.
+_STAYS = (
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+)
+
+
+def may_pass(error: BaseException) -> bool:
+    """True if the call that has raised this error may succeed later."""
+    if isinstance(error, CheckpointError):
+        return error.may_pass
+    return isinstance(error, OSError) and error.errno not in _STAYS
+
+
+Error = TypeVar("Error", bound=CheckpointError)
+
+
+def reworded(error: Error, message: str) -> Error:
+    """Returns an error like `error` with another message."""
+    other = type(error)(message)
+    other.names_rank, other.may_pass = error.names_rank, error.may_pass
+    return other
+
+
+def to_record(error: BaseException, rank: int) -> dict[str, Any]:
     """Turns an error into strings that can be sent to other ranks.
 
     If the error's type is not of this module, the message contains the name of the type.
@@ -126,11 +163,13 @@ def to_record(error: BaseException, rank: int) -> dict[str, str]:
     if not getattr(error, "names_rank", False):
         text = f"rank {rank}: {text}"
     # A message can contain a file name with bytes that are not valid text. Escape them, so that it can be sent.
-    return {"type": name, "message": text.encode(errors="backslashreplace").decode()}
+    message = text.encode(errors="backslashreplace").decode()
+    return {"type": name, "message": message, "may_pass": may_pass(error)}
 
 
-def from_record(record: dict[str, str], default: type[CheckpointError]) -> CheckpointError:
+def from_record(record: Mapping[str, Any], default: type[CheckpointError]) -> CheckpointError:
     """Makes the error that a record describes. If its type is not of this module, makes a `default`."""
     error = _BY_NAME.get(record["type"], default)(record["message"])
     error.names_rank = True
+    error.may_pass = record.get("may_pass", error.may_pass)
     return error

@@ -16,11 +16,12 @@ from typing import Any
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.errors import (
-    AgreementError,
     CheckpointCorruptError,
     CheckpointError,
     CheckpointNotFoundError,
     InvalidArgumentError,
+    may_pass,
+    reworded,
 )
 from mcore_ckpt.load.load import LoadResult
 from mcore_ckpt.manager import CheckpointManager
@@ -234,7 +235,7 @@ def _newest(
                 skipped.append(str(error))
                 continue
             except CheckpointError as error:
-                raise type(error)(f"{error}{_listed('tried before', skipped)}") from error
+                raise reworded(error, f"{error}{_listed('tried before', skipped)}") from error
         return Recovery(step, results, tuple(skipped))
     raise CheckpointCorruptError(
         f"no step can be loaded by all of {', '.join(by_role)}. Parts of the state may now be of several steps: load "
@@ -252,7 +253,7 @@ def _load_all(
             results[role] = retried(partial(manager.load, **which[role]), retries)
         except CheckpointError as error:
             loaded = f". Already loaded: {', '.join(results)}" if results else ""
-            raise type(error)(f"{role}: {error}{loaded}") from error
+            raise reworded(error, f"{role}: {error}{loaded}") from error
     return results
 
 
@@ -261,11 +262,13 @@ def _listed(what: str, reasons: Sequence[str]) -> str:
 
 
 def retried(work: Callable[[], Any], retries: int) -> Any:
-    """Calls `work`, and repeats it after errors that may be temporary. All ranks see such errors, so all repeat it."""
+    """Calls `work`, and repeats it after errors that may pass. All ranks see the same errors, so all repeat it."""
     for number in range(retries):
         try:
             return work()
-        except (OSError, AgreementError) as error:
+        except (OSError, CheckpointError) as error:
+            if not may_pass(error):
+                raise
             pause = RETRY_FIRST_S * 2**number
             logger.warning("trying again in %g s: %s", pause, error)
             time.sleep(pause)

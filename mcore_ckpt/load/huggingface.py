@@ -13,7 +13,13 @@ from typing import Any, Literal
 import torch
 
 from mcore_ckpt.config import TIMEOUT_S
-from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError, InvalidArgumentError
+from mcore_ckpt.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointMismatchError,
+    InvalidArgumentError,
+    reworded,
+)
 from mcore_ckpt.formats.contract import RankPosition
 from mcore_ckpt.formats.huggingface.adapter_reader import AdapterReader, is_adapter_folder, read_adapter_contents
 from mcore_ckpt.formats.huggingface.hub import find_folder_together, with_revision
@@ -459,7 +465,7 @@ def _apply_together(here: _Here, plan: _Plan, source: Source) -> int:
         forget_caches(here.chunks)
         decide(here.agreement, topic, look, lambda _: {})
     except CheckpointError as error:
-        raise type(error)(f"{error}. The model is now undefined: load it again before using it") from error
+        raise reworded(error, f"{error}. The model is now undefined: load it again before using it") from error
     return nbytes
 
 

@@ -23,6 +23,7 @@ from mcore_ckpt.errors import (
     CheckpointMismatchError,
     CheckpointNotFoundError,
     UnsupportedError,
+    reworded,
 )
 from mcore_ckpt.formats import kinds
 from mcore_ckpt.formats.native.folder import Folder, LocalFolder
@@ -292,7 +293,8 @@ def _final(error: CheckpointError, skipped: Sequence[str], changed: bool) -> Che
     # This older checkpoint was tried because a newer one is damaged. So report the damage, even if the older one is
     # intact and does not fit.
     after_damage = isinstance(error, (CheckpointMismatchError, CheckpointNotFoundError))
-    return (CheckpointCorruptError if after_damage else type(error))(f"{error}. {state}{newer}")
+    message = f"{error}. {state}{newer}"
+    return CheckpointCorruptError(message) if after_damage else reworded(error, message)
 
 
 def _verify_together(trainer: Trainer, folder: Folder) -> None:

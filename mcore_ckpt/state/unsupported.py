@@ -61,6 +61,7 @@ def refuse_unsupported_model(chunks: Sequence[torch.nn.Module], groups: ProcessG
             _refuse(type(module), _MODULES, f"module {path or type(module).__name__}")
             _refuse_inference_copies(chunk, path, module)
             _refuse_peft_layer(path, module)
+            _refuse_shared_elements(path, module)
         for name, parameter in chunk.named_parameters():
             if hasattr(parameter, "_local_tensor"):
                 raise UnsupportedError(f"parameter {name} is not supported: a DTensor; use DistributedDataParallel")
@@ -120,6 +121,34 @@ def _refuse_peft_layer(path: str, module: Any) -> None:
             f"module {path} is a {type(module).__name__} without sharded_state_dict, so the places of its tensors are "
             "unknown: use the layers of ROLL's mcore_adapter (apply_megatron_lora), or Megatron-Bridge's adapters"
         )
+
+
+def _refuse_shared_elements(path: str, module: torch.nn.Module) -> None:
+    """Refuses tensors of which several elements have one place in memory, such as a parameter made by `expand`.
+
+    torch cannot write into them, so a load would fail when other tensors have changed already.
+    """
+    buffers = {name: each for name, each in module._buffers.items() if name not in module._non_persistent_buffers_set}
+    for name, tensor in {**module._parameters, **buffers}.items():
+        if tensor is not None and _shares_elements(tensor):
+            raise UnsupportedError(
+                f"tensor {path}.{name} of shape {list(tensor.shape)} has the strides {list(tensor.stride())}, so "
+                "several of its elements have one place in memory, and none of them can be loaded: make it with "
+                ".clone() or .contiguous()"
+            )
+
+
+def _shares_elements(tensor: torch.Tensor) -> bool:
+    """True if elements may have one place in memory. Exact for tensors made by expand, slices, transpose and unfold."""
+    if tensor.layout is not torch.strided or not tensor.numel():
+        return False
+    reach = 0
+    axes = zip(tensor.stride(), tensor.shape, strict=True)
+    for stride, size in sorted((stride, size) for stride, size in axes if size > 1):
+        if stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
 
 
 def _refuse_interleaved_rows(chunk: torch.nn.Module) -> None:

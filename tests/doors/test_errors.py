@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,8 +12,14 @@ import torch
 
 import mcore_ckpt
 from mcore_ckpt import CheckpointConfig, CheckpointManager, errors
-from mcore_ckpt.errors import CheckpointError, InvalidArgumentError, InvalidTypeError
-from mcore_ckpt.recover import recover, resumable_steps
+from mcore_ckpt.errors import (
+    AgreementError,
+    CheckpointCorruptError,
+    CheckpointError,
+    InvalidArgumentError,
+    InvalidTypeError,
+)
+from mcore_ckpt.recover import recover, resumable_steps, retried
 from mcore_ckpt.schedule import Frequency, RoleSchedules, Schedule
 
 
@@ -93,6 +100,33 @@ def test_every_error_is_documented_and_travels_between_ranks() -> None:
     for kind in kinds:
         assert kind is CheckpointError or kind.__name__ in (errors.__doc__ or "")
         assert type(errors.from_record(errors.to_record(kind("x"), 3), CheckpointError)) is kind
+
+
+@pytest.mark.parametrize(
+    ("error", "passes"),
+    [
+        (AgreementError("rank 1 is late"), True),
+        (OSError(5, "Input/output error"), True),
+        (PermissionError(13, "Permission denied"), False),
+        (RuntimeError("unsupported operation: more than one element of the written-to tensor"), False),
+        (CheckpointCorruptError("x"), False),
+    ],
+)
+def test_only_what_may_pass_is_tried_again(error: Exception, passes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mcore_ckpt.recover.RETRY_FIRST_S", 0.0)
+    told = errors.from_record(errors.to_record(error, 3), AgreementError)
+    assert (errors.may_pass(error), told.may_pass) == (passes, passes)
+    assert errors.reworded(told, "y").may_pass is passes
+    calls: list[int] = []
+
+    def work() -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            raise told
+
+    with nullcontext() if passes else pytest.raises(type(told)):
+        retried(work, 1)
+    assert len(calls) == (2 if passes else 1)
 
 
 def test_the_built_in_counterparts() -> None:

@@ -339,3 +339,21 @@ def test_sharded_weights_are_refused_by_a_parameter() -> None:
     model.weight.is_gtp_weight_remat = True  # type: ignore[attr-defined]
     with pytest.raises(UnsupportedError, match=r"generalized tensor parallelism .*parameter weight"):
         refuse_unsupported_model([model])
+
+
+@pytest.mark.parametrize("kind", ["parameter", "buffer"])
+def test_tensors_whose_elements_share_memory_are_refused(kind: str) -> None:
+    def with_tensor(tensor: torch.Tensor) -> torch.nn.Module:
+        model = Plain(torch.nn.Module())
+        if kind == "parameter":
+            model.child.register_parameter("scale", torch.nn.Parameter(tensor, requires_grad=False))  # type: ignore[union-attr]
+        else:
+            model.child.register_buffer("scale", tensor)  # type: ignore[union-attr]
+        return model
+
+    sound = torch.zeros(4, 6)
+    for tensor in (sound, sound.t(), sound[::2, 1:5], sound[:1].expand(1, 6), torch.zeros(0, 3).expand(2, 0, 3)):
+        refuse_unsupported_model([with_tensor(tensor)])
+    for tensor in (torch.zeros(1).expand(4), torch.zeros(3).expand(2, 3), torch.zeros(8).unfold(0, 4, 2)):
+        with pytest.raises(UnsupportedError, match=r"tensor child\.scale of shape .* one place in memory"):
+            refuse_unsupported_model([with_tensor(tensor)])

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from mcore_ckpt import load_hf
 from mcore_ckpt.config import CheckpointConfig
-from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, UnsupportedError
+from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, UnsupportedError, reworded
 from mcore_ckpt.integrations.kit.kept import KeptManager
 from mcore_ckpt.integrations.kit.options import kept_count
 from mcore_ckpt.integrations.verl import resume
@@ -182,7 +182,7 @@ class MegatronCheckpointManager:
                 request,
                 lambda: {"advice": resume.send_back(place, has_copies, on_nodes)},
             )
-            raise type(error)(f"{error}; {outcome['advice']}") from error
+            raise reworded(error, f"{error}; {outcome['advice']}") from error
         if del_local_after_load:
             self._delete_later = place
 
