@@ -100,6 +100,16 @@ def add_ignore(parser: argparse.ArgumentParser, tensors: str = "tensors") -> Non
     )
 
 
+def add_force(parser: argparse.ArgumentParser, what: str) -> None:
+    """Adds `--force`, with a help text that says what it replaces (`what`), and what is never replaced."""
+    parser.add_argument(
+        "--force",
+        action="store_true",
+        help=f"replace {what} that is there already; a pinned step is never replaced, and nothing is written to a "
+        "folder of steps in which a trainer that is alive saves",
+    )
+
+
 def add_json(
     parser: argparse.ArgumentParser, what: str = "print the result as one JSON object, and nothing else"
 ) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from mcore_ckpt.cli.arguments import add_json, check_is_folder, expanded_path
+from mcore_ckpt.cli.arguments import add_force, add_json, check_is_folder, expanded_path
 from mcore_ckpt.cli.progress import progress_in, progress_of_bytes
 from mcore_ckpt.cli.tables import result_console
 
@@ -43,6 +43,7 @@ def add_to(subparsers: Subparsers) -> None:
     )
     parser.add_argument("root", type=expanded_path, metavar="DST", help="folder of steps to write to")
     parser.add_argument("--step", type=int, metavar="N", help="step to collect (the newest whole one if not given)")
+    add_force(parser, "the step in DST")
     add_json(parser)
     parser.set_defaults(run=run)
 
@@ -62,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     report = None
     if chosen is not None:
         with progress_of_bytes(args.json) as bar:
-            report = collect(chosen, args.root, progress_in(bar, f"step {chosen.step}"))
+            report = collect(chosen, args.root, progress_in(bar, f"step {chosen.step}"), args.force)
     if args.json:
         print(json.dumps(as_json(report, lacking)))
     elif report is not None:

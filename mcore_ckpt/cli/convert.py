@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mcore_ckpt.cli.arguments import (
+    add_force,
     add_ignore,
     add_ignored_flags,
     add_json,
@@ -125,6 +126,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="dtype of weights that are quantized in the folder (the one in its config.json if not given)",
     )
     parser.add_argument("--test", action="store_true", help="read the result back and compare it before it appears")
+    add_force(parser, "a checkpoint in DIR of the same step, or in this format,")
     add_json(parser)
     add_ignored_flags(parser)
     parser.set_defaults(run=run)
@@ -135,11 +137,6 @@ def run(args: argparse.Namespace) -> int:
     source = _source(args)
     if args.output_path.exists() and not args.output_path.is_dir():
         raise InvalidArgumentError(f"--output_path {args.output_path}: is a file, not a folder")
-    is_whole = args.format == "torch_dist" and args.checkpoint is None
-    if is_whole and args.output_path.exists() and any(args.output_path.iterdir()):
-        raise InvalidArgumentError(
-            f"--output_path {args.output_path}: exists already and is not empty: name another folder"
-        )
     check_patterns("--ignore", args.ignore)
     with _agreement() as agreement, progress_of_bytes(args.json or not agreement.is_coordinator) as bar:
         task = bar.add_task(Path(source).name, total=None)
@@ -203,6 +200,7 @@ def _convert_back(args: argparse.Namespace, agreement: Agreement, progress: Any)
         hf_model_path=None if args.hf_model_path is None else Path(args.hf_model_path),
         test=args.test,
         progress=progress,
+        force=args.force,
     )
 
 
@@ -210,7 +208,7 @@ def _convert(args: argparse.Namespace, source: str, agreement: Agreement, progre
     import torch
 
     dequantized = None if args.dequantize_to is None else getattr(torch, args.dequantize_to)
-    options = (args.test, progress, args.ignore, dequantized)
+    options = (args.test, progress, args.ignore, dequantized, args.force)
     if args.format == "torch_dist":
         from mcore_ckpt.tools.convert_torch_dist import convert_to_torch_dist
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mcore_ckpt.cli.arguments import (
+    add_force,
     add_ignore,
     add_ignored_flags,
     add_json,
@@ -103,6 +104,7 @@ def add_to(subparsers: Subparsers) -> None:
         "--hf_upload_path", "--hf-upload-path", metavar="REPO", help="then upload to this HuggingFace repository"
     )
     parser.add_argument("--private", action="store_true", help="if the repository is new, make it private")
+    add_force(parser, "a HuggingFace model in target, or in REPO,")
     add_json(parser)
     add_ignored_flags(parser)
     parser.set_defaults(run=run)
@@ -112,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
     """Merges a checkpoint. Returns 0 when the folder is in place and, with `--hf_upload_path`, uploaded."""
     # `--help` must not wait for the import of torch, which takes a second.
     from mcore_ckpt.tools.merge import merge, ranks_of_torchrun
-    from mcore_ckpt.tools.push_to_hub import can_push_to_hub, push_to_hub
+    from mcore_ckpt.tools.push_to_hub import can_push_to_hub, check_has_no_model, push_to_hub
 
     check_patterns("--ignore", args.ignore)
     request = _request(args)
@@ -120,6 +122,8 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidArgumentError("--private needs a repository to upload to: give --hf_upload_path")
     if args.hf_upload_path is not None and not can_push_to_hub():
         raise InvalidArgumentError("--hf_upload_path needs huggingface_hub: pip install huggingface_hub")
+    if args.hf_upload_path is not None and not args.force:
+        check_has_no_model(args.hf_upload_path)
     with torchrun_variables():
         ranks = ranks_of_torchrun()
     is_first = ranks is None or ranks.is_coordinator
@@ -160,6 +164,7 @@ def _request(args: argparse.Namespace) -> MergeRequest:
         fp8_blocks=args.quantize == "fp8-block",
         adapters=args.adapters,
         lora_alpha=args.lora_alpha,
+        force=args.force,
     )
     return replace(request, max_shard_bytes=args.max_shard_size) if args.max_shard_size else request
 

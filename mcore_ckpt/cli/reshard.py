@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from mcore_ckpt.cli.arguments import add_json, expanded_path
+from mcore_ckpt.cli.arguments import add_force, add_json, expanded_path
 from mcore_ckpt.cli.progress import progress_of_bytes
 from mcore_ckpt.cli.tables import result_console
 
@@ -75,6 +75,7 @@ def add_to(subparsers: Subparsers) -> None:
         "--account-for-embedding", action="store_true", help="count the embedding as a layer of the first stage"
     )
     parser.add_argument("--account-for-loss", action="store_true", help="count the loss as a layer of the last stage")
+    add_force(parser, "a checkpoint of the step in DST")
     add_json(parser)
     parser.set_defaults(run=run)
 
@@ -101,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
     with progress_of_bytes(args.json) as bar:
         task = bar.add_task(f"step {selection.step}", total=None)
         report = reshard(
-            selection, args.root, wanted, lambda done, total: bar.update(task, completed=done, total=total)
+            selection, args.root, wanted, lambda done, total: bar.update(task, completed=done, total=total), args.force
         )
     if args.json:
         print(json.dumps(as_json(report)))

@@ -53,6 +53,27 @@ def torch_dist_folders(path: Path) -> list[Path]:
     return [tree for tree in (path / name / "dist_ckpt" for name in _VERL_TREES) if _has_config(tree)]
 
 
+def is_hf_folder(path: Path) -> bool:
+    """Returns True if a folder has the configuration and weights of a HuggingFace model, or of an adapter for one."""
+    names = names_in(path)
+    has_weights = any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names)
+    return has_weights and not names.isdisjoint(("config.json", "adapter_config.json"))
+
+
+def is_way_back(path: Path) -> bool:
+    """Returns True if a folder, or one of the folders in it, is a torch_dist checkpoint."""
+    folders = [path / name for name in names_in(path)]
+    return bool(torch_dist_folders(path)) or any(torch_dist_folders(folder) for folder in folders)
+
+
+def names_in(folder: Path) -> set[str]:
+    """Returns the names in a folder; none if it cannot be read."""
+    try:
+        return set(os.listdir(folder))
+    except OSError:
+        return set()
+
+
 def rank_dirs(path: Path) -> dict[str, tuple[int, ...]]:
     """Finds the folders `model/mp_rank_*` that hold a model file.
 

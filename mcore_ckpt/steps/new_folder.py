@@ -3,26 +3,71 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+import os
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
+from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.errors import InvalidArgumentError, NoRoomError
+from mcore_ckpt.io.files import sync_dir
 from mcore_ckpt.io.room import Need, room_of
 from mcore_ckpt.steps import commit, leftovers
 
 logger = logging.getLogger(__name__)
 
 
-def check_unused(path: Path) -> None:
-    """Checks that a folder can be made, because there is none, or one without files.
+@dataclass(frozen=True)
+class Replaceable:
+    """What a tool may replace when its output folder has files already.
+
+    Attributes:
+        force: True if the user has asked for it.
+        what: what the tool writes, for messages.
+        is_like: says whether a folder is one of these. No other folder is ever replaced.
+    """
+
+    force: bool
+    what: str
+    is_like: Callable[[Path], bool]
+
+
+def check_may_replace(path: Path, replaceable: Replaceable) -> None:
+    """Checks that a tool may make a folder: there is none, it has no files, or it may be replaced.
 
     A model that is already in the folder may be somebody's only copy, or the one that is being read.
 
     Raises:
-        InvalidArgumentError: there is a file, or a folder that is not empty.
+        InvalidArgumentError: there is a file, or a folder that the tool must not replace.
     """
-    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-        raise InvalidArgumentError(f"{path}: exists already and is not empty: name another folder, or remove it")
+    if not os.path.lexists(path) or (path.is_dir() and not any(path.iterdir())):
+        return
+    if not replaceable.force:
+        raise InvalidArgumentError(
+            f"{path}: exists already and is not empty: name another folder, remove it, or replace it with --force"
+        )
+    for folder in (path, *path.parents):
+        if file_names.parse_step(folder.name) is not None:
+            check_not_pinned(folder)
+        if (folder / file_names.MANIFEST_FILE).exists():
+            raise InvalidArgumentError(
+                f"{path}: is not replaced, because {folder} is a checkpoint of this package: name another folder"
+            )
+    if not replaceable.is_like(path) or file_names.step_dirs(path):
+        raise InvalidArgumentError(
+            f"{path}: is not replaced, because it is not {replaceable.what}: name another folder, or remove it yourself"
+        )
+
+
+def check_not_pinned(step_path: Path) -> None:
+    """Raises InvalidArgumentError if the step with this folder is pinned."""
+    if os.path.lexists(step_path / file_names.PINNED_FILE):
+        step = file_names.parse_step(step_path.name)
+        raise InvalidArgumentError(
+            f"{step_path}: is pinned, so no tool replaces it: name another folder, or first unpin it with "
+            f"`mcore-ckpt prune {step_path.parent} --unpin {step}`"
+        )
 
 
 def check_space(path: Path, sizes: Iterable[int]) -> None:
@@ -47,24 +92,51 @@ def check_space(path: Path, sizes: Iterable[int]) -> None:
     logger.warning("%s. The file system may store them in less room, so it is tried", message)
 
 
-def open_new_folder(path: Path, sizes: Iterable[int]) -> str:
+def open_new_folder(path: Path, sizes: Iterable[int], replaceable: Replaceable) -> str:
     """Makes the staging folder of a new folder, and removes those that dead processes have left beside it.
 
     Args:
         path: the new folder.
         sizes: the size of each file that will be written, in bytes.
+        replaceable: what may be replaced if the folder has files already.
 
     Returns:
-        The id of the attempt, which `commit.publish` needs to put the folder in place.
+        The id of the attempt, which `put_in_place` needs.
 
     Raises:
-        InvalidArgumentError: there is a file, or a folder that is not empty.
+        InvalidArgumentError: there is a file, or a folder that the tool must not replace.
         NoRoomError: the files do not fit.
         OSError: the staging folder cannot be made.
     """
-    check_unused(path)
+    check_may_replace(path, replaceable)
     leftovers.remove_leftovers_beside(path)
     check_space(path, sizes)
     attempt = commit.new_attempt()
     commit.open_staging(path, attempt)
     return attempt
+
+
+def put_in_place(staging: Path, path: Path, attempt: str, replaceable: Replaceable) -> None:
+    """Renames a staging folder, all of which is durable, to the new folder.
+
+    A folder that is replaced stays whole until then, and goes with everything in it.
+
+    Raises:
+        InvalidArgumentError: there is a folder that the tool must not replace.
+        OSError: the new folder is not in place, and what was there is untouched.
+    """
+    check_may_replace(path, replaceable)
+    # rename() replaces an empty folder, and fails if somebody has put files into the folder in the meantime.
+    if not path.is_dir() or not any(path.iterdir()):
+        os.rename(staging, path)
+    elif not commit.exchange(staging, path):
+        replaced = file_names.replaced_dir(path, attempt)
+        os.rename(path, replaced)
+        os.rename(staging, path)
+    sync_dir(path.parent)
+    with suppress(PermissionError):  # the folder above belongs to another user, and this process may not open it
+        sync_dir(path.parent.parent)
+    # Other runs remove staging folders of dead processes. Until the rename, this file marked this process as alive.
+    (path / file_names.OWNER_FILE).unlink(missing_ok=True)
+    for old in (staging, file_names.replaced_dir(path, attempt)):
+        commit.remove_folder(old)

@@ -15,6 +15,7 @@ import os
 import threading
 import time
 import uuid
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -36,6 +37,14 @@ _LOOK_S = 0.5
 TRAINER_BEAT_S = 15.0
 TRAINER_LEASE_S = 120.0
 
+# Stands in the lock files of tools.
+_TOOL = "mcore_ckpt tool"
+
+_TRAINERS_ADVICE = (
+    "Two trainers would delete each other's checkpoints: stop the other one, or give this one another root or role"
+)
+_TOOLS_ADVICE = "A tool does not write beside it: wait until it has ended, or name another folder to write to"
+
 # The same for a damaged file. A power loss leaves one, because the file is not synced. No trainer touches it, and one
 # that is just writing it (`claim_file`, on a file system without hard links) needs a moment, not minutes. If it were
 # slower than this, it would notice the loss before it commits.
@@ -48,6 +57,11 @@ class Claim:
 
     content: bytes
     touched_ns: int
+
+    @property
+    def is_of_tool(self) -> bool:
+        """True if a tool holds the lock (`ToolLocks`), not a trainer."""
+        return _TOOL.encode() in self.content
 
     @property
     def owner(self) -> Owner | None:
@@ -67,16 +81,18 @@ class TrainerLock:
     Args:
         root: the folder of the steps.
         role: the role that this trainer saves.
+        is_tool: True if a tool writes the role, not a trainer.
 
     Example:
         >>> lock = TrainerLock(Path("checkpoints"), "actor")  # doctest: +SKIP
         >>> lock.take(patience_s=60.0)  # doctest: +SKIP
     """
 
-    def __init__(self, root: Path, role: str) -> None:
+    def __init__(self, root: Path, role: str, is_tool: bool = False) -> None:
         # Two managers may spell the path of one folder differently, but they must use the same lock file.
         self._path = file_names.trainer_file(root.resolve(), role)
         self._role = role
+        self._is_tool = is_tool
         self._hold: _Hold | None = None
         self._seen: Claim | None = None
         self._seen_at = 0.0
@@ -124,7 +140,8 @@ class TrainerLock:
 
     def _acquire(self, patience_s: float) -> _Hold:
         make_folder(self._path.parent)
-        content = fields.encode(asdict(Owner.this_process()) | {"claim": uuid.uuid4().hex})
+        by = {"by": _TOOL} if self._is_tool else {}
+        content = fields.encode(asdict(Owner.this_process()) | {"claim": uuid.uuid4().hex} | by)
         deadline = time.monotonic() + patience_s
         waited_for: Claim | None = None
         while True:
@@ -147,6 +164,13 @@ class TrainerLock:
             has_moved = waited_for is not None and waited_for != claim
             if has_moved or self._is_alive(claim) or time.monotonic() >= deadline:
                 raise LockedError(self._why(claim))
+            if waited_for is None and self._is_tool:
+                logger.warning(
+                    "%s: waiting up to %.0f s for a sign of life of %s",
+                    self._path,
+                    patience_s,
+                    claim.owner or "its owner",
+                )
             waited_for = claim
             time.sleep(min(_LOOK_S, TRAINER_LEASE_S / 10))
 
@@ -171,10 +195,7 @@ class TrainerLock:
         return owner is not None and owner.is_on_this_host and owner.is_alive_here
 
     def _why(self, claim: Claim) -> str:
-        advice = (
-            "Two trainers would delete each other's checkpoints: stop the other one, or give this one another root or "
-            "role"
-        )
+        advice = _TOOLS_ADVICE if self._is_tool else _TRAINERS_ADVICE
         if self._is_alive(claim):
             return f"{self._path}: {claim.owner} saves {self._role} here, and is alive. {advice}"
         holder = claim.owner or "an unknown process (the file is damaged)"
@@ -184,6 +205,54 @@ class TrainerLock:
             f"ago. {advice}. If that process is surely dead, delete the file, or save again in {left:.0f} s: without a "
             "sign of life until then, the lock is taken over"
         )
+
+
+class ToolLocks:
+    """The locks of the roles that a tool writes below a root. A `with` block holds them.
+
+    It also excludes trainers of other roles, whose retention would judge the new step. Tools that write other roles may
+    run at the same time.
+
+    Raises:
+        LockedError: a trainer saves below the root, or another tool writes one of the roles.
+        OSError: a lock file cannot be written.
+    """
+
+    def __init__(self, root: Path, roles: Sequence[str]) -> None:
+        self._root = root.resolve()
+        self._locks = [TrainerLock(root, role, is_tool=True) for role in roles]
+        self._roles = frozenset(roles)
+
+    def __enter__(self) -> ToolLocks:
+        try:
+            for lock in self._locks:
+                lock.take(_patience_s())
+            for role in self._other_trainers():
+                lock = TrainerLock(self._root, role, is_tool=True)
+                lock.take(_patience_s())
+                lock.release()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for lock in self._locks:
+            lock.release()
+
+    def _other_trainers(self) -> Iterator[str]:
+        for name in os.listdir(self._root):
+            role = file_names.role_of_trainer_file(name)
+            if role is None or role in self._roles:
+                continue
+            claim = read_claim(self._root / name)
+            if claim is not None and not claim.is_of_tool:
+                yield role
+
+
+def _patience_s() -> float:
+    # With some room, so that the lock of a trainer that died on another host is taken over.
+    return TRAINER_LEASE_S + 2 * _LOOK_S
 
 
 def _lease_s(owner: Owner | None) -> float:

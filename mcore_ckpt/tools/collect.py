@@ -16,8 +16,8 @@ from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, C
 from mcore_ckpt.io import tuning
 from mcore_ckpt.io.file_copies import copy_checked
 from mcore_ckpt.io.files import inside, make_folders, sync_folders_below
-from mcore_ckpt.steps import commit, leftovers, tracker
-from mcore_ckpt.steps.new_folder import check_space
+from mcore_ckpt.steps import commit
+from mcore_ckpt.steps.new_step import NewStep
 from mcore_ckpt.steps.node_files import files_among
 from mcore_ckpt.steps.node_steps import FastCheckpoint, HeldRole, Runs, fast_checkpoints, held_roles, in_order_of_saves
 
@@ -175,19 +175,23 @@ def _missing(manifest: Manifest, found: FastCheckpoint) -> Iterator[MissingFiles
         yield MissingFiles(found.role, nodes, tuple(file.path for file in files))
 
 
-def collect(found: FoundStep, root: Path, progress: Progress = lambda done, total: None) -> CollectReport:
+def collect(
+    found: FoundStep, root: Path, progress: Progress = lambda done, total: None, force: bool = False
+) -> CollectReport:
     """Copies a whole step into a folder of steps, as the ordinary checkpoint that a save to a root would have written.
 
     Each file is read once, and its CRC is checked. If it is damaged in one folder, it is taken from the next one that
-    has it. If `root` already has the step, it is replaced once the new one is written.
+    has it. Meanwhile no trainer can save below `root`.
 
     Args:
         found: the step, which is whole.
         root: the folder of steps to write into.
         progress: called, on several threads, with the number of bytes written so far and the number in all.
+        force: True to replace the step in `root`, once the new one is written. A pinned step stays.
 
     Raises:
-        InvalidArgumentError: `root` is one of the nodes' folders.
+        InvalidArgumentError: `root` is one of the nodes' folders, or has the step already.
+        LockedError: a trainer saves below `root`.
         NoRoomError: the files do not fit.
         CheckpointCorruptError: a file is damaged in every folder that has it. `root` is as it was.
         CommitError: the checkpoint cannot be written. `root` is as it was.
@@ -201,42 +205,28 @@ def collect(found: FoundStep, root: Path, progress: Progress = lambda done, tota
         for folder, _ in source.folders:
             if root.resolve() == folder.parent.parent.resolve():
                 raise InvalidArgumentError(f"{root}: is the folder of a node: name another folder to write to")
-    is_new = not root.exists()
     try:
-        roles = _write(found, root, progress)
+        roles = _write(found, root, force, progress)
     except OSError as error:
         raise CommitError(f"{root}: step {found.step} could not be written: {error}") from error
-    finally:
-        if is_new and root.is_dir():
-            commit.remove_if_empty(root)
     return CollectReport(found.step, tuple(roles), time.monotonic() - started)
 
 
-def _write(found: FoundStep, root: Path, progress: Progress) -> list[CollectedRole]:
-    sources = {file_names.step_dir(root, found.step) / source.manifest.role: source for source in found.roles}
-    for source in found.roles:
-        leftovers.remove_leftovers(root, source.manifest.role, alone=False)
+def _write(found: FoundStep, root: Path, force: bool, progress: Progress) -> list[CollectedRole]:
     files = [file for source in found.roles for file in source.manifest.files]
-    check_space(file_names.step_dir(root, found.step), (file.size for file in files))
     counter = _Counter(sum(file.size for file in files), progress)
-    attempt = commit.new_attempt()
-    staged: dict[Path, Path] = {}
     reports = []
-    try:
-        for role_dir, source in sources.items():
-            staging = staged[role_dir] = commit.open_staging(role_dir, attempt)
+    with NewStep(root, found.step, [source.manifest.role for source in found.roles], force) as new:
+        new.check_space(file.size for file in files)
+        for source in found.roles:
+            staging = new.open(source.manifest.role)
             damaged = _copy_all(source, staging, counter)
             sync_folders_below(staging)
             manifest = replace(source.manifest, placement=None)
             commit.write_manifest(staging, manifest)
+            role_dir = file_names.step_dir(root, found.step) / manifest.role
             reports.append(CollectedRole(manifest.role, role_dir, len(manifest.files), manifest.nbytes, tuple(damaged)))
-        for role_dir, staging in staged.items():
-            commit.publish(staging, role_dir, attempt)
-    except BaseException:
-        for staging in staged.values():
-            commit.discard(staging)
-        raise
-    tracker.move_tracker(root)
+        new.publish()
     return reports
 
 

@@ -23,6 +23,7 @@ from mcore_ckpt.sharding.cuts import Cut
 from mcore_ckpt.sharding.plan import MODEL, ReadRange
 from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.sharding.towers import in_tower
+from mcore_ckpt.steps.new_folder import Replaceable, check_may_replace
 
 Progress = Callable[[int, int], None]
 """Called with the number of bytes that this process has written so far, and the number that it will write in all."""
@@ -45,6 +46,16 @@ class ConversionReport:
     model: str
     nbytes: int
     seconds: float
+
+
+def check_together(agreement: Agreement, path: Path, replaceable: Replaceable) -> None:
+    """Checks that a folder may be written, before a model is downloaded or read. Every process raises the same."""
+
+    def combine(_: Sequence[Record]) -> Record:
+        check_may_replace(path, replaceable)
+        return {}
+
+    decide(agreement, f"looking at {path}", dict, combine)
 
 
 def open_folder(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,8 @@ from mcore_ckpt.sharding.placement import share_of
 from mcore_ckpt.sharding.plan import MODEL, ShardKey
 from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.state.model_facts import Facts, facts_of
-from mcore_ckpt.steps import commit, leftovers, tracker
-from mcore_ckpt.steps.new_folder import check_space
+from mcore_ckpt.steps import commit
+from mcore_ckpt.steps.new_step import NewStep, check_may_write
 from mcore_ckpt.tools.convert import ConversionReport, Progress, check_written, open_folder, whole_region
 from mcore_ckpt.tools.reshard.attention_heads import check_heads
 from mcore_ckpt.tools.reshard.new_manifest import Identity, build_manifest
@@ -60,6 +61,7 @@ def convert_to_native(
     progress: Progress = lambda done, total: None,
     ignore: Sequence[str] = (),
     dequantized: torch.dtype | None = None,
+    force: bool = False,
 ) -> ConversionReport:
     """Writes `root/global_steps_0/<role>`, which appears only when it is complete. Every process must call it.
 
@@ -68,7 +70,7 @@ def convert_to_native(
 
     Args:
         source: the folder of the HuggingFace model, which every process must see, or the name of a model on the hub.
-        root: the folder of all steps; a checkpoint of this role at step 0 in it is replaced.
+        root: the folder of all steps. Meanwhile no trainer can save below it.
         wanted: the layout of the new checkpoint.
         agreement: connects this process with the other processes that share the work.
         role: the name of the role's folder.
@@ -76,30 +78,26 @@ def convert_to_native(
         progress: called with the number of bytes that this process has written, and the number that it will write.
         ignore: regular expressions of HuggingFace tensors to leave out.
         dequantized: the dtype of weights that are quantized in the folder; None takes the one in its `config.json`.
+        force: True to replace a checkpoint of this role at step 0. A pinned step stays.
 
     Raises:
-        InvalidArgumentError: the sizes contradict each other.
+        InvalidArgumentError: the sizes contradict each other, or `root` has this role at step 0.
+        LockedError: a trainer saves below `root`.
         CheckpointError: the HuggingFace folder is damaged or does not fit the layout, or the checkpoint cannot be
             written. All processes raise it, and `root` is as it was.
     """
     started = time.monotonic()
     role_dir = file_names.step_dir(root.absolute(), STEP) / file_names.check_role(role)
+    _check_free(agreement, role_dir, force)
     reader = open_folder(agreement, source, ignore, dequantized)
     target, files = _plan(reader, wanted)
-    is_new = not root.exists()
-    attempt = _open(agreement, role_dir, [file.nbytes for file in files])
-    staging = file_names.staging_dir(role_dir, attempt)
-    try:
+    with ExitStack() as stack:  # on the coordinator it holds the new step
+        attempt, new = _open(agreement, stack, role_dir, [file.nbytes for file in files], force)
+        staging = file_names.staging_dir(role_dir, attempt)
         nbytes = _write(agreement, reader, files, _NewCheckpoint(role_dir, staging, attempt, target), progress)
         if test:
             _test(agreement, reader, staging)
-        _publish(agreement, staging, role_dir, attempt)
-    except BaseException:
-        if agreement.is_coordinator:
-            commit.discard(staging)
-            if is_new:
-                commit.remove_if_empty(root)
-        raise
+        decide(agreement, f"putting {role_dir} in place", dict, lambda _: {}, act=lambda: new[0].publish())
     return ConversionReport(reader.place, role_dir, reader.model.describe(), nbytes, time.monotonic() - started)
 
 
@@ -124,15 +122,30 @@ def _plan(reader: HuggingFaceReader, wanted: WantedLayout) -> tuple[Target, list
         raise type(error)(f"{reader.place}: {error}") from error
 
 
-def _open(agreement: Agreement, role_dir: Path, sizes: Sequence[int]) -> str:
-    def combine(_: Sequence[Record]) -> Record:
-        leftovers.remove_leftovers(role_dir.parent.parent, role_dir.name, alone=False)
-        check_space(role_dir, sizes)
-        attempt = commit.new_attempt()
-        commit.open_staging(role_dir, attempt)
-        return {"attempt": attempt}
+def _check_free(agreement: Agreement, role_dir: Path, force: bool) -> None:
+    """Checks that the checkpoint may be written, before a model is downloaded or read."""
 
-    return str(decide(agreement, f"opening {role_dir}", dict, combine)["attempt"])
+    def combine(_: Sequence[Record]) -> Record:
+        check_may_write(role_dir.parent.parent, STEP, [role_dir.name], force)
+        return {}
+
+    decide(agreement, f"looking at {role_dir}", dict, combine)
+
+
+def _open(
+    agreement: Agreement, stack: ExitStack, role_dir: Path, sizes: Sequence[int], force: bool
+) -> tuple[str, list[NewStep]]:
+    """Opens the new step on the coordinator. Returns the id of the attempt, and, on the coordinator alone, the step."""
+    opened: list[NewStep] = []
+
+    def combine(_: Sequence[Record]) -> Record:
+        new = stack.enter_context(NewStep(role_dir.parent.parent, STEP, [role_dir.name], force))
+        new.check_space(sizes)
+        new.open(role_dir.name)
+        opened.append(new)
+        return {"attempt": new.attempt}
+
+    return str(decide(agreement, f"opening {role_dir}", dict, combine)["attempt"]), opened
 
 
 def _write(
@@ -204,11 +217,3 @@ def _test(agreement: Agreement, folder: HuggingFaceReader, staging: Path) -> Non
         return {}
 
     decide(agreement, f"testing {staging}", work, lambda _: {})
-
-
-def _publish(agreement: Agreement, staging: Path, role_dir: Path, attempt: str) -> None:
-    def act() -> None:
-        commit.publish(staging, role_dir, attempt)
-        tracker.move_tracker(role_dir.parent.parent)
-
-    decide(agreement, f"putting {role_dir} in place", dict, lambda _: {}, act=act)

@@ -17,6 +17,7 @@ from mcore_ckpt.checkpoint.dtypes import torch_dtype
 from mcore_ckpt.errors import CheckpointCorruptError
 from mcore_ckpt.formats.huggingface.reader import HuggingFaceReader
 from mcore_ckpt.formats.huggingface.side_files import copy_side_files
+from mcore_ckpt.formats.kinds import is_way_back
 from mcore_ckpt.formats.torch_dist.files import TorchDistFiles, WantedPart
 from mcore_ckpt.formats.torch_dist.keys import Keys, Place
 from mcore_ckpt.formats.torch_dist.writer import (
@@ -37,8 +38,8 @@ from mcore_ckpt.sharding.placement import share_of
 from mcore_ckpt.sharding.plan import MODEL, ShardKey, plan_reads
 from mcore_ckpt.sharding.regions import Piece, Region, Shape
 from mcore_ckpt.steps import commit
-from mcore_ckpt.steps.new_folder import open_new_folder
-from mcore_ckpt.tools.convert import ConversionReport, Progress, check_written, open_folder
+from mcore_ckpt.steps.new_folder import Replaceable, open_new_folder, put_in_place
+from mcore_ckpt.tools.convert import ConversionReport, Progress, check_together, check_written, open_folder
 
 # With two threads, one file is read while another is written.
 _THREADS = 2
@@ -65,6 +66,7 @@ def convert_to_torch_dist(
     progress: Progress = lambda done, total: None,
     ignore: Sequence[str] = (),
     dequantized: torch.dtype | None = None,
+    force: bool = False,
 ) -> ConversionReport:
     """Writes the folder `path`, which appears only when it is complete. Every process must call it.
 
@@ -74,23 +76,25 @@ def convert_to_torch_dist(
 
     Args:
         source: the folder of the HuggingFace model, which every process must see, or the name of a model on the hub.
-        path: the folder to write; it must be empty or not exist.
+        path: the folder to write; without `force` it must be empty or not exist.
         agreement: connects this process with the other processes that share the work.
         test: True to read everything back and compare it before the folder appears.
         progress: called with the number of bytes that this process has written and the number that it will write.
         ignore: regular expressions of HuggingFace tensors to leave out.
         dequantized: the dtype of weights that are quantized in the folder; None takes the one in its `config.json`.
+        force: True to replace a torch_dist checkpoint that is there.
 
     Raises:
-        InvalidArgumentError: `path` is not empty.
+        InvalidArgumentError: `path` has files and may not be replaced.
         CheckpointError: the HuggingFace folder is damaged, or `path` cannot be written. All processes raise it, and
             `path` is as it was.
     """
     started = time.monotonic()
-    path = path.absolute()
+    path, replaceable = path.absolute(), Replaceable(force, "a torch_dist checkpoint", is_way_back)
+    check_together(agreement, path, replaceable)
     reader = open_folder(agreement, source, ignore, dequantized)
     plan = _plan(reader)
-    attempt = _open(agreement, path, plan)
+    attempt = _open(agreement, path, plan, replaceable)
     staging = file_names.staging_dir(path, attempt)
     try:
         nbytes = _write(agreement, reader, plan, staging, progress)
@@ -101,7 +105,7 @@ def convert_to_torch_dist(
             f"putting {path} in place",
             dict,
             lambda _: {},
-            act=lambda: commit.publish(staging, path, attempt),
+            act=lambda: put_in_place(staging, path, attempt, replaceable),
         )
     except BaseException:
         if agreement.is_coordinator:
@@ -172,9 +176,10 @@ def _slices(reader: HuggingFaceReader, name: str, rows: KeyRows) -> Iterator[Sli
     return slices_of(ShardKey(name, MODEL), rows, first.region.global_shape, first.dtype)
 
 
-def _open(agreement: Agreement, path: Path, plan: _Plan) -> str:
+def _open(agreement: Agreement, path: Path, plan: _Plan, replaceable: Replaceable) -> str:
     def combine(_: Sequence[Record]) -> Record:
-        return {"attempt": open_new_folder(path, (sum(each.nbytes for each in file) for file in plan.contents.files))}
+        sizes = (sum(each.nbytes for each in file) for file in plan.contents.files)
+        return {"attempt": open_new_folder(path, sizes, replaceable)}
 
     return str(decide(agreement, f"opening {path}", dict, combine)["attempt"])
 

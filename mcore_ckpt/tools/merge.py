@@ -11,7 +11,6 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from mcore_ckpt.errors import (
     CheckpointMismatchError,
     CheckpointNotFoundError,
     CommitError,
+    InvalidArgumentError,
     UnsupportedError,
 )
 from mcore_ckpt.formats.contract import CheckpointReader, TensorInfo, weights_of
@@ -38,7 +38,8 @@ from mcore_ckpt.formats.huggingface.safetensors_files import read_folder
 from mcore_ckpt.formats.huggingface.side_files import CONFIG_FILE, copy_side_files, warn_of_missing_code
 from mcore_ckpt.formats.huggingface.stored_weights import DequantizingReader
 from mcore_ckpt.formats.huggingface.writer import write_index, write_weights
-from mcore_ckpt.io.files import FOLDER_MODE, sync_dir, sync_folders
+from mcore_ckpt.formats.kinds import is_hf_folder
+from mcore_ckpt.io.files import FOLDER_MODE, sync_folders
 from mcore_ckpt.models.architecture import HfModel, read_config
 from mcore_ckpt.models.config_fields import HfConfig
 from mcore_ckpt.models.quantization import quantization_of
@@ -49,7 +50,7 @@ from mcore_ckpt.ranks.rounds import Agreement, Record, decide, same_everywhere
 from mcore_ckpt.sharding.placement import share_of
 from mcore_ckpt.sharding.plan import PARAM
 from mcore_ckpt.steps import commit, leftovers
-from mcore_ckpt.steps.new_folder import check_space, check_unused
+from mcore_ckpt.steps.new_folder import Replaceable, check_may_replace, check_space, put_in_place
 from mcore_ckpt.steps.read_lock import reading
 from mcore_ckpt.tools.find import Backend, FoundCheckpoint, find_checkpoint, open_reader
 from mcore_ckpt.tools.merge_adapters import (
@@ -108,6 +109,7 @@ class MergeRequest:
     fp8_blocks: bool = False
     adapters: Adapters | None = None
     lora_alpha: float | None = None
+    force: bool = False
 
 
 @dataclass(frozen=True)
@@ -181,7 +183,7 @@ def merge(
         The report, which is the same on all ranks except for `seconds`.
 
     Raises:
-        InvalidArgumentError: the target is not empty, or the request contradicts itself.
+        InvalidArgumentError: the target has files and may not be replaced, or the request contradicts itself.
         CheckpointError: the checkpoint is damaged, is not what `config.json` describes, or has NaN, or the model cannot
             be written. All ranks raise it, and the target is as it was.
 
@@ -190,7 +192,7 @@ def merge(
     """
     started = time.monotonic()
     target = request.target.resolve()
-    check_unused(target)
+    check_may_replace(target, _replaceable(request))
     found = find(request)
     request = _with_local_config(request, agreement)
     with reading([found.path]):  # a trainer that still runs could delete the step
@@ -242,8 +244,11 @@ def _merge(
         sync_folders(staging)
         return {}
 
+    def act() -> None:
+        _publish(staging, target, attempt, _replaceable(request))
+
     try:
-        _decide(agreement, f"merge into {target}", work, combine, lambda: _publish(staging, target))
+        _decide(agreement, f"merge into {target}", work, combine, act)
     except BaseException:
         # After the rename there is nothing to remove, because the staging folder has become the target.
         if agreement is None or agreement.is_coordinator:
@@ -434,16 +439,14 @@ def _configured_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
 # -- target ------------------------------------------------------------------------------------------------
 
 
-def _publish(staging: Path, target: Path) -> None:
+def _replaceable(request: MergeRequest) -> Replaceable:
+    return Replaceable(request.force, "a HuggingFace model", is_hf_folder)
+
+
+def _publish(staging: Path, target: Path, attempt: str, replaceable: Replaceable) -> None:
     try:
-        # rename() replaces an empty folder, and fails if somebody has put files into the folder in the meantime.
-        os.rename(staging, target)
-    except OSError as error:
+        put_in_place(staging, target, attempt, replaceable)
+    except (InvalidArgumentError, OSError) as error:
         raise CommitError(
             f"{target}: could not be put in place: {error}. The target is as it was: empty it, or name another folder"
         ) from error
-    sync_dir(target.parent)
-    with suppress(PermissionError):  # the folder above belongs to another user, and this process may not open it
-        sync_dir(target.parent.parent)
-    # Other runs remove staging folders of dead processes. Until the rename, this file marked this process as alive.
-    (target / file_names.OWNER_FILE).unlink(missing_ok=True)

@@ -5,12 +5,34 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.errors import CheckpointError, InvalidArgumentError
 
 
 def can_push_to_hub() -> bool:
     """True if huggingface_hub is installed. Call this before writing a model, which can take hours."""
     return importlib.util.find_spec("huggingface_hub") is not None
+
+
+def check_has_no_model(repository: str) -> None:
+    """Checks that a repository has no weights, which a push would replace. Call this before writing a model.
+
+    Nothing is checked if the hub does not answer, because the push will say so.
+
+    Raises:
+        InvalidArgumentError: the repository has weights.
+    """
+    from huggingface_hub import HfApi
+
+    try:
+        files = HfApi().list_repo_files(repository)
+    except Exception:  # there is no such repository, or huggingface_hub, its HTTP library or the system raise
+        return
+    weights = sorted(file for file in files if file.endswith((".safetensors", ".bin", ".pt", ".gguf")))
+    if weights:
+        raise InvalidArgumentError(
+            f"--hf_upload_path {repository}: has a model already ({weights[0]}): name another repository, or replace "
+            "its files with --force"
+        )
 
 
 def push_to_hub(folder: Path, repository: str, private: bool) -> None:

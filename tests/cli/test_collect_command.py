@@ -17,7 +17,7 @@ from mcore_ckpt.checkpoint.manifest import encode_manifest
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.cli.main import main
 from mcore_ckpt.errors import NoRoomError
-from mcore_ckpt.steps import tracker
+from mcore_ckpt.steps import new_step, tracker
 from mcore_ckpt.tools import collect as tool
 from mcore_ckpt.tools.verify import verify
 
@@ -176,7 +176,7 @@ def test_too_little_room_is_said_before_anything_is_written(folder: Path, monkey
     def full(path: Path, sizes: Any) -> None:
         raise NoRoomError(f"{path}: {sum(sizes)} bytes")
 
-    monkeypatch.setattr(tool, "check_space", full)
+    monkeypatch.setattr(new_step, "check_space", full)
     nbytes = read_manifest(folder / "whole" / ROLE).nbytes
     steps = tool.find_steps([folder / name for name in nodes("alone", 0, 1, 2, 3)])
     with pytest.raises(NoRoomError, match=f"{nbytes} bytes"):

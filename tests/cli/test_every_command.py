@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,10 @@ from mcore_ckpt.cli.demo import command as demo
 from mcore_ckpt.cli.demo.huggingface import Generated
 from mcore_ckpt.cli.demo.runner import Outcome, Plan, Training
 from mcore_ckpt.cli.main import INTERRUPTED, READER_GONE, main
+from mcore_ckpt.io import json_fields as fields
+from mcore_ckpt.ranks.hosts import this_host
+from mcore_ckpt.steps import owner
+from mcore_ckpt.steps.owner import Owner
 from mcore_ckpt.tools.bench import bench, speeds
 
 STYLE = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
@@ -47,12 +51,14 @@ class Row:
         failures: arguments with which it fails, the exit status, and words of the message.
         interrupted_in: a function that it calls on its way, in which Ctrl-C is to come.
         has_bar: whether it takes long, and so shows speed and time left on a terminal.
+        writes: arguments with which it writes `{out}`, for each kind of output, and whether that is in a root.
     """
 
     success: str
     failures: tuple[tuple[str, int, str], ...]
     interrupted_in: str
     has_bar: bool = False
+    writes: tuple[tuple[str, bool], ...] = ()
 
 
 BAR = "rich.progress.Progress.update"
@@ -121,12 +127,14 @@ COMMANDS = {
         (("nowhere {out}", 2, "there is no such folder"), ("node0 {out}", 1, "that were on node1")),
         BAR,
         has_bar=True,
+        writes=(("node0 node1 {out}", True),),
     ),
     "merge": Row(
         "checkpoints {out}",
         (("checkpoints", 2, "target: give it once"), ("empty {out}", 1, "no complete checkpoint")),
         BAR,
         has_bar=True,
+        writes=(("checkpoints {out}", False),),
     ),
     "test": Row(
         "hf --reference hf",
@@ -142,12 +150,19 @@ COMMANDS = {
         ),
         BAR,
         has_bar=True,
+        writes=(
+            ("--hf_model_path hf --output_path {out}", True),
+            ("--hf_model_path hf --output_path {out} --format torch_dist", False),
+            ("checkpoints --output_path {out} --format torch_dist", True),
+            ("checkpoints --output_path {out} --format torch_dist --layout verl", True),
+        ),
     ),
     "reshard": Row(
         "checkpoints {out} --pp 2",
         (("empty {out}", 1, "no complete checkpoint"), ("checkpoints {out} --tp 0", 2, "tp")),
         BAR,
         has_bar=True,
+        writes=(("checkpoints {out} --pp 2", True),),
     ),
     "completion": Row(
         "bash",
@@ -207,6 +222,8 @@ def test_every_command_has_a_row() -> None:
     assert COMMANDS.keys() == parsers().keys()
     assert all(len(row.failures) >= 2 for row in COMMANDS.values())
     assert COMMANDS.keys() - FIELDS.keys() == {"completion"}, "each that reports has documented JSON"
+    writing = {name for name, row in COMMANDS.items() if "{out}" in row.success} - {"demo"}  # of its own folder
+    assert writing == {name for name, row in COMMANDS.items() if row.writes}
 
 
 @EVERY
@@ -278,6 +295,54 @@ def test_nobody_reads_the_output_of_a_program() -> None:
         os.close(theirs)
         assert done.returncode in statuses
         assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "in_root"), [(name, *written) for name, row in COMMANDS.items() for written in row.writes]
+)
+def test_it_replaces_only_what_it_was_told_to(
+    name: str, arguments: str, in_root: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(SystemExit):
+        main([name, "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "a pinned step is never replaced" in said
+    assert "in which a trainer that is alive saves" in said
+
+    def refused(status: int, words: str, *more: str) -> None:
+        before = tree(out)
+        assert run(name, shlex.join([arguments, *more]).replace("'", ""), out) == status
+        assert words in capsys.readouterr().err
+        assert tree(out) == before
+
+    out.mkdir()
+    lock = file_names.trainer_file(out, "actor")
+    if in_root:
+        lock.write_bytes(fields.encode(asdict(living())))
+        refused(1, "is alive")
+        lock.unlink()
+    assert run(name, arguments, out) == 0
+    capsys.readouterr()
+    refused(2, "with --force")
+    if in_root:
+        lock.write_bytes(fields.encode(asdict(living())))
+        refused(1, "is alive", "--force")
+        lock.unlink()
+        (step,) = (entry for entry in out.iterdir() if entry.is_dir())
+        if file_names.parse_step(step.name) is not None:
+            (step / file_names.PINNED_FILE).touch()
+            refused(2, "is pinned", "--force")
+            (step / file_names.PINNED_FILE).unlink()
+    before = tree(out)
+    assert run(name, f"{arguments} --force", out) == 0
+    assert {path for path, _ in tree(out)} == {path for path, _ in before}
+    assert tree(out) != before
+
+
+def living() -> Owner:
+    """The process that started this one: it is alive, and it is another one."""
+    return Owner(this_host(), os.getppid(), owner._start_of(os.getppid()) or 0)
 
 
 # -- Ctrl-C ------------------------------------------------------------------------------------------------

@@ -434,7 +434,7 @@ KILLED_AT = {
     "lambda placed: die() if placed.part.start > 50000 else refuse(placed)",
     "before the config": "merging.write_config = lambda *rest: die()",
     "before the rename": "os.rename = lambda *names: die()",
-    "after the rename": "merging.sync_dir = lambda path: die() if (path / 'merged').exists() else None",
+    "after the rename": "new_folder.sync_dir = lambda path: die() if (path / 'merged').exists() else None",
 }
 KILLED = """
 import os, signal, sys
@@ -442,6 +442,7 @@ from mcore_ckpt.io import tuning, streams as streaming
 from mcore_ckpt.cli.main import main
 from mcore_ckpt.tools import merge as merging
 from mcore_ckpt.formats.huggingface import writer as writing
+from mcore_ckpt.steps import new_folder
 def die(): os.kill(os.getpid(), signal.SIGKILL)
 {point}
 main(["merge", *sys.argv[1:]])

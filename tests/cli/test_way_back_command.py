@@ -21,7 +21,7 @@ from mcore_ckpt.io import tuning
 from mcore_ckpt.io.room import Limit, Room
 from mcore_ckpt.sharding.cuts import Cut
 from mcore_ckpt.sharding.regions import Region
-from mcore_ckpt.steps import commit, new_folder, tracker
+from mcore_ckpt.steps import new_folder, tracker
 from mcore_ckpt.tools.way_back import convert
 
 ROLE = Path(f"global_steps_{STEP}", "actor")
@@ -239,7 +239,7 @@ def test_a_failing_rename_leaves_the_tracker(
     def fail(*args: object) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(commit, "publish", fail)
+    monkeypatch.setattr(convert, "put_in_place", fail)
     assert back(source, tmp_path / "theirs") == 1
     assert "no space left" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "theirs").iterdir()] == ["latest_checkpointed_iteration.txt"]

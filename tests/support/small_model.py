@@ -205,7 +205,7 @@ def _numel(region: Region) -> int:
     return int(torch.Size(region.local_shape).numel())
 
 
-def resharded(source: Path, root: Path, **sizes: int) -> Path:
+def resharded(source: Path, root: Path, force: bool = False, **sizes: int) -> Path:
     """The one role's folder under another layout."""
-    report = reshard(select(source), root, WantedLayout(**sizes))
+    report = reshard(select(source), root, WantedLayout(**sizes), force=force)
     return report.roles[0].path

@@ -347,11 +347,11 @@ def test_an_interrupted_run_keeps_what_was_there(
     write = streaming._write
     monkeypatch.setattr(streaming, "_write", fail)
     with pytest.raises(CheckpointError if isinstance(error, OSError) else KeyboardInterrupt):
-        resharded(source, tmp_path / "b", pp=2)
+        resharded(source, tmp_path / "b", force=True, pp=2)
     assert manifest_of(before).attempt == attempt
     assert sorted(path.name for path in before.parent.iterdir()) == ["actor"]
     monkeypatch.undo()
-    resharded(source, tmp_path / "b", pp=2)
+    resharded(source, tmp_path / "b", force=True, pp=2)
     assert manifest_of(before).topology.pp == 2
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,8 +15,8 @@ from mcore_ckpt.formats.native.folder import LocalFolder
 from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.io.files import make_folders, sync_folders_below, write_file
 from mcore_ckpt.ranks.topology import Topology
-from mcore_ckpt.steps import commit, leftovers, tracker
-from mcore_ckpt.steps.new_folder import check_space
+from mcore_ckpt.steps import commit
+from mcore_ckpt.steps.new_step import NewStep, check_may_write
 from mcore_ckpt.steps.read_lock import reading
 from mcore_ckpt.tools.find import Selection
 from mcore_ckpt.tools.reshard.attention_heads import check_heads, config_beside
@@ -115,22 +115,28 @@ class _FilesRole:
 
 
 def reshard(
-    selection: Selection, root: Path, wanted: WantedLayout, progress: Progress = lambda done, total: None
+    selection: Selection,
+    root: Path,
+    wanted: WantedLayout,
+    progress: Progress = lambda done, total: None,
+    force: bool = False,
 ) -> ReshardReport:
     """Rewrites a step into another folder of steps, under another layout.
 
-    It checks everything that it can check before it writes a byte. If `root` already has checkpoints of the same step,
-    it replaces them only after all roles are written. If the CRC of a block that it reads is wrong, it stops and
-    removes what it has written.
+    It checks everything that it can check before it writes a byte. Meanwhile no trainer can save below `root`. If the
+    CRC of a block that it reads is wrong, it stops and removes what it has written.
 
     Args:
         selection: the checkpoints to rewrite, from `select`.
         root: the folder of all steps to write into; it must differ from the one that is read.
         wanted: the wanted layout.
         progress: called with the number of bytes written so far and the number to write in all.
+        force: True to replace checkpoints of the same step and roles, once all roles are written. A pinned step stays.
 
     Raises:
-        InvalidArgumentError: the sizes contradict each other, or the new checkpoint would replace the one that is read.
+        InvalidArgumentError: the sizes contradict each other, or the new checkpoint would replace the one that is read,
+            a pinned one, or any without `force`.
+        LockedError: a trainer saves below `root`.
         CheckpointError: the checkpoint is damaged or does not fit the layout, or the new one cannot be written. `root`
             has no new complete step.
 
@@ -138,30 +144,35 @@ def reshard(
         >>> reshard(select(Path("ckpt")), Path("ckpt_tp4"), WantedLayout(tp=4))  # doctest: +SKIP
     """
     with reading(selection.role_dirs):  # a trainer that still runs could delete the step
-        return _reshard(selection, root.absolute(), wanted, progress)
+        return _reshard(selection, root.absolute(), wanted, force, progress)
 
 
-def _reshard(selection: Selection, root: Path, wanted: WantedLayout, progress: Progress) -> ReshardReport:
+def _reshard(selection: Selection, root: Path, wanted: WantedLayout, force: bool, progress: Progress) -> ReshardReport:
     started = time.monotonic()
     found = {source: read_manifest(source) for source in selection.role_dirs}
+    _check_root(found, selection.step, root)
+    check_may_write(root, selection.step, [manifest.role for manifest in found.values()], force)
     jobs = [_plan(source, root, selection.step, wanted) for source, manifest in found.items() if manifest.stages]
     copies = [_FilesRole(source, manifest) for source, manifest in found.items() if not manifest.stages]
-    is_new = not root.exists()
     try:
-        reports = _write_all(jobs, copies, root, selection.step, progress)
+        reports = _write_all(jobs, copies, root, selection.step, force, progress)
     except OSError as error:
         raise CommitError(f"{root}: step {selection.step} could not be written: {error}") from error
-    finally:
-        if is_new and root.is_dir() and not any(root.iterdir()):
-            root.rmdir()
     return ReshardReport(selection.step, tuple(reports), time.monotonic() - started)
+
+
+def _check_root(found: Mapping[Path, Manifest], step: int, root: Path) -> None:
+    for source, manifest in found.items():
+        role_dir = file_names.step_dir(root, step) / manifest.role
+        if root.resolve() in (source.parent, source.parent.parent) or (role_dir.exists() and role_dir.samefile(source)):
+            raise InvalidArgumentError(
+                f"{root}: the checkpoint is read from this folder: name another folder to write to"
+            )
 
 
 def _plan(source: Path, root: Path, step: int, wanted: WantedLayout) -> _Job:
     manifest = read_manifest(source)
     role_dir = file_names.step_dir(root, step) / manifest.role
-    if root.resolve() in (source.parent, source.parent.parent) or (role_dir.exists() and role_dir.samefile(source)):
-        raise InvalidArgumentError(f"{root}: the checkpoint is read from this folder: name another folder to write to")
     reader, saved = NativeReader(LocalFolder(source), manifest), SavedLayout.of(manifest)
     try:
         tensors = list(saved_tensors(reader))
@@ -175,12 +186,8 @@ def _plan(source: Path, root: Path, step: int, wanted: WantedLayout) -> _Job:
 
 
 def _write_all(
-    jobs: Sequence[_Job], copies: Sequence[_FilesRole], root: Path, step: int, progress: Progress
+    jobs: Sequence[_Job], copies: Sequence[_FilesRole], root: Path, step: int, force: bool, progress: Progress
 ) -> list[RoleReport]:
-    for role in (*(copy.manifest.role for copy in copies), *(job.reader.manifest.role for job in jobs)):
-        # A killed run may have left its folders. `alone=False`, because other processes may be saving below `root`.
-        leftovers.remove_leftovers(root, role, alone=False)
-    check_space(file_names.step_dir(root, step), _sizes(jobs, copies))
     total = sum(job.nbytes for job in jobs)
     done = [0]
 
@@ -188,30 +195,20 @@ def _write_all(
         done[0] = min(total, done[0] + nbytes)
         progress(done[0], total)
 
-    attempt = commit.new_attempt()
     roles = tuple(sorted([*(job.reader.manifest.role for job in jobs), *(copy.manifest.role for copy in copies)]))
-    staged: list[tuple[Path, Path]] = []
     reports = []
-    try:
+    with NewStep(root, step, roles, force) as new:
+        new.check_space(_sizes(jobs, copies))
         for copy in copies:
-            role_dir = file_names.step_dir(root, step) / copy.manifest.role
-            staging = commit.open_staging(role_dir, attempt)
-            staged.append((role_dir, staging))
+            staging = new.open(copy.manifest.role)
             _copy_files(copy, staging)
-            commit.write_manifest(staging, replace(copy.manifest, roles=roles, attempt=attempt))
+            commit.write_manifest(staging, replace(copy.manifest, roles=roles, attempt=new.attempt))
         for job in jobs:
-            staging = commit.open_staging(job.role_dir, attempt)
-            staged.append((job.role_dir, staging))
-            manifest = _write_role(job, staging, roles, attempt, wrote)
+            staging = new.open(job.reader.manifest.role)
+            manifest = _write_role(job, staging, roles, new.attempt, wrote)
             commit.write_manifest(staging, manifest)
             reports.append(_report(job, manifest))
-        for role_dir, staging in staged:
-            commit.publish(staging, role_dir, attempt)
-    except BaseException:
-        for _, staging in staged:
-            commit.discard(staging)
-        raise
-    tracker.move_tracker(root)
+        new.publish()
     return reports
 
 

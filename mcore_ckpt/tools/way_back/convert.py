@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from mcore_ckpt.errors import CheckpointMismatchError, CommitError, InvalidArgum
 from mcore_ckpt.formats.huggingface.assets import write_config
 from mcore_ckpt.formats.huggingface.side_files import CONFIG_FILE, copy_side_files
 from mcore_ckpt.formats.huggingface.writer import write_index, write_weights
+from mcore_ckpt.formats.kinds import is_way_back
 from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.formats.torch_dist.files import TorchDistFiles, WantedPart
 from mcore_ckpt.formats.torch_dist.writer import Slice, file_name, write_rest, write_slices
@@ -26,8 +27,9 @@ from mcore_ckpt.io.files import inside, make_folders, read_small, replace_file, 
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide, same_everywhere
 from mcore_ckpt.sharding.placement import share_of
 from mcore_ckpt.steps import commit, tracker
-from mcore_ckpt.steps.new_folder import open_new_folder
+from mcore_ckpt.steps.new_folder import Replaceable, check_may_replace, open_new_folder, put_in_place
 from mcore_ckpt.steps.read_lock import reading
+from mcore_ckpt.steps.trainer_lock import ToolLocks
 from mcore_ckpt.tools.convert import Progress
 from mcore_ckpt.tools.find import Selection, select
 from mcore_ckpt.tools.way_back.layouts import Export, Layout, Plan, Role, Tree, plan_for
@@ -85,6 +87,7 @@ def convert_back(
     hf_model_path: Path | None = None,
     test: bool = False,
     progress: Progress = lambda done, total: None,
+    force: bool = False,
 ) -> WayBackReport:
     """Writes a step into `root` for another trainer, which goes on from it. Every process must call it.
 
@@ -103,8 +106,10 @@ def convert_back(
         hf_model_path: the folder with config.json and tokenizer; None to use those of the checkpoint.
         test: True to read everything back and compare it before the step appears.
         progress: called with the number of bytes that this process has written and the number that it will write.
+        force: True to replace the step in `root`, if it is a converted one. A pinned step stays.
 
     Raises:
+        LockedError: a trainer of this package saves below `root`.
         InvalidArgumentError: `root` has the step already, or is the folder that is read, or the roles do not fit the
             layout.
         CheckpointError: the checkpoint is damaged, has something that the trainer cannot load, or the step cannot be
@@ -119,21 +124,18 @@ def convert_back(
     selection = _select(agreement, source, step, role)
     with reading(selection.role_dirs):  # a trainer that still runs could delete the step
         job = _plan(agreement, selection, root, layout, hf_model_path)
-        path, is_new = root / job.plan.folder, not root.exists()
-        attempt = _open(agreement, job, path)
-        staging = file_names.staging_dir(path, attempt)
-        try:
+        path, replaceable = root / job.plan.folder, Replaceable(force, "a step for another trainer", is_way_back)
+        with ExitStack() as stack:  # on the coordinator it holds the root
+            if agreement.is_coordinator and not root.exists():
+                stack.callback(commit.remove_if_empty, root)
+            attempt = _open(agreement, stack, job, path, replaceable)
+            staging = file_names.staging_dir(path, attempt)
+            if agreement.is_coordinator:
+                stack.callback(commit.discard, staging)  # does nothing once it is in place
             nbytes = _write(agreement, job, staging, progress)
             if test:
                 _test(agreement, job, staging)
-            _publish(agreement, job.plan, staging, path, attempt)
-        except BaseException:
-            if agreement.is_coordinator:
-                commit.discard(staging)
-                with suppress(OSError):  # it has other steps, or is the user's own
-                    if is_new:
-                        root.rmdir()
-            raise
+            _publish(agreement, job.plan, staging, path, attempt, replaceable)
     sources = tuple(each.path for each in job.roles)
     return WayBackReport(sources, path, layout, selection.step, nbytes, job.plan.notes, time.monotonic() - started)
 
@@ -207,15 +209,28 @@ def _sizes(plan: Plan) -> list[_Size]:
     return of_trees + of_exports
 
 
-def _open(agreement: Agreement, job: _Job, path: Path) -> str:
+def _open(agreement: Agreement, stack: ExitStack, job: _Job, path: Path, replaceable: Replaceable) -> str:
     def combine(_: Sequence[Record]) -> Record:
-        attempt = open_new_folder(path, (each.nbytes for each in _sizes(job.plan)))
+        _check_free(job, path, replaceable)
+        stack.enter_context(ToolLocks(path.parent, [role.reader.manifest.role for role in job.roles]))
+        _check_free(job, path, replaceable)
+        attempt = open_new_folder(path, (each.nbytes for each in _sizes(job.plan)), replaceable)
         staging = file_names.staging_dir(path, attempt)
         for folder in (*(tree.folder for tree in job.plan.trees), *(export.folder for export in job.plan.exports)):
             make_folders(staging, f"{folder}/x")
         return {"attempt": attempt}
 
     return str(decide(agreement, f"opening {path}", dict, combine)["attempt"])
+
+
+def _check_free(job: _Job, path: Path, replaceable: Replaceable) -> None:
+    check_may_replace(path, replaceable)
+    for other in file_names.step_dirs(path.parent).get(job.plan.step, []):
+        if file_names.parse_step(path.name) is not None and other.name != path.name:
+            raise InvalidArgumentError(
+                f"{path.parent}: step {job.plan.step} is there already, as {other}, beside which this tool writes "
+                "nothing: name another folder"
+            )
 
 
 # -- write ------------------------------------------------------------------------------------------------
@@ -303,9 +318,11 @@ def _compare(written: TorchDistFiles, reader: NativeReader, each: Slice) -> None
             )
 
 
-def _publish(agreement: Agreement, plan: Plan, staging: Path, path: Path, attempt: str) -> None:
+def _publish(
+    agreement: Agreement, plan: Plan, staging: Path, path: Path, attempt: str, replaceable: Replaceable
+) -> None:
     def act() -> None:
-        commit.publish(staging, path, attempt)
+        put_in_place(staging, path, attempt, replaceable)
         try:
             if plan.own_tracker is not None:
                 name, data = plan.own_tracker

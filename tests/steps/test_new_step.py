@@ -1,0 +1,170 @@
+"""What a tool may write into a root and over a folder, and that trainers and tools exclude each other."""
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from checkpoints import make, read_version, stage
+
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.errors import InvalidArgumentError, LockedError
+from mcore_ckpt.formats.kinds import is_hf_folder
+from mcore_ckpt.ranks.hosts import this_host
+from mcore_ckpt.steps import commit, owner, pins, tracker, trainer_lock
+from mcore_ckpt.steps.new_folder import Replaceable, check_may_replace, put_in_place
+from mcore_ckpt.steps.new_step import NewStep
+from mcore_ckpt.steps.owner import Owner
+from mcore_ckpt.steps.trainer_lock import ToolLocks, TrainerLock
+
+ANOTHER = Owner(this_host(), os.getppid(), owner._start_of(os.getppid()) or 0)
+
+
+def write(root: Path, step: int = 5, version: int = 2, force: bool = False) -> Path:
+    """What a tool does: a checkpoint of a version, staged elsewhere, is put in place as the step's."""
+    role_dir = file_names.step_dir(root, step) / "actor"
+    with NewStep(root, step, ["actor"], force) as new:
+        staging = new.open("actor")
+        made, _ = stage(root.with_name("elsewhere") / f"global_steps_{step}" / "actor", version)
+        commit.remove_folder(staging)
+        made.rename(staging)
+        new.publish()
+    return role_dir
+
+
+def test_a_new_step_is_committed_and_unlocked(tmp_path: Path) -> None:
+    assert read_version(write(tmp_path / "root")) == 2
+    assert tracker.read_tracker(tmp_path / "root") == 5
+    assert sorted(os.listdir(tmp_path / "root")) == ["global_steps_5", file_names.TRACKER_FILE]
+
+
+@pytest.mark.parametrize("force", [False, True])
+@pytest.mark.parametrize(
+    ("there", "words", "forcible"),
+    [
+        ("global_steps_5/actor", "with --force", True),
+        ("global_steps_5/actor/model/theirs.pt", "with --force", True),  # no checkpoint, but somebody's files
+        ("global_step_5/actor", "which no tool replaces", False),
+        ("checkpoint-5/actor", "which no tool replaces", False),
+        ("global_step_5/actor/dist_ckpt/theirs.pt", "which no tool replaces", False),
+        ("global_steps_5", "which no tool replaces", False),  # flat
+        ("global_steps_5/critic", "", True),
+        ("global_steps_5/data.pt", "", True),
+        ("global_steps_5/.actor.replaced-0123abcd", "with --force", True),
+    ],
+)
+def test_what_is_there(there: str, words: str, forcible: bool, force: bool, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    if there.endswith(".pt"):
+        (root / there).parent.mkdir(parents=True)
+        (root / there).write_text("theirs")
+    elif "replaced" in there:
+        make(root / "global_steps_5" / "actor", 1)
+        os.rename(root / "global_steps_5" / "actor", root / there)
+    elif there == "global_steps_5":
+        make(root / "made" / "global_steps_5" / "actor", 1)
+        os.rename(root / "made" / "global_steps_5" / "actor", root / there)
+        (root / "made" / "global_steps_5").rmdir()
+    else:
+        made, attempt = stage(root / "global_steps_5" / Path(there).name, 1)
+        (root / there).parent.mkdir(exist_ok=True)
+        commit.publish(made, root / there, attempt)
+    before = sorted(root.rglob("*"))
+    if words and not (force and forcible):
+        with pytest.raises(InvalidArgumentError, match=words):
+            write(root, force=force)
+        assert sorted(root.rglob("*")) == before
+    else:
+        assert read_version(write(root, force=force)) == 2
+
+
+def test_a_pin_is_seen_even_if_it_comes_meanwhile(tmp_path: Path) -> None:
+    role_dir = write(tmp_path, version=1)
+    pins.pin(tmp_path, 5)
+    with pytest.raises(InvalidArgumentError, match="is pinned, so no tool"):
+        write(tmp_path, force=True)
+    pins.unpin(tmp_path, 5)
+    with NewStep(tmp_path, 5, ["actor"], force=True) as new:
+        new.open("actor")
+        pins.pin(tmp_path, 5)
+        with pytest.raises(InvalidArgumentError, match="is pinned"):
+            new.publish()
+    assert read_version(role_dir) == 1
+    assert sorted(os.listdir(role_dir.parent)) == [file_names.PINNED_FILE, "actor"]
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_a_living_trainer_of_any_role_excludes_a_tool(role: str, tmp_path: Path) -> None:
+    file_names.trainer_file(tmp_path, role).write_text(json.dumps(asdict(ANOTHER)))
+    with pytest.raises(LockedError, match=r"is alive. A tool does not write beside it"):
+        write(tmp_path)
+    dead = Owner(this_host(), ANOTHER.pid, ANOTHER.start + 1)
+    file_names.trainer_file(tmp_path, role).write_text(json.dumps(asdict(dead)))
+    write(tmp_path)
+    assert not [name for name in os.listdir(tmp_path) if "trainer" in name]
+
+
+def test_a_tool_excludes_a_trainer_of_its_role_and_no_tool_of_another(tmp_path: Path) -> None:
+    with ToolLocks(tmp_path, ["actor"]):
+        content = file_names.trainer_file(tmp_path, "actor").read_bytes()
+        with ToolLocks(tmp_path, ["critic"]):
+            pass
+    # The same, as another process sees it.
+    record = json.loads(content) | asdict(ANOTHER)
+    file_names.trainer_file(tmp_path, "actor").write_text(json.dumps(record))
+    with pytest.raises(LockedError, match="is alive"):
+        TrainerLock(tmp_path, "actor").take(0.0)
+    with ToolLocks(tmp_path, ["critic"]):
+        pass
+
+
+def test_of_a_trainer_on_another_host_it_waits_for_a_sign_of_life(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(trainer_lock, "TRAINER_LEASE_S", 0.1)
+    monkeypatch.setattr(trainer_lock, "_LOOK_S", 0.05)
+    owner_file = file_names.trainer_file(tmp_path, "actor")
+    owner_file.write_text(json.dumps(asdict(Owner("node7 another-boot pid:[1]", 4321, 99))))
+    write(tmp_path)
+    assert "for a sign of life of process 4321 on node7" in caplog.text
+
+
+# -- folders ---------------------------------------------------------------------------------------------------
+
+
+def hf_folder(path: Path) -> Path:
+    path.mkdir(parents=True)
+    for name in ("config.json", "model.safetensors"):
+        (path / name).write_text("{}")
+    return path
+
+
+def test_only_a_folder_of_the_same_kind_is_replaced(tmp_path: Path) -> None:
+    asked = Replaceable(True, "a HuggingFace model", is_hf_folder)
+    with pytest.raises(InvalidArgumentError, match="replace it with --force"):
+        check_may_replace(hf_folder(tmp_path / "hf"), Replaceable(False, "a HuggingFace model", is_hf_folder))
+    check_may_replace(tmp_path / "hf", asked)
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.tex").write_text("x")
+    with pytest.raises(InvalidArgumentError, match="is not a HuggingFace model"):
+        check_may_replace(tmp_path / "home", asked)
+    make(tmp_path / "root" / "global_steps_5" / "actor", 1)
+    with pytest.raises(InvalidArgumentError, match="is a checkpoint of this package"):
+        check_may_replace(hf_folder(tmp_path / "root" / "global_steps_5" / "actor" / "huggingface"), asked)
+    pins.pin(tmp_path / "root", 5)
+    with pytest.raises(InvalidArgumentError, match="is pinned"):
+        check_may_replace(tmp_path / "root" / "global_steps_5", asked)
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_a_replaced_folder_goes_as_a_whole(exchanges: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not exchanges:
+        monkeypatch.setattr(commit, "exchange", lambda first, second: False)
+    target, attempt = hf_folder(tmp_path / "hf"), commit.new_attempt()
+    (target / "model-00002-of-00002.safetensors").write_text("of another division")
+    staging = commit.open_staging(target, attempt)
+    (staging / "config.json").write_text("new")
+    put_in_place(staging, target, attempt, Replaceable(True, "a HuggingFace model", is_hf_folder))
+    assert os.listdir(target) == ["config.json"]
+    assert os.listdir(tmp_path) == ["hf"]
