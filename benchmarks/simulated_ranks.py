@@ -40,10 +40,12 @@ from mcore_ckpt.ranks import meeting
 from mcore_ckpt.ranks.rounds import Agreement, Record, Round, decide, same_everywhere
 from mcore_ckpt.ranks.topology import RankCoordinates, Replicas
 from mcore_ckpt.save import new_manifest
+from mcore_ckpt.save.group_lists import NO_GROUPS, GroupMembers
 from mcore_ckpt.save.new_manifest import build_manifest
 from mcore_ckpt.save.rank_reports import TensorNames, rank_report
 from mcore_ckpt.save.rank_times import RankTimes, timeline_of
 from mcore_ckpt.sharding.plan import MODEL, PARAM, ShardKey
+from mcore_ckpt.state.group_matching import live_groups
 from mcore_ckpt.state.trainer import Trainer
 from mcore_ckpt.steps import commit, listing, tracker
 from mcore_ckpt.steps.retention import PreservationPolicy, delete_step, too_old
@@ -53,6 +55,23 @@ HOST = "127.0.0.1"
 TIMEOUT_S = 600.0
 ROLE = "actor"
 SMALL_FILE_BYTES = 20_000
+# The groups of a usual run, as megatron-core 0.19 and torch's Adam make them.
+GROUPS: list[dict[str, Any]] = [
+    {
+        "wd_mult": wd_mult,
+        "lr_mult": 1.0,
+        "is_expert_parallel": False,
+        "is_decoupled_lr": False,
+        "default_config": True,
+        "max_lr": 0.01,
+        "min_lr": 0.0001,
+        "lr": 0.005,
+        "betas": (0.9, 0.95),
+        "eps": 1e-8,
+        "weight_decay": 0.1,
+    }
+    for wd_mult in (1.0, 0.0)
+]
 
 # What a rank says of its files in the opening round.
 NEED = Need((10**9, 10**9, 40_000, 2_000), frozenset({"model/mp_rank_00_000", "optim", "rng_states", "extra_state"}))
@@ -297,7 +316,8 @@ class Rank0:
         found["open_s"] = time.perf_counter() - start
         with_index = step == self._case.saves
         report = self._own.write(attempt.staging, with_index)
-        common = {"optimizers": [{"kind": "Adam", "param_groups": [], "grad_scaler": None}], "lr_scheduler": None}
+        adam = {"kind": "Adam", "param_groups": [dict(group) for group in GROUPS], "grad_scaler": None}
+        common = {"optimizers": [adam], "lr_scheduler": None}
         phases = Phases()
         self._barrier.wait()
         base = reset_peak_memory()
@@ -462,6 +482,13 @@ class Reporter:
             PlannedFile(file.path, tuple(part.name for part in file.parts), Share(file.writers, ()))
             for file in self._saved
         ]
+        names = next(
+            plan.names for file, plan in zip(self._saved, self._plans, strict=True) if file.kind == "optimizer"
+        )
+        without_decay = [name for name in names if "norm" in name or name.endswith("bias")]
+        with_decay = sorted({*names}.difference(without_decay))
+        self._members = GroupMembers(({0: with_decay, 1: without_decay},))
+        self._groups = NO_GROUPS
 
     def write(self, staging: Path, with_index: bool) -> Callable[[TensorNames], Record]:
         written = []
@@ -485,12 +512,14 @@ class Reporter:
         times = RankTimes((0.000012, 0.123456), (0.123456, 1.234567), (0.234567, 12.345678), 1.345678, 10_000_000_000)
 
         def report(names: TensorNames) -> Record:
-            return rank_report(trainer, written, self._plans, names.to_send(self._plans, self._rank), [1], times)
+            self._groups = self._members.listed([[group.key for group in live_groups(GROUPS)]])
+            sent = names.to_send(self._plans, self._rank, self._groups)
+            return rank_report(trainer, written, self._plans, sent, [1], self._groups.holds, times)
 
         return report
 
     def committed(self, names: TensorNames) -> None:
-        names.mark_sent(self._plans)
+        names.mark_sent([*self._plans, self._groups])
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,17 @@ from mcore_ckpt.state.model import forget_caches, model_shards
 from mcore_ckpt.state.model_facts import DifferentFact, Facts
 from mcore_ckpt.state.optimizers.chain import optimizer_parts
 from mcore_ckpt.state.optimizers.part import OptimizerPart
-from mcore_ckpt.state.param_groups import SavedPart, match_groups
+from mcore_ckpt.state.param_groups import (
+    NO_CHANGES,
+    GroupChanges,
+    SavedPart,
+    Schedules,
+    match_groups,
+    read_live_groups,
+)
 from mcore_ckpt.state.quantized import is_quantized
 from mcore_ckpt.state.rng import write_rng
-from mcore_ckpt.state.scheduler import check_scheduler
+from mcore_ckpt.state.scheduler import check_scheduler, schedules_of
 from mcore_ckpt.state.trainer import Trainer
 
 KINDS = (PARAM, "exp_avg", "exp_avg_sq")
@@ -43,6 +51,7 @@ class ForeignLoad:
         rounded: how many tensors of this rank were rounded; see LoadReport.
         was_quantized: whether the main parameters are more precise than the weights, which were quantized.
         other_model: what the live model computes otherwise with the same tensors.
+        groups: what a user is told of the param groups.
         extra_state: always None, because foreign checkpoints have no extra state.
     """
 
@@ -51,6 +60,7 @@ class ForeignLoad:
     rounded: Mapping[str, int]
     was_quantized: bool = False
     other_model: tuple[DifferentFact, ...] = ()
+    groups: GroupChanges = NO_CHANGES
     extra_state: None = None
 
 
@@ -98,6 +108,7 @@ class ForeignState:
         rng: the states as `state.rng.read_rng` returns them; None unless `extra` is loaded.
         was_quantized: whether the checkpoint says that matrices were quantized, and have what their few bits stand for.
         model: what the checkpoint's model computes with its tensors, as far as the checkpoint says.
+        groups: what a user is told of the param groups.
         report: this rank's report as JSON values, which rank 0 checks together with those of the other ranks, or None.
     """
 
@@ -110,6 +121,7 @@ class ForeignState:
     rng: dict[str, Any] | None = None
     was_quantized: bool = False
     model: Facts = field(default_factory=dict)
+    groups: GroupChanges = NO_CHANGES
     report: Record | None = None
 
 
@@ -142,7 +154,8 @@ def load_together(
     decide(trainer.agreement, f"checking {path}", look, combine)
     decide(trainer.agreement, f"loading {path}", write, lambda _: {})
     rounded = Counter(rounding for rounding in _roundings(states[0]) if rounding is not None)
-    return ForeignLoad(states[0].step, states[0].nbytes, dict(rounded), states[0].was_quantized, tuple(other_model))
+    state = states[0]
+    return ForeignLoad(state.step, state.nbytes, dict(rounded), state.was_quantized, tuple(other_model), state.groups)
 
 
 def owned_parameters(trainer: Trainer, only_distributed: bool = True) -> list[OwnedParameter]:
@@ -226,8 +239,11 @@ def _checked(trainer: Trainer, path: Path, state: ForeignState) -> ForeignState:
     _check_against_weights(path, state, weights)
     refuse_rounding(trainer, _roundings(state))
     check_scheduler(trainer.lr_scheduler, state.scheduler)
+    schedules = schedules_of(trainer.lr_scheduler, state.scheduler)
     parts = optimizer_parts(trainer.optimizer)
-    return replace(state, parts=tuple(map(_matched, parts, state.parts)))
+    matched = [_matched(part, saved, schedules) for part, saved in zip(parts, state.parts, strict=True)]
+    kept, replaced = (tuple(chain(*texts)) for texts in zip(*((g.kept, g.replaced) for _, g in matched), strict=True))
+    return replace(state, parts=tuple(saved for saved, _ in matched), groups=GroupChanges(kept, replaced))
 
 
 def _roundings(state: ForeignState) -> Iterator[str | None]:
@@ -238,10 +254,14 @@ def _roundings(state: ForeignState) -> Iterator[str | None]:
             yield describe_rounding(kind, loaded.dtype, kept, form.is_scaled)
 
 
-def _matched(part: OptimizerPart, saved: SavedPart) -> SavedPart:
-    if saved.param_groups is None:
-        return saved
-    return replace(saved, param_groups=match_groups(part, saved.param_groups))
+def _matched(part: OptimizerPart, saved: SavedPart, schedules: Schedules) -> tuple[SavedPart, GroupChanges]:
+    stored = [group for group in saved.param_groups or () if group is not None]
+    if saved.param_groups is None and part.inner is not None:
+        # Otherwise their rates would be those of a scheduler that has not been loaded yet.
+        saved = replace(saved, param_groups=[None for _ in part.param_groups])
+        return saved, GroupChanges(tuple(group.describe() for group in read_live_groups(part)))
+    groups, changes = match_groups(part, stored, schedules)
+    return replace(saved, param_groups=groups), changes
 
 
 def _weights_of(state: ForeignState) -> list[torch.Tensor]:

@@ -38,11 +38,13 @@ from mcore_ckpt.load.plan import LoadPlan, check_all_used, plan_load
 from mcore_ckpt.load.same_model import warn_of_other_model
 from mcore_ckpt.load.together import fill_together, plan_together
 from mcore_ckpt.ranks.rounds import Record, decide, same_everywhere
+from mcore_ckpt.ranks.topology import Topology
 from mcore_ckpt.state import optimizer as optimizer_state
 from mcore_ckpt.state.common import write_common
 from mcore_ckpt.state.main_weights import write_weights
 from mcore_ckpt.state.model import forget_caches, gather_parameters
 from mcore_ckpt.state.optimizers.chain import optimizer_parts
+from mcore_ckpt.state.param_groups import NO_CHANGES, GroupChanges
 from mcore_ckpt.state.quantized import has_quantized
 from mcore_ckpt.state.rng import write_rng, write_seed
 from mcore_ckpt.state.trainer import Trainer
@@ -70,6 +72,7 @@ class LoadReport:
         new_moments: the kinds of the chained optimizers that start with new moments (`reset_moments`).
         other_model: what the model computes otherwise with the checkpoint's tensors, by field, such as
             "num_attention_heads is 4 in the checkpoint and 2 here" (`strict_model`).
+        kept_groups: the param groups that keep the run's values, because the checkpoint has no such group.
     """
 
     path: Path | str
@@ -79,6 +82,7 @@ class LoadReport:
     rounded: Mapping[str, int] = field(default_factory=dict)
     new_moments: tuple[str, ...] = ()
     other_model: tuple[str, ...] = ()
+    kept_groups: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -190,7 +194,9 @@ def load_state(
             logger.warning("%s: values were rounded: %s", folder, ", ".join(sorted(rounded)))
         anew = _started_anew(trainer, plan)
         seconds, other = time.monotonic() - started, tuple(each.text for each in plan.other_model)
-        report = LoadReport(folder.place, nbytes, seconds, tuple(skipped), dict(rounded), anew, other)
+        groups = NO_CHANGES if plan.common is None else plan.common.changes
+        report = LoadReport(folder.place, nbytes, seconds, tuple(skipped), dict(rounded), anew, other, groups.kept)
+        _tell(trainer, plan.manifest.step, report, groups)
         return LoadResult(plan.manifest.step, plan.extra_state, report)
     raise AssertionError("unreachable: there is at least one candidate, and the last one returns or raises")
 
@@ -239,22 +245,45 @@ def _takes_hf_weights(trainer: Trainer) -> bool:
     return "hf_model" in contents and "model" not in contents
 
 
+def _tell(trainer: Trainer, step: int, report: LoadReport, groups: GroupChanges) -> None:
+    if not trainer.agreement.is_coordinator:
+        return
+    groups.warn(report.path)
+    contents = ", ".join(trainer.config.load_contents)
+    logger.info("loaded step %d of %s from %s in %.1f s: %s", step, trainer.role, report.path, report.seconds, contents)
+
+
 def _warn_of_new_layout(trainer: Trainer, plan: LoadPlan) -> None:
     saved, now = plan.manifest.topology, trainer.topology
     moved = (saved.cp, saved.dp) != (now.cp, now.dp) or plan.seed is not None
     if "extra" not in trainer.config.load_contents or not moved or not trainer.agreement.is_coordinator:
         return
-    in_turn = "the saved rank whose coordinates are its own coordinates modulo the saved sizes"
-    generators = f"continue those of {in_turn}" if plan.seed is None else "start anew from the saved seed"
+    generators = "continue the saved ones of one rank each" if plan.seed is None else "start anew from the saved seed"
     logger.warning(
-        "%s was saved on %s and is loaded on %s: each rank's random number generators %s; each rank gets the "
-        "extra_state of %s",
+        "%s was saved on %s and is loaded on %s: dropout and other random choices differ from a run that keeps its "
+        "layout, because the random number generators %s; extra_state: %s",
         plan.folder,
         saved,
         now,
         generators,
-        in_turn,
+        _deal(saved, now),
     )
+
+
+def _deal(saved: Topology, now: Topology) -> str:
+    """Says whose extra_state each rank takes (`Topology.place_in_turn`)."""
+    texts = ["each rank takes that of the saved rank at its place"]
+    for axis in ("pp", "tp", "cp", "dp"):
+        before, after = getattr(saved, axis), getattr(now, axis)
+        if after > before:
+            texts.append(
+                f"{axis} rank {before} takes that of {axis} rank 0{', and so on' if after > before + 1 else ''}"
+            )
+        elif after < before:
+            texts.append(
+                f"no rank takes that of {axis} rank {after}{f' to {before - 1}' if before > after + 1 else ''}"
+            )
+    return "; ".join(texts)
 
 
 def _load_foreign(trainer: Trainer, kind: kinds.ForeignKind, path: Path, started: float) -> LoadResult:
@@ -266,9 +295,9 @@ def _load_foreign(trainer: Trainer, kind: kinds.ForeignKind, path: Path, started
     _make_consistent(trainer, always=loaded.was_quantized and "optimizer" in trainer.config.load_contents)
     warn_of_other_model(trainer, path, loaded.other_model)
     other = tuple(each.text for each in loaded.other_model)
-    report = LoadReport(
-        path.absolute(), loaded.nbytes, time.monotonic() - started, (), loaded.rounded, other_model=other
-    )
+    seconds, groups = time.monotonic() - started, loaded.groups
+    report = LoadReport(path.absolute(), loaded.nbytes, seconds, (), loaded.rounded, (), other, groups.kept)
+    _tell(trainer, loaded.step, report, groups)
     return LoadResult(loaded.step, loaded.extra_state, report)
 
 
@@ -331,16 +360,20 @@ def _plan_together(trainer: Trainer, folder: Folder) -> LoadPlan:
                 "load_contents"
             )
         own = plan_load(trainer, folder)
-        return own, {"attempt": own.manifest.attempt, "used": own.used, "new_moments": own.new_moments}
+        groups = None if own.common is None else own.common.groups.to_record()
+        report = {"attempt": own.manifest.attempt, "used": own.used, "new_moments": own.new_moments, "groups": groups}
+        return own, report
 
     def check(own: LoadPlan, reports: Sequence[Record]) -> Record:
         seen = [{"attempt": report["attempt"]} for report in reports]
         same_everywhere(seen, f"{folder}: the checkpoint seen there (is it one shared file system?)")
         check_all_used(trainer, own, [report["used"] for report in reports])
-        return {"new_moments": sorted({number for report in reports for number in report["new_moments"]})}
+        groups = None if own.common is None else own.common.groups.decide([report["groups"] for report in reports])
+        new_moments = sorted({number for report in reports for number in report["new_moments"]})
+        return {"new_moments": new_moments, "groups": groups}
 
     own, outcome = plan_together(trainer.agreement, f"checking {folder}", plan, check)
-    return own.with_new_moments(outcome["new_moments"])
+    return own.with_groups(trainer, outcome["groups"]).with_new_moments(outcome["new_moments"])
 
 
 def _apply_together(trainer: Trainer, plan: LoadPlan, check: bool) -> int:

@@ -21,19 +21,21 @@ from mcore_ckpt.formats.locate import Located, Locator, Wanted
 from mcore_ckpt.formats.native.folder import Folder
 from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.load.fill import TensorFill, refuse_freed
+from mcore_ckpt.load.group_plan import GroupPlan, plan_groups
 from mcore_ckpt.load.optimizer_plan import NewlyStarted, OptimizerPlanner, PartPlan
 from mcore_ckpt.load.quantized_weights import quantized_targets
 from mcore_ckpt.load.same_model import differences_to_live
 from mcore_ckpt.load.tensor_fills import not_there, plan_fill, refuse_rounding, replicas_of
 from mcore_ckpt.load.together import Runs, names_left_over, positions_taken
+from mcore_ckpt.ranks.rounds import Record
 from mcore_ckpt.sharding.plan import MODEL, OPAQUE, PARAM, ReadRange, ShardKey
 from mcore_ckpt.state import optimizer as optimizer_state
 from mcore_ckpt.state.model import EXTRA_STATE, model_shards
 from mcore_ckpt.state.model_facts import DifferentFact
 from mcore_ckpt.state.optimizers.chain import optimizer_parts
-from mcore_ckpt.state.param_groups import SavedPart, match_parts
+from mcore_ckpt.state.param_groups import NO_CHANGES, GroupChanges, SavedPart, match_parts
 from mcore_ckpt.state.rng import seed_of
-from mcore_ckpt.state.scheduler import check_scheduler
+from mcore_ckpt.state.scheduler import check_scheduler, schedules_of
 from mcore_ckpt.state.shards import LocalShard, ParameterState
 from mcore_ckpt.state.trainer import Trainer
 from mcore_ckpt.state.typed_values import from_stored
@@ -41,10 +43,15 @@ from mcore_ckpt.state.typed_values import from_stored
 
 @dataclass(frozen=True)
 class CommonState:
-    """Optimizer and scheduler state that is equal on all ranks, in the order of this optimizer's parts."""
+    """Optimizer and scheduler state that is equal on all ranks, in the order of this optimizer's parts.
+
+    `groups` finds the param groups; `changes` says what has come of it.
+    """
 
     optimizers: tuple[SavedPart, ...]
     lr_scheduler: dict[str, Any] | None
+    groups: GroupPlan
+    changes: GroupChanges = NO_CHANGES
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,6 +110,15 @@ class LoadPlan:
         )
         return replace(self, parts=parts, common=replace(self.common, optimizers=saved))
 
+    def with_groups(self, trainer: Trainer, outcome: Record) -> LoadPlan:
+        """Returns the plan with the param groups that rank 0 has found for all ranks."""
+        if self.common is None:
+            return self
+        parts = optimizer_parts(trainer.optimizer)
+        saved = self.common.groups.complete(parts, self.common.optimizers, outcome)
+        changes = GroupChanges(tuple(outcome["kept"]), tuple(outcome["replaced"]))
+        return replace(self, common=replace(self.common, optimizers=saved, changes=changes))
+
     @property
     def manifest(self) -> Manifest:
         return self.reader.manifest
@@ -158,7 +174,7 @@ def _plan(trainer: Trainer, reader: NativeReader, locator: Locator) -> LoadPlan:
         if len(plain) < len(taken):
             model_fills += _quantized_fills(trainer, model, taken, locator)
     if "optimizer" in wanted:
-        common = _read_common(trainer, reader)
+        common = _read_common(trainer, reader, by_part, locator)
         parts = _plan_parts(OptimizerPlanner(trainer, reader, locator), by_part, common.optimizers)
         if optimizer_state.changes_model(trainer.optimizer):
             # A replica's weights, which are broadcast last, would undo how main parameters have changed those here.
@@ -308,12 +324,16 @@ def _opaque_fill(shard: LocalShard, wanted: Wanted, locator: Locator) -> TensorF
 # -- small files and file sizes -------------------------------------------------------------------------------
 
 
-def _read_common(trainer: Trainer, reader: NativeReader) -> CommonState:
+def _read_common(
+    trainer: Trainer, reader: NativeReader, by_part: Sequence[Sequence[ParameterState]], locator: Locator
+) -> CommonState:
     common = reader.plain(file_names.COMMON_FILE)
     parts = optimizer_parts(trainer.optimizer)
     optimizers = match_parts(parts, common["optimizers"], trainer.config.reset_moments)
     check_scheduler(trainer.lr_scheduler, common["lr_scheduler"])
-    return CommonState(optimizers, common["lr_scheduler"])
+    schedules = schedules_of(trainer.lr_scheduler, common["lr_scheduler"])
+    groups = plan_groups(common["optimizers"], parts, by_part, optimizers, locator, schedules)
+    return CommonState(optimizers, common["lr_scheduler"], groups)
 
 
 def _check_sizes(reader: NativeReader, fills: Iterable[TensorFill]) -> None:

@@ -449,7 +449,7 @@ def _shared_by_all(
         return SavedPart(None, 0, None)
     kind = part.kind
     loaded = _loaded_part(trainer, files, saved, has_step=kind is None or kind.has_step)
-    return replace(loaded, param_groups=_groups_for(part, loaded.param_groups or ()))
+    return replace(loaded, param_groups=_groups_for(part, _groups_of(saved)))
 
 
 def _groups_for(part: OptimizerPart, saved: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
@@ -463,10 +463,18 @@ def _groups_for(part: OptimizerPart, saved: Sequence[Mapping[str, Any]]) -> Sequ
     return [group for group in saved if bool(group.get(field)) == wanted] or [{**g, field: wanted} for g in saved]
 
 
+def _groups_of(
+    saved: Sequence[Mapping[str, Any]], left: Sequence[str] = ("step", "params", *ARGUMENTS)
+) -> list[dict[str, Any]]:
+    """Returns the fields of the param groups of all saved parts, except those that are `left`."""
+    groups = (group for state in saved for group in (state.get("optimizer") or {}).get("param_groups", ()))
+    return [{key: value for key, value in group.items() if key not in left} for group in groups]
+
+
 def _loaded_part(
     trainer: Trainer, files: TorchDistFiles, saved: Sequence[Mapping[str, Any]], has_step: bool = True
 ) -> SavedPart:
-    groups = [group for state in saved for group in (state.get("optimizer") or {}).get("param_groups", ())]
+    groups = _groups_of(saved, left=())
     if not groups:
         raise CheckpointMismatchError(
             f"{files.path}: has no param groups of the optimizer: leave 'optimizer' out of load_contents"
@@ -483,10 +491,8 @@ def _loaded_part(
     step = None
     if has_step:
         step = steps.pop() if steps else step_missing(trainer, str(files.path))
-    left = ("step", "params", *ARGUMENTS)
-    fields = [{key: value for key, value in group.items() if key not in left} for group in groups]
     scalers = [state["grad_scaler"] for state in saved if state.get("grad_scaler")]
-    return SavedPart(fields, step, scalers[0] if scalers else None)
+    return SavedPart(_groups_of(saved), step, scalers[0] if scalers else None)
 
 
 # -- random states -----------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from mcore_ckpt.io.files import sync_dir
 from mcore_ckpt.ranks.rounds import Record
 from mcore_ckpt.ranks.topology import RankCoordinates
 from mcore_ckpt.save.file_owners import place_files
+from mcore_ckpt.save.group_lists import add_members
 from mcore_ckpt.save.rank_reports import TensorNames
 from mcore_ckpt.state import optimizer as optimizer_state
 from mcore_ckpt.state.optimizers.chain import optimizer_parts
@@ -42,7 +43,8 @@ def build_manifest(
         trainer: the objects to save.
         names: the tensor names that rank 0 knows. This function adds the names in the reports.
         staging: the staging folder of the save.
-        common: the state that all ranks share (`read_common`). This function adds the optimizers' steps.
+        common: the state that all ranks share (`read_common`). This function adds the optimizers' steps and the
+            members of their param groups.
         step, roles, attempt: values that the manifest contains unchanged.
         records: the report of each rank (`rank_reports.rank_report`), by rank.
         save_count: see `Placement`. It is for the fast tier.
@@ -59,14 +61,15 @@ def build_manifest(
         commit.check_files(staging, files)
     parts = [record["parts"] for record in records]
     commit.check_structures(parts, nodes.number_of if nodes is not None else lambda rank: 0)
+    for record in records:
+        names.receive(record["names"])
     if "optimizer" in trainer.config.save_contents:
+        add_members(common["optimizers"], names.groups(record["groups"] for record in records))
         for number, part in enumerate(common["optimizers"]):
             part["step"] = _common_step(number, [record["steps"][number] for record in records])
         file = write_plain(staging, file_names.COMMON_FILE, "common", pickle_plain(common))
         sync_dir((staging / file.path).parent)
         files.append((trainer.agreement.rank, file))
-    for record in records:
-        names.receive(record["names"])
     placement = None
     if nodes is not None and trainer.config.fast is not None:
         files, placement = place_files(files, nodes, trainer.config.fast.replicas, save_count)
@@ -109,7 +112,7 @@ def _contents(trainer: Trainer) -> tuple[str, ...]:
 def read_common(trainer: Trainer) -> dict[str, Any]:
     """Returns the optimizer and scheduler state that all ranks share.
 
-    The optimizers' steps are not in it, because rank 0 may not know them.
+    The optimizers' steps and the members of their groups are not in it, because rank 0 may not know them.
     """
     return {
         "optimizers": [

@@ -21,6 +21,7 @@ from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.formats.native.file_plan import FilePlan, StructureCache, plan_file
 from mcore_ckpt.formats.native.write_requests import TensorWrite, WriteRequest
 from mcore_ckpt.save.capture import FileTensors
+from mcore_ckpt.save.group_lists import GroupMembers
 from mcore_ckpt.sharding.plan import MODEL, PARAM, Coding, ShardKey
 from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.state import optimizer as optimizer_state
@@ -93,6 +94,7 @@ class SavePlan:
         on_gpu: whether any tensor is on a GPU.
         on_host: whether any parameter or optimizer state is in host memory.
         weights: the weights that must be filled from main parameters before the capture.
+        groups: which parameters are in which param groups.
     """
 
     files: tuple[FilePlan, ...]
@@ -101,6 +103,7 @@ class SavePlan:
     on_gpu: bool
     on_host: bool
     weights: MainWeights
+    groups: GroupMembers
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,6 +123,7 @@ class _PlanBetweenSaves:
     gathers: bool
     on_gpu: bool
     on_host: bool
+    groups: GroupMembers
 
     @staticmethod
     def of(plan: SavePlan, live: LiveObjects) -> _PlanBetweenSaves:
@@ -138,7 +142,7 @@ class _PlanBetweenSaves:
         )
         gathers = bool(parameters)
         return _PlanBetweenSaves(
-            live, plan.files, tensors, plan.buffers, from_mains, gathers, plan.on_gpu, plan.on_host
+            live, plan.files, tensors, plan.buffers, from_mains, gathers, plan.on_gpu, plan.on_host, plan.groups
         )
 
     def plan(self, trainer: Trainer) -> SavePlan | None:
@@ -150,7 +154,7 @@ class _PlanBetweenSaves:
         tensors = tuple(members for members in by_file if members is not None)
         if len(tensors) < len(by_file):
             return None
-        return SavePlan(self.files, tensors, self.buffers, self.on_gpu, self.on_host, weights)
+        return SavePlan(self.files, tensors, self.buffers, self.on_gpu, self.on_host, weights, self.groups)
 
     def _find(self, file: int, weights: MainWeights) -> FileTensors | None:
         refreshed = self._refreshed(file)
@@ -236,7 +240,9 @@ def _refuse_freed_memory(request: WriteRequest, members: FileTensors) -> None:
 
 def _new_plan(trainer: Trainer, structures: StructureCache) -> SavePlan:
     weights = _weights_to_save(trainer)
-    requests = _write_requests(trainer, weights)
+    model = model_shards(trainer.chunks)
+    by_part = _parameter_states(trainer, model)
+    requests = _write_requests(trainer, weights, model, by_part)
     for request in requests:
         _refuse_other_devices(request)
     plans = [(plan_file(request, trainer.agreement.rank, structures), request) for request in requests]
@@ -254,6 +260,7 @@ def _new_plan(trainer: Trainer, structures: StructureCache) -> SavePlan:
         on_gpu=_on_gpu(tensors),
         on_host=_on_host(request for _, request in plans),
         weights=weights,
+        groups=GroupMembers.of(by_part),
     )
 
 
@@ -268,17 +275,26 @@ def saves_model(trainer: Trainer) -> bool:
     return not {"model", "hf_model"}.isdisjoint(trainer.config.save_contents)
 
 
-def _write_requests(trainer: Trainer, weights: MainWeights) -> list[WriteRequest]:
+def _parameter_states(trainer: Trainer, model: Sequence[LocalShard]) -> list[list[ParameterState]]:
+    if "optimizer" not in trainer.config.save_contents:
+        return []
+    return optimizer_state.read_optimizer(trainer.optimizer, model, trainer.first_instance)
+
+
+def _write_requests(
+    trainer: Trainer,
+    weights: MainWeights,
+    model: Sequence[LocalShard],
+    by_part: Sequence[Sequence[ParameterState]],
+) -> list[WriteRequest]:
     """Lists the files that this rank writes completely or in part."""
-    contents = trainer.config.save_contents
-    model = model_shards(trainer.chunks)
     requests: list[WriteRequest] = []
     if saves_model(trainer):
         skip_frozen = trainer.config.skip_frozen
         saved = [shard for shard in model if not (skip_frozen and shard.is_frozen)]
         requests += _model_requests(trainer, [_with_weight(shard, weights) for shard in saved])
-    if "optimizer" in contents:
-        requests += _optimizer_requests(trainer, model)
+    if "optimizer" in trainer.config.save_contents:
+        requests += _optimizer_requests(trainer, by_part)
     return requests
 
 
@@ -292,7 +308,8 @@ def estimated_bytes(trainer: Trainer) -> int:
     """
     parts = [] if trainer.optimizer is None else optimizer_parts(trainer.optimizer)
     to_come = max((part.bytes_of_first_step() for part in parts), default=0)
-    requests = _write_requests(trainer, _weights_to_save(trainer, on="meta"))
+    model = model_shards(trainer.chunks)
+    requests = _write_requests(trainer, _weights_to_save(trainer, on="meta"), model, _parameter_states(trainer, model))
     total = sum(_estimated_request_bytes(request, to_come) for request in requests)
     return total + total // _HEADERS_PART
 
@@ -390,10 +407,9 @@ def _model_writes(shards: Iterable[LocalShard]) -> tuple[TensorWrite, ...]:
     )
 
 
-def _optimizer_requests(trainer: Trainer, model: Sequence[LocalShard]) -> Iterator[WriteRequest]:
+def _optimizer_requests(trainer: Trainer, by_part: Sequence[Sequence[ParameterState]]) -> Iterator[WriteRequest]:
     """Yields the request for this rank's own file and, if the optimizer is replicated, for the first replica's file."""
     parts = optimizer_parts(trainer.optimizer)
-    by_part = optimizer_state.read_optimizer(trainer.optimizer, model, trainer.first_instance)
     states = list(zip(parts, by_part, strict=True))
     rank, dense = trainer.agreement.rank, trainer.replicas.dense
     own = _optimizer_request(trainer, trainer.coordinates.place, states, rank)

@@ -11,6 +11,7 @@ from mcore_ckpt.checkpoint.manifest import WrittenFile
 from mcore_ckpt.errors import CommitError
 from mcore_ckpt.formats.native.file_plan import FilePlan
 from mcore_ckpt.ranks.rounds import Record
+from mcore_ckpt.save.group_lists import NO_GROUPS, GroupId, GroupList, join_groups
 from mcore_ckpt.save.rank_times import RankTimes
 from mcore_ckpt.sharding.names import natural_order
 from mcore_ckpt.sharding.plan import runs
@@ -28,19 +29,21 @@ class TensorNames:
         self._received: dict[str, tuple[str, ...]] = {}
         # One object for each name, because the files of all ranks name each tensor several times.
         self._known: dict[str, str] = {}
+        self._groups: tuple[frozenset[str], dict[GroupId, list[str]]] = (frozenset(), {})
         self._order: tuple[frozenset[str], tuple[str, ...], dict[str, tuple[tuple[int, int], ...]]] | None = None
 
-    def to_send(self, plans: Iterable[FilePlan], rank: int) -> dict[str, str]:
+    def to_send(self, plans: Iterable[FilePlan], rank: int, groups: GroupList = NO_GROUPS) -> dict[str, str]:
         """Returns, by digest, the names that rank 0 has not yet received from this rank, as `_packed` text.
 
-        Of a file that several ranks write, only the owner sends the names.
+        Of a file that several ranks write, only the owner sends the names. `groups` are this rank's param groups.
         """
-        own = (plan for plan in plans if plan.share.owner == rank)
-        return {plan.holds: _packed(plan.names) for plan in own if plan.holds not in self._sent}
+        own: list[FilePlan | GroupList] = [plan for plan in plans if plan.share.owner == rank]
+        own += [groups] if groups.names else []
+        return {each.holds: _packed(each.names) for each in own if each.holds not in self._sent}
 
-    def mark_sent(self, plans: Iterable[FilePlan]) -> None:
-        """Records that rank 0 has received the names of these plans. Call it when their save is committed."""
-        self._sent.update(plan.holds for plan in plans)
+    def mark_sent(self, lists: Iterable[FilePlan | GroupList]) -> None:
+        """Records that rank 0 has received the names of these lists. Call it when their save is committed."""
+        self._sent.update(each.holds for each in lists)
 
     def receive(self, names: Mapping[str, str]) -> None:
         """Adds names that a rank has sent. Only rank 0 calls it."""
@@ -50,6 +53,18 @@ class TensorNames:
                 unpacked = _unpacked(text)
                 self._received[digest] = tuple(map(self._known.setdefault, unpacked, unpacked))
 
+    def groups(self, digests: Iterable[str]) -> dict[GroupId, list[str]]:
+        """Returns the members of each param group on all ranks. Each rank has sent one digest, or "" without groups.
+
+        Raises:
+            CommitError: rank 0 has not received the list of a digest.
+        """
+        wanted = frozenset(digests) - {""}
+        if self._groups[0] != wanted:
+            self._refuse_missing(wanted)
+            self._groups = (wanted, join_groups(self._received[digest] for digest in wanted))
+        return self._groups[1]
+
     def in_order(self, digests: Iterable[str]) -> tuple[tuple[str, ...], dict[str, tuple[tuple[int, int], ...]]]:
         """Returns all names in the manifest's order and, for each digest, the positions of its names as runs.
 
@@ -58,16 +73,19 @@ class TensorNames:
         """
         wanted = frozenset(digests)
         if self._order is None or self._order[0] != wanted:
-            if missing := wanted - self._received.keys():
-                raise CommitError(
-                    f"rank 0 has not received the names of the tensors in {len(missing)} files: make a new "
-                    "CheckpointManager on all ranks"
-                )
+            self._refuse_missing(wanted)
             names = sorted(set().union(*(self._received[digest] for digest in wanted)), key=natural_order)
             position = {name: number for number, name in enumerate(names)}
             holds = {digest: tuple(runs(map(position.__getitem__, self._received[digest]))) for digest in wanted}
             self._order = (wanted, tuple(names), holds)
         return self._order[1], self._order[2]
+
+    def _refuse_missing(self, wanted: frozenset[str]) -> None:
+        if missing := wanted - self._received.keys():
+            raise CommitError(
+                f"rank 0 has not received the names of the tensors in {len(missing)} files: make a new "
+                "CheckpointManager on all ranks"
+            )
 
 
 def _packed(names: Sequence[str]) -> str:
@@ -89,6 +107,7 @@ def rank_report(
     plans: Iterable[FilePlan],
     names: Mapping[str, str],
     steps: Sequence[float | int | None],
+    groups: str,
     times: RankTimes,
 ) -> Record:
     """Returns one rank's report as JSON values.
@@ -99,6 +118,7 @@ def rank_report(
         plans: the files that this rank has written a part of.
         names: the tensor names that rank 0 does not know yet, by digest.
         steps: for each chained optimizer, the number of steps that it has done; None if this rank does not know it.
+        groups: the digest of this rank's param groups and their members.
         times: when this rank planned, copied and wrote.
     """
     return {
@@ -108,5 +128,6 @@ def rank_report(
         "coordinates": asdict(trainer.coordinates),
         "stages": [asdict(stage) for stage in trainer.stages],
         "steps": list(steps),
+        "groups": groups,
         "times": times.to_record(),
     }

@@ -28,6 +28,7 @@ from mcore_ckpt.save.capture import Capture, capture_in_place
 from mcore_ckpt.save.context import SaveContext
 from mcore_ckpt.save.copies import CopyHandle
 from mcore_ckpt.save.drain import DrainHandle
+from mcore_ckpt.save.group_lists import NO_GROUPS, read_group_keys
 from mcore_ckpt.save.hf_export import completed, export_together
 from mcore_ckpt.save.host_images import ReservedImages
 from mcore_ckpt.save.need import need_of_rank
@@ -95,6 +96,8 @@ class Save:
         # Reading one step number per parameter takes a while. Without images the state does not change until the save
         # ends, so the numbers can be read later, while the disk is writing.
         self._steps = read_steps(self._trainer) if self._has_images else None
+        self._group_keys = read_group_keys(self._trainer)
+        self._groups = NO_GROUPS
         self._attempt: Attempt | None = None
         self._capture: Capture | Exception | None = None
         self._writer: FileWriter | None = None
@@ -175,9 +178,10 @@ class Save:
         def write(staging: Path) -> Record:
             written.extend(self._write(staging))
             assert self._steps is not None
-            names = self._context.names.to_send(self._plan.files, self._trainer.agreement.rank)
+            self._groups = self._plan.groups.listed(self._group_keys)
+            names = self._context.names.to_send(self._plan.files, self._trainer.agreement.rank, self._groups)
             times = self._times.rank_times(stall_s, self._bytes_of(written))
-            return rank_report(self._trainer, written, self._plan.files, names, self._steps, times)
+            return rank_report(self._trainer, written, self._plan.files, names, self._steps, self._groups.holds, times)
 
         def write_and_export(staging: Path) -> Record:
             exported = export_together(
@@ -206,7 +210,7 @@ class Save:
             if self._writer is not None:
                 self._writer.close()
             self._capture = None  # it keeps the host memory alive, which a larger buffer may replace from now on
-        self._context.names.mark_sent(self._plan.files)
+        self._context.names.mark_sent([*self._plan.files, self._groups])
         if self._trainer.agreement.is_coordinator:
             self._context.assets.update(sizes_of_assets(written))
         return self._report(stall_s, self._bytes_of(written))

@@ -8,7 +8,7 @@ from typing import Any
 from mcore_ckpt.state import optimizer as optimizer_state
 from mcore_ckpt.state.optimizers.chain import optimizer_parts
 from mcore_ckpt.state.param_groups import SavedPart, write_param_groups
-from mcore_ckpt.state.scheduler import keeps_own_rates, write_scheduler
+from mcore_ckpt.state.scheduler import schedules_of, set_rates, write_scheduler
 
 
 def write_common(
@@ -25,9 +25,9 @@ def write_common(
     """
     # The scheduler is loaded first, because it sets the rates of the groups before it has read all its fields.
     write_scheduler(lr_scheduler, schedule)
-    keep_rates = keeps_own_rates(lr_scheduler)
+    option = schedules_of(lr_scheduler, schedule).option
     for part, state in zip(optimizer_parts(optimizer), saved, strict=True):
         if state.param_groups is not None:
-            write_param_groups(part, state.param_groups, keep_rates)
+            set_rates(lr_scheduler, write_param_groups(part, state.param_groups, option))
         part.write_step(state.step)
         optimizer_state.write_grad_scaler(part, state.grad_scaler)

@@ -37,19 +37,20 @@ def read_optimizer(optimizer: Any, model: Sequence[LocalShard], first_instance: 
     result = []
     for part in optimizer_parts(optimizer):
         states = []
+        groups = part.group_numbers()
         for each in part.mains():
             shard = by_parameter.get(id(each.parameter))
             if shard is None:
                 raise UnsupportedError(
                     f"the optimizer holds a parameter of shape {list(each.parameter.shape)} that is not in the model"
                 )
-            states.append(_parameter_state(part, shard, each, first_instance))
+            states.append(_parameter_state(part, shard, each, first_instance, groups.get(id(each.key))))
         result.append(states)
     return result
 
 
 def _parameter_state(
-    part: OptimizerPart, shard: LocalShard, each: MainParameter, first_instance: bool
+    part: OptimizerPart, shard: LocalShard, each: MainParameter, first_instance: bool, group: int | None
 ) -> ParameterState:
     state = _state(part, shard, each)
     bound = part.bound_shapes(each.main)
@@ -68,6 +69,7 @@ def _parameter_state(
         is_model_view=each.is_model_view,
         expert=shard.expert,
         replica=shard.replica or not first_instance,
+        group=group,
         moments=moments,
         bound={kind: value for kind, value in state.items() if kind in bound},
         scales={kind: scale for kind in (PARAM, *moments) if (scale := part.scale_of(each.key, kind)) is not None},

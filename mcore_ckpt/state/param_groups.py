@@ -1,17 +1,35 @@
-"""Reads the param groups of optimizers, matches saved groups with live ones, and writes them back."""
+"""Reads the param groups of optimizers, finds the saved ones, and writes them back.
+
+Which saved group is which, `group_matching.py` decides; whose value of a field counts, `group_fields.py` says.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from mcore_ckpt.errors import CheckpointMismatchError
-from mcore_ckpt.state.optimizers.part import IMPLEMENTATION, STEP, OptimizerPart
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError
+from mcore_ckpt.sharding.name_lists import NameLists
+from mcore_ckpt.state.group_fields import Group, Option, is_of_experts, write_group
+from mcore_ckpt.state.group_matching import (
+    LiveGroup,
+    SavedGroup,
+    check_equal,
+    kept,
+    live_groups,
+    match,
+    replacements,
+)
+from mcore_ckpt.state.optimizers.part import STEP, OptimizerPart
 from mcore_ckpt.state.plain import to_plain
 
-# The fields of a param group that keep their present values if megatron's scheduler is set to override the saved ones.
-_RATES = ("lr", "max_lr", "min_lr", "weight_decay")
+logger = logging.getLogger(__name__)
+
+# The kind of a part without parameters.
+_NO_OPTIMIZER = type(None).__name__
 
 
 def read_param_groups(part: OptimizerPart) -> list[dict[str, Any]]:
@@ -22,17 +40,19 @@ def read_param_groups(part: OptimizerPart) -> list[dict[str, Any]]:
     Raises UnsupportedError if a field has no plain value.
     """
     return [
-        {
-            key: to_plain(value, f"param_groups[{i}][{key!r}]")
-            for key, value in group.items()
-            if key not in ("params", STEP, *part.own_fields)
-        }
-        for i, group in enumerate(part.param_groups)
+        {key: to_plain(value, f"param_groups[{i}][{key!r}]") for key, value in group.items()}
+        for i, group in enumerate(_fields(part))
     ]
 
 
-# The kind of a part without parameters.
-_NO_OPTIMIZER = type(None).__name__
+def read_live_groups(part: OptimizerPart) -> list[LiveGroup]:
+    """Returns what tells the groups of a part apart. Reads no tensor."""
+    return live_groups(_fields(part))
+
+
+def _fields(part: OptimizerPart) -> list[dict[str, Any]]:
+    left = ("params", STEP, *part.own_fields)
+    return [{key: value for key, value in group.items() if key not in left} for group in part.param_groups]
 
 
 @dataclass(frozen=True)
@@ -40,17 +60,170 @@ class SavedPart:
     """The saved state of one chained optimizer without its tensors.
 
     Attributes:
-        param_groups: the saved param groups, in the order of the live optimizer's groups (see `match_groups`). None if
-            the live groups stay as they are.
+        param_groups: for each live group, its saved counterpart, or None if it keeps the run's values. None if all
+            groups stay as they are.
         step: the number of steps. None if it is unknown.
         grad_scaler: the gradient scaler's state, or None.
         starts_anew: whether the part takes over main parameters alone, because it needs other moments than the saved.
+        candidates: the numbers of the saved groups that may be counterparts (`SavedGroups`).
     """
 
-    param_groups: Sequence[Mapping[str, Any]] | None
+    param_groups: Sequence[Group | None] | None
     step: float | int | None
     grad_scaler: Mapping[str, Any] | None
     starts_anew: bool = False
+    candidates: tuple[int, ...] = ()
+
+
+# -- the groups of a checkpoint ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SavedGroups:
+    """The param groups of all chained optimizers of a checkpoint, numbered together.
+
+    Attributes:
+        groups: the groups.
+        kinds: the kind of each group's optimizer.
+        members: finds the groups that have a parameter; None if the checkpoint does not say it.
+    """
+
+    groups: tuple[SavedGroup, ...]
+    kinds: tuple[str, ...]
+    members: NameLists | None
+
+    @staticmethod
+    def of(optimizers: Sequence[Mapping[str, Any]]) -> SavedGroups:
+        """Numbers the groups of `common.pt`. Raises CheckpointCorruptError if the lists of members make no sense."""
+        fields = [group for state in optimizers for group in state["param_groups"]]
+        kinds = [state["kind"] for state in optimizers for _ in state["param_groups"]]
+        groups = tuple(SavedGroup(number, group) for number, group in enumerate(fields))
+        if not all("members" in state for state in optimizers if state["param_groups"]):
+            return SavedGroups(groups, tuple(kinds), None)
+        try:
+            lists = [list(names) for state in optimizers for names in state.get("members", ())]
+            if len(lists) != len(groups):
+                raise ValueError(f"{len(lists)} lists for {len(groups)} groups")
+            return SavedGroups(groups, tuple(kinds), NameLists(lists))
+        except (TypeError, ValueError) as error:
+            raise CheckpointCorruptError(f"{file_names.COMMON_FILE}: members of param groups: {error}") from None
+
+    def numbers_of(self, kind: str) -> tuple[int, ...]:
+        """Returns the numbers of the groups of one kind of optimizer."""
+        return tuple(number for number, other in enumerate(self.kinds) if other == kind)
+
+    def with_members(
+        self, groups: Sequence[LiveGroup], members: Iterable[tuple[int, str, str]], candidates: Sequence[int]
+    ) -> tuple[LiveGroup, ...]:
+        """Returns live groups with what the checkpoint says of their members on this rank.
+
+        Args:
+            groups: the groups of a part.
+            members: for each parameter, the place of its group in the list, its name, and its name in the checkpoint.
+            candidates: the saved groups that may be counterparts.
+        """
+        found: list[set[int]] = [set() for _ in groups]
+        names: list[str | None] = [None for _ in groups]
+        for place, name, stored in members:
+            names[place] = name if names[place] is None else names[place]
+            if self.members is not None:
+                found[place] |= self.members.lists_with(stored)
+        return tuple(
+            replace(group, found_in=frozenset(numbers.intersection(candidates)), member=name)
+            for group, numbers, name in zip(groups, found, names, strict=True)
+        )
+
+
+@dataclass(frozen=True)
+class Schedules:
+    """Whose schedule counts, and what the schedulers have for groups without values of their own."""
+
+    option: Option
+    of_run: Group
+    of_checkpoint: Group
+
+
+@dataclass(frozen=True)
+class GroupChanges:
+    """What a user is told of the groups of a load.
+
+    Attributes:
+        kept: describes the groups that keep the run's values, because the checkpoint has none for them.
+        replaced: describes what the checkpoint sets otherwise than the run asked for.
+    """
+
+    kept: tuple[str, ...] = ()
+    replaced: tuple[str, ...] = ()
+
+    def warn(self, where: Any) -> None:
+        """Logs what there is to tell. One rank calls it."""
+        if self.kept:
+            logger.warning(
+                "%s: has no param group for some of this run's groups, which keep the run's values: the param group %s",
+                where,
+                "; the param group ".join(self.kept),
+            )
+        if self.replaced:
+            logger.warning(
+                "%s: the checkpoint's values count for %s. See 'Param groups' in the documentation on resuming for "
+                "whose value counts when",
+                where,
+                "; ".join(self.replaced),
+            )
+
+
+NO_CHANGES = GroupChanges()
+
+
+@dataclass(frozen=True)
+class GroupMatch:
+    """The counterparts of one optimizer's groups.
+
+    Attributes:
+        numbers: the number of the saved group by the key of the live one; None if that one keeps the run's values.
+        changes: what a user is told.
+    """
+
+    numbers: Mapping[str, int | None]
+    changes: GroupChanges
+
+
+def find_counterparts(
+    live: Sequence[LiveGroup], saved: Sequence[SavedGroup], by_members: bool, schedules: Schedules
+) -> GroupMatch:
+    """Finds the counterparts of one optimizer's groups.
+
+    Raises:
+        CheckpointMismatchError: it is open which group is which, or a schedule differs that must be equal.
+    """
+    numbers = match(live, saved, by_members)
+    by_number = {group.number: group for group in saved}
+    if schedules.option == "equal":
+        check_equal(live, by_number, numbers, schedules.of_run, schedules.of_checkpoint)
+    texts = replacements(live, by_number, numbers, schedules.option)
+    return GroupMatch(numbers, GroupChanges(tuple(kept(live, numbers)), tuple(texts)))
+
+
+def match_groups(
+    part: OptimizerPart, saved: Sequence[Group], schedules: Schedules
+) -> tuple[list[Group | None], GroupChanges]:
+    """Finds the counterparts of a part's groups among groups whose members are not known, as in foreign checkpoints.
+
+    Raises CheckpointMismatchError as `find_counterparts` does.
+    """
+    groups = [SavedGroup(number, fields) for number, fields in enumerate(saved)]
+    live = [replace(group, member="") for group in read_live_groups(part)]
+    found = find_counterparts(live, groups, False, schedules)
+    return in_order(part, found.numbers, groups), found.changes
+
+
+def in_order(part: OptimizerPart, numbers: Mapping[str, int | None], saved: Sequence[SavedGroup]) -> list[Group | None]:
+    """Returns the counterparts of a part's groups in the order of this rank."""
+    found = (numbers[group.key] for group in read_live_groups(part))
+    return [None if number is None else saved[number].fields for number in found]
+
+
+# -- the optimizers of a checkpoint ------------------------------------------------------------------------------------
 
 
 def match_parts(
@@ -59,7 +232,8 @@ def match_parts(
     """Finds the saved state of each part, even if the saved optimizers were chained in another way.
 
     With expert parallelism, experts have an optimizer of their own. Without expert parallelism, they are in the groups
-    of the dense optimizer (`_get_param_groups`, 0.16.1).
+    of the dense optimizer (`_get_param_groups`, 0.16.1). The counterparts of groups are found later, because members
+    are on all ranks.
 
     Args:
         parts: the parts of the live optimizer.
@@ -69,25 +243,36 @@ def match_parts(
     Raises:
         CheckpointMismatchError: a part has no saved counterpart, or several different counterparts.
     """
-    saved = [state for state in saved if state["kind"] != _NO_OPTIMIZER]
-    _check_scalers(parts, saved)
-    scaler = saved[0]["grad_scaler"] if saved else None
+    numbers = _numbers(saved)
+    known = [state for state in saved if state["kind"] != _NO_OPTIMIZER]
+    _check_scalers(parts, known)
+    scaler = known[0]["grad_scaler"] if known else None
     found: list[SavedPart] = []
-    for number, part in enumerate(parts):
+    for place, part in enumerate(parts):
         # Only parts of one kind can have each other's state.
         alike = [each for each in parts if each.kind_name == part.kind_name]
-        same = [state for state in saved if state["kind"] == part.kind_name]
+        same = [state for state in known if state["kind"] == part.kind_name]
         if part.inner is None:
             found.append(SavedPart((), None, scaler))
         elif not same:
-            _check_may_start_anew(part, saved, reset_moments)
+            _check_may_start_anew(part, known, reset_moments)
             found.append(SavedPart(None, None, scaler, starts_anew=True))
-        elif len(alike) == len(same) and all(map(_is_of_the_same, alike, same)):
-            place = sum(each.kind_name == part.kind_name for each in parts[:number])
-            found.append(_match_part(part, [same[place]]))
         else:
-            found.append(_match_part(part, same))
+            if len(alike) == len(same) and all(map(_is_of_the_same, alike, same)):
+                same = [same[sum(each.kind_name == part.kind_name for each in parts[:place])]]
+            candidates = tuple(number for state in same for number in numbers[id(state)])
+            found.append(SavedPart((), _step_of(same), same[0]["grad_scaler"], candidates=candidates))
     return tuple(found)
+
+
+def _numbers(saved: Sequence[Mapping[str, Any]]) -> dict[int, range]:
+    """Returns the numbers of each saved part's groups (`SavedGroups`), by `id` of the part."""
+    found: dict[int, range] = {}
+    first = 0
+    for state in saved:
+        found[id(state)] = range(first, first + len(state["param_groups"]))
+        first += len(state["param_groups"])
+    return found
 
 
 def _check_may_start_anew(part: OptimizerPart, saved: Sequence[Mapping[str, Any]], reset_moments: bool) -> None:
@@ -105,10 +290,7 @@ def _check_may_start_anew(part: OptimizerPart, saved: Sequence[Mapping[str, Any]
 
 def _is_of_the_same(part: OptimizerPart, saved: Mapping[str, Any]) -> bool:
     """Returns True if both have the same kinds of groups (experts, other parameters), or if `part` has no groups."""
-    here, there = (
-        {_identity(group)["is_expert_parallel"] for group in groups}
-        for groups in (part.param_groups, saved["param_groups"])
-    )
+    here, there = (set(map(is_of_experts, groups)) for groups in (part.param_groups, saved["param_groups"]))
     return not here or here == there
 
 
@@ -120,81 +302,23 @@ def _check_scalers(parts: Sequence[OptimizerPart], saved: Sequence[Mapping[str, 
             raise CheckpointMismatchError(f"optimizer: wanted {wanted}, found {found} in the checkpoint")
 
 
-def _match_part(part: OptimizerPart, saved: Sequence[Mapping[str, Any]]) -> SavedPart:
-    groups = match_groups(part, [group for state in saved for group in state["param_groups"]])
+def _step_of(saved: Sequence[Mapping[str, Any]]) -> float | int | None:
     steps = {state["step"] for state in saved if state["step"] is not None}
     if len(steps) > 1:
         raise CheckpointMismatchError(
             f"the checkpoint's optimizers have done different numbers of steps, {sorted(steps)}, but share one "
             "optimizer here: load the checkpoint with expert parallelism, as it was saved"
         )
-    return SavedPart(tuple(groups), steps.pop() if steps else None, saved[0]["grad_scaler"])
+    return steps.pop() if steps else None
 
 
-def match_groups(part: OptimizerPart, saved: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Finds the saved counterpart of each group of `part`.
+def write_param_groups(part: OptimizerPart, saved: Sequence[Group | None], option: Option) -> list[dict[str, Any]]:
+    """Sets the fields of each group from the saved group at the same position.
 
-    If the identities of all groups agree in order, groups are matched by position, in the same way as in
-    `_filter_and_reorder_param_groups` (0.16.1). Otherwise groups are matched only by multipliers, because the layout
-    decides which groups hold experts. If several saved groups with different settings remain, the user's overrides are
-    compared, and finally whether the group holds experts.
-
-    Raises:
-        CheckpointMismatchError: a group has no saved counterpart, or several different counterparts.
+    Returns the groups whose rates the LR scheduler has to set, because the checkpoint has none for them.
     """
-    groups = part.param_groups
-    if len(groups) == len(saved) and all(_identity(a) == _identity(b) for a, b in zip(groups, saved, strict=True)):
-        return list(saved)
-    return [_counterpart(part, number, saved) for number in range(len(groups))]
-
-
-def _counterpart(part: OptimizerPart, number: int, saved: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    group = part.param_groups[number]
-    same = [candidate for candidate in saved if _multipliers(candidate) == _multipliers(group)]
-    for alike in (_overrides, _identity):
-        if not _are_alike(same):
-            same = [candidate for candidate in same if alike(candidate) == alike(group)] or same
-    if not same or not _are_alike(same):
-        differing = {key for candidate in same for key in candidate if candidate[key] != same[0].get(key)}
-        raise CheckpointMismatchError(
-            f"param group {number} ({_identity(group)}) of {type(part.inner).__name__} has {len(same)} counterparts "
-            f"among the {len(saved)} saved groups ({[_identity(g) for g in saved]})"
-            f"{f', which differ in {sorted(differing)}' if differing else ''}: use the same weight-decay and "
-            "learning-rate groups"
-        )
-    return min(same, key=lambda candidate: _identity(candidate) != _identity(group))
-
-
-_EXPERTS = ("is_expert_parallel", "pre_is_expert_parallel")
-# The fields that megatron's ParamGroupOverride (0.16.1) can set for some parameters, in addition to the multipliers.
-_OVERRIDES = ("max_lr", "min_lr", "start_wd", "end_wd", "default_config")
-
-
-def _are_alike(groups: Sequence[Mapping[str, Any]]) -> bool:
-    settings = [{key: value for key, value in group.items() if key not in _EXPERTS} for group in groups]
-    return all(each == settings[0] for each in settings)
-
-
-def _multipliers(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in _identity(group).items() if key not in _EXPERTS}
-
-
-def _overrides(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: group.get(key) for key in _OVERRIDES}
-
-
-def _identity(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of megatron's `param_group_identifier_keys`. NeMo prefixes some of them with `pre_`."""
-    keys = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
-    return {key: group.get(key, group.get(f"pre_{key}")) for key in keys}
-
-
-def write_param_groups(part: OptimizerPart, saved: Sequence[Mapping[str, Any]], keep_rates: bool) -> None:
-    """Sets the fields of each group from the saved group at the same position (see `match_groups`).
-
-    If `keep_rates` is True, learning rates and weight decay stay as they are. So does what says how the optimizer
-    works, because the one that was saved may have been of another class.
-    """
-    left = (*_EXPERTS, *IMPLEMENTATION, *part.own_fields, *(_RATES if keep_rates else ()))
     for group, values in zip(part.param_groups, saved, strict=True):
-        group.update({key: value for key, value in values.items() if key not in left})
+        if values is not None:
+            write_group(group, values, option, part.own_fields)
+    pairs = zip(part.param_groups, saved, strict=True)
+    return [group for group, values in pairs if values is None or "lr" not in values]

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 from mcore_ckpt.errors import CheckpointMismatchError
+from mcore_ckpt.state.group_fields import Option
+from mcore_ckpt.state.param_groups import Schedules
 from mcore_ckpt.state.plain import to_plain
 
 logger = logging.getLogger(__name__)
@@ -58,9 +61,28 @@ def write_scheduler(scheduler: Any, state: dict[str, Any] | None) -> None:
     scheduler.load_state_dict(state)
 
 
-def keeps_own_rates(scheduler: Any) -> bool:
-    """Returns True if megatron's scheduler is set to ignore the saved learning rates and weight decay."""
-    return bool(getattr(scheduler, "override_opt_param_scheduler", False))
+# What a param group without a value of its own takes from megatron's scheduler (`get_lr`, `get_wd`; 0.16 to 0.19).
+_OF_GROUPS = ("max_lr", "min_lr", "start_wd", "end_wd")
+
+
+def schedules_of(scheduler: Any, state: Mapping[str, Any] | None) -> Schedules:
+    """Returns whose learning rates and weight decay count after a load of `state`: the run's or the saved ones."""
+    if getattr(scheduler, "override_opt_param_scheduler", False):
+        option: Option = "run"
+    elif _is_megatrons(scheduler) and not getattr(scheduler, "use_checkpoint_opt_param_scheduler", True):
+        option = "equal"
+    else:
+        option = "checkpoint"
+    of_run = {name: getattr(scheduler, name) for name in _OF_GROUPS if hasattr(scheduler, name)}
+    return Schedules(option, of_run, {name: state[name] for name in _OF_GROUPS if state and name in state})
+
+
+def set_rates(scheduler: Any, groups: Sequence[dict[str, Any]]) -> None:
+    """Sets the rates of some groups as megatron's scheduler does at its present step. Leaves other schedulers alone."""
+    if groups and _is_megatrons(scheduler):
+        of_these = copy.copy(scheduler)
+        of_these.optimizer = SimpleNamespace(param_groups=groups)
+        of_these.step(0)
 
 
 def _is_megatrons(scheduler: Any) -> bool:

@@ -64,6 +64,7 @@ class ParameterState:
         main: the main parameter, which the optimizer updates.
         is_model_view: whether `main` shares the memory of the model parameter (fp32 training).
         expert, replica: as in LocalShard.
+        group: the number of the parameter's group in the optimizer on this rank; None if it is in no group.
         moments: the tensors of the optimizer's state by kind (`exp_avg`, ...). Empty before the first step.
         bound: tensors of the state, by kind, that belong to this very region as a whole (SOAP's eigenbases).
         scales: the scales of the main parameter and of moments that are kept in a scaled form, by kind: one fp32 each.
@@ -77,6 +78,7 @@ class ParameterState:
     is_model_view: bool
     expert: bool
     replica: bool
+    group: int | None
     moments: dict[str, torch.Tensor]
     bound: Mapping[str, torch.Tensor] = field(default_factory=dict)
     scales: Mapping[str, torch.Tensor] = field(default_factory=dict)

@@ -1,19 +1,29 @@
 """Steps and groups of optimizers that count per group (transformer-engine) and per parameter (torch)."""
 
 import copy
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from mcore_ckpt.errors import CheckpointMismatchError, UnsupportedError
+from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError, UnsupportedError
 from mcore_ckpt.sharding.plan import ShardKey
 from mcore_ckpt.sharding.regions import Region
+from mcore_ckpt.state.group_fields import Option
 from mcore_ckpt.state.optimizer import read_optimizer
 from mcore_ckpt.state.optimizers.chain import optimizer_parts
 from mcore_ckpt.state.optimizers.part import OptimizerPart, read_step, steps_in_groups
-from mcore_ckpt.state.param_groups import match_groups, match_parts, read_param_groups, write_param_groups
+from mcore_ckpt.state.param_groups import (
+    SavedGroups,
+    Schedules,
+    find_counterparts,
+    match_parts,
+    read_live_groups,
+    read_param_groups,
+    write_param_groups,
+)
 from mcore_ckpt.state.shards import LocalShard
 
 
@@ -75,7 +85,7 @@ def test_an_optimizer_that_gets_back_its_step_and_moments_goes_on_alike(cls: typ
             for kind in ("exp_avg", "exp_avg_sq"):
                 fresh.state[q][kind].copy_(inner.state[p][kind])
     assert read_step(part_of(inner)) == 3
-    write_param_groups(part_of(fresh), read_param_groups(part_of(inner)), keep_rates=False)
+    write_param_groups(part_of(fresh), read_param_groups(part_of(inner)), "checkpoint")
     part_of(fresh).write_step(read_step(part_of(inner)))
     assert read_step(part_of(fresh)) == 3
     for optimizer in (inner, fresh):
@@ -148,32 +158,14 @@ def grouped(order: list[int], **fields: Any) -> OptimizerPart:
     return part_of(FusedAdam([{"params": weights(2), **IDENTITIES[i], **fields} for i in order]))
 
 
-def test_groups_are_matched_by_what_they_are() -> None:
-    saved = [group | {"mark": number} for number, group in enumerate(read_param_groups(grouped([0, 1, 2])))]
-    assert [group["mark"] for group in match_groups(grouped([2, 0, 1]), saved)] == [2, 0, 1]
-    assert [group["mark"] for group in match_groups(grouped([1]), saved)] == [1]
-    # Two alike can only be told apart by their place.
-    twice = [IDENTITIES[0] | {"mark": "first"}, IDENTITIES[0] | {"mark": "second"}]
-    assert [group["mark"] for group in match_groups(grouped([0, 0]), twice)] == ["first", "second"]
-    nemo = [{f"pre_{key}": value for key, value in IDENTITIES[1].items()} | {"mark": "nemo"}]
-    assert match_groups(grouped([1]), nemo)[0]["mark"] == "nemo"
-
-
-@pytest.mark.parametrize(
-    ("order", "saved", "count"), [([0, 1], [0, 2], 0), ([0], [0, 0], 2), ([0, 0, 1], [0, 0], 2), ([1], [], 0)]
-)
-def test_a_group_without_one_counterpart_is_a_mismatch(order: list[int], saved: list[int], count: int) -> None:
-    with pytest.raises(CheckpointMismatchError, match=f"has {count} counterparts among the {len(saved)} saved groups"):
-        match_groups(grouped(order, lr=0.3), [IDENTITIES[i] | {"lr": 0.9 + n} for n, i in enumerate(saved)])
-
-
 def test_groups_keep_their_parameters_and_on_request_their_rates() -> None:
     saved = read_param_groups(grouped([0], lr=0.9, weight_decay=0.4, max_lr=1.0, eps=1e-3))
     assert saved[0].keys().isdisjoint({"params", "step"})
-    for keep, expected in ((False, (0.9, 0.4, 1e-3)), (True, (0.2, 0.1, 1e-3))):
+    options: list[tuple[Option, tuple[float, ...]]] = [("checkpoint", (0.9, 0.4, 1e-3)), ("run", (0.2, 0.1, 1e-3))]
+    for option, expected in options:
         part = grouped([0], lr=0.2, weight_decay=0.1)
         parameters = part.param_groups[0]["params"]
-        write_param_groups(part, saved, keep_rates=keep)
+        write_param_groups(part, saved, option)
         group = part.param_groups[0]
         assert group["params"] is parameters
         assert (group["lr"], group["weight_decay"], group["eps"]) == expected
@@ -256,50 +248,57 @@ def saved_part(groups: list[dict[str, Any]], step: int | None = 5, **fields: Any
     return {"kind": "Adam", "param_groups": groups, "step": step, "grad_scaler": None, **fields}
 
 
+SCHEDULES = Schedules("checkpoint", {}, {})
+
+
+def matched(
+    parts: list[OptimizerPart], saved: list[dict[str, Any]]
+) -> list[tuple[float | int | None, list[dict[str, Any] | None]]]:
+    """The steps and the groups that each part gets, without members."""
+    groups = SavedGroups.of(saved)
+    found = []
+    for part, state in zip(parts, match_parts(parts, saved), strict=True):
+        live = [replace(group, member="w") for group in read_live_groups(part)]
+        candidates = [group for group in groups.groups if group.number in state.candidates]
+        numbers = find_counterparts(live, candidates, False, SCHEDULES).numbers if live else {}
+        fields = [None if (n := numbers[each.key]) is None else dict(groups.groups[n].fields) for each in live]
+        found.append((state.step, fields))
+    return found
+
+
 def marked(group: dict[str, Any], lr: float = 0.5) -> dict[str, Any]:
     return group | {"lr": lr}
 
 
 def test_optimizers_chained_alike_are_matched_in_turn() -> None:
-    dense, experts = match_parts(chained([DENSE], [EXPERT]), [saved_part([DENSE], 5), saved_part([EXPERT], 7)])
-    assert (dense.step, experts.step) == (5, 7)
-    assert (dense.param_groups, experts.param_groups) == ((DENSE,), (EXPERT,))
+    saved = [saved_part([DENSE], 5), saved_part([EXPERT], 7)]
+    assert matched(chained([DENSE], [EXPERT]), saved) == [(5, [DENSE]), (7, [EXPERT])]
 
 
 def test_experts_that_had_an_optimizer_of_their_own_join_the_dense_one() -> None:
     saved = [saved_part([marked(DENSE), IDENTITIES[1]]), saved_part([marked(EXPERT)])]
-    (one,) = match_parts(chained([DENSE, IDENTITIES[1]]), saved)
-    assert one.step == 5
-    assert one.param_groups == (marked(DENSE), IDENTITIES[1])
-    (as_one,) = match_parts(chained([EXPERT, DENSE]), saved)
-    assert as_one.param_groups == (marked(EXPERT), marked(DENSE))
+    assert matched(chained([DENSE, IDENTITIES[1]]), saved) == [(5, [marked(DENSE), IDENTITIES[1]])]
+    assert matched(chained([EXPERT, DENSE]), saved) == [(5, [marked(EXPERT), marked(DENSE)])]
 
 
 def test_groups_that_a_user_told_apart_keep_their_rates() -> None:
     """Experts with a rate of their own join the dense optimizer, as a group that is not of experts alone."""
     dense, experts = marked(DENSE) | {"max_lr": 1e-3}, marked(EXPERT) | {"max_lr": 1e-5}
     here = [DENSE | {"max_lr": 1e-3}, DENSE | {"max_lr": 1e-5}]
-    (one,) = match_parts(chained(here), [saved_part([dense]), saved_part([experts])])
-    assert [group["max_lr"] for group in one.param_groups] == [1e-3, 1e-5]
-    # As many optimizers, but not of the same: both of other parameters than experts.
-    first, second = match_parts(chained(here[:1], here[:1]), [saved_part([dense]), saved_part([experts])])
-    assert [part.param_groups[0]["max_lr"] for part in (first, second)] == [1e-3, 1e-3]
+    assert matched(chained(here), [saved_part([dense]), saved_part([experts])]) == [(5, [dense, experts])]
     with pytest.raises(CheckpointMismatchError, match=r"differ in \['max_lr'\]"):
-        match_parts(
-            chained([DENSE | {"max_lr": 3e-3}, EXPERT]), [saved_part([dense, dense | {"max_lr": 2e-3}, experts])]
-        )
+        matched(chained([DENSE | {"max_lr": 3e-3}, EXPERT]), [saved_part([dense, dense | {"max_lr": 2e-3}, experts])])
 
 
 def test_experts_that_had_none_take_the_dense_ones() -> None:
-    dense, experts = match_parts(
+    (step_, _), (_, experts) = matched(
         chained([DENSE, IDENTITIES[1]], [EXPERT]), [saved_part([marked(DENSE), IDENTITIES[1]])]
     )
-    assert (dense.step, experts.step) == (5, 5)
-    assert dense.param_groups == (marked(DENSE), IDENTITIES[1])
-    assert experts.param_groups == (marked(DENSE),), "experts have no group of their own there"
+    assert step_ == 5
+    assert experts == [marked(DENSE)], "experts have no group of their own there"
     # What it belongs to stays the part's own.
     (part,) = chained([EXPERT | {"lr": 0.1}])
-    write_param_groups(part, experts.param_groups, keep_rates=False)
+    write_param_groups(part, experts, "checkpoint")
     assert (part.param_groups[0]["lr"], part.param_groups[0]["is_expert_parallel"]) == (0.5, True)
 
 
@@ -311,14 +310,10 @@ def test_optimizers_of_different_steps_do_not_become_one() -> None:
     assert unstepped.step == 7
 
 
-def test_groups_of_experts_and_of_the_rest_that_differ_do_not_become_one() -> None:
-    # This layout has neither kind's identity of its own: both could be meant.
-    group = DENSE | {"is_expert_parallel": None}
-    saved = [saved_part([marked(DENSE)]), saved_part([marked(EXPERT, 0.7)])]
-    with pytest.raises(CheckpointMismatchError, match="has 2 counterparts"):
-        match_parts(chained([group]), saved)
-    (one,) = match_parts(chained([group]), [saved_part([marked(DENSE)]), saved_part([marked(EXPERT)])])
-    assert one.param_groups == (marked(DENSE),)
+def test_members_that_make_no_sense_are_damage() -> None:
+    for members in ([["a"]], [["a"], ["b[1-]"]], [["a"], [3]], 5, [["a"], None]):
+        with pytest.raises(CheckpointCorruptError, match="members of param groups"):
+            SavedGroups.of([saved_part([DENSE, EXPERT], members=members)])
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch.optim import lr_scheduler
 
 from mcore_ckpt.checkpoint.plain_files import pickle_plain
 from mcore_ckpt.errors import CheckpointMismatchError
-from mcore_ckpt.state.scheduler import check_scheduler, keeps_own_rates, read_scheduler, write_scheduler
+from mcore_ckpt.state.scheduler import check_scheduler, read_scheduler, schedules_of, write_scheduler
 
 
 def adam() -> torch.optim.Optimizer:
@@ -32,6 +32,9 @@ def megatrons(**changes: Any) -> OptimizerParamScheduler:
     choices |= {"lr_decay_style": "cosine", "wd_incr_style": "linear", "wd_incr_steps": 20}
     choices |= {"start_wd": 0.01, "end_wd": 0.1}
     return OptimizerParamScheduler(adam(), **(choices | changes))
+
+
+NEITHER = {"use_checkpoint_opt_param_scheduler": False}
 
 
 def rates(scheduler: Any, steps: int) -> list[list[tuple[float, float]]]:
@@ -78,7 +81,8 @@ def test_the_saved_schedule_counts_by_default_and_the_new_one_if_overridden() ->
     kept = megatrons(max_lr=0.5, use_checkpoint_opt_param_scheduler=False, override_opt_param_scheduler=True)
     load(kept, state)
     assert (kept.max_lr, kept.num_steps) == (0.5, 5)
-    assert [keeps_own_rates(scheduler) for scheduler in (taken, kept, None)] == [False, True, False]
+    options = [schedules_of(scheduler, state).option for scheduler in (taken, kept, megatrons(**NEITHER), None)]
+    assert options == ["checkpoint", "run", "equal", "checkpoint"]
 
 
 @pytest.mark.parametrize(

@@ -13,14 +13,9 @@ from typing import Any
 
 import torch
 
+from mcore_ckpt.state.group_fields import IMPLEMENTATION
 from mcore_ckpt.state.optimizers.kinds import Kind, find_kind, kind_name, kind_name_of
-from mcore_ckpt.state.optimizers.part import (
-    IMPLEMENTATION,
-    MainParameter,
-    OptimizerPart,
-    steps_of,
-    write_steps_of,
-)
+from mcore_ckpt.state.optimizers.part import MainParameter, OptimizerPart, steps_of, write_steps_of
 from mcore_ckpt.state.quantized import is_quantized
 
 # What is in the state and is not part of it: the inner parameter itself, which `_sync_sub_optimizers_state_to_hdo` puts
@@ -57,6 +52,10 @@ class HybridDevicePart(OptimizerPart):
     def own_fields(self) -> tuple[str, ...]:
         # Its groups have all arguments of its constructor. Those that its optimizers train with are saved.
         return (*ARGUMENTS, *IMPLEMENTATION)
+
+    def group_numbers(self) -> dict[int, int]:
+        inner, groups = self.inner.param_to_inner_param, enumerate(self.param_groups)
+        return {id(inner[parameter]): number for number, group in groups for parameter in group["params"]}
 
     def mains(self) -> Iterator[MainParameter]:
         inner = self.inner.param_to_inner_param

@@ -18,11 +18,6 @@ from mcore_ckpt.state.quantized import is_quantized
 
 STEP = "step"
 _FP32_BYTES = 4
-# The fields of a param group that say how a class of optimizer works, and not what it computes in megatron's trainings.
-IMPLEMENTATION = (
-    *("amsgrad", "bias_correction", "capturable", "decoupled_weight_decay", "differentiable"),
-    *("foreach", "fused", "maximize"),
-)
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,6 +93,11 @@ class OptimizerPart:
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         return [] if self.inner is None else self.inner.param_groups
+
+    def group_numbers(self) -> dict[int, int]:
+        """Returns the number of each parameter's group, by `id` of the tensor under which its state is kept."""
+        groups = enumerate(self.param_groups)
+        return {id(parameter): number for number, group in groups for parameter in group["params"]}
 
     @property
     def own_fields(self) -> tuple[str, ...]:

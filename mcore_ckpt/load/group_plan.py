@@ -1,0 +1,136 @@
+"""Finds the saved param groups of the run's groups, together on all ranks.
+
+Each rank knows only some of a group's members: the parameters that it owns state of. So every rank reports in which
+saved groups its members were, and rank 0 decides for all.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from mcore_ckpt.formats.locate import Locator
+from mcore_ckpt.ranks.rounds import Record
+from mcore_ckpt.sharding.plan import PARAM, ShardKey
+from mcore_ckpt.state.group_matching import LiveGroup, joined
+from mcore_ckpt.state.optimizers.part import OptimizerPart
+from mcore_ckpt.state.param_groups import (
+    SavedGroups,
+    SavedPart,
+    Schedules,
+    find_counterparts,
+    in_order,
+    read_live_groups,
+)
+from mcore_ckpt.state.shards import ParameterState
+
+
+@dataclass(frozen=True)
+class PartGroups:
+    """What this rank knows of the groups of one chained optimizer.
+
+    Attributes:
+        live: the groups.
+        candidates: the numbers of the saved groups that may be their counterparts.
+    """
+
+    live: tuple[LiveGroup, ...]
+    candidates: tuple[int, ...]
+
+    def to_record(self) -> Record:
+        # Settings travel as text, because records are strict JSON, and a rate may be infinite or no number.
+        changed = ({"settings": json.dumps(group.settings), "found_in": sorted(group.found_in)} for group in self.live)
+        groups = [{**asdict(group), **fields} for group, fields in zip(self.live, changed, strict=True)]
+        return {"groups": groups, "candidates": list(self.candidates)}
+
+    @staticmethod
+    def from_record(record: Record) -> PartGroups:
+        groups = (
+            LiveGroup(**{**each, "settings": json.loads(each["settings"]), "found_in": frozenset(each["found_in"])})
+            for each in record["groups"]
+        )
+        return PartGroups(tuple(groups), tuple(record["candidates"]))
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """The param groups of one load.
+
+    Attributes:
+        saved: the groups of the checkpoint.
+        schedules: whose schedule counts.
+        parts: what this rank knows of each chained optimizer's groups; None where they stay as they are.
+    """
+
+    saved: SavedGroups
+    schedules: Schedules
+    parts: tuple[PartGroups | None, ...]
+
+    def to_record(self) -> Record:
+        return {"parts": [None if part is None else part.to_record() for part in self.parts]}
+
+    def decide(self, records: Sequence[Record]) -> Record:
+        """Returns the counterparts of all groups, for all ranks, from the records of the ranks. Only rank 0 calls it.
+
+        Raises:
+            CheckpointMismatchError: it is open which group is which, or a schedule differs that must be equal.
+        """
+        outcome: Record = {"numbers": [], "kept": [], "replaced": []}
+        for of_part in zip(*(record["parts"] for record in records), strict=True):
+            known = [PartGroups.from_record(each) for each in of_part if each is not None]
+            live = joined(each.live for each in known)
+            candidates = {number for each in known for number in each.candidates}
+            groups = [group for group in self.saved.groups if group.number in candidates]
+            found = find_counterparts(live, groups, self.saved.members is not None, self.schedules)
+            outcome["numbers"].append(dict(found.numbers))
+            outcome["kept"] += found.changes.kept
+            outcome["replaced"] += found.changes.replaced
+        return outcome
+
+    def complete(
+        self, parts: Sequence[OptimizerPart], saved: Sequence[SavedPart], outcome: Record
+    ) -> tuple[SavedPart, ...]:
+        """Returns the saved state of the parts with the counterparts that rank 0 has found."""
+        numbers: Sequence[Mapping[str, Any]] = outcome["numbers"]
+        return tuple(
+            state if known is None else replace(state, param_groups=in_order(part, found, self.saved.groups))
+            for part, state, known, found in zip(parts, saved, self.parts, numbers, strict=True)
+        )
+
+
+def plan_groups(
+    optimizers: Sequence[Mapping[str, Any]],
+    parts: Sequence[OptimizerPart],
+    by_part: Sequence[Sequence[ParameterState]],
+    saved: Sequence[SavedPart],
+    locator: Locator,
+    schedules: Schedules,
+) -> GroupPlan:
+    """Reads which saved groups have this rank's parameters.
+
+    Args:
+        optimizers: the saved optimizers, as `common.pt` has them.
+        parts: the parts of the live optimizer.
+        by_part: this rank's parameters of each part.
+        saved: the saved state of each part.
+        locator: knows the names that parameters have in the checkpoint.
+        schedules: whose schedule counts.
+    """
+    groups = SavedGroups.of(optimizers)
+    found: list[PartGroups | None] = []
+    for part, states, state in zip(parts, by_part, saved, strict=True):
+        if part.inner is None or state.starts_anew:
+            found.append(None)
+            continue
+        candidates = groups.numbers_of(part.kind_name) if groups.members is not None else state.candidates
+        names = ((s.group, s.name, _stored_name(locator, s.name)) for s in states)
+        members = [(place, name, stored) for place, name, stored in names if place is not None]
+        found.append(PartGroups(groups.with_members(read_live_groups(part), members, candidates), candidates))
+    return GroupPlan(groups, schedules, tuple(found))
+
+
+def _stored_name(locator: Locator, name: str) -> str:
+    key = locator.stored_key(ShardKey(name, PARAM))
+    return name if key is None else key.name

@@ -1,0 +1,155 @@
+"""Short lists of tensor names, in which a range stands for the numbers of layers and experts.
+
+`decoder.layers.[0-31].mlp.linear_fc[1-2].weight` stands for 64 names. A list of ten thousand names becomes one of some
+twenty entries, whatever the ranks own: each number of a name can be a range, and an entry has all their combinations.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
+
+# A number of a name. One that begins with a zero, or is very long, is text, so that the name can be made again.
+_NUMBER = re.compile(r"(?<![0-9])(0|[1-9][0-9]{0,8})(?![0-9])")
+_NUMBERS = re.compile(r"\[([0-9,-]+)\]|(?<![0-9])(0|[1-9][0-9]{0,8})(?![0-9])")
+_RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
+# Takes the place of a number in a pattern.
+_ANY = "\0"
+# Begins the entry of a name that has a bracket, and would be read as something else.
+_AS_IT_IS = "="
+
+Numbers = tuple[int, ...]
+Ranges = tuple[tuple[int, int], ...]
+
+
+def fold(names: Iterable[str]) -> list[str]:
+    """Returns a short list of entries that stands for some names. The same names give the same list.
+
+    Example:
+        >>> fold(["layers.0.w", "layers.1.w", "layers.3.w", "head.w"])
+        ['head.w', 'layers.[0-1,3].w']
+    """
+    return _entries(_by_pattern(map(_split, names)))
+
+
+def join(lists: Iterable[Sequence[str]]) -> list[str]:
+    """Returns one list of all the names that several lists stand for. The lists must be our own.
+
+    Example:
+        >>> join([["layers.[0-1].w"], ["layers.1.w", "layers.2.w"]])
+        ['layers.[0-2].w']
+    """
+    return _entries(_by_pattern((pattern, numbers) for entries in lists for pattern, numbers in _unfolded(entries)))
+
+
+class NameLists:
+    """Finds the lists that have a name. The lists stay as short as they are, because a file may hold any range.
+
+    Example:
+        >>> NameLists([["layers.[0-7].w"], ["layers.[8-15].w", "head.w"]]).lists_with("layers.9.w")
+        {1}
+    """
+
+    def __init__(self, lists: Iterable[Sequence[str]]) -> None:
+        """Raises ValueError if an entry has no such form."""
+        self._exact: dict[tuple[str, Numbers], set[int]] = {}
+        self._in_ranges: dict[str, list[tuple[tuple[Ranges, ...], int]]] = {}
+        for number, entries in enumerate(lists):
+            for entry in entries:
+                pattern, ranges = _read(entry)
+                if all(len(each) == 1 and each[0][0] == each[0][1] for each in ranges):
+                    self._exact.setdefault((pattern, tuple(each[0][0] for each in ranges)), set()).add(number)
+                else:
+                    self._in_ranges.setdefault(pattern, []).append((ranges, number))
+
+    def lists_with(self, name: str) -> set[int]:
+        """Returns the numbers of the lists that have a name."""
+        pattern, numbers = _split(name)
+        found = set(self._exact.get((pattern, numbers), ()))
+        found.update(n for ranges, n in self._in_ranges.get(pattern, ()) if all(map(_has, ranges, numbers)))
+        return found
+
+
+def _has(ranges: Ranges, number: int) -> bool:
+    return any(first <= number <= last for first, last in ranges)
+
+
+def _split(name: str) -> tuple[str, Numbers]:
+    """Returns a name's pattern, and the numbers that it has in the places of `_ANY`."""
+    if "[" in name or name.startswith(_AS_IT_IS):
+        return _AS_IT_IS + name, ()
+    parts = _NUMBER.split(name)
+    return _ANY.join(parts[::2]), tuple(map(int, parts[1::2]))
+
+
+def _read(entry: str) -> tuple[str, tuple[Ranges, ...]]:
+    if not isinstance(entry, str):
+        raise ValueError(f"wanted a name, found a {type(entry).__name__}")
+    if entry.startswith(_AS_IT_IS):
+        return entry, ()
+    parts = _NUMBERS.split(entry)
+    texts = zip(parts[1::3], parts[2::3], strict=True)
+    return _ANY.join(parts[::3]), tuple(_ranges(ranges or number) for ranges, number in texts)
+
+
+def _ranges(text: str) -> Ranges:
+    found = [_RANGE.fullmatch(part) for part in text.split(",")]
+    if None in found:
+        raise ValueError(f"no range of numbers: {text}")
+    return tuple((int(match[1]), int(match[2] or match[1])) for match in found if match is not None)
+
+
+def _unfolded(entries: Iterable[str]) -> Iterator[tuple[str, Numbers]]:
+    for entry in entries:
+        pattern, ranges = _read(entry)
+        for numbers in product(*([n for first, last in each for n in range(first, last + 1)] for each in ranges)):
+            yield pattern, numbers
+
+
+def _by_pattern(split: Iterable[tuple[str, Numbers]]) -> dict[str, set[Numbers]]:
+    found: dict[str, set[Numbers]] = {}
+    for pattern, numbers in split:
+        found.setdefault(pattern, set()).add(numbers)
+    return found
+
+
+def _entries(by_pattern: dict[str, set[Numbers]]) -> list[str]:
+    return [
+        _with_numbers(pattern, texts)
+        for pattern, numbers in sorted(by_pattern.items())
+        for texts in _boxes(frozenset(numbers))
+    ]
+
+
+def _with_numbers(pattern: str, texts: Iterable[str]) -> str:
+    if pattern.startswith(_AS_IT_IS):
+        return pattern
+    first, *rest = pattern.split(_ANY)
+    return first + "".join(text + part for text, part in zip(texts, rest, strict=True))
+
+
+def _boxes(numbers: frozenset[Numbers]) -> list[tuple[str, ...]]:
+    """Divides combinations of numbers into boxes: a text of ranges for each place."""
+    if () in numbers:
+        return [()]
+    rests: dict[int, set[Numbers]] = {}
+    for first, *rest in numbers:
+        rests.setdefault(first, set()).add(tuple(rest))
+    firsts: dict[frozenset[Numbers], list[int]] = {}
+    for first in sorted(rests):
+        firsts.setdefault(frozenset(rests[first]), []).append(first)
+    return [(_text(each), *box) for rest, each in firsts.items() for box in _boxes(rest)]
+
+
+def _text(numbers: Sequence[int]) -> str:
+    """Returns sorted numbers as text: "3", or "[0-2,7]"."""
+    if len(numbers) == 1:
+        return str(numbers[0])
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return f"[{','.join(str(first) if first == last else f'{first}-{last}' for first, last in runs)}]"

@@ -1,0 +1,177 @@
+"""The fields of param groups: which of them tell groups apart, and whose value counts after a load.
+
+`FIELDS` is the one list of them. The table in `docs/how_to/resume.md` has the same rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+Rule = Literal["schedule", "optimizer", "rate", "run", "structure"]
+"""Whose value counts after a load, and whether groups are told apart by it:
+
+- "schedule": what an LR scheduler reads. The value follows the scheduler's option (`Option`). Tells groups apart.
+- "structure": as "schedule", and groups that differ in it are never taken for each other, unless they have the same
+  parameters.
+- "rate": what an LR scheduler computes. The value follows the option, and changes at every step.
+- "optimizer": the checkpoint's value counts, because moments belong to it. Tells groups apart if both groups have it.
+- "run": the run's value counts, because it says how a class of optimizer works, or of which layout the group is.
+"""
+
+Option = Literal["run", "checkpoint", "equal"]
+"""Whose schedule counts: the run's (`override_opt_param_scheduler`), the checkpoint's
+(`use_checkpoint_opt_param_scheduler`, or another scheduler than megatron's), or both, which then must be equal."""
+
+
+@dataclass(frozen=True)
+class GroupField:
+    """A field of param groups.
+
+    Attributes:
+        rule: see `Rule`.
+        default: what a group that lacks the field has; None if the field then has no value of its own.
+        meaning: for the documentation.
+    """
+
+    rule: Rule
+    default: Any = None
+    meaning: str = ""
+
+
+# Fields that are not here follow the rule of _OTHER: settings of a kind of optimizer, and of a user's own class.
+FIELDS: dict[str, GroupField] = {
+    "wd_mult": GroupField("structure", 1.0, "factor of the weight decay"),
+    "lr_mult": GroupField("structure", 1.0, "factor of the learning rate (until megatron-core 0.15)"),
+    "is_decoupled_lr": GroupField("structure", False, "whether the group has `decoupled_lr` (until 0.15)"),
+    "default_config": GroupField("structure", None, "whether the learning rate is that of the configuration"),
+    "optimizer": GroupField("structure", None, "the optimizer that a group asks for"),
+    "max_lr": GroupField("schedule", None, "largest learning rate; without it, the scheduler's"),
+    "min_lr": GroupField("schedule", None, "smallest learning rate; without it, the scheduler's"),
+    "start_wd": GroupField("schedule", None, "weight decay at the start; without it, the scheduler's"),
+    "end_wd": GroupField("schedule", None, "weight decay at the end; without it, the scheduler's"),
+    "lr": GroupField("rate", None, "current learning rate"),
+    "weight_decay": GroupField("rate", None, "current weight decay"),
+    "betas": GroupField("optimizer", None, "Adam's decay rates"),
+    "eps": GroupField("optimizer", None, "Adam's epsilon"),
+    "momentum": GroupField("optimizer", None, "of Muon and SGD"),
+    "is_expert_parallel": GroupField("run", False, "whether the parameters are experts"),
+    "amsgrad": GroupField("run"),
+    "bias_correction": GroupField("run"),
+    "capturable": GroupField("run"),
+    "decoupled_weight_decay": GroupField("run"),
+    "differentiable": GroupField("run"),
+    "foreach": GroupField("run"),
+    "fused": GroupField("run"),
+    "maximize": GroupField("run"),
+}
+_OTHER = GroupField("optimizer")
+EXPERTS = "is_expert_parallel"
+# The fields of a param group that say how a class of optimizer works, and not what it computes in megatron's trainings.
+IMPLEMENTATION = tuple(name for name, field in FIELDS.items() if field.rule == "run" and name != EXPERTS)
+# NeMo prefixes some fields with this.
+_PREFIX = "pre_"
+_NO_FIELDS = ("params", "step")
+
+Group = Mapping[str, Any]
+
+
+def name_of(key: str) -> str:
+    """Returns the name of a field in FIELDS. NeMo spells some with a prefix."""
+    bare = key.removeprefix(_PREFIX)
+    return bare if bare in FIELDS else key
+
+
+def field_of(key: str) -> GroupField:
+    """Returns what is known of a field of a group."""
+    return FIELDS.get(name_of(key), _OTHER)
+
+
+def settings(group: Group) -> dict[str, Any]:
+    """Returns what is compared of a group as JSON values: all fields but what each run has in its own way.
+
+    Fields that a group lacks, or has as None, have their defaults.
+    """
+    found = {name: field.default for name, field in FIELDS.items() if field.default is not None and name != EXPERTS}
+    for key, value in group.items():
+        if key not in _NO_FIELDS and field_of(key).rule != "run" and value is not None:
+            found[name_of(key)] = _comparable(value)
+    return found
+
+
+def is_of_experts(group: Group) -> bool:
+    """Returns True if megatron keeps the group's parameters, which are experts, apart from the others."""
+    return bool(group.get(EXPERTS, group.get(_PREFIX + EXPERTS)))
+
+
+def _comparable(value: Any) -> Any:
+    if isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, torch.Tensor) or not hasattr(value, "__float__"):
+        listed = isinstance(value, (list, tuple))
+        return [_comparable(item) for item in value] if listed else f"a {type(value).__name__}"
+    return float(value)
+
+
+def differing(one: Group, other: Group, rules: tuple[Rule, ...]) -> list[str]:
+    """Returns the fields of these rules in which the settings of two groups differ.
+
+    A setting of the optimizer, or `default_config`, does not differ if only one of the groups has it, because other
+    versions and classes have other ones.
+    """
+    return [
+        name
+        for name in sorted(one.keys() | other.keys())
+        if field_of(name).rule in rules
+        and str(one.get(name)) != str(other.get(name))  # a NaN equals itself
+        and (field_of(name).rule == "schedule" or (name in one and name in other))
+    ]
+
+
+def write_group(group: dict[str, Any], saved: Group, option: Option, own_fields: tuple[str, ...]) -> None:
+    """Sets the fields of a live group to those of a saved group for which the saved value counts."""
+    for key, value in saved.items():
+        field = field_of(key)
+        is_of_run = field.rule == "run" or (option == "run" and field.rule != "optimizer")
+        if key not in (*_NO_FIELDS, *own_fields) and not is_of_run:
+            _set(group, _spelling(group, key), value)
+    if option == "run":
+        return
+    there = set(map(name_of, saved))
+    for key in [key for key in group if name_of(key) not in there and field_of(key).rule in ("structure", "schedule")]:
+        _set_default(group, key)
+
+
+def _spelling(group: Group, key: str) -> str:
+    return next((each for each in (key, name_of(key), _PREFIX + key) if each in group), key)
+
+
+def _set(group: dict[str, Any], key: str, value: Any) -> None:
+    live = group.get(key)
+    if isinstance(live, torch.Tensor):
+        # A captured graph reads the rate from this very tensor (`optimizer_cuda_graph`, 0.19).
+        live.fill_(float(value))
+    elif isinstance(value, torch.Tensor) and isinstance(live, (int, float)):
+        group[key] = value.item()
+    else:
+        group[key] = value
+
+
+def _set_default(group: dict[str, Any], key: str) -> None:
+    """Sets a field that the saved group does not have. Without a value, the scheduler's counts, as at the save."""
+    field = field_of(key)
+    if field.default is not None:
+        group[key] = field.default
+    elif field.rule == "schedule":
+        del group[key]
+
+
+def replaced(live: Group, saved: Group, option: Option) -> Iterator[str]:
+    """Yields what the checkpoint sets otherwise than the run asked for. Both are settings."""
+    rules: tuple[Rule, ...] = ("optimizer",) if option == "run" else ("optimizer", "schedule", "structure")
+    for name in differing(live, saved, rules):
+        if name in live:
+            yield f"{name} {saved.get(name, 'as the scheduler')} (the run asked for {live[name]})"

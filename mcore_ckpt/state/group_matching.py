@@ -1,0 +1,279 @@
+"""Finds the saved counterpart of each live param group: by the names of its members, else by all that tells it apart.
+
+Nothing here is guessed. Megatron sorts groups by their settings (`_get_param_groups`, 0.16 to 0.19), so a group's place
+in the list means nothing. Groups that have the same parameters are the same, whatever else has changed. If groups were
+divided or merged, or no names are stored, settings decide, and what they leave open stays open.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from mcore_ckpt.errors import CheckpointMismatchError
+from mcore_ckpt.state.group_fields import Group, Option, Rule, differing, field_of, is_of_experts, replaced, settings
+
+_ALL: tuple[Rule, ...] = ("structure", "schedule", "optimizer")
+_ALL_AND_RATES: tuple[Rule, ...] = (*_ALL, "rate")
+
+
+@dataclass(frozen=True)
+class LiveGroup:
+    """A param group of the run.
+
+    Attributes:
+        key: what the group has in all ranks' reports.
+        settings: its settings (`group_fields.settings`).
+        is_of_experts: whether megatron keeps its parameters apart, as experts.
+        found_in: the numbers of the saved groups that have some of its members.
+        member: the name of one of its members; None if no rank has any.
+    """
+
+    key: str
+    settings: Group
+    is_of_experts: bool
+    found_in: frozenset[int] = frozenset()
+    member: str | None = None
+
+    def describe(self) -> str:
+        """Names the group by what a user can set, and by a member."""
+        whose = f"of {self.member}" if self.member else "without known members"
+        return f"{whose} ({_shown(self.settings)})"
+
+
+@dataclass(frozen=True)
+class SavedGroup:
+    """A param group of the checkpoint.
+
+    Attributes:
+        number: its number among all groups of the checkpoint.
+        fields: its fields, as they are stored.
+    """
+
+    number: int
+    fields: Group
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        return settings(self.fields)
+
+    @property
+    def is_of_experts(self) -> bool:
+        return is_of_experts(self.fields)
+
+
+def _shown(known: Group) -> str:
+    shown = [name for name in sorted(known) if field_of(name).rule in ("structure", "schedule")]
+    return (
+        ", ".join(f"{name} {known[name]}" for name in shown if known[name] != field_of(name).default) or "no own values"
+    )
+
+
+def live_groups(groups: Iterable[Group]) -> list[LiveGroup]:
+    """Returns what is known of live groups without their members.
+
+    All ranks give a group the same key, although some make their lists in another order (ms-swift).
+    """
+    found: list[LiveGroup] = []
+    seen: Counter[str] = Counter()
+    for group in groups:
+        text = group_key(group)
+        found.append(LiveGroup(f"{seen[text]}{text}", settings(group), is_of_experts(group)))
+        seen[text] += 1
+    return found
+
+
+def group_key(group: Group) -> str:
+    """Returns a text that differs between groups with different settings, and does not change from step to step."""
+    known = {name: value for name, value in settings(group).items() if field_of(name).rule != "rate"}
+    return json.dumps([known, is_of_experts(group)], sort_keys=True)
+
+
+def match(live: Sequence[LiveGroup], saved: Sequence[SavedGroup], by_members: bool) -> dict[str, int | None]:
+    """Returns the number of each live group's counterpart by key; None for a group that is new in the run.
+
+    Args:
+        live: the groups of one optimizer of the run, from all ranks.
+        saved: the groups of the checkpoint that may be counterparts.
+        by_members: whether the checkpoint says which parameters were in its groups.
+
+    Raises:
+        CheckpointMismatchError: the checkpoint does not say so, and the settings leave open which group is which.
+    """
+    claims = Counter(number for group in live for number in group.found_in)
+    found: dict[str, int | None] = {}
+    rest: list[LiveGroup] = []
+    for group in live:
+        if len(group.found_in) == 1 and claims[min(group.found_in)] == 1:
+            found[group.key] = min(group.found_in)
+        else:
+            rest.append(group)
+    if by_members:
+        choices = _by_settings([group for group in rest if group.member is not None], saved, within_members=True)
+        # Groups without members on any rank have no effect, and no claim.
+        for group in (group for group in rest if group.member is None):
+            choices |= _by_settings([group], saved, within_members=False)
+        return found | {key: choice.number for key, choice in choices.items()}
+    choices = _by_settings(rest, saved, within_members=False)
+    _refuse_open(rest, saved, choices)
+    return found | {key: choice.number for key, choice in choices.items()}
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """The saved group chosen for a live one, or None.
+
+    Attributes:
+        number: its number, or None.
+        is_exact: whether all settings are the same.
+        open: the saved groups among which the settings leave the choice open.
+    """
+
+    number: int | None = None
+    is_exact: bool = False
+    open: tuple[SavedGroup, ...] = ()
+
+
+def _by_settings(live: Sequence[LiveGroup], saved: Sequence[SavedGroup], within_members: bool) -> dict[str, _Choice]:
+    first = {
+        group.key: _choose(group, [each for each in saved if not within_members or each.number in group.found_in])
+        for group in live
+    }
+    by_number = {each.number: each for each in saved}
+    return {group.key: _without_rivals(group, first, live, by_number) for group in live}
+
+
+def _choose(group: LiveGroup, candidates: Sequence[SavedGroup]) -> _Choice:
+    alike = [each for each in candidates if not differing(group.settings, each.settings, ("structure",))]
+    exact = [each for each in alike if not differing(group.settings, each.settings, _ALL)]
+    left = exact or alike
+    if not _all_equal(left):
+        # By all in which they differ, even the rates that they had at the save.
+        rules = [name for name in _names_differing(left) if field_of(name).rule in _ALL_AND_RATES]
+        same = [
+            each for each in left if not {*rules}.intersection(differing(group.settings, each.settings, _ALL_AND_RATES))
+        ]
+        left_by_kind = [each for each in exact if each.is_of_experts == group.is_of_experts]
+        narrowed = same or left_by_kind
+        if not narrowed or not _all_equal(narrowed):
+            return _Choice(open=tuple(left))
+        left = narrowed
+    if not left:
+        return _Choice()
+    # Without expert parallelism, megatron keeps experts in the groups of other parameters.
+    number = min(left, key=lambda each: (each.is_of_experts != group.is_of_experts, each.number)).number
+    return _Choice(number, bool(exact))
+
+
+def _without_rivals(
+    group: LiveGroup, choices: Mapping[str, _Choice], live: Sequence[LiveGroup], saved: Mapping[int, SavedGroup]
+) -> _Choice:
+    """Returns the choice of a group; no number if a group with other settings has the better claim, or the same one."""
+    own = choices[group.key]
+    if own.number is None or own.is_exact:
+        return own
+    mine = saved[own.number]
+    rivals = [
+        choices[each.key]
+        for each in live
+        if (number := choices[each.key].number) is not None
+        and _all_equal([saved[number], mine])
+        and differing(each.settings, group.settings, _ALL)
+    ]
+    if not rivals:
+        return own
+    return _Choice() if any(rival.is_exact for rival in rivals) else _Choice(open=(mine,))
+
+
+def _refuse_open(live: Sequence[LiveGroup], saved: Sequence[SavedGroup], choices: Mapping[str, _Choice]) -> None:
+    taken = [each for each in saved if each.number in {choice.number for choice in choices.values()}]
+    unclaimed = tuple(each for each in saved if not any(_all_equal([each, other]) for other in taken))
+    for group in live:
+        choice = choices[group.key]
+        # A group is new only if each saved group has gone on as another one.
+        if choice.number is None and (unclaimed or not saved):
+            raise CheckpointMismatchError(_unmatched(group, saved, choice.open))
+
+
+def _unmatched(group: LiveGroup, saved: Sequence[SavedGroup], left: Sequence[SavedGroup]) -> str:
+    names = _names_differing(left)
+    return (
+        f"the param group {group.describe()} has {len(left)} counterparts among the {len(saved)} saved groups "
+        f"({'; '.join(_shown(each.settings) for each in saved)})"
+        f"{f', which differ in {names}' if names else ''}: use the same weight-decay and learning-rate groups (this "
+        "checkpoint does not say which parameters were in which group; checkpoints saved from now on do)"
+    )
+
+
+def _all_equal(groups: Sequence[SavedGroup]) -> bool:
+    return not _names_differing(groups)
+
+
+def _names_differing(groups: Sequence[SavedGroup]) -> list[str]:
+    every = {name for each in groups for name in each.settings}
+    return sorted(name for name in every if len({str(each.settings.get(name)) for each in groups}) > 1)
+
+
+# -- what a user is told, and what must be equal -----------------------------------------------------------------------
+
+
+def check_equal(
+    live: Sequence[LiveGroup],
+    saved: Mapping[int, SavedGroup],
+    found: Mapping[str, int | None],
+    of_run: Group,
+    of_checkpoint: Group,
+) -> None:
+    """Refuses groups whose schedule has changed, as megatron's scheduler refuses its own (`_check_and_set`, 0.16).
+
+    Args:
+        live, saved, found: the groups and the counterparts.
+        of_run, of_checkpoint: what the schedulers have for groups that lack a field.
+    """
+    for group, other in _pairs(live, saved, found):
+        one, two = {**of_run, **group.settings}, {**of_checkpoint, **other.settings}
+        for name in differing(one, two, ("structure", "schedule")):
+            raise CheckpointMismatchError(
+                f"the param group {group.describe()}: {name}: wanted {one.get(name)}, found {two.get(name)}: use the "
+                "same schedule, or set use_checkpoint_opt_param_scheduler or override_opt_param_scheduler"
+            )
+
+
+def replacements(
+    live: Sequence[LiveGroup], saved: Mapping[int, SavedGroup], found: Mapping[str, int | None], option: Option
+) -> list[str]:
+    """Returns, for each group, what the checkpoint sets otherwise than the run asked for."""
+    pairs = (
+        (group, list(replaced(group.settings, other.settings, option))) for group, other in _pairs(live, saved, found)
+    )
+    return [f"the param group {group.describe()}: {', '.join(texts)}" for group, texts in pairs if texts]
+
+
+def kept(live: Sequence[LiveGroup], found: Mapping[str, int | None]) -> list[str]:
+    """Describes the groups that keep the run's values, although they have members."""
+    return [group.describe() for group in live if group.member is not None and found[group.key] is None]
+
+
+def _pairs(
+    live: Sequence[LiveGroup], saved: Mapping[int, SavedGroup], found: Mapping[str, int | None]
+) -> Iterator[tuple[LiveGroup, SavedGroup]]:
+    for group in live:
+        number = found[group.key]
+        if number is not None:
+            yield group, saved[number]
+
+
+def joined(by_rank: Iterable[Sequence[LiveGroup]]) -> list[LiveGroup]:
+    """Joins what the ranks know of the same groups, each of which has other members on each rank."""
+    found: dict[str, LiveGroup] = {}
+    for group in (group for groups in by_rank for group in groups):
+        known = found.setdefault(group.key, group)
+        members: Collection[str] = {each.member for each in (known, group) if each.member is not None}
+        found[group.key] = replace(
+            known, found_in=known.found_in | group.found_in, member=min(members) if members else None
+        )
+    return list(found.values())

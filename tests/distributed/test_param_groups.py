@@ -1,0 +1,226 @@
+"""Param groups with values of their own are found again by their parameters, whatever else of them has changed."""
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agreement import everywhere
+from checkpointing import manager_of, save
+from layouts import LAYOUTS
+from megatron.core.optimizer import get_megatron_optimizer
+from snapshot import chained, poison
+from tiers import marks
+from training import Layout, Training, _optimizer_config, build, parallel, train
+
+from mcore_ckpt.errors import CheckpointMismatchError
+from mcore_ckpt.load.load import LoadReport
+
+Own = dict[str, dict[str, Any]]
+"""By a pattern of names, the fields that a parameter's group has of its own."""
+
+EMBEDDING, MATRICES = "*embedding*", "*linear_fc?.weight"
+
+
+def build_with(layout: Layout, monkeypatch: pytest.MonkeyPatch, own: Own, seed: int = 1, **scheduler: Any) -> Training:
+    """A training whose groups have fields of their own. `scheduler` sets the options of its LR scheduler."""
+    keys = pytest.importorskip("megatron.core.optimizer")
+    overrides = {keys.ParamKey(name=name): dict(fields) for name, fields in own.items()}
+    overrides[keys.ParamKey(name="*.bias")] = {"wd_mult": 0.0}
+
+    def make(layout: Layout, model: Any) -> Any:
+        config = _optimizer_config(layout)
+        return get_megatron_optimizer(config, model, config_overrides=overrides, use_gloo_process_groups=False)
+
+    monkeypatch.setattr("training._build_optimizer", make)
+    training = build(layout, seed)
+    for name, value in scheduler.items():
+        setattr(training.scheduler, name, value)
+    return training
+
+
+OVERRIDE = {"override_opt_param_scheduler": True, "use_checkpoint_opt_param_scheduler": False}
+NEITHER = {"use_checkpoint_opt_param_scheduler": False}
+
+
+def groups_of(training: Training) -> dict[str, dict[str, Any]]:
+    """The fields of each group on this rank by the local name of each of its parameters."""
+    names = {id(parameter): name for chunk in training.model for name, parameter in chunk.module.named_parameters()}
+    found = {}
+    for optimizer in chained(training.optimizer):
+        owners = optimizer.model_float16_groups, optimizer.model_fp32_groups
+        for number, group in enumerate(optimizer.optimizer.param_groups):
+            fields = {key: value for key, value in group.items() if key != "params"}
+            found |= {names[id(parameter)]: fields for each in owners for parameter in each[number]}
+    return found
+
+
+def reload(training: Training, root: Path, **config: Any) -> LoadReport:
+    manager = manager_of(training, root, **config)
+    report = manager.load().report
+    manager.close()
+    return report
+
+
+def value(training: Training, part_of_name: str, field: str) -> set[Any]:
+    return {fields.get(field) for name, fields in groups_of(training).items() if part_of_name in name}
+
+
+@pytest.mark.world(1)
+def test_each_group_gets_its_own_rates_when_one_has_changed(shared_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron sorts groups by their values, so that a changed one turns their order."""
+    layout = LAYOUTS["plain"]
+    with parallel(layout):
+        own: Own = {EMBEDDING: {"max_lr": 1e-3}, MATRICES: {"max_lr": 2e-3}}
+        first = build_with(layout, monkeypatch, own)
+        train(first, 0, 3)
+        save(first, shared_path, 3)
+        wanted = {name: dict(fields) for name, fields in groups_of(first).items()}
+        reference = [step.losses for step in train(first, 3, 5)]
+        changed = own | {EMBEDDING: {"max_lr": 5e-3}}
+        second = build_with(layout, monkeypatch, changed, seed=2)
+        assert reload(second, shared_path).kept_groups == ()
+        found = groups_of(second)
+        assert {name: fields["max_lr"] for name, fields in found.items()} == {
+            name: fields["max_lr"] for name, fields in wanted.items()
+        }
+        assert [step.losses for step in train(second, 3, 5)] == reference
+
+        third = build_with(layout, monkeypatch, changed, seed=2, **OVERRIDE)
+        reload(third, shared_path)
+        assert value(third, "embedding", "max_lr") == {5e-3}
+        assert value(third, "linear_fc1.weight", "max_lr") == {2e-3}
+        assert value(third, "embedding", "lr") == {third.scheduler.get_lr({"max_lr": 5e-3, "min_lr": 1e-4})}
+
+        fourth = build_with(layout, monkeypatch, changed, seed=2, **NEITHER)
+        with pytest.raises(CheckpointMismatchError, match=r"embedding.*max_lr: wanted 0.005, found 0.001"):
+            reload(fourth, shared_path)
+
+
+@pytest.mark.world(1)
+def test_an_overriding_run_keeps_the_weight_decay_of_its_groups(
+    shared_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = LAYOUTS["plain"]
+    with parallel(layout):
+        first = build_with(layout, monkeypatch, {EMBEDDING: {"start_wd": 0.2, "end_wd": 0.3, "eps": 1e-6}})
+        train(first, 0, 3)
+        save(first, shared_path, 3)
+        run: Own = {EMBEDDING: {"start_wd": 0.5, "end_wd": 0.5, "eps": 1e-4}}
+        for scheduler, wanted in ((OVERRIDE, 0.5), ({}, 0.2)):
+            second = build_with(layout, monkeypatch, run, seed=2, **scheduler)
+            reload(second, shared_path)
+            assert value(second, "embedding", "start_wd") == {wanted}
+            assert value(second, "embedding", "eps") == {1e-6}, "moments were made with it"
+            assert value(second, "linear_fc1.weight", "start_wd") == {None}
+            (decay,) = value(second, "embedding", "weight_decay")
+            assert decay == (
+                0.5 if scheduler else groups_of(first)[next(n for n in groups_of(first) if "emb" in n)]["weight_decay"]
+            )
+        # A run that asks for no weight decay of its own, and takes the checkpoint's schedule, has the checkpoint's.
+        third = build_with(layout, monkeypatch, {EMBEDDING: {"eps": 1e-4}}, seed=2)
+        reload(third, shared_path)
+        assert value(third, "embedding", "end_wd") == {0.3}
+
+
+@pytest.mark.world(1)
+def test_a_new_group_keeps_the_runs_values_and_is_named(
+    shared_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    layout = LAYOUTS["plain"]
+    with parallel(layout):
+        first = build_with(layout, monkeypatch, {})
+        train(first, 0, 3)
+        save(first, shared_path, 3)
+        second = build_with(layout, monkeypatch, {EMBEDDING: {"max_lr": 3e-3}}, seed=2)
+        poison_all_but_schedule(second)
+        with caplog.at_level(logging.INFO, "mcore_ckpt"):
+            report = reload(second, shared_path)
+        (kept,) = report.kept_groups
+        assert "embedding.word_embeddings.weight (" in kept
+        assert "max_lr 0.003" in kept
+        assert kept in caplog.text
+        assert "loaded step 3 of actor from" in caplog.text
+        assert value(second, "embedding", "max_lr") == {3e-3}
+        assert value(second, "linear_fc1.weight", "max_lr") == {1e-2}
+        (rate,) = value(second, "embedding", "lr")
+        assert rate == second.scheduler.get_lr({"max_lr": 3e-3, "min_lr": 1e-4})
+        # And a group that is gone leaves the others alone.
+        train(second, 3, 4)
+        save(second, shared_path, 4)
+        third = build_with(layout, monkeypatch, {}, seed=2)
+        assert reload(third, shared_path).kept_groups == ()
+        assert {fields["max_lr"] for fields in groups_of(third).values()} == {1e-2}
+
+
+def poison_all_but_schedule(training: Training) -> None:
+    """As `poison`, but for what the run asks for."""
+    groups = [group for optimizer in chained(training.optimizer) for group in optimizer.param_groups]
+    asked = [{key: group[key] for key in ("max_lr", "min_lr")} for group in groups]
+    poison(training)
+    for group, fields in zip(groups, asked, strict=True):
+        group.update(fields)
+
+
+PP2 = replace(LAYOUTS["dp2-bf16"], dropout=0.0, global_batch=4, padded_vocab=144)
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        pytest.param(replace(PP2, pp=2), PP2, id="pp2-dp2", marks=marks(2)),
+        pytest.param(PP2, replace(PP2, tp=2), id="dp2-tp2", marks=marks(2, in_ci=False)),
+        pytest.param(replace(PP2, experts=4, ep=2), replace(PP2, experts=4), id="ep2-dp2", marks=marks(2, in_ci=False)),
+        pytest.param(replace(PP2, experts=4), replace(PP2, experts=4, ep=2), id="dp2-ep2", marks=marks(2, in_ci=False)),
+    ],
+)
+def test_another_layout_finds_the_groups_by_all_ranks_members(
+    saved: Layout, loaded: Layout, shared_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No rank has all members of a group, and some ranks have none."""
+    own: Own = {EMBEDDING: {"max_lr": 1e-3}, MATRICES: {"max_lr": 2e-3}, "*experts*weight": {"eps": 1e-3}}
+    changed: Own = own | {EMBEDDING: {"max_lr": 5e-3}}
+    if saved.experts:
+        own, changed = ({name: own for name, own in each.items() if name != MATRICES} for each in (own, changed))
+    with parallel(saved):
+        first = build_with(saved, monkeypatch, own)
+        train(first, 0, 3)
+        save(first, shared_path, 3)
+    with parallel(loaded):
+        second = build_with(loaded, monkeypatch, changed, seed=2)
+        poison(second)
+        report = reload(second, shared_path)
+        groups = groups_of(second)
+        with everywhere():
+            assert report.kept_groups == ()
+            for name, fields in groups.items():
+                rate = 1e-3 if "embedding" in name else 2e-3 if "linear_fc" in name and "weight" in name else 1e-2
+                if saved.experts:
+                    rate = 1e-3 if "embedding" in name else 1e-2
+                    assert fields["eps"] == (1e-3 if ".experts." in name and "weight" in name else 1e-8), name
+                assert fields["max_lr"] == rate, name
+
+
+@pytest.mark.world(1)
+def test_a_checkpoint_without_members_is_never_guessed_from(shared_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As all checkpoints of older versions are: `common.pt` without members."""
+    layout = LAYOUTS["plain"]
+    own: Own = {EMBEDDING: {"max_lr": 1e-3}, MATRICES: {"max_lr": 2e-3}}
+    monkeypatch.setattr("mcore_ckpt.save.new_manifest.add_members", lambda optimizers, members: None)
+    with parallel(layout):
+        first = build_with(layout, monkeypatch, own)
+        train(first, 0, 3)
+        save(first, shared_path, 3)
+        reference = train(first, 3, 5)
+        same = build_with(layout, monkeypatch, own, seed=2)
+        reload(same, shared_path)
+        assert train(same, 3, 5) == reference
+        second = build_with(layout, monkeypatch, own | {EMBEDDING: {"max_lr": 5e-3}}, seed=2)
+        with pytest.raises(CheckpointMismatchError, match=r"embedding.* has 2 counterparts among the 3 saved groups"):
+            reload(second, shared_path)
+        # If each saved group goes on as another, what is left over is new.
+        third = build_with(layout, monkeypatch, own | {"*linear_qkv.weight": {"max_lr": 4e-3}}, seed=2)
+        (kept,) = reload(third, shared_path).kept_groups
+        assert "max_lr 0.004" in kept
+        assert value(third, "embedding", "max_lr") == {1e-3}
