@@ -250,5 +250,6 @@ def remove_if_empty(folder: Path) -> None:
     try:
         folder.rmdir()
     except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+        # A read-only file system answers EROFS even if there is no such folder.
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT) and folder.exists():
             logger.warning("cannot remove %s: %s", folder, error)

@@ -151,6 +151,10 @@ class TrainerLock:
                     claim_file(self._path, content)
                 except FileExistsError:
                     continue  # another trainer was faster
+                except OSError as error:
+                    # The error names a temporary file, which says nothing to the user.
+                    advice = "no checkpoint can be saved here: make the folder writable, or choose another root"
+                    raise OSError(error.errno, f"{error.strerror}, so {advice}", str(self._path.parent)) from error
                 return _Hold(self._path, content)
             self._notice(claim)
             if self._is_dead(claim):

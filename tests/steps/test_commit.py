@@ -383,3 +383,18 @@ def test_a_folder_that_can_never_be_made() -> None:
     """In /proc every folder "is not there" when it is made: trying again must end."""
     with pytest.raises(FileNotFoundError):
         commit.open_staging(Path("/proc/none"), commit.new_attempt())
+
+
+def test_a_folder_that_is_not_there_is_no_problem_on_a_read_only_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """rmdir answers EROFS there, whether the folder exists or not."""
+
+    def rmdir(self: Path) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(self))
+
+    monkeypatch.setattr(Path, "rmdir", rmdir)
+    commit.remove_if_empty(tmp_path / "global_steps_3")
+    assert not caplog.text
+    commit.remove_if_empty(tmp_path)
+    assert "cannot remove" in caplog.text

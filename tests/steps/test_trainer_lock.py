@@ -352,3 +352,15 @@ def test_a_claim_that_was_never_made_is_swept(tmp_path: Path, path: Path) -> Non
     left.touch()
     leftovers.remove_leftovers(tmp_path, ROLE, alone=True)
     assert not left.exists()
+
+
+def test_a_root_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The temporary file of the lock is not what the user has to mend."""
+
+    def claim_file(path: Path, content: bytes) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(path.with_name("..actor.trainer.json.0d")))
+
+    monkeypatch.setattr(trainer_lock, "claim_file", claim_file)
+    with pytest.raises(OSError, match="Read-only file system, so no checkpoint can be saved here") as caught:
+        TrainerLock(tmp_path, "actor").take(0.0)
+    assert (caught.value.errno, caught.value.filename) == (errno.EROFS, str(tmp_path))
