@@ -3,7 +3,9 @@
 Public names, for integrations and commands: `kind_of` detects which program wrote a folder; `torch_dist_folders` finds
 the folders of a `torch_dist` checkpoint, and `TorchDistFiles` reads the names and the common state in them;
 `load_safely` loads a `.pt` file of another program without executing code from it; `TensorInfo` is a tensor's dtype and
-shape; `HubModel` is a model on the HuggingFace hub, and `with_revision` adds a revision to its name.
+shape; `companions_of` finds what a trainer keeps in a step beside the roles, `what_is_missing` compares it with what
+other steps have, and `first_cut` finds a file of it that is cut off; `HubModel` is a model on the HuggingFace hub, and
+`with_revision` adds a revision to its name.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import TYPE_CHECKING
 from mcore_ckpt.public_names import lazy_names
 
 if TYPE_CHECKING:
+    from mcore_ckpt.formats.companions import companions_of, first_cut, what_is_missing
     from mcore_ckpt.formats.contract import TensorInfo
     from mcore_ckpt.formats.foreign_pickles import load_safely
     from mcore_ckpt.formats.huggingface.hub import HubModel, with_revision
@@ -23,15 +26,19 @@ __all__ = [
     "HubModel",
     "TensorInfo",
     "TorchDistFiles",
+    "companions_of",
+    "first_cut",
     "kind_of",
     "load_safely",
     "torch_dist_folders",
+    "what_is_missing",
     "with_revision",
 ]
 
 __getattr__ = lazy_names(
     __name__,
     {
+        "companions": ("companions_of", "first_cut", "what_is_missing"),
         "contract": ("TensorInfo",),
         "huggingface.hub": ("HubModel", "with_revision"),
         "kinds": ("kind_of", "torch_dist_folders"),

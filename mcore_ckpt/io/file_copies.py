@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from mcore_ckpt.errors import CheckpointCorruptError
@@ -47,6 +47,17 @@ def copy_checked(
         raise CheckpointCorruptError(
             f"{source}: has {done} bytes with CRC {found:08x}, not {size} with {crc:08x}: it is damaged"
         )
+
+
+def pieces_of(source: Path) -> Iterator[memoryview]:
+    """Yields the bytes of a regular file in pieces. Each piece is valid until the next one. Raises OSError."""
+    descriptor = open_regular(source)
+    try:
+        piece = bytearray(tuning.READ_BYTES)
+        while count := _read(descriptor, piece, source):
+            yield memoryview(piece)[:count]
+    finally:
+        os.close(descriptor)
 
 
 def _read(descriptor: int, memory: bytearray, path: Path) -> int:

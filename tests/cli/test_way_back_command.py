@@ -128,11 +128,14 @@ def test_a_result_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_all_roles_of_a_step_go_back_to_verl(tmp_path: Path) -> None:
     step = saved(tmp_path, of_llama(), ("actor", "critic")) / ROLE.parent
     (step / "data.pt").write_bytes(b"verl's")
+    (step / "transfer_queue/storage_units").mkdir(parents=True)
+    (step / "transfer_queue/storage_units/su_0.pkl").write_bytes(b"prompts in flight.")
     (step / ".pinned").touch()
     assert back(tmp_path / "ours", tmp_path / "theirs", "--layout", "verl", "--test", "--json") == 0
     theirs = tmp_path / "theirs" / f"global_step_{STEP}"
     assert (theirs / "data.pt").read_bytes() == b"verl's"
-    assert sorted(path.name for path in theirs.iterdir()) == ["actor", "critic", "data.pt"]
+    assert (theirs / "transfer_queue/storage_units/su_0.pkl").read_bytes() == b"prompts in flight."
+    assert sorted(path.name for path in theirs.iterdir()) == ["actor", "critic", "data.pt", "transfer_queue"]
     for role in ("actor", "critic"):
         folder = theirs / role / "model" / "huggingface"
         weights = {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}

@@ -125,7 +125,13 @@ def test_where_nothing_was_ever_committed_training_may_begin(shared_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("lost", "reason"), [("missing", "is missing"), ("cut", "data.pt: is cut"), ("critic", "not committed by critic")]
+    ("lost", "reason"),
+    [
+        ("missing", "data.pt is missing"),
+        ("queue", "transfer_queue is missing"),
+        ("cut", "data.pt: is cut"),
+        ("critic", "not committed by critic"),
+    ],
 )
 def test_a_step_whose_trainer_died_before_all_of_it_was_there_is_not_resumed(
     shared_path: Path, lost: str, reason: str
@@ -139,6 +145,8 @@ def test_a_step_whose_trainer_died_before_all_of_it_was_there_is_not_resumed(
         with on_rank_0() as writes:
             if writes and lost == "missing":
                 (newest / "data.pt").unlink()
+            if writes and lost == "queue":
+                shutil.rmtree(newest / "transfer_queue")
             if writes and lost == "cut":
                 (newest / "data.pt").write_bytes((newest / "data.pt").read_bytes()[:-20])
         if lost == "critic":

@@ -61,6 +61,10 @@ def write_ppo_data(root: Path, step: int) -> None:
     if dist.get_rank() == 0:
         step_folder(root, step).mkdir(parents=True, exist_ok=True)
         torch.save({"seen": step}, step_folder(root, step) / "data.pt")
+        # verl 0.9 in its asynchronous modes, with TransferQueue 0.1.11.
+        queue = step_folder(root, step) / "transfer_queue"
+        queue.mkdir(exist_ok=True)
+        (queue / "metadata.json").write_text('{"storage_saved": false}')
     dist.barrier()
 
 

@@ -9,13 +9,12 @@ tracker is corrected, and the next run starts from a complete step.
 from __future__ import annotations
 
 import logging
-import re
-import zipfile
+import shutil
 from collections.abc import Collection
 from pathlib import Path
 
 from mcore_ckpt.checkpoint import MANIFEST_FILE, TRACKER_FILE, step_dirs
-from mcore_ckpt.formats import kind_of
+from mcore_ckpt.formats import companions_of, first_cut, kind_of, what_is_missing
 from mcore_ckpt.integrations.verl.place import Place
 from mcore_ckpt.steps import (
     complete_steps,
@@ -28,9 +27,6 @@ from mcore_ckpt.steps import (
 )
 
 logger = logging.getLogger(__name__)
-
-# Files with the state of the data loader. PPO has one file, SFT has one for each data-parallel rank.
-_DATA_FILE = re.compile(r"data(_\d+)?\.pt")
 
 
 def is_checkpoint(folder: Path) -> bool:
@@ -54,30 +50,25 @@ def why_not_whole(place: Place, on_nodes: Collection[int] = ()) -> str | None:
     """
     if place.step_path is None or read_tracker(place.root) != place.step:
         return None
-    back = step_to_go_back_to(place, on_nodes)
-    if back is None:
+    others = _whole_steps(place, on_nodes)
+    if not others:
         return None
     status = step_status(place.step_path)
     if place.step not in on_nodes and status.committed and not status.is_complete:
         return status.reason
-    other = place.in_step(back)
-    if other is None or other.step_path is None or not _data_files(other.step_path):
-        return None
-    data = _data_files(place.step_path)
-    if not data:
-        return f"{place.step_path}: the state of the data loader is missing"
-    truncated = _truncated(data)
-    return f"{truncated[0]}: is cut off, because the trainer died while writing it" if truncated else None
+    return what_is_missing(place.step_path, [path for _, path in others])
 
 
 def step_to_go_back_to(place: Place, on_nodes: Collection[int] = ()) -> int | None:
-    """Returns the newest other complete step. Steps with the state of the data loader are preferred to all others.
+    """Returns the newest other complete step. Steps that have what older ones have are preferred to all others.
 
     Of the steps that only the nodes have, verl finds those that have a folder in the root.
     """
-    found = [step for step in sorted(step_dirs(place.root), reverse=True) if _is_whole(place, step, on_nodes)]
-    with_data = [step for step in found if (other := place.in_step(step)) and _data_files(other.step_path)]
-    return next(iter(with_data or found), None)
+    found = _whole_steps(place, on_nodes)
+    for number, (step, path) in enumerate(found):
+        if what_is_missing(path, [older for _, older in found[number + 1 :]]) is None:
+            return step
+    return None
 
 
 def send_back(place: Place, has_copies: bool, on_nodes: Collection[int] = ()) -> str:
@@ -119,12 +110,20 @@ def remove_bare_steps(root: Path) -> None:
     """
     complete = complete_steps(root)
     newest = complete[-1].step if complete else 0
+    # Nothing is deleted that the trainer does not write into each step.
+    known = companions_of(complete[-1].path).keys() if complete else set()
     for step, folders in step_dirs(root).items():
         for folder in folders if step < newest else ():
-            if {entry.name for entry in folder.iterdir()} == {file.name for file in _data_files(folder)}:
-                for file in _data_files(folder):
-                    file.unlink()
-                folder.rmdir()
+            theirs = companions_of(folder)
+            if theirs.keys() == {entry.name for entry in folder.iterdir()} and theirs.keys() <= known:
+                shutil.rmtree(folder)
+
+
+def _whole_steps(place: Place, on_nodes: Collection[int]) -> list[tuple[int, Path]]:
+    """Returns the other complete steps of a place, the newest first, each with its folder."""
+    there = [step for step in sorted(step_dirs(place.root), reverse=True) if _is_whole(place, step, on_nodes)]
+    others = ((step, place.in_step(step)) for step in there)
+    return [(step, other.step_path) for step, other in others if other is not None and other.step_path is not None]
 
 
 def _is_whole(place: Place, step: int, on_nodes: Collection[int]) -> bool:
@@ -136,15 +135,4 @@ def _is_whole(place: Place, step: int, on_nodes: Collection[int]) -> bool:
     status = step_status(other.step_path)
     # A checkpoint of another program has no manifest that would show whether it is complete. Its presence must suffice.
     is_complete = status.is_complete if status.declared and step not in on_nodes else True
-    return is_complete and not _truncated(_data_files(other.step_path))
-
-
-def _data_files(step_path: Path | None) -> list[Path]:
-    if step_path is None or not step_path.is_dir():
-        return []
-    return sorted(path for path in step_path.iterdir() if _DATA_FILE.fullmatch(path.name))
-
-
-def _truncated(files: list[Path]) -> list[Path]:
-    # torch.save writes the zip directory last, so a file that is cut off has none.
-    return [file for file in files if not zipfile.is_zipfile(file)]
+    return is_complete and first_cut(other.step_path) is None

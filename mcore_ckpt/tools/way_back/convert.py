@@ -22,8 +22,8 @@ from mcore_ckpt.formats.kinds import is_way_back
 from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.formats.torch_dist.files import TorchDistFiles, WantedPart
 from mcore_ckpt.formats.torch_dist.writer import Slice, file_name, write_rest, write_slices
-from mcore_ckpt.io import limits
-from mcore_ckpt.io.files import inside, make_folders, read_small, replace_file, sync_folders, write_file
+from mcore_ckpt.io.file_copies import pieces_of
+from mcore_ckpt.io.files import inside, make_folders, replace_file, sync_folders, write_file
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide, same_everywhere
 from mcore_ckpt.sharding.placement import share_of
 from mcore_ckpt.steps import commit, tracker
@@ -260,8 +260,10 @@ def _write(agreement: Agreement, job: _Job, staging: Path, progress: Progress) -
         for export in job.plan.exports:
             _finish_export(export, staging / export.folder)
         for name, path in job.plan.copies.items():
+            make_folders(staging, name)
             # A file of the step may be a link, and must not lead out of the step.
-            write_file(staging / name, [read_small(inside(path.parent, path.name), limits.HF_ASSET_BYTES)])
+            step_path = path.parents[len(Path(name).parts) - 1]
+            write_file(staging / name, pieces_of(inside(step_path, name)))
         for name, text in job.plan.texts.items():
             write_file(staging / name, [text.encode()])
         sync_folders(staging)

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ import torch
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.errors import CheckpointNotFoundError, InvalidArgumentError, UnsupportedError
+from mcore_ckpt.formats.companions import companions_of
 from mcore_ckpt.formats.huggingface.export_plan import ExportPlan, FileTensor
 from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.formats.torch_dist.writer import Contents
@@ -235,7 +236,7 @@ def _for_verl(layout: Layout, selection: Selection, roles: Sequence[Role], hf_mo
         # the dict in which `sharded_param_state_fully_reshardable` then looks for the parameters.
         exports.append(Export(f"{prefix}{weights}", _export(role, hf_model_path)))
     step_path = roles[0].path if is_step else roles[0].path.parent
-    copies = {entry.name: entry for entry in sorted(step_path.iterdir()) if _is_verls(entry)}
+    copies = dict(_files_of_verl(step_path))
     if not any(name.startswith("data") for name in copies):
         notes.append(f"{step_path}: has no data*.pt of verl's trainer, so the data begins anew")
     folder = f"global_step_{selection.step}"
@@ -292,9 +293,12 @@ def _with_head_of_verl(plan: ExportPlan) -> ExportPlan:
     return replace(plan, files=tuple(files))
 
 
-def _is_verls(entry: Path) -> bool:
-    """Returns True for a file that verl's trainers write beside the roles, such as data.pt and data_0.pt."""
-    return entry.is_file() and not entry.name.startswith(".") and not file_names.is_own(entry.name)
+def _files_of_verl(step_path: Path) -> Iterator[tuple[str, Path]]:
+    """Yields what verl's trainers keep beside the roles, such as data.pt and transfer_queue/, by relative path."""
+    for path in companions_of(step_path).values():
+        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+            if file.is_file():
+                yield str(file.relative_to(step_path)), file
 
 
 # -- what stays -----------------------------------------------------------------------------------------------
