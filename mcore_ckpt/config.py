@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
+from pkgutil import resolve_name
+from typing import Any
 
 from mcore_ckpt.errors import InvalidArgumentError, InvalidTypeError
 from mcore_ckpt.events import Listener
+from mcore_ckpt.field_checks import check_fields, checked, limited, one_of, options_of
+from mcore_ckpt.urls import checked_url
 
 # How long a rank waits for another rank before it gives up, in seconds, unless the caller chooses.
 TIMEOUT_S = 600.0
@@ -22,14 +27,8 @@ DOWNLOAD_TIMEOUT_S = 6 * 3600.0
 
 CONTENT_WORDS = ("model", "optimizer", "extra", "hf_model")
 
-_CHOICES = {
-    "async_mode": ("snapshot", "lazy"),
-    "if_busy": ("wait", "raise"),
-    "if_failed": ("raise", "warn"),
-    "load_replicas": ("read", "broadcast"),
-}
 
-
+@checked
 @dataclass(frozen=True)
 class FastTier:
     """Configuration of the fast tier: checkpoints in folders of the nodes, with copies on other nodes.
@@ -59,10 +58,10 @@ class FastTier:
     """
 
     folder: str | os.PathLike[str]
-    replicas: int = 1
-    keep: int = 2
-    durable_every: int | None = 10
-    bytes_per_s: int | None = None
+    replicas: int = limited(1, least=0)
+    keep: int = limited(2, least=1)
+    durable_every: int | None = limited(10, least=1)
+    bytes_per_s: int | None = limited(None, least=1)
     domain: Callable[[], str] | None = None
 
     def __post_init__(self) -> None:
@@ -73,21 +72,38 @@ class FastTier:
                 f"folder of the fast tier is {os.fspath(self.folder)!r}: use an absolute path, such as /dev/shm/run, "
                 "which is a folder of each node's own"
             )
-        for field, least in (("replicas", 0), ("keep", 1)):
-            value = getattr(self, field)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise InvalidArgumentError(f"{field} of the fast tier is {value!r}: use {least} or more")
-        for field in ("durable_every", "bytes_per_s"):
-            if not _is_step_count(getattr(self, field)):
-                raise InvalidArgumentError(
-                    f"{field} of the fast tier is {getattr(self, field)!r}: use 1 or more, or None"
-                )
+        check_fields(self, " of the fast tier")
         if self.domain is not None and not callable(self.domain):
             raise InvalidTypeError(
                 f"domain of the fast tier is {self.domain!r}: use a function without arguments that returns a name"
             )
 
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any] | FastTier | None, where: str = "fast") -> FastTier | None:
+        """Returns the fast tier that a mapping of these fields describes.
 
+        Args:
+            given: the fields by name, in a dict or OmegaConf's DictConfig. `domain` may be the path of a function, such
+                as "my_training.racks.rack". A FastTier, and None, stay as they are.
+            where: what the mapping is called, for messages.
+
+        Raises:
+            InvalidArgumentError: a field is unknown or has a value that is not allowed, or the function is not found.
+
+        Example:
+            >>> FastTier.from_dict({"folder": "/dev/shm/run", "durable_every": 5}).durable_every
+            5
+        """
+        if given is None or isinstance(given, FastTier):
+            return given
+        known = [field.name for field in dataclasses.fields(cls)]
+        options = options_of(given, known, where, {"domain": partial(_function, where=where)})
+        if "folder" not in options:
+            raise InvalidArgumentError(f"{where} has no folder: name one, such as '/dev/shm/run'")
+        return cls(**options)
+
+
+@checked
 @dataclass(frozen=True)
 class CheckpointConfig:
     """Configuration of one CheckpointManager.
@@ -155,7 +171,7 @@ class CheckpointConfig:
 
     Raises:
         InvalidArgumentError: a value is not allowed, or two values contradict each other.
-        InvalidTypeError: something in `listeners` cannot be called with an event.
+        InvalidTypeError: a field is unknown, or something in `listeners` cannot be called with an event.
 
     Example:
         >>> CheckpointConfig(save_contents=("model", "optimizer", "extra"), max_to_keep=2).max_to_keep
@@ -165,82 +181,80 @@ class CheckpointConfig:
     save_contents: tuple[str, ...] = ("model", "optimizer", "extra")
     load_contents: tuple[str, ...] = ("model", "optimizer", "extra")
     async_save: bool = False
-    async_mode: str = "snapshot"
-    if_busy: str = "wait"
-    if_failed: str = "raise"
+    async_mode: str = one_of("snapshot", "lazy")
+    if_busy: str = one_of("wait", "raise")
+    if_failed: str = one_of("raise", "warn")
     shared_writes: bool = True
-    load_replicas: str = "read"
-    max_host_bytes: int | None = None
-    max_to_keep: int | None = None
-    keep_every: int | None = None
+    load_replicas: str = one_of("read", "broadcast")
+    max_host_bytes: int | None = limited(None, least=1, or_none="for no limit")
+    max_to_keep: int | None = limited(None, least=1, or_none="to keep every checkpoint")
+    keep_every: int | None = limited(None, least=1)
     remote: str | None = dataclasses.field(default=None, repr=False)  # the URL can contain a password
     prune_remote: bool = True
-    upload_timeout_s: float = 300.0
+    upload_timeout_s: float = limited(300.0, least=0, of="seconds (0: do not wait for uploads)")
     roles: tuple[str, ...] | None = None
-    vocab_size: int | None = None
-    timeout_s: float = TIMEOUT_S
+    vocab_size: int | None = limited(None, least=1, of="tokens")
+    timeout_s: float = limited(TIMEOUT_S, above=0, of="seconds")
     skip_frozen: bool = False
     strict_dtypes: bool = False
     strict_model: bool = False
     reset_moments: bool = False
     strict: bool = False
-    assume_optimizer_step: int | None = None
+    assume_optimizer_step: int | None = limited(None, least=1)
     listeners: tuple[Listener, ...] = dataclasses.field(default=(), hash=False)  # listeners need not be hashable
     fast: FastTier | None = None
 
     def __post_init__(self) -> None:
+        if self.remote is not None:
+            object.__setattr__(self, "remote", checked_url(self.remote))
+        check_fields(self)
         for field in ("save_contents", "load_contents"):
             object.__setattr__(self, field, _contents(field, getattr(self, field)))
+        if self.roles is not None:
+            object.__setattr__(self, "roles", tuple(dict.fromkeys(_texts("roles", self.roles, "actor"))))
         object.__setattr__(self, "listeners", _callable(self.listeners))
         if self.fast is not None and not isinstance(self.fast, FastTier):
-            raise InvalidTypeError(f"fast is {self.fast!r}: use a FastTier, or None")
-        if self.max_to_keep is not None and (not isinstance(self.max_to_keep, int) or self.max_to_keep < 1):
-            raise InvalidArgumentError(
-                f"max_to_keep is {self.max_to_keep!r}: use 1 or more, or None to keep every checkpoint"
+            raise InvalidTypeError(
+                f"fast is {self.fast!r}: use a FastTier, or None. CheckpointConfig.from_dict also takes a mapping"
             )
-        if not _is_step_count(self.keep_every):
-            raise InvalidArgumentError(f"keep_every is {self.keep_every!r}: use 1 or more, or None")
         if self.keep_every is not None and self.max_to_keep is None:
             raise InvalidArgumentError(
                 "keep_every is given without max_to_keep, but without max_to_keep every step is kept: give both"
             )
-        if self.vocab_size is not None and (not isinstance(self.vocab_size, int) or self.vocab_size < 1):
-            raise InvalidArgumentError(f"vocab_size is {self.vocab_size!r}: use the number of tokens, or None")
-        if not self.timeout_s > 0:
-            raise InvalidArgumentError(f"timeout_s is {self.timeout_s}: use a positive number of seconds")
-        if not self.upload_timeout_s >= 0:
+
+    @classmethod
+    def from_dict(
+        cls, given: Mapping[str, Any], where: str = "CheckpointConfig", but: Collection[str] = ()
+    ) -> CheckpointConfig:
+        """Returns the configuration that a mapping of these fields describes, as YAML and OmegaConf have them.
+
+        Args:
+            given: the fields by name, in a dict or OmegaConf's DictConfig. Lists stand for tuples. `listeners` may have
+                paths of classes or functions, such as "my_training.monitoring.make_listener". Each is called without
+                arguments, once in a process, and returns the listener. `fast` may be a mapping of FastTier's fields,
+                whose `domain` may be the path of a function.
+            where: what the mapping is called, for messages.
+            but: fields that must not be in it, because a framework has its own options for them, or cannot honour them.
+
+        Raises:
+            InvalidArgumentError: a field is unknown or has a value that is not allowed, or a path leads nowhere.
+            InvalidTypeError: a listener, or another object, has a type that is not allowed.
+
+        Example:
+            >>> CheckpointConfig.from_dict({"max_to_keep": 2, "fast": {"folder": "/dev/shm/run"}}).fast.replicas
+            1
+        """
+        known = [field.name for field in dataclasses.fields(cls) if field.name not in but]
+        if isinstance(given, Mapping) and (elsewhere := sorted(set(given) & set(but))):
             raise InvalidArgumentError(
-                f"upload_timeout_s is {self.upload_timeout_s}: use a number of seconds, or 0 not to wait for uploads"
+                f"{where} has {', '.join(map(repr, elsewhere))}, which the framework decides or refuses: leave "
+                "it out, and use the framework's own option, if it has one"
             )
-        if not _is_step_count(self.assume_optimizer_step):
-            raise InvalidArgumentError(
-                f"assume_optimizer_step is {self.assume_optimizer_step!r}: use 1 or more, or None"
-            )
-        if self.remote is not None and self.remote.startswith("file://~"):
-            # fsspec does not expand "~", and would make a folder with that name.
-            object.__setattr__(self, "remote", "file://" + os.path.expanduser(self.remote.removeprefix("file://")))
-        if self.roles is not None:
-            object.__setattr__(self, "roles", _unique_roles(self.roles))
-        for field, choices in _CHOICES.items():
-            if getattr(self, field) not in choices:
-                raise InvalidArgumentError(
-                    f"{field} is {getattr(self, field)!r}: use one of {', '.join(map(repr, choices))}"
-                )
-        if self.max_host_bytes is not None and (not isinstance(self.max_host_bytes, int) or self.max_host_bytes < 1):
-            raise InvalidArgumentError(
-                f"max_host_bytes is {self.max_host_bytes!r}: use 1 or more, or None for no limit"
-            )
-
-
-def _is_step_count(value: object) -> bool:
-    return value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1)
-
-
-def _unique_roles(roles: Sequence[str]) -> tuple[str, ...]:
-    """Removes repeated roles. `checkpoint.file_names.check_roles` checks later that roles can be folder names."""
-    if isinstance(roles, str):
-        raise InvalidArgumentError(f"roles is the string {roles!r}: use a list of roles, such as [{roles!r}]")
-    return tuple(dict.fromkeys(roles))
+        read = {
+            "listeners": partial(named_listeners, where=where),
+            "fast": partial(FastTier.from_dict, where=f"fast of {where}"),
+        }
+        return cls(**options_of(given, known, where, read))
 
 
 def _callable(listeners: object) -> tuple[Listener, ...]:
@@ -261,15 +275,72 @@ def _callable(listeners: object) -> tuple[Listener, ...]:
     return found
 
 
-def _contents(field: str, words: tuple[str, ...] | list[str] | str) -> tuple[str, ...]:
-    if isinstance(words, str):
-        raise InvalidArgumentError(
-            f"{field} is the string {words!r}: use a list of words, such as ['model', 'optimizer']"
-        )
-    words = tuple(words)
-    for word in words:
+def _contents(field: str, words: object) -> tuple[str, ...]:
+    found = _texts(field, words, "model")
+    for word in found:
         if word not in CONTENT_WORDS:
             raise InvalidArgumentError(f"{field} has {word!r}: the allowed words are {', '.join(CONTENT_WORDS)}")
-    if not words:
+    if not found:
         raise InvalidArgumentError(f"{field} is empty: name at least one of {', '.join(CONTENT_WORDS)}")
-    return words
+    return found
+
+
+def _texts(field: str, words: object, example: str) -> tuple[str, ...]:
+    """Returns a list of texts as a tuple. A set has no order, and the ranks must agree on one."""
+    if isinstance(words, str):
+        raise InvalidArgumentError(f"{field} is the string {words!r}: use a list, such as {[words or example]!r}")
+    if not isinstance(words, Sequence) or isinstance(words, bytes):
+        raise InvalidTypeError(f"{field} is {words!r}: use a list, such as {[example]!r}")
+    if wrong := [word for word in words if not isinstance(word, str)]:
+        raise InvalidArgumentError(f"{field} has {wrong[0]!r}: use only texts, such as {example!r}")
+    return tuple(words)
+
+
+# -- what text names ---------------------------------------------------------------------------------------
+
+
+def named_listeners(names: Any, where: str) -> Any:
+    """Returns the listeners that paths of classes or functions stand for. What is not a text stays as it is.
+
+    Raises InvalidArgumentError: a path leads nowhere, or to something that cannot be called.
+
+    Example:
+        >>> named_listeners(["mcore_ckpt.integrations.listeners.LoggingListener"], "options")  # doctest: +ELLIPSIS
+        (<...LoggingListener object at ...>,)
+    """
+    if not isinstance(names, (list, tuple)):
+        return names
+    return tuple(_named(name, where) if isinstance(name, str) else name for name in names)
+
+
+def _function(name: Any, where: str) -> Any:
+    if not isinstance(name, str):
+        return name
+    try:
+        return resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise InvalidArgumentError(
+            f"{where} names the function of failure domains {name!r}, which cannot be imported ({error}): use the path "
+            "of a function, such as 'my_training.racks.rack'"
+        ) from error
+
+
+def _named(name: str, where: str) -> Any:
+    try:
+        make = resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise InvalidArgumentError(
+            f"{where} has the listener {name!r}, which cannot be imported ({error}): use the path of a class or "
+            "function, such as 'mcore_ckpt.integrations.listeners.LoggingListener'"
+        ) from error
+    if not callable(make):
+        raise InvalidArgumentError(
+            f"{where} has the listener {name!r}, which is {make!r}: use the path of a class or function that returns a "
+            "listener"
+        )
+    return _made_by(make)
+
+
+@cache  # frameworks read their options again and again
+def _made_by(make: Callable[[], Any]) -> Any:
+    return make()

@@ -17,6 +17,7 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.delivery import Delivery
 from mcore_ckpt.errors import CheckpointError, CommitError, InvalidArgumentError, InvalidTypeError, NoRoomError
+from mcore_ckpt.field_checks import check_value
 from mcore_ckpt.io.room import NOTHING
 from mcore_ckpt.io.store import Store
 from mcore_ckpt.load.candidates import newest_first, remote_steps
@@ -52,6 +53,7 @@ from mcore_ckpt.steps.trainer_lock import TrainerLock
 from mcore_ckpt.steps.transaction import EarlierSaveError, open_together
 from mcore_ckpt.steps.upload_queue import UploadQueue
 from mcore_ckpt.tools.doctor.start_line import log_root
+from mcore_ckpt.urls import local_path
 
 logger = logging.getLogger(__name__)
 
@@ -106,14 +108,19 @@ class CheckpointManager:
         processing_class: Any = None,
         config: CheckpointConfig | None = None,
     ) -> None:
-        config = config or CheckpointConfig()
+        config = CheckpointConfig() if config is None else config
+        if not isinstance(config, CheckpointConfig):
+            raise InvalidTypeError(
+                f"config is a {type(config).__name__}: use a CheckpointConfig. CheckpointConfig.from_dict makes "
+                "one of a mapping"
+            )
         # Join the agreements first, so that all ranks learn of later failures.
         agreement = rendezvous(f"{role}/trainer", config.timeout_s, _SETTING_UP)
         commits = rendezvous(f"{role}/saves", config.timeout_s, _SETTING_UP)
         try:
             trainer = read_trainer(
                 agreement,
-                Path(root).expanduser().absolute(),
+                local_path(root, "root").absolute(),
                 role,
                 as_chunks(model),
                 config,
@@ -221,7 +228,7 @@ class CheckpointManager:
         with self._in_step(topic):
             extra_state = _read_extra_state(extra_state) if callable(extra_state) else extra_state
             self._check_save(step, extra_state)
-            role_dir, counts = find_destination(self._trainer.root, self._trainer.role, step, path)
+            role_dir, counts = find_destination(self._trainer.root, self._trainer.role, step, _full_path(path))
             policy = _policy(self._trainer.config, max_to_keep)
             declared = file_names.check_roles(roles or self._trainer.config.roles or ())
             declared = file_names.check_roles([*declared, self._trainer.role])
@@ -319,6 +326,8 @@ class CheckpointManager:
             self._check_open()
             self._background.wait_until_idle()
             self._check_contents("load_contents")
+            if step is not None:
+                _check_step(step)
             if step is not None and path is not None:
                 raise InvalidArgumentError("step and path are both given: use one")
             if verify not in VERIFY_WORDS:
@@ -524,8 +533,7 @@ class CheckpointManager:
     def _check_save(self, step: int, extra_state: Mapping[str, Any] | None) -> None:
         self._check_open()
         self._check_contents("save_contents")
-        if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < LARGEST_STEP:
-            raise InvalidArgumentError(f"step is {step!r}: use an integer of at least 0")
+        _check_step(step)
         if extra_state is not None and not isinstance(extra_state, Mapping):
             raise InvalidTypeError(f"extra_state is a {type(extra_state).__name__}: use a dict")
         if extra_state is not None and "extra" not in self._trainer.config.save_contents:
@@ -545,6 +553,12 @@ class CheckpointManager:
             raise InvalidArgumentError("this CheckpointManager is closed: make a new one")
 
 
+def _check_step(step: object) -> None:
+    check_value("step", step, int, {"least": 0})
+    if isinstance(step, int) and step >= LARGEST_STEP:
+        raise InvalidArgumentError(f"step is {step}: use a number below {LARGEST_STEP}")
+
+
 def _read_extra_state(read: Callable[[], Mapping[str, Any] | None]) -> Mapping[str, Any] | None:
     try:
         return read()
@@ -557,7 +571,7 @@ def _read_extra_state(read: Callable[[], Mapping[str, Any] | None]) -> Mapping[s
 
 
 def _full_path(path: str | Path | None) -> Path | None:
-    return None if path is None else Path(path).expanduser()
+    return None if path is None else local_path(path, "path")
 
 
 def _set_up_together(trainer: Trainer, remote: RemoteSteps | None, lock: TrainerLock) -> Trainer:
@@ -591,8 +605,7 @@ def _upload_queue(trainer: Trainer, remote: RemoteSteps | None, delivery: Delive
 def _policy(config: CheckpointConfig, max_to_keep: int | None) -> PreservationPolicy:
     if max_to_keep is None:
         return PreservationPolicy(config.max_to_keep, config.keep_every)
-    if not isinstance(max_to_keep, int) or isinstance(max_to_keep, bool) or max_to_keep < 1:
-        raise InvalidArgumentError(f"max_to_keep is {max_to_keep!r}: use 1 or more, or None for config.max_to_keep")
+    check_value("max_to_keep", max_to_keep, int | None, {"least": 1, "or_none": "for config.max_to_keep"})
     return PreservationPolicy(max_to_keep, config.keep_every)
 
 

@@ -23,15 +23,23 @@ from mcore_ckpt.errors import (
     may_pass,
     reworded,
 )
+from mcore_ckpt.field_checks import check_value
 from mcore_ckpt.load.load import LoadResult
 from mcore_ckpt.manager import CheckpointManager
 from mcore_ckpt.steps.listing import StepStatus, holds_something, list_steps
 from mcore_ckpt.steps.read_lock import reading
 from mcore_ckpt.steps.tracker import warn_if_tracker_differs
+from mcore_ckpt.urls import local_path
 
 logger = logging.getLogger(__name__)
 
 AUTO, OFF = "auto", "off"
+# What others call them; None: it is not clear which of them is meant.
+_WORDS = {
+    **dict.fromkeys(("latest", "newest", "last", "true", "yes", "on"), AUTO),
+    **dict.fromkeys(("disable", "never", "false", "no"), OFF),
+    **dict.fromkeys(("none", "null"), None),
+}
 
 # The pause before the first retry (seconds). Each further pause is twice as long as the one before.
 RETRY_FIRST_S = 1.0
@@ -88,15 +96,15 @@ def recover(
         >>> step = recovery.step or 0  # doctest: +SKIP
     """
     by_role = _by_role(managers)
-    if isinstance(resume, bool):
-        raise InvalidArgumentError(f"resume is {resume}: use 'auto', 'off', a step or a path")
+    _check_resume(resume)
+    check_value("retries", retries, int, {"least": 0})
     first = next(iter(by_role.values()))
     request = {"resume": str(resume), "roles": list(by_role), "retries": retries}
     first.agree("resuming", request, dict)
     if resume == OFF:
         return Recovery()
     if resume != AUTO and not isinstance(resume, int):
-        return _from_path(by_role, Path(resume).expanduser(), retries)
+        return _from_path(by_role, local_path(resume, "resume"), retries)
     wanted = None if resume == AUTO else int(resume)
 
     roles = tuple(by_role)
@@ -117,6 +125,23 @@ def recover(
             f"nevertheless, use resume='off'{_listed('lost', found['lost'])}"
         )
     return _newest(by_role, steps, retries, found["lost"]) if steps else Recovery()
+
+
+def _check_resume(resume: object) -> None:
+    """Raises InvalidArgumentError for what is no way to resume, with the right spelling of words and numbers."""
+    what = "use 'auto', 'off', a step or a path"
+    if isinstance(resume, bool) or not isinstance(resume, (str, int, os.PathLike)) or resume == "":
+        raise InvalidArgumentError(f"resume is {resume!r}: {what}")
+    if isinstance(resume, int):
+        check_value("resume", resume, int, {"least": 0})
+    if not isinstance(resume, str) or resume in (AUTO, OFF) or os.path.lexists(resume):
+        return
+    if resume.isdecimal():
+        raise InvalidArgumentError(f"resume is {resume!r}: use {int(resume)}, without quotes, for a step, or a path")
+    word = resume.strip().lower()
+    meant = _WORDS.get(word, word)
+    if meant in (AUTO, OFF, None):
+        raise InvalidArgumentError(f"resume is {resume!r}: " + (f"use {meant!r}" if meant else what))
 
 
 def _found(manager: CheckpointManager, roles: tuple[str, ...], step: int | None, fast: Sequence[int]) -> dict[str, Any]:
@@ -159,7 +184,9 @@ def resumable_steps(root: str | Path, roles: Sequence[str], step: int | None = N
         >>> resumable_steps("/no/such/folder", ["actor"])
         []
     """
-    root = Path(root).expanduser()
+    root = local_path(root, "root")
+    if step is not None:
+        check_value("step", step, int, {"least": 0})
     statuses = list_steps(root, step)
     good = [status for status in statuses if status.is_complete and set(roles) <= status.committed]
     if good:

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mcore_ckpt.errors import InvalidArgumentError
+from mcore_ckpt.field_checks import check_fields, check_value, checked, limited
 
 Record = dict[str, Any]
 
@@ -25,6 +26,7 @@ def alone(topic: str, request: Record, answer: Callable[[], Record]) -> Record:
     return answer()
 
 
+@checked
 @dataclass(frozen=True)
 class Frequency:
     """How often to save: every `epochs` epochs, every `steps` steps and every `secs` seconds.
@@ -38,17 +40,12 @@ class Frequency:
         InvalidArgumentError: a value is not above 0.
     """
 
-    epochs: int | None = None
-    steps: int | None = None
-    secs: float | None = None
+    epochs: int | None = limited(None, least=1)
+    steps: int | None = limited(None, least=1)
+    secs: float | None = limited(None, above=0, of="seconds")
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "steps"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise InvalidArgumentError(f"freq_{name} is {value!r}: use 1 or more, or None")
-        if self.secs is not None and not (_is_seconds(self.secs) and self.secs > 0):
-            raise InvalidArgumentError(f"freq_secs is {self.secs!r}: use seconds above 0, or None")
+        check_fields(self, before="freq_")
 
     @property
     def is_never(self) -> bool:
@@ -88,6 +85,8 @@ class Schedule:
             CheckpointError: `agree` raised it, for example because the ranks are not at the same step. The counts have
                 not changed.
         """
+        for name, value in (("epochs", epochs), ("steps", steps)):
+            check_value(name, value, int, {"least": 0})
         counted = {"epochs": self._epochs + epochs, "steps": self._steps + steps}
         fired: Record = {"epochs": False, "steps": False, "secs": False}
         if not self._frequency.is_never:

@@ -140,7 +140,7 @@ def check_role(role: str) -> str:
 
     Raises InvalidArgumentError if it is something else, such as a path or the name of a step's folder, or is too long.
     """
-    if not _ROLE.fullmatch(role):
+    if not isinstance(role, str) or not _ROLE.fullmatch(role):
         raise InvalidArgumentError(f"role {role!r} is not a folder name: use letters, digits, '_' and '-'")
     if parse_step(role) is not None:
         raise InvalidArgumentError(f"role {role!r} is the name of a step's folder: use another name")
@@ -157,6 +157,8 @@ def check_roles(roles: Sequence[str]) -> tuple[str, ...]:
     """
     if isinstance(roles, str):
         raise InvalidArgumentError(f"roles is the string {roles!r}: use a list of roles, such as [{roles!r}]")
+    if not isinstance(roles, Sequence):
+        raise InvalidArgumentError(f"roles is {roles!r}: use a list of roles, such as ['actor']")
     unique = tuple(dict.fromkeys(map(check_role, roles)))
     if len({role.lower() for role in unique}) < len(unique):
         raise InvalidArgumentError(

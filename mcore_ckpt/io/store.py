@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urlsplit
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
@@ -21,6 +21,7 @@ from mcore_ckpt.io import tuning
 from mcore_ckpt.io.files import FILE_MODE, make_folder, replace_file, sync_dir
 from mcore_ckpt.io.retries import persist
 from mcore_ckpt.io.room import Room, room_of
+from mcore_ckpt.urls import checked_url, public_url
 
 logger = logging.getLogger(__name__)
 
@@ -52,13 +53,10 @@ class Store:
     """
 
     def __init__(self, url: str) -> None:
+        url = checked_url(url)
         self.url = public_url(url)
         self._secrets = _secrets(url)
         scheme = urlsplit(url).scheme
-        if not scheme or "::" in url:
-            raise InvalidArgumentError(
-                f"remote is {self.url!r}: use a URL such as s3://bucket/prefix or file:///folder"
-            )
         try:
             # A cached listing would lack the files that this run uploads later.
             self.fs, root = fsspec.core.url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
@@ -217,15 +215,6 @@ class Store:
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{key}" if key else self._root
-
-
-def public_url(url: str) -> str:
-    """Returns a URL without user, password and query."""
-    try:
-        parts = urlsplit(url)
-    except ValueError:
-        return "(an unreadable URL)"
-    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", "")).rstrip("/")
 
 
 def _secrets(url: str) -> list[str]:

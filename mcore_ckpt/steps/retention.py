@@ -21,6 +21,7 @@ from typing import Generic, Protocol, TypeVar
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.errors import CheckpointCorruptError
+from mcore_ckpt.field_checks import check_fields, checked, limited
 from mcore_ckpt.io.files import sync_dir
 from mcore_ckpt.steps.hidden_step import HiddenStep, hide_step
 from mcore_ckpt.steps.listing import StepStatus, list_steps
@@ -31,6 +32,7 @@ from mcore_ckpt.steps.work_folders import is_in_use
 logger = logging.getLogger(__name__)
 
 
+@checked
 @dataclass(frozen=True)
 class PreservationPolicy:
     """The rules that decide which steps stay. Pinned steps stay in any case.
@@ -44,8 +46,11 @@ class PreservationPolicy:
         PreservationPolicy(max_to_keep=2, keep_every=1000)
     """
 
-    max_to_keep: int | None = None
-    keep_every: int | None = None
+    max_to_keep: int | None = limited(None, least=1, or_none="to keep every checkpoint")
+    keep_every: int | None = limited(None, least=1)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 class Judged(Protocol):

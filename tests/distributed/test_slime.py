@@ -456,9 +456,11 @@ def test_what_cannot_be_honoured_is_refused_by_name(shared_path: Path) -> None:
         def start(**more: Any) -> int:
             return Run(plain, arguments(plain, root, **more), patched).start()
 
-        with pytest.raises(InvalidArgumentError, match=r"args\.mcore_ckpt has unknown options \('max_keep'\)"):
+        with pytest.raises(
+            InvalidArgumentError, match=r"args\.mcore_ckpt has no option 'max_keep': did you mean 'max_to_keep'"
+        ):
             start(mcore_ckpt={"max_keep": 3})
-        with pytest.raises(InvalidArgumentError, match="unknown options \\('async_save'\\)"):
+        with pytest.raises(InvalidArgumentError, match="has 'async_save', which the framework decides"):
             start(mcore_ckpt={"async_save": True})
         with pytest.raises(UnsupportedError, match="fsdp_dtensor"):
             start(ckpt_format="fsdp_dtensor")

@@ -24,8 +24,8 @@ DOORS = (
     "mcore_ckpt.recover",
     "mcore_ckpt.schedule",
 )
-# This module makes the public names of packages, those of integrations included.
-HELPERS = ("mcore_ckpt.public_names",)
+# They check options, and make the public names of packages, those of integrations included.
+HELPERS = ("mcore_ckpt.field_checks", "mcore_ckpt.public_names")
 # The public names of this room are its modules: see its docstring.
 ROOM_OF_MODULES = "mcore_ckpt.tools"
 OUTSIDE = ("mcore_ckpt.integrations", "mcore_ckpt.cli")

@@ -36,7 +36,7 @@ def test_the_function_of_domains_is_named() -> None:
     ("fast", "words"),
     [
         ({"replicas": 2}, "no folder"),
-        ({**FAST, "copies": 2}, "fields that are unknown ('copies')"),
+        ({**FAST, "copies": 2}, "no option 'copies'"),
         ("/dev/shm/run", "use a mapping"),
         ({**FAST, "domain": "no.such.function"}, "'no.such.function', which cannot be imported"),
         ({**FAST, "replicas": -1}, "replicas of the fast tier is -1"),

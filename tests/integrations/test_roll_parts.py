@@ -113,6 +113,8 @@ def test_a_checkpoint_of_others_is_not_ours_and_half_of_one_is_refused(tmp_path:
         ({"output_dir": "/models", "asnyc_upload": True}, "asnyc_upload"),
         ({"output_dir": "/models", "async_save": True}, "async_save"),
         ({"output_dir": "/models", "timeout_s": -1}, "timeout_s"),
+        ({"output_dir": "/models", "async_upload": "False"}, "async_upload is 'False': use False"),
+        ({"output_dir": "/models", "keep_every": "100"}, "keep_every is '100': use 100, without quotes"),
     ],
 )
 def test_options_that_nobody_knows_are_refused(config: dict[str, Any], message: str) -> None:

@@ -6,8 +6,9 @@ from remote_store import Outage, failing
 
 from mcore_ckpt.errors import CheckpointError, RemoteError, UnsupportedError
 from mcore_ckpt.io import retries
-from mcore_ckpt.io.store import Store, public_url
+from mcore_ckpt.io.store import Store
 from mcore_ckpt.steps.remote_steps import RemoteSteps
+from mcore_ckpt.urls import public_url
 
 
 @pytest.mark.parametrize(

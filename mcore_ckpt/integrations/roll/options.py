@@ -10,6 +10,7 @@ from typing import Any
 from mcore_ckpt.checkpoint import parse_step
 from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.errors import InvalidArgumentError
+from mcore_ckpt.field_checks import check_value
 from mcore_ckpt.integrations.kit.options import kept_count, own_config, refuse_fast
 from mcore_ckpt.steps import PreservationPolicy
 
@@ -68,10 +69,14 @@ def read_options(checkpoint_config: Mapping[str, Any]) -> RollOptions:
         raise InvalidArgumentError(
             f"checkpoint_config.output_dir is {output_dir!r}: resolve it first (OmegaConf, resolve=True)"
         )
+    ours = {"async_upload": given.get("async_upload", True), "verify_on_resume": given.get("verify_on_resume", False)}
+    for name, value in ours.items():
+        check_value(f"checkpoint_config.{name}", value, bool)
+    check_value("checkpoint_config.keep_every", given.get("keep_every"), int | None, {"least": 1})
     return RollOptions(
         root=Path(output_dir).expanduser().absolute(),
-        async_upload=bool(given.get("async_upload", True)),
-        verify_on_resume=bool(given.get("verify_on_resume", False)),
+        async_upload=ours["async_upload"],
+        verify_on_resume=ours["verify_on_resume"],
         keep_every=given.get("keep_every"),
         config=config,
     )

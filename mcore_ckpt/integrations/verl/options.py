@@ -5,15 +5,21 @@ verl's options are in `actor.checkpoint`, `critic.checkpoint` and, for SFT, `che
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import Field
 from typing import Any
 
-from mcore_ckpt.integrations.kit.options import fast_tier, named_listeners, own_fields
+from mcore_ckpt.config import FastTier, named_listeners
+from mcore_ckpt.errors import InvalidArgumentError
+from mcore_ckpt.field_checks import plain, unknown_text
+from mcore_ckpt.integrations.kit.options import own_fields
 
 VERLS_OWN = ("save_contents", "load_contents", "async_save", "strict")
 # verl passes max_to_keep to each save, and skip_frozen follows from verl's own option for adapters (model.lora).
 NOT_OPTIONS = ("max_to_keep", "skip_frozen")
+
+_WHERE = "verl's checkpoint options"
 
 
 def own_options() -> list[Field[Any]]:
@@ -28,13 +34,24 @@ def read_options(options: Any) -> dict[str, Any]:
         options: a DictConfig, verl's or our dataclass, a dict, or any object that has options as attributes. None has
             no options.
     """
-    found = {}
+    if isinstance(options, Mapping):
+        _refuse_misspelled(options)
+    found: dict[str, Any] = {}
     for name in (*VERLS_OWN, *(field.name for field in own_options())):
         value = options.get(name) if isinstance(options, Mapping) else getattr(options, name, None)
         if value is not None:
-            found[name] = value if isinstance(value, (str, int, float)) or name == "fast" else tuple(value)
+            value = plain(value, _WHERE)
+            found[name] = tuple(value) if isinstance(value, list) else value
     if "listeners" in found:
-        found["listeners"] = named_listeners(found["listeners"], "verl's checkpoint options")
+        found["listeners"] = named_listeners(found["listeners"], _WHERE)
     if "fast" in found:
-        found["fast"] = fast_tier(found["fast"], "verl's checkpoint options")
+        found["fast"] = FastTier.from_dict(found["fast"], f"fast of {_WHERE}")
     return found
+
+
+def _refuse_misspelled(options: Mapping[str, Any]) -> None:
+    """Raises InvalidArgumentError for a name that is nearly that of an option. verl has more options than we know."""
+    known = [*VERLS_OWN, *NOT_OPTIONS, *(field.name for field in own_options())]
+    for name in options:
+        if name not in known and difflib.get_close_matches(str(name), known, n=1, cutoff=0.85):
+            raise InvalidArgumentError(f"{_WHERE} have {unknown_text([name], known)}")

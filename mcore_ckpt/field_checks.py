@@ -1,0 +1,208 @@
+"""Checks the fields of frozen dataclasses against their types, and makes such a dataclass of a plain mapping.
+
+A configuration comes from code, from YAML or from the environment. There `false` and `"false"` look alike, and the
+text is true. So a value of another type than the field's is refused, with the right spelling. Nothing is converted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import types
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+from mcore_ckpt.errors import InvalidArgumentError, InvalidTypeError
+
+T = TypeVar("T")
+
+_BOOLS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+_NO_LIMITS: Mapping[str, Any] = types.MappingProxyType({})
+_NONES = ("none", "null", "~", "")
+
+
+def limited(
+    default: Any, least: float | None = None, above: float | None = None, or_none: str = "", of: str = ""
+) -> Any:
+    """Makes a field that is a number, or None if its type says so.
+
+    Args:
+        default: the field's default.
+        least: the least number that is allowed.
+        above: numbers must be larger than this.
+        or_none: what None means, for messages: "to keep every checkpoint".
+        of: what is counted, for messages: "seconds".
+    """
+    return dataclasses.field(default=default, metadata={"least": least, "above": above, "or_none": or_none, "of": of})
+
+
+def one_of(default: str, *others: str) -> Any:
+    """Makes a field that is one of several words."""
+    return dataclasses.field(default=default, metadata={"choices": (default, *others)})
+
+
+def checked(cls: type[T]) -> type[T]:
+    """Makes a dataclass answer an unknown field with the closest name.
+
+    Use it above `@dataclass`. The class calls `check_fields` in `__post_init__`.
+    """
+    make = cls.__init__
+
+    @functools.wraps(make)
+    def init(self: Any, *values: Any, **named: Any) -> None:
+        known = [field.name for field in dataclasses.fields(self) if field.init]
+        if unknown := [name for name in named if name not in known]:
+            raise InvalidTypeError(f"{cls.__name__} has {unknown_text(unknown, known)}")
+        make(self, *values, **named)
+
+    cls.__init__ = init  # type: ignore[method-assign]
+    return cls
+
+
+def unknown_text(unknown: Collection[object], known: Collection[str]) -> str:
+    """Describes options that do not exist: "no option 'max_to_kep': did you mean 'max_to_keep'?"."""
+    import difflib  # commands start quicker without it
+
+    first = sorted(map(str, unknown))
+    close = difflib.get_close_matches(first[0], known, n=1)
+    advice = f"did you mean {close[0]!r}?" if close else f"the options are {', '.join(sorted(known))}"
+    return f"no option {' and no option '.join(map(repr, first))}: {advice}"
+
+
+def check_fields(owner: Any, of: str = "", before: str = "") -> None:
+    """Checks the numbers, words, texts and booleans of a dataclass.
+
+    Args:
+        owner: the dataclass.
+        of: what follows a field's name in messages, such as " of the fast tier".
+        before: what stands before it.
+
+    Raises:
+        InvalidArgumentError: a value has another type than its field, or is out of range.
+    """
+    hints = _hints(cast("Hashable", type(owner)))
+    for field in dataclasses.fields(owner):
+        check_value(before + field.name + of, getattr(owner, field.name), hints[field.name], field.metadata)
+
+
+def check_value(name: str, value: Any, hint: Any, limits: Mapping[str, Any] = _NO_LIMITS) -> None:
+    """Checks one value that is, or should be, a number, a boolean or a text. Other types are left to their owners.
+
+    Raises:
+        InvalidArgumentError: it has another type than `hint`, or is out of range. The message begins with `name`.
+    """
+    kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    kind = next((each for each in (bool, int, float, str) if each in kinds), None)
+    if kind is None or len([each for each in kinds if each is not type(None)]) > 1:
+        return
+    if value is None and type(None) in kinds:
+        return
+    if "choices" in limits:
+        if value not in limits["choices"]:
+            raise InvalidArgumentError(f"{name} is {value!r}: use one of {', '.join(map(repr, limits['choices']))}")
+        return
+    if not _has_type(value, kind):
+        raise InvalidArgumentError(f"{name} is {value!r}: {_advice(value, kind, type(None) in kinds, limits)}")
+    if kind in (int, float) and not _is_in_range(value, limits):
+        raise InvalidArgumentError(f"{name} is {value!r}: use {_wanted(kind, type(None) in kinds, limits)}")
+
+
+def _has_type(value: Any, kind: type) -> bool:
+    if kind is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+
+
+def _is_in_range(value: Any, limits: Mapping[str, Any]) -> bool:
+    least, above = limits.get("least"), limits.get("above")
+    return math.isfinite(value) and (least is None or value >= least) and (above is None or value > above)
+
+
+def _advice(value: Any, kind: type, optional: bool, limits: Mapping[str, Any]) -> str:
+    """Returns the right spelling, if there is one."""
+    meant = _meant(value, kind, optional) if isinstance(value, str) else value
+    if kind is int and isinstance(meant, float) and meant.is_integer():
+        meant = int(meant)
+    fits = _has_type(meant, kind) or (meant is None and optional)
+    if kind is not str and fits and (kind is bool or meant is None or _is_in_range(meant, limits)):
+        in_yaml = {True: " (in YAML: true)", False: " (in YAML: false)", None: " (in YAML: null)"}
+        spelled = in_yaml[meant] if meant is None or isinstance(meant, bool) else ""
+        quotes = f"{spelled}, without quotes" if isinstance(value, str) else spelled
+        return f"use {meant!r}{quotes}"
+    return f"use {_wanted(kind, optional, limits)}"
+
+
+def _meant(text: str, kind: type, optional: bool) -> Any:
+    """Returns what a word from YAML or from the environment stands for. Returns the word if it stands for nothing."""
+    word = text.strip().lower()
+    if optional and word in _NONES:
+        return None
+    if kind is bool:
+        return _BOOLS.get(word, {"1": True, "0": False}.get(word, text))
+    for number in (int, float):
+        try:
+            return number(word)
+        except ValueError:
+            continue
+    return text
+
+
+def _wanted(kind: type, optional: bool, limits: Mapping[str, Any]) -> str:
+    """Describes the values that a field may have: "1 or more, or None to keep every checkpoint"."""
+    least, above, of = limits.get("least"), limits.get("above"), limits.get("of", "")
+    text = {bool: "True or False", int: "a whole number", float: "a number", str: "a text"}[kind]
+    of = f" {of}" if of else ""
+    if least is not None:
+        text = f"{least:g} or more{of}"
+    elif above is not None:
+        text = f"more than {above:g}{of}"
+    return text + (f", or None {limits.get('or_none', '')}".rstrip() if optional else "")
+
+
+@functools.cache
+def _hints(cls: Hashable) -> Mapping[str, Any]:
+    return get_type_hints(cls)
+
+
+def plain(value: Any, where: str) -> Any:
+    """Returns a mapping as a dict and a sequence as a list, at any depth. OmegaConf's containers are both.
+
+    Raises:
+        InvalidArgumentError: a value of OmegaConf is missing (`???`), or refers to one that does not exist.
+    """
+    try:
+        if isinstance(value, Mapping):
+            return {name: plain(each, where) for name, each in value.items()}
+        if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+            return [plain(each, where) for each in value]
+    except (InvalidArgumentError, InvalidTypeError):
+        raise
+    except Exception as error:
+        raise InvalidArgumentError(f"{where} cannot be read: {type(error).__name__}: {error}") from error
+    return value
+
+
+def options_of(
+    given: object,
+    known: Sequence[str],
+    where: str,
+    read: Mapping[str, Callable[[Any], Any]],
+) -> dict[str, Any]:
+    """Returns the options in a mapping, as arguments of a dataclass.
+
+    Args:
+        given: the mapping: a dict or OmegaConf's DictConfig.
+        known: the names of all options.
+        where: what the mapping is called, for messages.
+        read: reads the options that are not plain values, by name.
+
+    Raises:
+        InvalidArgumentError: `given` is no mapping, an option is unknown, or a value cannot be read.
+    """
+    if not isinstance(given, Mapping):
+        raise InvalidArgumentError(f"{where} is {given!r}: use a mapping of options, such as {{{known[0]!r}: ...}}")
+    found = plain(given, where)
+    if unknown := [name for name in found if name not in known]:
+        raise InvalidArgumentError(f"{where} has {unknown_text(unknown, known)}")
+    return {name: read[name](value) if name in read else value for name, value in found.items()}

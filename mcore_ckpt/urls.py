@@ -1,0 +1,108 @@
+"""Checks the form of URLs of remote stores, and shows them without their secrets. Asks no store."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from urllib.parse import urlsplit, urlunsplit
+
+from mcore_ckpt.errors import InvalidArgumentError, InvalidTypeError
+
+_FORM = "use a URL such as s3://bucket/prefix or file:///folder"
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
+# What follows these is not a bucket, a container or a host.
+_WITHOUT_HOST = ("file", "local", "memory", "hdfs")
+
+
+def public_url(url: str) -> str:
+    """Returns a URL without user, password and query."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return "(an unreadable URL)"
+    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", "")).rstrip("/")
+
+
+def checked_url(url: object, name: str = "remote") -> str:
+    """Returns the URL of a remote store, with `~` replaced by the home folder.
+
+    Raises:
+        InvalidTypeError: it is no text.
+        InvalidArgumentError: it is no URL. The message has the right spelling where there is one.
+
+    Example:
+        >>> checked_url("s3:/bucket/run")
+        Traceback (most recent call last):
+        mcore_ckpt.errors.InvalidArgumentError: remote is 's3:/bucket/run': use 's3://bucket/run'
+    """
+    if isinstance(url, os.PathLike):
+        raise InvalidTypeError(f"{name} is the path {os.fspath(url)!r}: {_of_path(str(os.fspath(url)))}")
+    if not isinstance(url, str):
+        raise InvalidTypeError(f"{name} is {url!r}: {_FORM}, as text")
+    # fsspec does not expand "~", and would make a folder with that name.
+    expanded = "file://" + os.path.expanduser(url.removeprefix("file://")) if url.startswith("file://~") else url
+    if advice := _advice(expanded):
+        shown = _shown(url)
+        raise InvalidArgumentError(f"{name} is {shown!r}: {advice if shown == url else _FORM}")
+    return expanded
+
+
+def local_path(path: object, name: str) -> Path:
+    """Returns a path, with `~` replaced by the home folder.
+
+    Raises:
+        InvalidTypeError: it is no path.
+        InvalidArgumentError: it is a URL, from which a folder such as `s3:` would be made.
+    """
+    if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
+        raise InvalidTypeError(f"{name} is {path!r}: use a path, such as '/checkpoints/run'")
+    text = os.fspath(path)
+    if not text:
+        raise InvalidArgumentError(f"{name} is empty: use a path, such as '/checkpoints/run'")
+    if is_url(text) and not os.path.lexists(text):
+        raise InvalidArgumentError(
+            f"{name} is the URL {_shown(text)!r}: use the path of a folder. CheckpointConfig(remote=...) takes the "
+            "URL of a remote store"
+        )
+    return Path(text).expanduser()
+
+
+def is_url(text: str) -> bool:
+    """Returns True for a URL, also for one with too few slashes."""
+    return _URL.match(text) is not None
+
+
+def _advice(url: str) -> str | None:
+    """Returns what to write instead. None if the form is right."""
+    scheme, slashes, rest = url.partition("://")
+    if "::" in url or url != url.strip():
+        return _FORM
+    if not slashes:
+        return _without_slashes(url)
+    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]*", scheme) or not rest.strip("/"):
+        return _FORM
+    if scheme in ("file", "local") and not rest.startswith("/"):
+        return f"use an absolute path, such as {f'{scheme}:///{rest}'!r}"
+    if rest.startswith("/") and scheme not in _WITHOUT_HOST:
+        bucket = rest.lstrip("/")
+        return f"use {f'{scheme}://{bucket}'!r}"
+    return None
+
+
+def _without_slashes(url: str) -> str:
+    if not is_url(url):
+        return _of_path(url) if url.startswith(("/", "~", "./", "../")) else _FORM
+    scheme, _, rest = url.partition(":")
+    start, rest = "/" if scheme in _WITHOUT_HOST else "", rest.lstrip("/")
+    return f"use {f'{scheme}://{start}{rest}'!r}"
+
+
+def _of_path(path: str) -> str:
+    return f"use {'file://' + os.path.abspath(os.path.expanduser(path))!r}"
+
+
+def _shown(url: str) -> str:
+    """Returns a URL of any form without what may be secret in it."""
+    before, at, after = url.partition("?")[0].rpartition("@")
+    return f"{before.partition(':')[0]}:***@{after}" if at else after
