@@ -6,16 +6,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from agreement import everywhere
 from checkpointing import manager_of, save
+from foreign_checkpoints import save_torch_dist
 from layouts import LAYOUTS
 from megatron.core.optimizer import get_megatron_optimizer
+from resuming import SIZES
 from snapshot import chained, poison
+from test_muon import LAYOUTS as MUON
+from test_muon import exists
 from tiers import marks
 from training import Layout, Training, _optimizer_config, build, parallel, train
 
 from mcore_ckpt.errors import CheckpointMismatchError
 from mcore_ckpt.load.load import LoadReport
+from mcore_ckpt.state.model import model_shards
+from mcore_ckpt.state.optimizer import read_optimizer
+from mcore_ckpt.state.optimizers.chain import optimizer_parts
 
 Own = dict[str, dict[str, Any]]
 """By a pattern of names, the fields that a parameter's group has of its own."""
@@ -200,6 +208,97 @@ def test_another_layout_finds_the_groups_by_all_ranks_members(
                     rate = 1e-3 if "embedding" in name else 1e-2
                     assert fields["eps"] == (1e-3 if ".experts." in name and "weight" in name else 1e-8), name
                 assert fields["max_lr"] == rate, name
+
+
+DP2 = replace(PP2, fp32_norms=True)
+OPTIMIZERS = {
+    "adam": DP2,
+    "replicated": replace(DP2, distributed_optimizer=False),
+    "fp32": replace(PP2, precision="fp32"),
+    "aware": replace(PP2, precision_aware=True),
+    "offloaded": replace(PP2, offload=0.5),
+    "experts": replace(PP2, experts=4, ep=2),
+    **{name: replace(MUON[name], **SIZES) for name in ("plain", "owners", "layout", "lion") if name in MUON},
+}
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "offloaded" else pytest.mark.full) for name in OPTIMIZERS]
+)
+def test_every_kind_of_optimizer(name: str, turned: bool, shared_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`turned`: as ms-swift does it, each rank has the groups in another order. Empty ones are in it, too."""
+    layout = OPTIMIZERS[name]
+    if not exists(layout):
+        pytest.skip("this megatron-core does not have it")
+    if turned and name in ("replicated", "plain", "lion", "owners"):
+        pytest.skip("the order decides which replica has what")
+    if turned:
+        import megatron.core.optimizer as module
+
+        make = module._get_param_groups
+        monkeypatch.setattr(module, "_get_param_groups", lambda *a, **k: make(*a, **k)[:: 1 - 2 * dist.get_rank()])
+    own: Own = {EMBEDDING: {"max_lr": 1e-3, "wd_mult": 0.5}, "*linear_proj.weight": {"max_lr": 2e-3, "min_lr": 1e-5}}
+    changed: Own = own | {EMBEDDING: {"max_lr": 5e-3, "wd_mult": 0.25}}
+    with parallel(layout):
+        first = build_with(layout, monkeypatch, own)
+        train(first, 0, 2)
+        save(first, shared_path, 2)
+        wanted = by_global_name(first)
+        second = build_with(layout, monkeypatch, changed, seed=2)
+        poison(second)
+        report = reload(second, shared_path)
+        found = by_global_name(second)
+        # The same reaches ranks that have no member of a group.
+        shown = sorted(repr(fields) for fields in all_groups(second))
+        with everywhere():
+            assert report.kept_groups == ()
+            assert found == wanted
+            assert shown == sorted(repr(fields) for fields in all_groups(first))
+            assert {fields["max_lr"] for name, fields in wanted.items() if "linear_proj.weight" in name} <= {2e-3}
+        assert [step.losses for step in train(second, 2, 3)] == [step.losses for step in train(first, 2, 3)]
+
+
+def all_groups(training: Training) -> list[dict[str, Any]]:
+    return [fields_of(group) for each in chained(training.optimizer) for group in each.param_groups]
+
+
+def by_global_name(training: Training) -> dict[str, dict[str, Any]]:
+    parts = optimizer_parts(training.optimizer)
+    states = read_optimizer(training.optimizer, model_shards(training.model), first_instance=True)
+    return {
+        state.name: fields_of(part.param_groups[state.group])
+        for part, of_part in zip(parts, states, strict=True)
+        for state in of_part
+        if state.group is not None
+    }
+
+
+def fields_of(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: group[key] for key in sorted(group) if key not in ("params", "step")}
+
+
+@pytest.mark.world(1)
+@pytest.mark.parametrize("form", [pytest.param("fully_reshardable", marks=pytest.mark.full), "dp_reshardable"])
+def test_megatrons_own_checkpoints(form: str, shared_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They do not say which parameters are in which group."""
+    layout = replace(LAYOUTS["plain"], precision="bf16")
+    own: Own = {EMBEDDING: {"max_lr": 1e-3}, "*linear_proj.weight": {"max_lr": 2e-3}}
+    with parallel(layout):
+        first = build_with(layout, monkeypatch, own)
+        train(first, 0, 2)
+        save_torch_dist(first, shared_path / "theirs", form)
+        same = build_with(layout, monkeypatch, own, seed=2)
+        manager = manager_of(same, shared_path / "unused", load_contents=("model", "optimizer"))
+        assert manager.load(path=shared_path / "theirs").report.kept_groups == ()
+        manager.close()
+        assert by_global_name(same) == by_global_name(first)
+        other = build_with(layout, monkeypatch, own | {EMBEDDING: {"max_lr": 5e-3}}, seed=2)
+        manager = manager_of(other, shared_path / "unused", load_contents=("model", "optimizer"))
+        with pytest.raises(CheckpointMismatchError, match="counterparts among the 3 saved groups"):
+            manager.load(path=shared_path / "theirs")
+        manager.close()
 
 
 @pytest.mark.world(1)

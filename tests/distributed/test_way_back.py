@@ -18,6 +18,7 @@ from resuming import SIZES
 from snapshot import assert_same, poison, snapshot
 from test_muon import LAYOUTS as KINDS
 from test_muon import exists
+from test_param_groups import build_with
 from tiers import marks
 from training import Layout, Training, build, parallel, train
 
@@ -252,3 +253,16 @@ def test_it_comes_back_to_ours(fused: bool, shared_path: Path) -> None:
             assert args.consumed_train_samples == 24
             assert_same_state(found, state)
             assert resumed == losses
+
+
+@pytest.mark.world(2)
+@pytest.mark.full
+def test_groups_with_rates_of_their_own(shared_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """megatron-core up to 0.18 takes them for one group, and the report says so."""
+    with parallel(PLAIN), adam(True):
+        first = build_with(PLAIN, monkeypatch, {"*embedding*": {"max_lr": 1e-3}, "*linear_proj.weight": {"eps": 1e-3}})
+        train(first, 0, STEP)
+        save_by_loop(first, shared_path / "ours")
+        report = converted(shared_path / "ours", shared_path / "theirs")
+        (note,) = (note for note in report.notes if note.startswith("param groups differ only in"))
+        assert "eps, max_lr, and megatron-core 0.16 to 0.18" in note

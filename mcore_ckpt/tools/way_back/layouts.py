@@ -340,6 +340,12 @@ def _notes(
             "the optimizer was offloaded to the host, for which megatron loads no state that fits any layout: start "
             "without optimizer_cpu_offload"
         )
+    if shared.mixed_fields:
+        notes.append(
+            f"param groups differ only in {', '.join(shared.mixed_fields)}, and megatron-core 0.16 to 0.18 gives all "
+            "of them the values of one (0.19 tells max_lr, min_lr, start_wd and end_wd apart, but not betas and eps): "
+            "set them again after the load"
+        )
     return tuple(note for note in notes if note is not None)
 
 

@@ -16,6 +16,7 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.models.architecture import HfModel
 from mcore_ckpt.models.mcore_config import to_mcore_config
 from mcore_ckpt.sharding.names import is_expert
+from mcore_ckpt.state.group_fields import field_of, is_of_experts, settings
 from mcore_ckpt.state.typed_values import from_stored
 
 # The form of `DistributedOptimizer.sharded_state_dict` that loads under any layout. 0.16 to 0.19 accept it.
@@ -48,6 +50,8 @@ _CHECKPOINT_VERSION = 3.0
 _NOT_LOADED = {"SGD", "FusedSGD"}
 # Whether the group's parameters are experts that have process groups of their own.
 _EXPERT_FIELD = "is_expert_parallel"
+# Besides that one, the fields by which megatron finds a group again (`param_group_identifier_keys`, 0.16 to 0.18).
+_IDENTIFIERS = ("wd_mult", "lr_mult", "is_decoupled_lr")
 # The fields by which param groups show whose they are: torch's own optimizers have the first, FusedAdam the second.
 # Groups with neither are of HybridDeviceOptimizer, whose own fields are not saved (`own_fields`).
 _TORCHS_FIELD, _FUSED_FIELD = "foreach", "bias_correction"
@@ -61,11 +65,13 @@ class SharedState:
         optimizer: megatron's dict, or one dict for each optimizer of a chain, by number; None if it was not saved.
         was_offloaded: whether a part of it was a HybridDeviceOptimizer.
         scheduler: the LR scheduler's `state_dict()`; None without.
+        mixed_fields: the fields in which param groups differ that megatron takes for the same.
     """
 
     optimizer: dict[Any, Any] | None
     scheduler: Mapping[str, Any] | None
     was_offloaded: bool = False
+    mixed_fields: tuple[str, ...] = ()
 
 
 def read_shared_state(reader: NativeReader) -> SharedState:
@@ -90,7 +96,22 @@ def read_shared_state(reader: NativeReader) -> SharedState:
     was_offloaded = any(not {_TORCHS_FIELD, _FUSED_FIELD} & {*group} for group in groups)
     # `ChainedOptimizer.load_state_dict` wants the state itself if there is one optimizer in the chain.
     optimizer = parts[0] if len(parts) == 1 else dict(enumerate(parts))
-    return SharedState(optimizer, common["lr_scheduler"], was_offloaded)
+    return SharedState(optimizer, common["lr_scheduler"], was_offloaded, _mixed_fields(saved))
+
+
+def _mixed_fields(saved: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Returns the fields in which groups differ that megatron up to 0.18 takes for the same.
+
+    `_filter_and_reorder_param_groups` then gives all of them the values of the last one.
+    """
+    mixed: set[str] = set()
+    for groups in (each["param_groups"] for each in saved):
+        for one, other in combinations(groups, 2):
+            known = settings(one), settings(other)
+            fields = {name for name in {*known[0], *known[1]} if str(known[0].get(name)) != str(known[1].get(name))}
+            if is_of_experts(one) == is_of_experts(other) and fields.isdisjoint(_IDENTIFIERS):
+                mixed |= {name for name in fields if field_of(name).rule != "rate"}
+    return tuple(sorted(mixed))
 
 
 def _of_layout(reader: NativeReader, saved: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
