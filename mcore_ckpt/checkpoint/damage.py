@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mcore_ckpt.checkpoint import file_names
@@ -28,6 +28,7 @@ class Damage:
         rank: the world rank that wrote the file; None if it is unknown.
         tensor: the key of the damaged tensor; None if the damage is not known to be in a tensor.
         span: the damaged bytes `[start, stop)` of the file; None if they are unknown.
+        unreadable: True if this process may not read the file, so that nobody knows whether it is damaged.
     """
 
     problem: str
@@ -35,6 +36,12 @@ class Damage:
     rank: int | None = None
     tensor: str | None = None
     span: tuple[int, int] | None = None
+    unreadable: bool = False
+
+    @staticmethod
+    def of(error: Exception, file: str, rank: int | None = None) -> Damage:
+        """Returns what an error that `checkpoint.reading` raised says about a file."""
+        return Damage(str(error), file, rank, unreadable=isinstance(error.__cause__, PermissionError))
 
 
 def verify_files(role_dir: Path, files: Sequence[FileRecord], progress: Progress = lambda nbytes: None) -> list[Damage]:
@@ -51,7 +58,8 @@ def verify_files(role_dir: Path, files: Sequence[FileRecord], progress: Progress
     crcs = file_crcs([(role_dir / file.path, file.size) for file in sound], progress)
     for file, crc in zip(sound, crcs, strict=True):
         if isinstance(crc, OSError):
-            damages.append(_damage(file, f"{role_dir / file.path}: cannot be read: {crc.strerror}"))
+            problem = f"{role_dir / file.path}: cannot be read: {crc.strerror}"
+            damages.append(replace(_damage(file, problem), unreadable=isinstance(crc, PermissionError)))
         elif crc != file.crc32:
             damages += _locate(role_dir, file)
     return damages
@@ -71,7 +79,7 @@ def find_damage(role_dir: Path, read_bytes: bool = True) -> list[Damage]:
     try:
         manifest = read_manifest(role_dir)
     except (CheckpointCorruptError, CheckpointNotFoundError) as error:
-        return [Damage(str(error), file_names.MANIFEST_FILE)]
+        return [Damage.of(error, file_names.MANIFEST_FILE)]
     return verify_files(role_dir, manifest.files) if read_bytes else _wrong_sizes(role_dir, manifest.files)
 
 
@@ -82,7 +90,7 @@ def _wrong_sizes(role_dir: Path, files: Sequence[FileRecord]) -> list[Damage]:
             with open_file(role_dir, file):
                 pass
         except CheckpointCorruptError as error:
-            damages.append(Damage(str(error), file.path, file.rank))
+            damages.append(Damage.of(error, file.path, file.rank))
     return damages
 
 

@@ -6,11 +6,11 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from mcore_ckpt.errors import InvalidArgumentError
+from mcore_ckpt.errors import CheckpointError, InvalidArgumentError
 
 
 def expanded_path(text: str) -> Path:
@@ -23,42 +23,63 @@ def folder_or_model(text: str) -> str:
     return os.path.expanduser(text)
 
 
-def check_is_folder(path: Path, flag: str = "") -> None:
-    """Raises InvalidArgumentError unless the folder exists. The message names `flag`.
+_STEPS = frozenset({"root", "empty", "other"})  # a root that has no steps yet may have other files
+_CHECKPOINT = frozenset({"root", "step", "role", "empty", "other"})
+_ANY_FOLDER = frozenset(
+    {*_CHECKPOINT, "parent", "inside", "foreign root", "torch_dist", "verl_ranks", "fsdp", "huggingface", "adapter"}
+)
+_FOREIGN = frozenset({"foreign root", "torch_dist", "verl_ranks", "fsdp"})
+# Which kinds of paths (`tools.what_is.PathKind`) each command takes. Empty and unknown folders get the command's own
+# message, which says what is missing.
+TAKES: Mapping[str, frozenset[str]] = {
+    "list": _STEPS,
+    "watch": _STEPS,
+    "prune": _STEPS,
+    "inspect": _CHECKPOINT,
+    "verify": _CHECKPOINT,
+    "diff": _CHECKPOINT,
+    "reshard": _CHECKPOINT,
+    "convert": _CHECKPOINT,
+    "collect": _STEPS,
+    "merge": _CHECKPOINT | _FOREIGN,
+    "test --local_dir": _CHECKPOINT | _FOREIGN,
+    "test": frozenset({"huggingface", "adapter", "empty", "other"}),
+    "convert --hf_model_path": frozenset({"huggingface", "adapter", "empty", "other"}),
+    "convert CHECKPOINT --hf_model_path": _ANY_FOLDER,
+    "doctor": _ANY_FOLDER,
+    "bench": _ANY_FOLDER,
+}
+# These take the folder of steps above the path, too. Others would do more than what was asked for.
+_TAKES_ABOVE = ("list", "watch")
 
-    A checkpoint's folder counts as there if a save has moved it aside, since the commands find it there.
+
+def taken(path: Path, command: str, flag: str = "") -> Path:
+    """Returns the path that a command is to use: the given one, or the only folder of steps right below or above it.
+
+    It says on stderr that it has taken another folder.
+
+    Args:
+        path: the path that was given.
+        command: a key of TAKES.
+        flag: the argument that named the path, for messages; empty if it was given by position.
+
+    Raises:
+        InvalidArgumentError: the command does not take such a path. The message says what the path is, and which
+            command or path can be used instead.
+        CheckpointError: the path cannot be read.
     """
-    from mcore_ckpt.steps import find_moved_aside
+    from mcore_ckpt.tools.what_is import what_is
 
-    if not path.is_dir() and find_moved_aside(path) is None:
-        raise InvalidArgumentError(f"{flag + ' ' if flag else ''}{path}: there is no such folder")
-
-
-def near_root(path: Path) -> Path:
-    """Returns the folder of steps at a path: the path itself, or the only one near it if it has no steps.
-
-    It says on stderr that it has taken another folder. Only for commands that change nothing.
-
-    Raises InvalidArgumentError if there are several, which the message names.
-    """
-    from mcore_ckpt.tools.nearby import advice_on, nearby_roots
-
-    roots = nearby_roots(path)
-    if len(roots) > 1:
-        raise InvalidArgumentError(f"{path}: has no steps{advice_on(path)}")
-    if not roots:
+    found = what_is(path)
+    if found.kind in TAKES[command]:
         return path
-    print(f"{path}: has no steps: taking {roots[0]}", file=sys.stderr)
-    return roots[0]
-
-
-def check_has_steps(path: Path) -> None:
-    """Raises InvalidArgumentError if a folder has no steps, but one near it has. The message names that one."""
-    from mcore_ckpt.tools.nearby import advice_on
-
-    advice = advice_on(path)
-    if advice:
-        raise InvalidArgumentError(f"{path}: has no steps{advice}")
+    goes_above = found.kind in ("inside", "step", "role") and command in _TAKES_ABOVE
+    goes_below = found.kind == "parent" and "root" in TAKES[command]
+    if len(found.roots) == 1 and (goes_above or goes_below):
+        print(f"{path}: has no steps: taking {found.roots[0]}", file=sys.stderr)
+        return found.roots[0]
+    message = f"{flag + ' ' if flag else ''}{found.refusal(command)}"
+    raise CheckpointError(message) if found.kind == "unreadable" else InvalidArgumentError(message)
 
 
 def check_can_be_file(flag: str, path: Path) -> None:
@@ -74,7 +95,9 @@ def check_is_folder_or_model(name: str, flag: str) -> None:
     """Raises InvalidArgumentError unless the folder exists, or a model on the hub can have this name."""
     from mcore_ckpt.formats import HubModel
 
-    if not Path(name).is_dir() and HubModel.find(name) is None:
+    if Path(name).is_dir():
+        taken(Path(name), "convert --hf_model_path", flag)
+    elif HubModel.find(name) is None:
         raise InvalidArgumentError(
             f"{flag} {name}: there is no such folder, and models on the hub have names such as Qwen/Qwen3-0.6B"
         )

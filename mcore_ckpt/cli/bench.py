@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from mcore_ckpt.cli.arguments import add_json, check_is_folder, expanded_path
+from mcore_ckpt.cli.arguments import add_json, expanded_path, taken
 from mcore_ckpt.cli.progress import progress_of_bytes
 from mcore_ckpt.cli.signals import cleaning_up_at_sigterm
 from mcore_ckpt.cli.tables import is_terminal, result_console, table_of
@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
     from mcore_ckpt.tools.bench.bench import bench, saved_bytes
 
     root = args.path.absolute()
-    check_is_folder(root)
+    taken(root, "bench")
     size = _size(args)
     ranks = args.ranks_per_node or 1 if size is None else size.ranks_on_a_node
     megabytes = max(256, 64 * ranks) if args.megabytes is None else args.megabytes

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from mcore_ckpt.cli.arguments import add_force, add_json, check_is_folder, expanded_path
+from mcore_ckpt.cli.arguments import add_force, add_json, expanded_path, taken
 from mcore_ckpt.cli.progress import progress_in, progress_of_bytes
 from mcore_ckpt.cli.tables import result_console
 
@@ -53,9 +53,7 @@ def run(args: argparse.Namespace) -> int:
     # `--help` must not wait for the import of torch, which takes a second.
     from mcore_ckpt.tools.collect import choose, collect, find_steps
 
-    for folder in args.folders:
-        check_is_folder(folder)
-    steps = find_steps(args.folders, args.step)
+    steps = find_steps([taken(folder, "collect") for folder in args.folders], args.step)
     chosen = choose(steps)
     lacking = [step for step in steps if not step.is_whole and (chosen is None or step.step > chosen.step)]
     if not args.json:

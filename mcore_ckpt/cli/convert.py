@@ -20,11 +20,11 @@ from mcore_ckpt.cli.arguments import (
     add_ignored_flags,
     add_json,
     add_revision,
-    check_is_folder,
     check_is_folder_or_model,
     check_patterns,
     expanded_path,
     folder_or_model,
+    taken,
     torchrun_variables,
 )
 from mcore_ckpt.cli.progress import progress_of_bytes
@@ -162,9 +162,9 @@ def _source(args: argparse.Namespace) -> str:
     """
     if args.checkpoint is None:
         return _model(args)
-    check_is_folder(args.checkpoint)
+    args.checkpoint = taken(args.checkpoint, "convert")
     if args.hf_model_path is not None:
-        check_is_folder(Path(args.hf_model_path), "--hf_model_path")
+        taken(Path(args.hf_model_path), "convert CHECKPOINT --hf_model_path", "--hf_model_path")
     if args.format != "torch_dist":
         raise InvalidArgumentError(
             f"{args.checkpoint}: a checkpoint is converted for other trainers only, which needs --format torch_dist. "

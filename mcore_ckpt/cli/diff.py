@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from mcore_ckpt.cli.arguments import add_ignore, add_json, check_is_folder, check_patterns, expanded_path
+from mcore_ckpt.cli.arguments import add_ignore, add_json, check_patterns, expanded_path, taken
 from mcore_ckpt.cli.progress import progress_in, progress_of_bytes
 from mcore_ckpt.cli.tables import is_terminal, result_console, table_of
 from mcore_ckpt.errors import InvalidArgumentError
@@ -61,15 +61,14 @@ def run(args: argparse.Namespace) -> int:
     if args.most < 0:
         raise InvalidArgumentError(f"--most {args.most}: use 0 or more")
     check_patterns("--ignore", args.ignore)
-    for path in (args.a, args.b):
-        check_is_folder(path)
+    left, right = (taken(path, "diff") for path in (args.a, args.b))
     # `--help` must not wait for the import of torch, which takes a second.
     from mcore_ckpt.tools.diff import diff
     from mcore_ckpt.tools.differences import Tolerance
 
     tolerance = Tolerance(args.atol, args.rtol, args.any_dtype)
     with progress_of_bytes(args.json) as bar:
-        found = diff(args.a, args.b, tolerance, args.ignore, progress_in(bar, "diff"))
+        found = diff(left, right, tolerance, args.ignore, progress_in(bar, "diff"))
     if args.json:
         print(json.dumps(as_json(found)))
     else:

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mcore_ckpt.cli.arguments import add_json, check_is_folder, expanded_path, torchrun_variables
+from mcore_ckpt.cli.arguments import add_json, expanded_path, taken, torchrun_variables
 from mcore_ckpt.cli.progress import progress_in, progress_of_bytes
 from mcore_ckpt.cli.signals import cleaning_up_at_sigterm
 from mcore_ckpt.cli.tables import result_console
@@ -93,13 +93,13 @@ def _examine(root: Path, args: argparse.Namespace, progress: Callable[[int, int]
     try:
         with _agreement(args.timeout) as agreement:
             if agreement.world_size == 1:
-                check_is_folder(root)
+                taken(root, "doctor")
             return examine(root, agreement, args.megabytes, progress=progress)
     except AgreementError as error:
         if os.environ.get("RANK") != "0":
             raise
         # The ranks have not met. Rank 0 examines the folder alone, and reports what it knows of the others.
-        check_is_folder(root)
+        taken(root, "doctor")
         return examine(root, single_process_agreement("doctor", args.timeout), args.megabytes, error, progress)
 
 

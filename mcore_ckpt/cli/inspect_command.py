@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from mcore_ckpt.cli.arguments import add_json, check_can_be_file, check_is_folder, check_patterns, expanded_path
+from mcore_ckpt.cli.arguments import add_json, check_can_be_file, check_patterns, expanded_path, taken
 from mcore_ckpt.cli.inspect_tables import model_facts, node_facts, show_tables
 from mcore_ckpt.cli.list_command import node_files_as_json
 from mcore_ckpt.cli.progress import progress_in, progress_of_bytes
@@ -119,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> None:
     """Checks what can be checked before a checkpoint is looked for. Raises InvalidArgumentError."""
     check_patterns("--tensors", [] if args.tensors is None else [args.tensors])
-    check_is_folder(args.path)
+    args.path = taken(args.path, "inspect")
     if args.html is not None:
         check_can_be_file("--html", args.html)
     if args.diff is not None:
@@ -128,7 +128,7 @@ def _check(args: argparse.Namespace) -> None:
                 f"--diff {args.diff}: is shown on a page: name its file with --html, or use "
                 f"`mcore-ckpt diff {args.path} {args.diff}`"
             )
-        check_is_folder(args.diff, "--diff")
+        args.diff = taken(args.diff, "diff", "--diff")
 
 
 def _check_is_outside(file: Path) -> None:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from mcore_ckpt.cli.amounts import age_text, size_text
-from mcore_ckpt.cli.arguments import add_json, check_is_folder, expanded_path, near_root
+from mcore_ckpt.cli.arguments import add_json, expanded_path, taken
 from mcore_ckpt.cli.tables import Cell, is_terminal, result_console, table_of
 from mcore_ckpt.errors import CheckpointError
 
@@ -53,9 +53,8 @@ def run(args: argparse.Namespace) -> int:
     """Lists the steps. Returns 0 whatever is found."""
     from mcore_ckpt.tools.step_list import step_list_of
 
-    check_is_folder(args.root)
     try:
-        found = step_list_of(near_root(args.root), args.remote)
+        found = step_list_of(taken(args.root, "list"), args.remote)
     except OSError as error:
         raise CheckpointError(f"{args.root}: {error}") from error
     if args.json:

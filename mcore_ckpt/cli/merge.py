@@ -19,6 +19,7 @@ from mcore_ckpt.cli.arguments import (
     check_patterns,
     expanded_path,
     folder_or_model,
+    taken,
     torchrun_variables,
 )
 from mcore_ckpt.cli.progress import progress_of_bytes
@@ -150,7 +151,7 @@ def _request(args: argparse.Namespace) -> MergeRequest:
     if args.revision is not None and args.hf_model_path is None:
         raise InvalidArgumentError("--revision is that of a model on the hub: give --hf_model_path, too")
     request = MergeRequest(
-        source=_one_of(args, "source", "--local_dir"),
+        source=taken(_one_of(args, "source", "--local_dir"), "merge"),
         target=_one_of(args, "target", "--target_dir"),
         step=args.step,
         role=args.role,

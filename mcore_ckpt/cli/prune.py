@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mcore_ckpt.cli.arguments import add_json, check_has_steps, check_is_folder, expanded_path
+from mcore_ckpt.cli.arguments import add_json, expanded_path, taken
 from mcore_ckpt.cli.progress import progress_in, progress_of_bytes
 from mcore_ckpt.cli.tables import result_console
 from mcore_ckpt.errors import CheckpointError, InvalidArgumentError
@@ -66,8 +66,7 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidArgumentError("--keep-every is given, but without --max-to-keep every step stays: give both")
     if args.dry_run and (args.pin or args.unpin):
         raise InvalidArgumentError("--dry-run changes nothing, so it cannot be combined with --pin or --unpin")
-    check_is_folder(args.root)
-    check_has_steps(args.root)
+    args.root = taken(args.root, "prune")
     try:
         for step in args.pin:
             pin(args.root, step)

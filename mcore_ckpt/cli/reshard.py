@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from mcore_ckpt.cli.arguments import add_force, add_json, expanded_path
+from mcore_ckpt.cli.arguments import add_force, add_json, expanded_path, taken
 from mcore_ckpt.cli.progress import progress_of_bytes
 from mcore_ckpt.cli.tables import result_console
 
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
         account_for_embedding=args.account_for_embedding,
         account_for_loss=args.account_for_loss,
     )
-    selection = select(args.source, args.step)
+    selection = select(taken(args.source, "reshard"), args.step)
     with progress_of_bytes(args.json) as bar:
         task = bar.add_task(f"step {selection.step}", total=None)
         report = reshard(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -16,6 +17,7 @@ from mcore_ckpt.cli.arguments import (
     check_patterns,
     expanded_path,
     folder_or_model,
+    taken,
 )
 from mcore_ckpt.cli.progress import progress_of_bytes
 from mcore_ckpt.cli.tables import is_terminal, result_console, table_of
@@ -144,9 +146,11 @@ def _ours(args: argparse.Namespace) -> Weights:
     from mcore_ckpt.tools.merge import MergeRequest, find, prepare
 
     if args.merged is not None:
+        if Path(args.merged).exists():
+            taken(Path(args.merged), "test")
         return open_folder(args.merged)
     request = MergeRequest(
-        source=args.local_dir,
+        source=taken(args.local_dir, "test --local_dir", "--local_dir"),
         target=args.local_dir,
         step=args.step,
         role=args.role,

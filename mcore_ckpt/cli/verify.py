@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from mcore_ckpt.cli.arguments import add_json, check_is_folder, expanded_path
+from mcore_ckpt.cli.arguments import add_json, expanded_path, taken
 from mcore_ckpt.cli.list_command import node_files_as_json
 from mcore_ckpt.cli.progress import progress_of_bytes
 from mcore_ckpt.cli.tables import result_console
@@ -50,12 +50,10 @@ def run(args: argparse.Namespace) -> int:
     # `--help` must not wait for the import of torch, which takes a second.
     from mcore_ckpt.tools.verify import verify
 
-    check_is_folder(args.path)
+    path = taken(args.path, "verify")
     with progress_of_bytes(args.json) as bar:
         task = bar.add_task("verify", total=None)
-        report = verify(
-            args.path, args.step, args.deep, lambda done, total: bar.update(task, completed=done, total=total)
-        )
+        report = verify(path, args.step, args.deep, lambda done, total: bar.update(task, completed=done, total=total))
     if args.json:
         print(json.dumps(as_json(report)))
     else:
@@ -81,7 +79,8 @@ def _show_verdict(console: Console, verdict: VerifiedRole) -> None:
         console.print(f"{verdict.path}: sound, {verdict.files} files", markup=False)
         _show_elsewhere(console, verdict)
         return
-    console.print(f"{verdict.path}: damaged", style="red", markup=False)
+    state = "cannot be read" if all(damage.unreadable for damage in verdict.damages) else "damaged"
+    console.print(f"{verdict.path}: {state}", style="red", markup=False)
     for damage in verdict.damages[:_MOST_LINES]:
         by = "" if damage.rank is None else f" (written by rank {damage.rank})"
         console.print(f"  {damage.problem}{by}", style="red", markup=False)

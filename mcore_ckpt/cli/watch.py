@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.text import Text
 
 from mcore_ckpt.cli.amounts import duration_text, size_text
-from mcore_ckpt.cli.arguments import add_json, check_is_folder, expanded_path, near_root
+from mcore_ckpt.cli.arguments import add_json, expanded_path, taken
 from mcore_ckpt.cli.list_command import STEP_HEADINGS, save_as_json, step_as_json, step_row
 from mcore_ckpt.cli.tables import is_terminal, result_console, table_of
 from mcore_ckpt.errors import CheckpointError, InvalidArgumentError
@@ -59,8 +59,7 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidArgumentError("--once ends after the first look, so it cannot be combined with --until")
     from mcore_ckpt.tools.watch import Watch
 
-    check_is_folder(args.root)
-    watch = Watch(near_root(args.root), args.last)
+    watch = Watch(taken(args.root, "watch"), args.last)
     try:
         if args.json or not is_terminal():
             _follow(watch.look, _Lines(args.json).show, args)

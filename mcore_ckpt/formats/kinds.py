@@ -56,7 +56,7 @@ def torch_dist_folders(path: Path) -> list[Path]:
 def is_hf_folder(path: Path) -> bool:
     """Returns True if a folder has the configuration and weights of a HuggingFace model, or of an adapter for one."""
     names = names_in(path)
-    has_weights = any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names)
+    has_weights = any(name.startswith("pytorch_model") or ".safetensors" in name for name in names)
     return has_weights and not names.isdisjoint(("config.json", "adapter_config.json"))
 
 
@@ -100,11 +100,13 @@ def step_of(path: Path) -> int:
         >>> step_of(Path("global_step_12/actor")), step_of(Path("iter_0000012"))
         (12, 12)
     """
-    for folder in (path, *path.parents):
-        match = _STEP_DIR.fullmatch(folder.name)
-        if match:
-            return int(match.group(1))
-    return 0
+    return next((step for folder in (path, *path.parents) if (step := number_of(folder.name)) is not None), 0)
+
+
+def number_of(name: str) -> int | None:
+    """Returns the step in the name of a step's folder, of this package or another program; None for other names."""
+    match = _STEP_DIR.fullmatch(name)
+    return int(match.group(1)) if match else None
 
 
 def _has_our_index(file: Path) -> bool:

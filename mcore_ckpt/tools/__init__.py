@@ -27,4 +27,5 @@ __all__ = [
     "verify",
     "watch",
     "way_back",
+    "what_is",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -12,7 +12,7 @@ from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.errors import CheckpointNotFoundError, InvalidArgumentError
 from mcore_ckpt.formats.contract import CheckpointReader
 from mcore_ckpt.formats.fsdp.reader import is_fsdp, open_fsdp
-from mcore_ckpt.formats.kinds import ForeignKind, kind_of
+from mcore_ckpt.formats.kinds import ForeignKind, kind_of, number_of
 from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.formats.torch_dist.reader import open_torch_dist
 from mcore_ckpt.formats.verl_ranks.reader import open_verl_ranks
@@ -21,8 +21,8 @@ from mcore_ckpt.models.mapping import hf_tensors
 from mcore_ckpt.models.registry import model_from_config
 from mcore_ckpt.steps.listing import StepStatus, find_moved_aside, is_step, list_steps, step_status
 from mcore_ckpt.steps.node_files import check_not_of_one_node
-from mcore_ckpt.steps.tracker import warn_if_tracker_differs
-from mcore_ckpt.tools.nearby import advice_on
+from mcore_ckpt.steps.tracker import read_tracker, warn_if_tracker_differs
+from mcore_ckpt.tools.what_is import what_is
 
 Backend = Literal["megatron", "fsdp"]
 Kind = Literal["native", "fsdp"] | ForeignKind
@@ -93,17 +93,20 @@ def find_checkpoint(
         CheckpointCorruptError: a manifest is damaged.
     """
     kind: Callable[[Path], Kind | None] = kind_of if backend == "megatron" else _fsdp_kind
-    found = [FoundCheckpoint(folder, known) for folder in _folders(path, step) if (known := kind(folder)) is not None]
-    if found:
-        return _one(path, found, role)
+    for folder in _places(path, step):
+        # A folder that is a checkpoint has folders that look like one: verl has a tree each for model and optimizer.
+        inside = [folder] if kind(folder) is not None else _folders_in(folder)
+        found = [FoundCheckpoint(each, known) for each in inside if (known := kind(each)) is not None]
+        if found:
+            return _one(path, found, role)
     if not path.exists() and find_moved_aside(path) is None:
-        raise CheckpointNotFoundError(f"{path}: there is no such folder")
+        raise CheckpointNotFoundError(f"{path}{what_is(path).reason.removeprefix(':')}")
     if backend == "fsdp":
         raise CheckpointNotFoundError(
             f"{path}: no FSDP shards: neither this folder nor a role's folder in it has model_world_size_*_rank_*.pt: "
             "name the folder that has them, or leave out --backend fsdp"
         )
-    if any(is_fsdp(folder) for folder in _folders(path, step)):
+    if any(is_fsdp(each) for folder in _places(path, step) for each in (folder, *_folders_in(folder))):
         raise InvalidArgumentError(f"{path}: holds FSDP shards: read them with --backend fsdp")
     selection = select(path, step)
     # Frameworks also commit roles of plain files (`steps/role_files.py`), whose manifests list no stages. Skip them.
@@ -140,17 +143,27 @@ def _fsdp_kind(folder: Path) -> Kind | None:
     return "fsdp" if is_fsdp(folder) else None
 
 
-def _folders(path: Path, step: int | None) -> Iterator[Path]:
-    """Yields the folders that may hold another program's checkpoint.
+def _places(path: Path, step: int | None) -> list[Path]:
+    """Returns the folders in which another program's checkpoint, or its roles' folders, may be: the path, or a step's.
 
-    These are the path and the roles' folders in it. If `step` is given, they are the step's folder in the path and the
-    roles' folders in the step's folder.
+    Raises InvalidArgumentError if the path has several steps of another program, of which `step` chooses none.
     """
-    folders = [path] if step is None else [path / name.format(step) for name in ("global_step_{}", "iter_{:07d}")]
-    for folder in folders:
-        yield folder
-        if folder.is_dir():
-            yield from sorted(entry for entry in folder.iterdir() if entry.is_dir())
+    if step is not None:
+        return [path / name.format(step) for name in ("global_step_{}", "iter_{:07d}")]
+    if what_is(path).kind != "foreign root":
+        return [path]
+    steps = {number: each for each in _folders_in(path) if (number := number_of(each.name)) is not None}
+    tracked = read_tracker(path)
+    if tracked in steps:
+        return [steps[tracked]]
+    if len(steps) == 1:
+        return list(steps.values())
+    numbers = ", ".join(map(str, sorted(steps)))
+    raise InvalidArgumentError(f"{path}: has the steps {numbers} of another program: choose one of them with --step")
+
+
+def _folders_in(path: Path) -> list[Path]:
+    return sorted(entry for entry in path.iterdir() if entry.is_dir()) if path.is_dir() else []
 
 
 def _one(path: Path, found: list[FoundCheckpoint], role: str | None) -> FoundCheckpoint:
@@ -197,7 +210,7 @@ def _select(path: Path, step: int | None) -> Selection:
     complete = [status for status in statuses if status.is_complete]
     if not complete:
         what = "no complete checkpoint" if step is None else f"no complete checkpoint of step {step}"
-        reasons = "".join(f"\n  {status.reason}" for status in reversed(statuses)) or advice_on(path)
+        reasons = "".join(f"\n  {status.reason}" for status in reversed(statuses)) or what_is(path).reason
         raise CheckpointNotFoundError(f"{path}: {what}{reasons}")
     if step is None:
         warn_if_tracker_differs(path, complete)

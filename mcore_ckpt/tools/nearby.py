@@ -12,7 +12,6 @@ from mcore_ckpt.checkpoint import file_names
 _MOST_ABOVE = 4
 # How far below a path roots are looked for, and in how many folders at most: enough for <project>/<experiment>.
 _MOST_BELOW, _MOST_FOLDERS = 2, 200
-_SHOWN = 3
 
 
 def nearby_roots(path: Path) -> list[Path]:
@@ -28,18 +27,6 @@ def nearby_roots(path: Path) -> list[Path]:
         return []
     above = _root_above(path)
     return _roots_below(path) if above is None else [above]
-
-
-def advice_on(path: Path) -> str:
-    """Returns the end of an error message about a path without steps, which names the folders that have some.
-
-    Empty if there are none nearby.
-    """
-    roots = nearby_roots(path)
-    if not roots:
-        return ""
-    names = ", ".join(map(str, roots[:_SHOWN])) + (f" and {len(roots) - _SHOWN} more" if len(roots) > _SHOWN else "")
-    return f": the steps are in {names}: name that folder" if len(roots) == 1 else f": name one of its folders: {names}"
 
 
 def _has_steps(folder: Path) -> bool:

@@ -22,8 +22,8 @@ from mcore_ckpt.steps import listing as steps
 from mcore_ckpt.steps.node_files import NodeFiles, files_among
 from mcore_ckpt.steps.node_steps import sizes_below
 from mcore_ckpt.steps.read_lock import reading
-from mcore_ckpt.tools.nearby import advice_on
 from mcore_ckpt.tools.step_problems import Settled, StepProblems
+from mcore_ckpt.tools.what_is import what_is
 
 # How often a role is verified if it is saved again each time.
 _TRIES = 5
@@ -85,7 +85,7 @@ def verify_role(
     try:
         manifest = read_manifest(role_dir)
     except (CheckpointCorruptError, CheckpointNotFoundError) as error:
-        return VerifiedRole(role_dir, 0, 0, (Damage(str(error), file_names.MANIFEST_FILE),))
+        return VerifiedRole(role_dir, 0, 0, (Damage.of(error, file_names.MANIFEST_FILE),))
     of_nodes = _of_nodes(role_dir, manifest)
     files = manifest.files if of_nodes is None else of_nodes.here
     damages = [*_missing_files(role_dir, manifest), *verify_files(role_dir, files, progress)]
@@ -225,7 +225,7 @@ def _selected(path: Path, step: int | None) -> _Selected:
     problems = StepProblems(path, step)
     statuses = problems.statuses
     if not any(status.committed or status.declared for status in statuses):
-        reasons = "".join(f"\n  {status.reason}" for status in statuses) or advice_on(path)
+        reasons = "".join(f"\n  {status.reason}" for status in statuses) or what_is(path).reason
         raise CheckpointNotFoundError(f"{path}: no checkpoint{'' if step is None else f' of step {step}'}{reasons}")
     roles = tuple(
         _Role(status.role_dir(role), status.path, role)

@@ -297,7 +297,7 @@ def test_arguments_that_cannot_be_used(
         monkeypatch.delenv("RANK", raising=False)
         assert convert(folder, tmp_path / "out", "--format", form) == 2
         assert "use torchrun, or unset it" in capsys.readouterr().err
-        assert main(["merge", str(folder), str(tmp_path / "out")]) == 2
+        assert main(["merge", str(tmp_path), str(tmp_path / "out")]) == 2
         assert "use torchrun, or unset it" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 

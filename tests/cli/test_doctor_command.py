@@ -39,11 +39,11 @@ def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert set(by_topic[speed.WRITE]) == {"topic", "severity", "fact", "cost", "advice", "values", "ranks"}
 
 
-@pytest.mark.parametrize("kind", ["missing", "file"])
-def test_what_is_no_folder(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("kind", "words"), [("missing", "there is no such folder"), ("file", "is a file")])
+def test_what_is_no_folder(kind: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
     assert main(["doctor", str(tmp_path / kind)]) == 2
-    assert f"{tmp_path / kind}: there is no such folder" in capsys.readouterr().err
+    assert f"{tmp_path / kind}: {words}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [("--timeout", "0"), ("--megabytes", "-1"), ("--megabytes", "x")])

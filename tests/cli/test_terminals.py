@@ -167,6 +167,15 @@ def test_a_list_finds_the_root_nearby(
     assert captured.err.endswith(f"has no steps: taking {root}\n")
 
 
+@pytest.mark.parametrize("command", ["inspect {}", "verify {}", "reshard {} {}/other", "prune {}", "diff {} {}"])
+def test_other_commands_take_the_only_root_below(
+    command: str, root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # One of its steps is not complete.
+    assert main([word.format(tmp_path) for word in command.split()]) == command.startswith("verify")
+    assert f"has no steps: taking {root}" in capsys.readouterr().err
+
+
 def test_several_roots_are_named(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make(file_names.step_dir(tmp_path / "other", 1) / ROLE, 1)
     assert main(["list", str(tmp_path)]) == 2
@@ -176,15 +185,10 @@ def test_several_roots_are_named(root: Path, tmp_path: Path, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("arguments", "status"),
     [
-        (("inspect", "{}"), 1),
-        (("verify", "{}"), 1),
-        (("merge", "{}", "{}/merged"), 1),
-        (("reshard", "{}", "{}/other"), 1),
-        (("prune", "{}"), 2),
         (("prune", "{}/checkpoints/global_steps_10"), 2),
         (("prune", "{}/checkpoints/global_steps_10/actor", "--max-to-keep", "1"), 2),
-        (("inspect", "{}/checkpoints/global_steps_10/actor/model"), 1),
-        (("verify", "{}/checkpoints/global_steps_10/actor/model"), 1),
+        (("inspect", "{}/checkpoints/global_steps_10/actor/model"), 2),
+        (("verify", "{}/checkpoints/global_steps_10/actor/model"), 2),
     ],
 )
 def test_other_commands_name_it(
@@ -192,7 +196,7 @@ def test_other_commands_name_it(
 ) -> None:
     before = sorted(tmp_path.rglob("*"))
     assert main([argument.format(tmp_path) for argument in arguments]) == status
-    assert f"the steps are in {root}: name that folder" in capsys.readouterr().err
+    assert f"steps are in {root}" in capsys.readouterr().err
     assert sorted(tmp_path.rglob("*")) == before
 
 

@@ -240,7 +240,7 @@ def test_as_it_is_typed(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
         (["a", "a", "--atol", "-1"], 2, "use finite numbers of 0 or more"),
         (["a", "a", "--rtol", "inf"], 2, "use finite numbers of 0 or more"),
         (["a", "a", "--ignore", "("], 2, "is no regular expression"),
-        ([".", "a"], 1, "no complete checkpoint: the steps are in"),
+        (["a/global_steps_5/actor/model", "a"], 2, "is a folder inside a step"),
     ],
 )
 def test_exit_status(

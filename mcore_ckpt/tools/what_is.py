@@ -1,0 +1,227 @@
+"""Says what a path is, whichever program wrote it, and which command or which other path does what was meant."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.formats.kinds import is_hf_folder, kind_of, names_in, number_of
+from mcore_ckpt.steps.listing import find_moved_aside
+from mcore_ckpt.tools.nearby import nearby_roots
+
+PathKind = Literal[
+    "root",
+    "step",
+    "role",
+    "parent",
+    "inside",
+    "foreign root",
+    "torch_dist",
+    "verl_ranks",
+    "fsdp",
+    "huggingface",
+    "adapter",
+    "other",
+    "empty",
+    "file",
+    "url",
+    "unreadable",
+    "missing",
+]
+
+_FSDP_FILE = re.compile(r"model_world_size_[0-9]+_rank_[0-9]+\.pt")
+_URL = re.compile(r"[a-z][a-z0-9+]+:/")
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+# How many of the newest steps are looked at to see who wrote a folder of steps.
+_LOOKED_AT = 3
+_SHOWN = 3
+
+_WORDS: dict[PathKind, str] = {
+    "root": "a folder of steps",
+    "step": "the folder of a step",
+    "role": "the folder of a role",
+    "torch_dist": "a torch_dist checkpoint of Megatron",
+    "verl_ranks": "a checkpoint with a file for each rank, as verl wrote it",
+    "fsdp": "a folder of FSDP shards",
+    "huggingface": "a HuggingFace model",
+    "adapter": "an adapter in PEFT's form",
+    "other": "a folder without any checkpoint that this package knows",
+    "empty": "an empty folder",
+}
+
+
+@dataclass(frozen=True)
+class PathInfo:
+    """What a path is.
+
+    Attributes:
+        path: the path.
+        kind: its kind.
+        what: the same in words: "a torch_dist checkpoint of Megatron".
+        advice: which command takes it, or which other path is meant; may be empty.
+        roots: the folders of steps right above or below it.
+    """
+
+    path: Path
+    kind: PathKind
+    what: str
+    advice: str = ""
+    roots: tuple[Path, ...] = ()
+
+    def refusal(self, command: str) -> str:
+        """Returns the error message of a command that does not take this path."""
+        if self.kind in ("missing", "unreadable"):
+            return f"{self.path}: {self.what}{self._end}"
+        return f"{self.path}: is {self.what}, which `mcore-ckpt {command}` does not take{self._end}"
+
+    @property
+    def reason(self) -> str:
+        """The end of a message that says that there is no checkpoint: what the path is instead."""
+        return f": {'' if self.kind in ('missing', 'unreadable') else 'it is '}{self.what}{self._end}"
+
+    @property
+    def _end(self) -> str:
+        return f": {self.advice}" if self.advice else ""
+
+
+def what_is(path: Path) -> PathInfo:
+    """Looks at names alone, and at the small file that tells a torch_dist checkpoint. Raises nothing.
+
+    Example:
+        >>> what_is(Path("/nowhere")).kind
+        'missing'
+    """
+    try:
+        is_folder = stat.S_ISDIR(os.stat(path).st_mode)
+        names = set(os.listdir(path)) if is_folder else set()
+    except PermissionError:
+        return PathInfo(path, "unreadable", *_permission(path))
+    except OSError:
+        return _missing(path)
+    if not is_folder:
+        return _file(path)
+    kind = _ours(path, names) or _foreign(path, names)
+    roots = tuple(nearby_roots(path))
+    is_above = bool(roots) and Path(os.path.abspath(roots[0])) in Path(os.path.abspath(path)).parents
+    if kind is not None:
+        advice = _advice(kind, path) + (f", and its steps are in {roots[0]}" if is_above else "")
+        return PathInfo(path, kind, _WORDS[kind], advice, roots if is_above else ())
+    numbers = {name: file_names.parse_step(name) or number_of(name) for name in names}
+    steps = sorted((number, name) for name, number in numbers.items() if number is not None)
+    if steps:
+        return _folder_of_steps(path, [path / name for _, name in steps[: -_LOOKED_AT - 1 : -1]])
+    if roots:
+        shown = ", ".join(map(str, roots[:_SHOWN]))
+        shown += f" and {len(roots) - _SHOWN} more" if len(roots) > _SHOWN else ""
+        one = f"the steps are in {shown}: name that folder"
+        advice = one if len(roots) == 1 else f"name one of its folders: {shown}"
+        what = "a folder inside a step" if is_above else "a folder above the steps"
+        return PathInfo(path, "inside" if is_above else "parent", what, advice, roots)
+    kind = "other" if names else "empty"
+    return PathInfo(path, kind, _WORDS[kind])
+
+
+def _ours(path: Path, names: set[str]) -> PathKind | None:
+    if file_names.MANIFEST_FILE in names:
+        return "role"
+    # The names decide, so that what a crash has left of a step is looked at, and not refused.
+    name, parent = Path(os.path.abspath(path)).name, Path(os.path.abspath(path)).parent.name
+    if _foreign(path, names) is not None:
+        return None
+    if file_names.parse_step(name) is not None:
+        return None if _foreign_step(path) else "step"
+    if file_names.parse_step(parent) is not None and file_names.is_role(name):
+        return "role"
+    return None
+
+
+def _foreign(path: Path, names: set[str]) -> PathKind | None:
+    kind = kind_of(path)
+    if kind is not None:
+        return kind
+    if any(map(_FSDP_FILE.fullmatch, names)):
+        return "fsdp"
+    if is_hf_folder(path):
+        return "huggingface" if "config.json" in names else "adapter"
+    return None
+
+
+def _foreign_step(path: Path) -> PathKind | None:
+    """Returns the kind of a step that another program wrote, in its folder or in a role's; None if it may be ours."""
+    folders = [path, *(path / name for name in sorted(names_in(path)))]
+    if any((folder / file_names.MANIFEST_FILE).exists() for folder in folders):
+        return None
+    return next((kind for folder in folders if (kind := _foreign(folder, names_in(folder))) is not None), None)
+
+
+def _folder_of_steps(path: Path, steps: Sequence[Path]) -> PathInfo:
+    kinds = [_foreign_step(step) for step in steps]
+    if any(
+        kind is None and file_names.parse_step(step.name) is not None for kind, step in zip(kinds, steps, strict=True)
+    ):
+        return PathInfo(path, "root", _WORDS["root"], _advice("root", path))
+    step, kind = steps[0], kinds[0]
+    what = f"a folder of steps of another program ({step.name}{f': {_WORDS[kind]}' if kind else ''})"
+    return PathInfo(path, "foreign root", what, f"name one of them, such as {step}, for `mcore-ckpt merge`")
+
+
+def _advice(kind: PathKind, path: Path) -> str:
+    model = f"`mcore-ckpt merge {path} OUT` makes a HuggingFace model of it"
+    return {
+        "root": f"`mcore-ckpt list {path}` shows its steps, and {model}",
+        "step": model,
+        "role": model,
+        "torch_dist": f"{model} (with --hf_model_path MODEL if it has no config.json)",
+        "verl_ranks": f"{model} (with --hf_model_path MODEL if it has no config.json)",
+        "fsdp": f"`mcore-ckpt merge {path} OUT --backend fsdp` makes a HuggingFace model of it",
+        "huggingface": f"`mcore-ckpt convert --hf_model_path {path} --output_path OUT` makes a checkpoint of it, and "
+        f"`mcore-ckpt test {path} --reference MODEL` compares it",
+        "adapter": "load_hf loads it into a model, and PEFT merges it into its base",
+    }.get(kind, "")
+
+
+def _file(path: Path) -> PathInfo:
+    for folder in path.absolute().parents:
+        if (folder / file_names.MANIFEST_FILE).exists():
+            return PathInfo(path, "file", "a file of a checkpoint", f"name the folder {folder}")
+    return PathInfo(path, "file", "a file", "name a folder")
+
+
+def _missing(path: Path) -> PathInfo:
+    if find_moved_aside(path) is not None:
+        kind: PathKind = "role" if file_names.parse_step(path.name) is None else "step"
+        return PathInfo(path, kind, _WORDS[kind])
+    if _URL.match(str(path)):
+        return PathInfo(path, "url", "a URL", "`mcore-ckpt list ROOT --remote URL` shows the steps in a remote store")
+    what = "there is no such folder"
+    above = next(folder for folder in (*path.absolute().parents, Path("/")) if os.path.lexists(folder))
+    if not above.is_dir():
+        return PathInfo(path, "missing", what, f"{above} is a file")
+    near = path.absolute().relative_to(above).parts
+    siblings = [name for name in names_in(above) if not name.startswith(".")]
+    closest = difflib.get_close_matches(near[0], siblings, 1, 0.6) if near else []
+    advice = f"the closest name is {above / closest[0]}" if closest else ""
+    if not closest and _HUB_NAME.fullmatch(str(path)):
+        advice = "a model on the hub is only taken as --hf_model_path, or by `mcore-ckpt test`"
+    return PathInfo(path, "missing", what, advice)
+
+
+def _permission(path: Path) -> tuple[str, str]:
+    closed = path.absolute()
+    for folder in (*reversed(closed.parents), closed):
+        try:
+            os.stat(folder)
+        except PermissionError:
+            closed = folder.parent
+            break
+        except OSError:
+            break
+    return f"cannot be read: permission denied by {closed}", "use an account that may read it, or ask its owner"
