@@ -28,7 +28,7 @@ from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest, WrittenFile, en
 from mcore_ckpt.cli.main import main as command_line
 from mcore_ckpt.formats.native.folder import LocalFolder
 from mcore_ckpt.ranks.topology import RankCoordinates, Topology
-from mcore_ckpt.recover import resumable_steps
+from mcore_ckpt.recover import _resumable_steps
 from mcore_ckpt.steps import commit, leftovers, listing, retention, tracker
 from mcore_ckpt.tools.prune import prune
 
@@ -131,11 +131,10 @@ OPERATIONS = (
     Operation("tracker of a save", lambda places, _: tracker.update_tracker(places.steps)),
     Operation(
         "old steps of a save",
-        lambda places, _: retention.too_old(
-            listing.list_steps(places.steps), retention.PreservationPolicy(10**9, 1), None
-        ),
+        lambda places, _: retention.too_old(listing.list_steps(places.steps), retention.PreservationPolicy(2), None),
     ),
-    Operation("recover's search", lambda places, _: resumable_steps(places.steps, [ROLE])),
+    Operation("complete steps, bytes included", lambda places, _: listing.complete_steps(places.steps)),
+    Operation("recover's search", lambda places, _: _resumable_steps(places.steps, [ROLE], None)),
     Operation("start of a manager", lambda places, _: leftovers.remove_leftovers(places.steps, ROLE, alone=False)),
     Operation("first save's sweep", lambda places, _: leftovers.remove_leftovers(places.steps, ROLE, alone=True)),
     Operation(
@@ -152,6 +151,11 @@ OPERATIONS = (
         "rank 0's look at all files",
         lambda places, files: commit.check_files(places.role_dir, [(0, file) for file in files]),  # type: ignore
         prepare=written,
+    ),
+    Operation(
+        "what a step is worth",
+        lambda places, status: status.is_complete,  # type: ignore
+        prepare=lambda places: listing.step_status(places.role_dir.parent),
     ),
     Operation(
         "sizes before a load",

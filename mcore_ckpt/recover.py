@@ -29,6 +29,7 @@ from mcore_ckpt.manager import CheckpointManager
 from mcore_ckpt.steps.listing import StepStatus, holds_something, list_steps
 from mcore_ckpt.steps.read_lock import reading
 from mcore_ckpt.steps.tracker import warn_if_tracker_differs
+from mcore_ckpt.steps.worth import look_at_all, whole_first
 from mcore_ckpt.urls import local_path
 
 logger = logging.getLogger(__name__)
@@ -124,7 +125,7 @@ def recover(
             f"{first.root}: the fast tier had checkpoints, but no step is whole any more: to start from the beginning "
             f"nevertheless, use resume='off'{_listed('lost', found['lost'])}"
         )
-    return _newest(by_role, steps, retries, found["lost"]) if steps else Recovery()
+    return _newest(by_role, steps, retries, [*found["lost"], *found["passed_over"]]) if steps else Recovery()
 
 
 def _check_resume(resume: object) -> None:
@@ -149,22 +150,25 @@ def _found(manager: CheckpointManager, roles: tuple[str, ...], step: int | None,
 
     `fast` has the steps that the nodes of the fast tier have.
     """
-    nothing: CheckpointNotFoundError | None = None
+    nothing: CheckpointError | None = None
+    lacking: dict[int, str] = {}
     try:
-        here = {status.step: status for status in resumable_steps(manager.root, roles, step)}
-    except CheckpointNotFoundError as error:
+        here = {status.step: status for status in _resumable_steps(manager.root, roles, step, lacking)}
+    except (CheckpointNotFoundError, CheckpointCorruptError) as error:
         here, nothing = {}, error
     there = manager.remote_steps(roles, step, required=not here and not fast)
     if nothing is not None and not there and not fast:
         raise nothing
     folders = {number: [str(status.role_dir(role)) for role in roles] for number, status in here.items()}
-    return {"steps": [(number, folders.get(number, [])) for number in sorted({*here, *there, *fast}, reverse=True)]}
+    steps = sorted({*here, *there, *fast}, reverse=True)
+    passed_over = [reason for number, reason in lacking.items() if number > steps[0]] if steps else []
+    return {"steps": [(number, folders.get(number, [])) for number in steps], "passed_over": passed_over}
 
 
 def resumable_steps(root: str | Path, roles: Sequence[str], step: int | None = None) -> list[StepStatus]:
     """Lists the steps that are complete and have all these roles, the newest first.
 
-    It reads only manifests, and does not communicate with other ranks.
+    It reads only manifests, looks at names and sizes of the other files, and does not communicate with other ranks.
 
     Args:
         root: the folder of the steps.
@@ -178,6 +182,7 @@ def resumable_steps(root: str | Path, roles: Sequence[str], step: int | None = N
     Raises:
         CheckpointNotFoundError: there are checkpoints, but no step is complete with these roles. The message gives the
             reason for each step. Or `step` is given, and that step is not complete with these roles.
+        CheckpointCorruptError: the same, and files of a committed step are missing.
         OSError: the root cannot be read.
 
     Example:
@@ -187,12 +192,30 @@ def resumable_steps(root: str | Path, roles: Sequence[str], step: int | None = N
     root = local_path(root, "root")
     if step is not None:
         check_value("step", step, int, {"least": 0})
+    found = _resumable_steps(root, roles, step)
+    look_at_all(found)
+    return [status for status in found if status.is_complete]
+
+
+def _resumable_steps(
+    root: Path, roles: Sequence[str], step: int | None, lacking: dict[int, str] | None = None
+) -> list[StepStatus]:
+    """Returns the same, but of the steps that are older than the newest whole one, only the manifests are read.
+
+    There may be thousands of them, which are looked at when they are tried. Newer steps that lack files get into
+    `lacking`, with what they lack.
+    """
     statuses = list_steps(root, step)
-    good = [status for status in statuses if status.is_complete and set(roles) <= status.committed]
+    good = list(whole_first([status for status in statuses if set(roles) <= status.committed]))
     if good:
         if step is None:
-            warn_if_tracker_differs(root, good)
-        return good[::-1]
+            for status in reversed(statuses):
+                if status.step > good[0].step and status.is_claimed and status.lacks:
+                    logger.warning("a newer step cannot be loaded, taking the next older one: %s", status.reason)
+                    if lacking is not None:
+                        lacking[status.step] = status.reason
+            warn_if_tracker_differs(root, good[::-1])
+        return good
     reasons = [_reason(status, roles) for status in reversed(statuses) if step is not None or holds_something(status)]
     if step is None and not reasons and os.path.lexists(root / file_names.TRACKER_FILE):
         reasons.append(
@@ -210,7 +233,10 @@ def resumable_steps(root: str | Path, roles: Sequence[str], step: int | None = N
         if step is None
         else f"there is no step {step} that is {of}"
     )
-    raise CheckpointNotFoundError(f"{root}: {text}{_listed('found', reasons)}")
+    # Something is left to mend, so nobody may take this for a new training.
+    lacks_files = any(status.is_claimed and status.lacks for status in statuses)
+    error = CheckpointCorruptError if lacks_files else CheckpointNotFoundError
+    raise error(f"{root}: {text}{_listed('found', reasons)}")
 
 
 def _reason(status: StepStatus, roles: Sequence[str]) -> str:

@@ -51,6 +51,12 @@ def read_manifest_summary(role_dir: Path) -> ManifestSummary:
     return _decoded(_manifest_data(path), path, decode_summary)
 
 
+def manifest_bytes(role_dir: Path) -> tuple[Path, bytes]:
+    """Returns the path and the bytes of the manifest in a role's folder. Raises like `read_manifest`."""
+    path = inside(role_dir, file_names.MANIFEST_FILE)
+    return path, _manifest_data(path)
+
+
 def _manifest_data(path: Path) -> bytes:
     try:
         return read_small(path, limits.MANIFEST_BYTES)

@@ -13,6 +13,8 @@ Result = TypeVar("Result")
 # To start a thread takes longer than a few calls to a local file system.
 _ITEMS_OF_A_THREAD = 8
 
+_this_thread = threading.local()
+
 
 def for_each(items: Iterable[Item], work: Callable[[Item], object], threads: int) -> None:
     """Calls `work` on every item, on up to `threads` threads, and returns when all calls are done.
@@ -40,7 +42,11 @@ def for_each(items: Iterable[Item], work: Callable[[Item], object], threads: int
                 failures.append(error)
                 return
 
-    workers = _start(run, threads)
+    def run_as_worker() -> None:
+        _this_thread.is_worker = True
+        run()
+
+    workers = _start(run_as_worker, threads)
     if not workers:
         run()
     for worker in workers:
@@ -65,14 +71,14 @@ def _start(run: Callable[[], None], threads: int) -> list[threading.Thread]:
 def results_of(items: Sequence[Item], work: Callable[[Item], Result], threads: int) -> list[Result]:
     """Calls `work` on every item, on up to `threads` threads, and returns the results in the order of the items.
 
-    For a few items it starts no thread. Failures are raised as by `for_each`.
+    For a few items it starts no thread, and none on such a thread. Failures are raised as by `for_each`.
 
     Example:
         >>> results_of([1, 2], lambda number: 10 * number, threads=2)
         [10, 20]
     """
     threads = min(threads, len(items) // _ITEMS_OF_A_THREAD)
-    if threads < 2:
+    if threads < 2 or getattr(_this_thread, "is_worker", False):
         return [work(item) for item in items]
     results: dict[int, Result] = {}
 

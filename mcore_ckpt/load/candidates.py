@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from mcore_ckpt.checkpoint import file_names
-from mcore_ckpt.errors import CheckpointNotFoundError, InvalidArgumentError, RemoteError
+from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, InvalidArgumentError, RemoteError
 from mcore_ckpt.formats import kinds
 from mcore_ckpt.formats.native.folder import Folder, LocalFolder
 from mcore_ckpt.formats.native.remote_folder import RemoteFolder
@@ -21,6 +21,7 @@ from mcore_ckpt.steps.node_steps import FastCheckpoint, whole_steps
 from mcore_ckpt.steps.node_tier import NodeTier
 from mcore_ckpt.steps.remote_steps import RemoteStep, RemoteSteps
 from mcore_ckpt.steps.tracker import warn_if_tracker_differs
+from mcore_ckpt.steps.worth import whole_first
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ def newest_first(role: str, local: Sequence[StepStatus], remote: Sequence[Remote
 
     Args:
         role: the role to load.
-        local: the local steps that are complete and have the role.
+        local: the local steps to try that have the role.
         remote: all steps in the store.
 
     Returns:
@@ -65,8 +66,7 @@ def newest_first(role: str, local: Sequence[StepStatus], remote: Sequence[Remote
     here = [local_candidate(status.step, status.role_dir(role)) for status in local]
     there = [
         {"step": step.step, "folder": file_names.remote_dir(step.step, role, step.found[role].attempt), "remote": True}
-        for step in remote
-        if step.is_complete and role in step.found
+        for step in whole_first([step for step in remote if role in step.found])
     ]
     return sorted([*here, *there], key=lambda candidate: -candidate["step"])
 
@@ -113,6 +113,7 @@ def find_candidates(
 
     Raises:
         CheckpointNotFoundError: there is none. The message gives the reason for each step that was looked at.
+        CheckpointCorruptError: the same, and files of a committed step are missing.
         RemoteError: there is no local checkpoint, and the store does not answer.
     """
     whole = whole_steps(fast, (trainer.role,)) if fast else {}
@@ -123,7 +124,8 @@ def find_candidates(
             return _at_path(path.absolute(), known)
         step = named
     statuses = list_steps(trainer.root, step)
-    good = [status for status in statuses if status.is_complete and trainer.role in status.committed]
+    # The newest whole one, and older ones that a load looks at when it tries them.
+    good = list(whole_first([status for status in statuses if trainer.role in status.committed]))[::-1]
     there = remote_steps(remote, trainer.root, step, required=not good and not whole)
     candidates = newest_first(trainer.role, good, there)
     lost: list[str] = []
@@ -140,7 +142,10 @@ def find_candidates(
             reasons += f"\n  {remote.store.url}: no complete checkpoint either"
             reasons += "".join(f"\n  {found.reason}" for found in reversed(there))
         advice = f"look at `mcore-ckpt list {trainer.root}`, and check root and role"
-        raise CheckpointNotFoundError(f"{trainer.root}: {what} of {trainer.role}: {advice}{reasons}")
+        # Something is left to mend, so nobody may take this for a new training.
+        lacks_files = any(status.is_claimed and status.lacks for status in statuses)
+        error = CheckpointCorruptError if lacks_files else CheckpointNotFoundError
+        raise error(f"{trainer.root}: {what} of {trainer.role}: {advice}{reasons}")
     if step is None and not candidates[0]["remote"] and "holders" not in candidates[0]:
         warn_if_tracker_differs(trainer.root, good)
     passed_over = lost
@@ -150,6 +155,8 @@ def find_candidates(
         # A step without any committed role is a save in progress, not a bad checkpoint.
         if step is None and status.step > candidates[0]["step"] and (status.committed or status.problems):
             passed_over.append(_reason(status, trainer.role))
+            if trainer.config.strict and status.is_claimed and status.lacks:
+                raise CheckpointCorruptError(f"{passed_over[-1]}. Nothing has changed. To load another step, name it")
             logger.warning("a newer step is not loaded: %s", passed_over[-1])
     return {"candidates": candidates, "passed_over": passed_over, "foreign": None}
 

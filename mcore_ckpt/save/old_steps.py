@@ -72,7 +72,8 @@ def find_old_steps(context: SaveContext, role_dir: Path, step: int, policy: Pres
     deletes = False
     if policy.max_to_keep is not None:
         try:
-            statuses = list_steps(context.trainer.root)
+            # The commit has just looked at all files of this role.
+            statuses = [status.having_seen(role_dir) for status in list_steps(context.trainer.root)]
             found = tuple(too_old(statuses, policy, step))
             deletes = bool(too_old(_with_whole(statuses, step), policy, step))
         except OSError as error:
@@ -84,6 +85,8 @@ def find_old_steps(context: SaveContext, role_dir: Path, step: int, policy: Pres
 def _with_whole(statuses: Sequence[StepStatus], step: int) -> list[StepStatus]:
     """Returns the statuses as they will be when all roles of a step are committed."""
     return [
-        replace(status, committed=status.committed | status.declared) if status.step == step else status
+        replace(status, committed=status.committed | status.declared, seen=status.declared)
+        if status.step == step
+        else status
         for status in statuses
     ]

@@ -49,7 +49,8 @@ def update_tracker(trainer: Trainer, step: int, role_dir: Path) -> None:
         trainer: the trainer, which has the root.
         step, role_dir: what has been committed, and where.
     """
-    newest = tracker.move_tracker(trainer.root, None if is_own_name(trainer, step, role_dir) else step)
+    # The commit has just looked at all files of this role, so the tracker's search need not.
+    newest = tracker.move_tracker(trainer.root, None if is_own_name(trainer, step, role_dir) else step, seen=role_dir)
     if newest is not None and newest > step:
         logger.warning(
             "step %d is saved, but load() will load the newer step %d: to continue from the saved step, delete the "

@@ -1,6 +1,7 @@
 """Lists the steps on disk and finds out which of them are complete.
 
-Only the manifests decide whether a step is complete. The tracker is not read here.
+The manifests say which roles are committed, and what a step is worth says `worth.py`, which looks at the files. The
+tracker is not read here.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ import errno
 import logging
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ from mcore_ckpt.checkpoint.reading import read_manifest_summary
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, CommitError
 from mcore_ckpt.io import tuning
 from mcore_ckpt.io.threads import results_of
+from mcore_ckpt.steps.worth import Lack, Weighed, lack_of, look_at_all
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +50,11 @@ _heads: dict[Path, _Heads] = {}
 
 
 @dataclass(frozen=True)
-class StepStatus:
+class StepStatus(Weighed):
     """The state of one step folder.
+
+    The manifests are read when the step is listed, and the other files are looked at when someone asks for the first
+    time whether the step is complete, or what it lacks. That raises OSError if an error may be temporary.
 
     Attributes:
         step: the step's number.
@@ -61,6 +66,7 @@ class StepStatus:
         flat: the role whose folder is the step's own folder; None if there is none.
         aside: the folders of committed roles that a save was moving aside when it died. Such a checkpoint is the role's
             until the next trainer puts it back. That of a flat role is beside the step's folder, which may be missing.
+        seen: roles whose files this process has looked at in the commit that it is ending.
     """
 
     step: int
@@ -71,6 +77,7 @@ class StepStatus:
     pinned: bool = False
     flat: str | None = None
     aside: Mapping[str, Path] = field(default_factory=dict, compare=False)
+    seen: frozenset[str] = field(default=frozenset(), compare=False)
 
     def role_dir(self, role: str) -> Path:
         """Returns the folder of a role in this step."""
@@ -81,10 +88,19 @@ class StepStatus:
         """The folder that holds the step's own files, such as its pin: `path`, or the one to which it was moved."""
         return self.path if self.flat is None else self.role_dir(self.flat)
 
-    @property
-    def is_complete(self) -> bool:
-        """True if all roles that the step consists of are committed."""
-        return bool(self.committed) and self.declared <= self.committed
+    @cached_property
+    def lacks(self) -> tuple[Lack, ...]:
+        """What the committed roles lack of the files that their manifests list."""
+        looks = (lack_of(self.role_dir(role), partial(self._find, role)) for role in sorted(self.committed - self.seen))
+        return tuple(lack for lack in looks if lack is not None)
+
+    def _find(self, role: str) -> Path:
+        return step_status(self.path).role_dir(role)
+
+    def having_seen(self, role_dir: Path | None) -> StepStatus:
+        """Returns the same status, which takes the files of a role's folder as seen. None: of no folder."""
+        seen = frozenset(role for role in self.committed if self.role_dir(role) == role_dir)
+        return replace(self, seen=seen) if seen else self
 
     @property
     def reason(self) -> str:
@@ -92,15 +108,17 @@ class StepStatus:
         if self.problems:
             return "; ".join(self.problems)
         missing = ", ".join(sorted(self.declared - self.committed))
-        return (
-            f"{self.path}: not committed by {missing}" if missing else f"{self.path}: no manifest of mcore_ckpt in it"
-        )
+        if missing or not self.committed:
+            text = f"not committed by {missing}" if missing else "no manifest of mcore_ckpt in it"
+            return f"{self.path}: {text}"
+        return "; ".join(map(str, self.lacks))
 
 
 def list_steps(root: Path, only: int | None = None) -> list[StepStatus]:
     """Returns all steps below a root, the oldest first; or only the step with a number, without a look at the others.
 
-    If a step has two folders (`global_step_5` and `global_steps_5`), the status of the complete one is returned.
+    If a step has two folders (`global_step_5` and `global_steps_5`), the status of the complete one is returned. Of
+    other steps only the manifests are read.
 
     Raises OSError: the root cannot be read, or a step cannot be read because of an error that may be temporary.
 
@@ -138,29 +156,31 @@ def newest_steps(root: Path, count: int) -> list[StepStatus]:
     return [look.status for look in looks]
 
 
-def newest_complete(root: Path, role: str | None = None) -> StepStatus | None:
+def newest_complete(root: Path, role: str | None = None, seen: Path | None = None) -> StepStatus | None:
     """Returns the newest complete step, or None. It looks at no older step, so it is fast even if there are thousands.
 
     Args:
         root: the folder of the steps.
         role: a role that the step must have; None for any.
+        seen: see `StepStatus.having_seen`.
 
     Raises OSError like `list_steps`, for the steps that it looks at.
     """
     found = None
     for listed in _listings(root):
-        found, is_sure = _newest_of(listed, _known(root, listed.folders), role)
+        found, is_sure = _newest_of(listed, _known(root, listed.folders), role, seen)
         if is_sure:
             break
     return found
 
 
-def _newest_of(listed: _Listed, known: _Heads, role: str | None) -> tuple[StepStatus | None, bool]:
+def _newest_of(listed: _Listed, known: _Heads, role: str | None, seen: Path | None) -> tuple[StepStatus | None, bool]:
     """Returns the newest complete step, and whether all looks at newer ones were sure."""
     is_sure = True
     for step in sorted(listed.folders, reverse=True):
         status, is_this_sure = _look_at(listed, known, step)
-        if status.is_complete and (role is None or role in status.committed):
+        status = status.having_seen(seen)
+        if (role is None or role in status.committed) and status.is_complete:
             return status, is_sure
         is_sure = is_sure and is_this_sure
     return None, is_sure
@@ -210,13 +230,17 @@ class _Look(NamedTuple):
 
 def _look_at(listed: _Listed, known: _Heads, step: int) -> _Look:
     looks = [_look(path, listed.moved.get(path.name), known) for path in listed.folders[step]]
+    if len(looks) == 1:
+        return looks[0]
     complete = next((look for look in looks if look.status.is_complete), None)
     return complete or _Look(looks[0].status, all(look.is_sure for look in looks))
 
 
 def complete_steps(root: Path) -> list[StepStatus]:
-    """Returns the steps that are complete, the oldest first. Raises OSError like `list_steps`."""
-    return [status for status in list_steps(root) if status.is_complete]
+    """Returns the steps that are complete, the oldest first. It looks at the files of all. Raises OSError."""
+    statuses = list_steps(root)
+    look_at_all(statuses)
+    return [status for status in statuses if status.is_complete]
 
 
 def step_status(path: Path) -> StepStatus:

@@ -6,8 +6,9 @@ docs/format.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.reading import read_remote_manifest
@@ -15,11 +16,12 @@ from mcore_ckpt.errors import CheckpointCorruptError
 from mcore_ckpt.io import limits, tuning
 from mcore_ckpt.io.store import Store
 from mcore_ckpt.io.threads import for_each
+from mcore_ckpt.steps.worth import Lack, Weighed, compare
 
 
 @dataclass(frozen=True)
 class RemoteRole:
-    """The newest completely uploaded attempt of a role at a step.
+    """An attempt of a role at a step that has a manifest.
 
     Attributes:
         attempt: its id.
@@ -35,15 +37,16 @@ class RemoteRole:
 
 
 @dataclass(frozen=True)
-class RemoteStep:
-    """One step in a remote store.
+class RemoteStep(Weighed):
+    """One step in a remote store. Its files are looked at when someone asks for the first time whether it is complete.
 
     Attributes:
         step: the step's number.
-        found: the newest complete attempt of each role.
+        found: the newest attempt of each role that has a manifest; of several, one that has all its files.
         others: the other attempts of each role: replaced ones, and those without a manifest.
         problems: what is wrong with manifests that cannot be used.
         pinned: true if the step is pinned in the store, so that retention keeps it there.
+        look: lists what a role lacks of its files. Raises RemoteError.
     """
 
     step: int
@@ -51,10 +54,11 @@ class RemoteStep:
     others: dict[str, tuple[str, ...]] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
     pinned: bool = False
+    look: Callable[[str], Lack | None] = field(default=lambda role: None, compare=False, repr=False)
 
     @property
     def committed(self) -> frozenset[str]:
-        """The roles that have a completely uploaded attempt."""
+        """The roles that have an attempt with a manifest."""
         return frozenset(self.found)
 
     @property
@@ -63,16 +67,22 @@ class RemoteStep:
         return frozenset(role for found in self.found.values() for role in found.roles)
 
     @property
-    def is_complete(self) -> bool:
-        """True if all roles that the step consists of are in the store."""
-        return bool(self.found) and self.declared <= self.committed
+    def lacks(self) -> tuple[Lack, ...]:
+        """What the store lacks of the files that the uploaded manifests list."""
+        return tuple(lack for role in sorted(self.found) if (lack := self.look(role)) is not None)
+
+    def has(self, role: str) -> bool:
+        """True if all files of a role are in the store."""
+        return role in self.found and self.look(role) is None
 
     @property
     def reason(self) -> str:
         """Why the step is not complete."""
         missing = ", ".join(sorted(self.declared - self.committed))
-        text = f"not uploaded by {missing}" if missing else "no manifest in it"
-        return "; ".join(self.problems) or f"{file_names.step_name(self.step)}: {text}"
+        if missing or not self.found:
+            text = f"not uploaded by {missing}" if missing else "no manifest in it"
+            return "; ".join(self.problems) or f"{file_names.step_name(self.step)}: {text}"
+        return "; ".join(map(str, self.lacks))
 
 
 class RemoteSteps:
@@ -112,12 +122,28 @@ class RemoteSteps:
         names = self.store.names(file_names.step_name(step))
         for role in filter(file_names.is_role, names):
             attempts = list(filter(file_names.is_attempt, self.store.names(f"{file_names.step_name(step)}/{role}")))
-            whole = [there for attempt in attempts if (there := self._read_role(step, role, attempt, problems))]
-            newest = max(whole, key=lambda there: (there.created, there.attempt), default=None)
+            claimed = [there for attempt in attempts if (there := self._read_role(step, role, attempt, problems))]
+            newest = self._newest(step, role, claimed)
             if newest is not None:
                 found[role] = newest
             others[role] = tuple(attempt for attempt in attempts if newest is None or attempt != newest.attempt)
-        return RemoteStep(step, found, others, tuple(problems), file_names.PINNED_FILE in names)
+        look = cache(lambda role: self._lack(file_names.remote_dir(step, role, found[role].attempt)))
+        return RemoteStep(step, found, others, tuple(problems), file_names.PINNED_FILE in names, look)
+
+    def _newest(self, step: int, role: str, claimed: Sequence[RemoteRole]) -> RemoteRole | None:
+        """Returns the newest attempt that has all its files; the newest one if none has, or if there is only one."""
+        ordered = sorted(claimed, key=lambda there: (there.created, there.attempt), reverse=True)
+        looked_at = ordered if len(ordered) > 1 else ()
+        keys = ((each, file_names.remote_dir(step, role, each.attempt)) for each in looked_at)
+        return next((each for each, key in keys if self._lack(key) is None), next(iter(ordered), None))
+
+    def _lack(self, key: str) -> Lack | None:
+        """Compares an attempt's manifest with a listing of its files. Raises RemoteError."""
+        try:
+            files = read_remote_manifest(self.store, key).files
+        except (FileNotFoundError, CheckpointCorruptError) as error:
+            return Lack(self.store.url_of(key), f"its manifest cannot be read any more: {error}")
+        return compare(self.store.url_of(key), {file.path: file.size for file in files}, self.store.sizes(key))
 
     def _read_role(self, step: int, role: str, attempt: str, problems: list[str]) -> RemoteRole | None:
         key = file_names.remote_dir(step, role, attempt)

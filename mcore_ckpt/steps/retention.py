@@ -28,6 +28,7 @@ from mcore_ckpt.steps.listing import StepStatus, list_steps
 from mcore_ckpt.steps.owner import write_owner
 from mcore_ckpt.steps.read_lock import unread
 from mcore_ckpt.steps.work_folders import is_in_use
+from mcore_ckpt.steps.worth import Lack, look_at_all
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,10 @@ class Judged(Protocol):
     def committed(self) -> Collection[str]: ...
     @property
     def problems(self) -> Collection[str]: ...
+    @property
+    def is_claimed(self) -> bool: ...
+    @property
+    def lacks(self) -> tuple[Lack, ...]: ...
     @property
     def is_complete(self) -> bool: ...
     @property
@@ -103,6 +108,10 @@ def judge(
     A step that is not understood stays. That is a folder without a manifest of this package, or with a manifest that is
     damaged, has a newer format, or was copied from another step.
 
+    Only steps count that have all their files. So it looks at the files of the newest steps until enough have theirs,
+    and not at those of older ones. A step that lacks files and would have counted stays: it may be a copy under way, or
+    all that is left. Once enough newer ones have their files, it goes like any other old step.
+
     Args:
         statuses: all steps of a root, ordered by step.
         policy: which steps stay.
@@ -111,8 +120,10 @@ def judge(
 
     Returns:
         One decision for each status, in the same order.
+
+    Raises OSError or RemoteError: the files of a step cannot be looked at.
     """
-    newest = _newest(statuses, policy.max_to_keep)
+    newest, lacking = _newest(statuses, policy.max_to_keep)
     # While no step is complete, another role may still be saving the first one, so nothing is too old.
     oldest_needed = min([*newest, *([] if committed is None else [committed])]) if newest else 0
     decisions = []
@@ -120,9 +131,11 @@ def judge(
         reason = _why_it_stays(status, policy, newest, oldest_needed, committed)
         if reason is None and status.step in spared:
             reason = "spared by its number"
+        if reason is None and status.step in lacking:
+            reason = f"does not count, but may be a copy under way: {status.reason}"
         if reason is not None:
             decisions.append(RetentionDecision(status, True, reason))
-        elif status.is_complete:
+        elif status.is_claimed:
             decisions.append(RetentionDecision(status, False, f"not among the newest {policy.max_to_keep} of any role"))
         else:
             decisions.append(
@@ -131,20 +144,34 @@ def judge(
     return decisions
 
 
-def _newest(statuses: Sequence[Judged], count: int | None) -> dict[int, list[str]]:
-    """Returns the `count` newest complete steps of each role, or all if it is None, as a mapping from step to roles.
+def _newest(statuses: Sequence[Judged], count: int | None) -> tuple[dict[int, list[str]], set[int]]:
+    """Returns the `count` newest complete steps of each role, as a mapping from step to roles; nothing if it is None.
 
-    Roles can save at different steps.
+    Roles can save at different steps. The second result are steps that would be among them, but lack files.
     """
-    of_role: dict[str, list[int]] = defaultdict(list)
-    for status in statuses:
-        for role in status.committed if status.is_complete else ():
-            of_role[role].append(status.step)
+    of_role: dict[str, list[Judged]] = defaultdict(list)
+    for status in reversed(statuses):
+        for role in status.committed if status.is_claimed and count is not None else ():
+            of_role[role].append(status)
+    found: dict[str, list[Judged]] = {}
+    looked_at: dict[int, Judged] = {}
+    while True:
+        # First by their manifests, then without those that turned out to lack files.
+        found = {role: _may_count(steps, looked_at)[:count] for role, steps in of_role.items()}
+        to_look_at = {each.step: each for steps in found.values() for each in steps if each.step not in looked_at}
+        if not to_look_at:
+            break
+        look_at_all(to_look_at.values())
+        looked_at |= to_look_at
     newest: dict[int, list[str]] = defaultdict(list)
-    for role, steps in sorted(of_role.items()):
-        for step in steps[-count:] if count is not None else steps:
-            newest[step].append(role)
-    return newest
+    for role, steps in sorted(found.items()):
+        for each in steps:
+            newest[each.step].append(role)
+    return newest, {step for step, each in looked_at.items() if not each.is_complete}
+
+
+def _may_count(steps: Sequence[Judged], looked_at: Collection[int]) -> list[Judged]:
+    return [each for each in steps if each.step not in looked_at or each.is_complete]
 
 
 def _why_it_stays(
@@ -156,7 +183,7 @@ def _why_it_stays(
 ) -> str | None:
     if status.pinned:
         return "pinned"
-    if not status.is_complete:
+    if not status.is_claimed:
         if status.problems or not status.committed:
             return f"not understood, so it is not deleted: {status.reason}"
         if policy.max_to_keep is None or status.step >= oldest_needed:

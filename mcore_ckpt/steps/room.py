@@ -163,7 +163,7 @@ class RoomWatch:
             if self._is_overtaken(saved):
                 return
             (status,) = list_steps(self._root, only=saved.step) or (None,)
-            if status is None or not status.is_complete:
+            if status is None or not status.is_claimed:
                 return
             kept = need_of(status).kept
 

@@ -38,7 +38,7 @@ def remove_tracker(root: Path) -> None:
     sync_dir(root)
 
 
-def update_tracker(root: Path, only: int | None = None) -> int | None:
+def update_tracker(root: Path, only: int | None = None, seen: Path | None = None) -> int | None:
     """Makes the tracker name the newest complete step, and returns that step; None if no step is complete.
 
     Args:
@@ -46,18 +46,21 @@ def update_tracker(root: Path, only: int | None = None) -> int | None:
         only: make the tracker name this step instead, and leave the tracker as it is if this step is not complete. A
             trainer that names its folders itself needs this, because it resumes from the tracker. After such a trainer
             has gone back to an older step, the tracker must not name a newer step of the abandoned run.
+        seen: see `StepStatus.having_seen`.
 
     Raises OSError.
     """
     newest = None
     for _ in range(_TRACKER_LOOKS):
         # Not `complete_steps`: at each save it would look at every step that there ever was.
-        status = newest_complete(root)
+        status = newest_complete(root, seen=seen)
         if status is None:
             return None
         newest = status.step
         wanted = newest if only is None else only
-        if read_tracker(root) == wanted or not any(status.is_complete for status in list_steps(root, wanted)):
+        if read_tracker(root) == wanted:
+            break
+        if wanted != newest and not any(each.having_seen(seen).is_complete for each in list_steps(root, wanted)):
             break
         write_tracker(root, wanted)
         # Look again. Before this write, another role may have completed a newer step and moved the tracker there. Then
@@ -65,13 +68,13 @@ def update_tracker(root: Path, only: int | None = None) -> int | None:
     return newest
 
 
-def move_tracker(root: Path, only: int | None = None) -> int | None:
+def move_tracker(root: Path, only: int | None = None, seen: Path | None = None) -> int | None:
     """Does the same as `update_tracker`, but only logs an OSError.
 
     The checkpoint is committed, so the save has not failed.
     """
     try:
-        return update_tracker(root, only)
+        return update_tracker(root, only, seen)
     except OSError as error:
         logger.warning("the checkpoint is committed, but the tracker could not be updated: %s", error)
         return None
@@ -82,14 +85,14 @@ def warn_if_tracker_differs(root: Path, complete: Sequence[StepStatus]) -> None:
 
     Args:
         root: the folder of the steps.
-        complete: the complete steps, at least one, the oldest first.
+        complete: the complete steps, at least one, the oldest first. Older ones may be claimed.
     """
     path, tracked, newest = root / file_names.TRACKER_FILE, read_tracker(root), complete[-1].step
     if tracked == newest or not os.path.lexists(path):
         return
     if tracked is None:
         logger.warning("%s does not name a step; loading the newest complete one, %d", path, newest)
-    elif tracked in [status.step for status in complete]:
+    elif any(status.step == tracked and status.is_complete for status in complete):
         logger.warning(
             "%s names step %d, but the newest complete step is %d: loading the newest. Use load(step=%d) for the other",
             path,

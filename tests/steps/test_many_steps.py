@@ -24,18 +24,22 @@ OF_A_STEP = {
     "list, again": {"list": 1, "stat": 1},
     "tracker of a save": {},
     "old steps of a save": {"list": 1, "stat": 1},
+    # Besides, the whole manifest is read, the role's folder is listed, and the size of its file is taken.
+    "complete steps, bytes included": {"list": 2, "stat": 4, "open": 1, "read": 1},
     "recover's search": {"list": 1, "stat": 1},
     "start of a manager": {"list": 1, "stat": 1},
     "first save's sweep": {"list": 1, "stat": 1},
     "spelling of a step": {},
-    # Besides, the whole manifest is read, for the sizes of all files.
-    "mcore-ckpt list": {"list": 1, "stat": 4, "open": 1, "read": 1},
-    # Besides, the sizes of all files: two here, in two folders. And one more look for leftovers.
-    "mcore-ckpt prune --dry-run": {"list": 4, "stat": 4},
+    # Besides, the whole manifest is read, for the sum of the sizes and for what the step is worth.
+    "mcore-ckpt list": {"list": 2, "stat": 7, "open": 2, "read": 2},
+    # It keeps all of these steps, so it looks what they are worth. Besides, the sizes of all files: two here, in two
+    # folders. And one more look for leftovers.
+    "mcore-ckpt prune --dry-run": {"list": 5, "stat": 7, "open": 1, "read": 1},
 }
 # Calls for each file.
 OF_A_FILE = {
     "rank 0's look at all files": {"stat": 1},
+    "what a step is worth": {"stat": 1},
     # It is no link, it is a file, and it can be opened.
     "sizes before a load": {"stat": 2, "open": 1},
     "rename over an old checkpoint": {"unlink": 1},

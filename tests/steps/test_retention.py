@@ -123,7 +123,8 @@ def statuses(draw: st.DrawFn) -> list[StepStatus]:
         problems = ("damaged",) if not draw(st.integers(0, 5)) else ()
         if problems:
             declared |= {"damaged"}
-        found.append(StepStatus(step, Path(f"{step}"), committed, declared, problems, draw(st.booleans())))
+        pinned = draw(st.booleans())
+        found.append(StepStatus(step, Path(f"{step}"), committed, declared, problems, pinned, seen=committed))
     return found
 
 

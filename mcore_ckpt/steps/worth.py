@@ -1,0 +1,190 @@
+"""Says what a step is worth: whole, claimed by its manifests alone, or partial.
+
+A manifest is written last, so a step that has all manifests was whole once. Whether it still is, only a look at its
+files shows: an interrupted copy brings the manifest before the files in subfolders, and a deletion may leave it.
+Whoever loads, deletes, uploads or shows steps asks this module, of steps below a root, on a node, and in a store.
+
+The look takes one listing of each folder and the sizes of the files. It reads no file but the manifest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from mcore_ckpt.checkpoint import manifest_text
+from mcore_ckpt.checkpoint.manifest import Manifest
+from mcore_ckpt.checkpoint.reading import manifest_bytes, parse_manifest
+from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
+from mcore_ckpt.io import tuning
+from mcore_ckpt.io.folder_sizes import sizes_of
+from mcore_ckpt.io.threads import results_of
+
+# How many files a message names.
+_NAMED = 3
+# How often a checkpoint is looked at that is replaced or moved each time.
+_LOOKS = 3
+
+
+class Worth(Enum):
+    """What a step is worth."""
+
+    WHOLE = "whole"
+    CLAIMED = "claimed"
+    PARTIAL = "partial"
+
+
+@dataclass(frozen=True)
+class Lack:
+    """What a role's checkpoint lacks of what its manifest lists.
+
+    Attributes:
+        place: the role's folder, or its URL in a remote store.
+        problem: what is wrong, for messages.
+        paths: the files that are missing or have another size.
+    """
+
+    place: Path | str
+    problem: str
+    paths: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.problem}"
+
+
+class Weighed:
+    """What listed steps have in common, below a root (`StepStatus`) and in a remote store (`RemoteStep`)."""
+
+    if TYPE_CHECKING:  # the attributes of StepStatus and RemoteStep; `lacks` raises OSError or RemoteError
+
+        @property
+        def committed(self) -> frozenset[str]: ...
+        @property
+        def declared(self) -> frozenset[str]: ...
+        @property
+        def lacks(self) -> tuple[Lack, ...]: ...
+
+    @property
+    def is_claimed(self) -> bool:
+        """True if all roles that the step consists of have a manifest. Nobody has looked at their other files."""
+        return bool(self.committed) and self.declared <= self.committed
+
+    @property
+    def worth(self) -> Worth:
+        """What the step is worth."""
+        if not self.is_claimed:
+            return Worth.PARTIAL
+        return Worth.CLAIMED if self.lacks else Worth.WHOLE
+
+    @property
+    def is_complete(self) -> bool:
+        """True if the step is whole: every role has its manifest, and all files that the manifests list."""
+        return self.worth is Worth.WHOLE
+
+
+Step = TypeVar("Step", bound=Weighed)
+
+
+class _Claimed(Protocol):
+    @property
+    def is_claimed(self) -> bool: ...
+    @property
+    def lacks(self) -> tuple[Lack, ...]: ...
+
+
+def look_at_all(steps: Iterable[_Claimed]) -> None:
+    """Looks at the files of all steps that are claimed, many at a time. Raises OSError or RemoteError."""
+    results_of([step for step in steps if step.is_claimed], lambda step: step.lacks, tuning.LOOK_THREADS)
+
+
+def whole_first(steps: Sequence[Step]) -> Iterator[Step]:
+    """Yields steps to load from: of those given, the newest last, the newest whole one, then the older claimed ones.
+
+    The older ones are looked at if they are tried. There may be thousands.
+    """
+    newest_first = iter(reversed(steps))
+    for step in newest_first:
+        if step.is_complete:
+            yield step
+            break
+    yield from (step for step in newest_first if step.is_claimed)
+
+
+def lack_of(role_dir: Path, find_again: Callable[[], Path] | None = None) -> Lack | None:
+    """Looks whether a role's checkpoint has the files that its manifest lists. Returns None if nothing is missing.
+
+    Of a checkpoint of the fast tier, other nodes have other files. It lacks something if not even the files that one
+    of the nodes has written are here.
+
+    Args:
+        role_dir: the role's folder.
+        find_again: returns the role's folder if a save has replaced or moved it during the look.
+
+    Raises OSError: a folder cannot be listed because of an error that may be temporary.
+    """
+    lack = None
+    for _ in range(_LOOKS):
+        data, lack = _look(role_dir)
+        if lack is None:
+            return None
+        before, role_dir = role_dir, role_dir if find_again is None else find_again()
+        if role_dir == before and _data(role_dir) == data:
+            return lack
+    return lack
+
+
+def _look(role_dir: Path) -> tuple[bytes | None, Lack | None]:
+    try:
+        path, data = manifest_bytes(role_dir)
+        sizes = manifest_text.decode_sizes(data)
+        manifest = parse_manifest(data, path) if sizes is None else None
+    except CheckpointNotFoundError:
+        return None, Lack(role_dir, "its manifest is gone, because the step was deleted or is being replaced")
+    except CheckpointCorruptError as error:
+        return None, Lack(role_dir, str(error).removeprefix(f"{role_dir}/"))
+    if manifest is not None:
+        sizes = {file.path: file.size for file in manifest.files}
+    assert sizes is not None
+    there = sizes_of(role_dir, sizes)
+    lack = compare(role_dir, sizes, there)
+    if manifest is not None and lack is not None and _has_part_of_a_node(manifest, lack):
+        return data, None
+    return data, lack
+
+
+def _data(role_dir: Path) -> bytes | None:
+    try:
+        return manifest_bytes(role_dir)[1]
+    except (CheckpointNotFoundError, CheckpointCorruptError):
+        return None
+
+
+def compare(place: Path | str, wanted: Mapping[str, int], there: Mapping[str, int]) -> Lack | None:
+    """Compares the sizes of the files that a manifest lists with those of the files that are there.
+
+    Args:
+        place: the role's folder, or its URL.
+        wanted: the sizes by path, according to the manifest.
+        there: the sizes by path, as a listing shows them. Other files do not matter.
+    """
+    wrong = [path for path, size in wanted.items() if there.get(path) != size]
+    if not wrong:
+        return None
+    sizes = {path: f"{there[path]} of {wanted[path]} bytes" if path in there else "missing" for path in wrong[:_NAMED]}
+    named = ", ".join(f"{path} ({size})" for path, size in sizes.items())
+    more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
+    problem = f"the manifest is here, but {len(wrong)} of its {len(wanted)} files are missing or cut: {named}{more}"
+    return Lack(place, problem, tuple(wrong))
+
+
+def _has_part_of_a_node(manifest: Manifest, lack: Lack) -> bool:
+    """True if the manifest is of the fast tier, and all files are here that one of the nodes has written."""
+    if manifest.placement is None:
+        return False
+    wrong = set(lack.paths)
+    files = zip(manifest.files, manifest.placement.by_file, strict=True)
+    lacking = {nodes[0] for file, nodes in files if file.path in wrong}
+    return len(lacking) < len(manifest.placement.nodes)

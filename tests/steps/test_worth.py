@@ -1,0 +1,174 @@
+"""A step counts when its files are there, and not when its manifest says so."""
+
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from checkpoints import ROLE, make, manifest_of
+
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.manifest import WrittenFile, encode_manifest
+from mcore_ckpt.checkpoint.placement import Placement
+from mcore_ckpt.checkpoint.reading import read_manifest
+from mcore_ckpt.cli.main import main
+from mcore_ckpt.errors import CheckpointCorruptError
+from mcore_ckpt.io.folder_sizes import sizes_below, sizes_of
+from mcore_ckpt.recover import resumable_steps
+from mcore_ckpt.steps import listing, tracker
+from mcore_ckpt.steps.retention import PreservationPolicy, delete_old_steps
+from mcore_ckpt.steps.worth import Worth
+
+
+def of_step(root: Path, step: int) -> Path:
+    return file_names.step_dir(root, step) / ROLE
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Three steps, of which the newest is only a manifest, as after an interrupted `cp -r` or an `rm -r`."""
+    for step in (1, 2, 3):
+        make(of_step(tmp_path, step), step)
+    hollow(of_step(tmp_path, 3))
+    return tmp_path
+
+
+def hollow(role_dir: Path) -> None:
+    for entry in role_dir.iterdir():
+        if entry.is_dir():
+            shutil.rmtree(entry)
+
+
+def cut(role_dir: Path) -> None:
+    file = next(iter(sorted(role_dir.rglob("*.pt"))))
+    os.truncate(file, file.stat().st_size - 1)
+
+
+def link_out(role_dir: Path) -> None:
+    """A load reads nothing outside of the role's folder."""
+    elsewhere = role_dir.parent.parent / "elsewhere"
+    shutil.move(role_dir / "optim", elsewhere)
+    (role_dir / "optim").symlink_to(elsewhere)
+
+
+def lengthen(role_dir: Path) -> None:
+    with next(iter(role_dir.rglob("*.pt"))).open("ab") as file:
+        file.write(b"x")
+
+
+@pytest.mark.parametrize("damage", [hollow, cut, link_out, lengthen])
+def test_a_step_that_lacks_bytes_is_only_claimed(damage: Callable[[Path], None], tmp_path: Path) -> None:
+    make(of_step(tmp_path, 1), 1)
+    assert listing.step_status(file_names.step_dir(tmp_path, 1)).worth is Worth.WHOLE
+    damage(of_step(tmp_path, 1))
+    (status,) = listing.list_steps(tmp_path)
+    assert (status.worth, status.is_claimed, status.is_complete) == (Worth.CLAIMED, True, False)
+    assert "missing or cut: " in status.reason
+    assert all(path in status.reason for lack in status.lacks for path in lack.paths[:3])
+
+
+def test_links_within_the_folder_and_other_files_do_not_matter(tmp_path: Path) -> None:
+    role_dir = of_step(tmp_path, 1)
+    make(role_dir, 1)
+    (role_dir / "optim").rename(role_dir / "shards")
+    (role_dir / "optim").symlink_to("shards")
+    file = next(iter((role_dir / "model").rglob("*.pt")))
+    file.rename(role_dir / "notes")
+    file.symlink_to(os.path.relpath(role_dir / "notes", file.parent))
+    (role_dir / "loop").symlink_to(".")
+    assert listing.step_status(role_dir.parent).is_complete
+    assert sizes_below(role_dir)[str(file.relative_to(role_dir))] == file.stat().st_size
+    assert sizes_of(role_dir, ["../actor/notes", "shards/../notes", "loop/notes"]) == {
+        "loop/notes": (role_dir / "notes").stat().st_size
+    }
+
+
+def test_the_last_loadable_steps_are_not_deleted_for_one_that_is_only_a_manifest(root: Path) -> None:
+    assert delete_old_steps(root, PreservationPolicy(max_to_keep=1)) == [1]
+    assert [status.step for status in listing.complete_steps(root)] == [2]
+    # It may be a copy under way. With enough newer steps it goes, as it would if it were whole.
+    make(of_step(root, 4), 4)
+    assert delete_old_steps(root, PreservationPolicy(max_to_keep=1)) == [2, 3]
+    assert main(["prune", str(root), "--max-to-keep", "1"]) == 0
+    assert [status.step for status in listing.list_steps(root)] == [4]
+
+
+def test_keep_every_keeps_what_may_be_mended(root: Path) -> None:
+    for step in (4, 5):
+        make(of_step(root, step), step)
+    assert delete_old_steps(root, PreservationPolicy(max_to_keep=1, keep_every=3)) == [1, 2, 4]
+
+
+def test_retention_does_not_look_at_steps_that_are_too_old_anyway(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at = []
+    look = listing.lack_of
+    monkeypatch.setattr(listing, "lack_of", lambda folder, again: looked_at.append(folder) or look(folder, again))
+    assert delete_old_steps(root, PreservationPolicy(max_to_keep=1)) == [1]
+    assert looked_at == [of_step(root, 3), of_step(root, 2)]
+
+
+def test_newest_and_tracker_are_of_a_whole_step(root: Path) -> None:
+    newest = listing.newest_complete(root)
+    assert newest is not None
+    assert newest.step == tracker.update_tracker(root) == tracker.read_tracker(root) == 2
+    tracker.update_tracker(root, only=3)
+    assert tracker.read_tracker(root) == 2
+
+
+def test_a_recovery_skips_it_and_says_what_it_lacks(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    hollow(of_step(root, 1))
+    with caplog.at_level(logging.WARNING):
+        assert [status.step for status in resumable_steps(root, [ROLE])] == [2]
+    assert "model/mp_rank_00_000/model_states.pt (missing)" in caplog.text
+    with pytest.raises(CheckpointCorruptError, match=r"no step 3 .*\n.*3 of its 3 files are missing or cut"):
+        resumable_steps(root, [ROLE], 3)
+    # Nobody may take this for a new training.
+    hollow(of_step(root, 2))
+    with pytest.raises(CheckpointCorruptError, match="no step is complete"):
+        resumable_steps(root, [ROLE])
+
+
+def test_a_step_that_is_replaced_during_the_look_is_looked_at_again(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status = listing.step_status(file_names.step_dir(root, 3))
+    from mcore_ckpt.steps import worth
+
+    compare = worth.compare
+
+    def saved_meanwhile(*args: object) -> worth.Lack | None:
+        monkeypatch.setattr(worth, "compare", compare)
+        make(of_step(root, 3), 4)
+        return compare(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(worth, "compare", saved_meanwhile)
+    assert status.is_complete
+
+
+def test_a_node_of_the_fast_tier_has_its_own_files(tmp_path: Path) -> None:
+    """The files of the other nodes are elsewhere by design. If its own are gone, its part is nothing."""
+    role_dir = of_step(tmp_path, 1)
+    make(role_dir, 1)
+    manifest = read_manifest(role_dir)
+    by_file = tuple((number % 2,) for number in range(len(manifest.files)))
+    placed = encode_manifest(replace(manifest, placement=Placement(("a", "b"), by_file)))
+    (role_dir / file_names.MANIFEST_FILE).write_bytes(placed)
+    (role_dir / manifest.files[1].path).unlink()
+    assert listing.step_status(role_dir.parent).is_complete
+    (role_dir / manifest.files[0].path).unlink()
+    assert listing.step_status(role_dir.parent).worth is Worth.CLAIMED
+
+
+def test_a_manifest_that_only_a_full_decoding_understands(tmp_path: Path) -> None:
+    """Such as one that another program has written anew, in another form with the same checksum."""
+    role_dir = of_step(tmp_path, 1)
+    role_dir.mkdir(parents=True)
+    files = [(0, WrittenFile('a "name".pt', "extra", 1, 0))]
+    (role_dir / file_names.MANIFEST_FILE).write_bytes(encode_manifest(manifest_of(files, 1, 1, "a", ROLE, (ROLE,))))
+    (role_dir / 'a "name".pt').write_bytes(b"")
+    assert listing.step_status(role_dir.parent).worth is Worth.CLAIMED
+    (role_dir / 'a "name".pt').write_bytes(b"x")
+    assert listing.step_status(role_dir.parent).is_complete
