@@ -17,6 +17,8 @@ from mcore_ckpt.urls import checked_url
 
 # How long a rank waits for another rank before it gives up, in seconds, unless the caller chooses.
 TIMEOUT_S = 600.0
+# The same for the processes of a command, until all of them have started.
+START_TIMEOUT_S = 300.0
 # The same for the ranks of `mcore-ckpt merge`: one rank can have one more file to write than another, on a slow disk.
 # The time can be long, because torchrun notices ranks that die.
 MERGE_TIMEOUT_S = 1800.0

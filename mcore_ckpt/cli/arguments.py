@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from mcore_ckpt.config import START_TIMEOUT_S
 from mcore_ckpt.errors import CheckpointError, InvalidArgumentError
+
+if TYPE_CHECKING:
+    from mcore_ckpt.ranks import Agreement
 
 
 def expanded_path(text: str) -> Path:
@@ -103,13 +107,11 @@ def check_is_folder_or_model(name: str, flag: str) -> None:
         )
 
 
-def check_patterns(flag: str, patterns: Iterable[str]) -> None:
+def check_patterns(flag: str, patterns: Sequence[str]) -> None:
     """Raises InvalidArgumentError unless all patterns of a flag are regular expressions."""
-    for pattern in patterns:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise InvalidArgumentError(f"{flag} {pattern!r} is no regular expression: {error}") from None
+    from mcore_ckpt.sharding import compiled
+
+    compiled(patterns, flag)
 
 
 def add_ignore(parser: argparse.ArgumentParser, tensors: str = "tensors") -> None:
@@ -166,15 +168,46 @@ def add_ignored_flags(parser: argparse.ArgumentParser) -> None:
 
 
 @contextmanager
-def torchrun_variables() -> Iterator[None]:
-    """Replaces the ValueError that torch raises about torchrun's variables by an InvalidArgumentError with advice.
+def command_agreement(name: str, timeout_s: float, start_s: float = START_TIMEOUT_S) -> Iterator[Agreement]:
+    """Yields the agreement of the processes that torchrun has started, or of a single process.
 
-    Some job schedulers set a few of these variables, but not all.
+    Args:
+        name: the command.
+        timeout_s: how long a process waits for others that work, in seconds.
+        start_s: how long it waits for the others to start.
+
+    Raises InvalidArgumentError, with advice, for torchrun's variables that are incomplete, as some job schedulers set
+    them, and AgreementError if a process does not start.
     """
+    from mcore_ckpt.ranks import Seat, job_agreement
+
     try:
-        yield
+        seat = Seat.read(os.environ)
     except ValueError as error:
         raise InvalidArgumentError(
             f"WORLD_SIZE is {os.environ.get('WORLD_SIZE')!r}, but the variables of torchrun are incomplete or invalid "
             f"({error}): use torchrun, or unset it to use a single process"
         ) from None
+    with job_agreement(name, seat, timeout_s, start_s) as agreement:
+        yield agreement
+
+
+def add_stage_options(parser: argparse.ArgumentParser) -> None:
+    """Adds what divides layers among pipeline stages if they are not divided evenly. `stage_options` reads it."""
+    for which in ("first", "last"):
+        text = f"layers of the {which} pipeline rank, if the layers are not divided evenly"
+        parser.add_argument(f"--{which}-stage-layers", type=int, metavar="N", help=text)
+    parser.add_argument("--pipeline-layout", metavar="TEXT", help='pipeline layout of megatron, such as "Et|t*2|t|tL"')
+    parser.add_argument(
+        "--hybrid-layer-pattern", metavar="TEXT", help='pattern of a HybridModel, such as "M*-|ME": a segment per stage'
+    )
+    parser.add_argument(
+        "--account-for-embedding", action="store_true", help="count the embedding as a layer of the first stage"
+    )
+    parser.add_argument("--account-for-loss", action="store_true", help="count the loss as a layer of the last stage")
+
+
+def stage_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the fields of WantedLayout that `add_stage_options` has read."""
+    names = ("first_stage_layers", "last_stage_layers", "pipeline_layout", "hybrid_layer_pattern")
+    return {name: getattr(args, name) for name in (*names, "account_for_embedding", "account_for_loss")}

@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,12 +17,14 @@ from mcore_ckpt.cli.arguments import (
     add_ignored_flags,
     add_json,
     add_revision,
+    add_stage_options,
     check_is_folder_or_model,
     check_patterns,
+    command_agreement,
     expanded_path,
     folder_or_model,
+    stage_options,
     taken,
-    torchrun_variables,
 )
 from mcore_ckpt.cli.progress import progress_of_bytes
 from mcore_ckpt.cli.tables import result_console
@@ -103,6 +102,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for name, what in _SIZES:
         parser.add_argument(f"--{name}", f"--{name}_size", type=int, metavar="N", help=f"{what} (1 if not given)")
+    add_stage_options(parser)
     parser.add_argument(
         "--role", metavar="NAME", help="native: the role's name (actor if not given); with CHECKPOINT: role to convert"
     )
@@ -138,7 +138,10 @@ def run(args: argparse.Namespace) -> int:
     if args.output_path.exists() and not args.output_path.is_dir():
         raise InvalidArgumentError(f"--output_path {args.output_path}: is a file, not a folder")
     check_patterns("--ignore", args.ignore)
-    with _agreement() as agreement, progress_of_bytes(args.json or not agreement.is_coordinator) as bar:
+    with (
+        command_agreement("convert", CONVERT_TIMEOUT_S) as agreement,
+        progress_of_bytes(args.json or not agreement.is_coordinator) as bar,
+    ):
         task = bar.add_task(Path(source).name, total=None)
 
         def progress(done: int, total: int) -> None:
@@ -217,28 +220,10 @@ def _convert(args: argparse.Namespace, source: str, agreement: Agreement, progre
     from mcore_ckpt.tools.reshard.target import WantedLayout
 
     try:
-        wanted = WantedLayout(tp=args.tp, pp=args.pp, vpp=args.vpp, ep=args.ep, etp=args.etp)
+        wanted = WantedLayout(tp=args.tp, pp=args.pp, vpp=args.vpp, ep=args.ep, etp=args.etp, **stage_options(args))
         return convert_to_native(source, args.output_path, wanted, agreement, args.role or "actor", *options)
     except ValueError as error:
         raise InvalidArgumentError(str(error)) from None
-
-
-@contextmanager
-def _agreement() -> Iterator[Agreement]:
-    """Yields the agreement of the processes that torchrun started, or of a single process."""
-    import torch.distributed as dist
-
-    from mcore_ckpt.ranks import rendezvous
-
-    with torchrun_variables():
-        under_torchrun = int(os.environ.get("WORLD_SIZE", "1")) > 1
-        if under_torchrun:
-            dist.init_process_group("gloo")
-    try:
-        yield rendezvous("convert", CONVERT_TIMEOUT_S)
-    finally:
-        if under_torchrun:
-            dist.destroy_process_group()
 
 
 def _show(report: ConversionReport, as_json: bool) -> None:

@@ -5,20 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mcore_ckpt.cli.arguments import add_json, expanded_path, taken, torchrun_variables
+from mcore_ckpt.cli.arguments import add_json, command_agreement, expanded_path, taken
 from mcore_ckpt.cli.progress import progress_in, progress_of_bytes
 from mcore_ckpt.cli.signals import cleaning_up_at_sigterm
 from mcore_ckpt.cli.tables import result_console
 from mcore_ckpt.errors import AgreementError, InvalidArgumentError
 
 if TYPE_CHECKING:
-    from mcore_ckpt.ranks import Agreement
     from mcore_ckpt.tools.doctor.examine import Report
     from mcore_ckpt.tools.doctor.findings import Finding
 
@@ -91,7 +89,7 @@ def _examine(root: Path, args: argparse.Namespace, progress: Callable[[int, int]
     from mcore_ckpt.tools.doctor.examine import examine
 
     try:
-        with _agreement(args.timeout) as agreement:
+        with command_agreement("doctor", args.timeout, args.timeout) as agreement:
             if agreement.world_size == 1:
                 taken(root, "doctor")
             return examine(root, agreement, args.megabytes, progress=progress)
@@ -101,23 +99,6 @@ def _examine(root: Path, args: argparse.Namespace, progress: Callable[[int, int]
         # The ranks have not met. Rank 0 examines the folder alone, and reports what it knows of the others.
         taken(root, "doctor")
         return examine(root, single_process_agreement("doctor", args.timeout), args.megabytes, error, progress)
-
-
-@contextmanager
-def _agreement(timeout_s: float) -> Iterator[Agreement]:
-    """Yields the agreement of the processes that torchrun started, or of a single process."""
-    from mcore_ckpt.ranks import single_process_agreement
-    from mcore_ckpt.tools.doctor.job import job_agreement
-
-    with torchrun_variables():
-        world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if world_size == 1:
-        yield single_process_agreement("doctor", timeout_s)
-        return
-    with torchrun_variables():
-        job = job_agreement(os.environ, timeout_s)
-    with job as agreement:
-        yield agreement
 
 
 def _show(report: Report) -> None:

@@ -17,13 +17,14 @@ from mcore_ckpt.cli.arguments import (
     add_json,
     add_revision,
     check_patterns,
+    command_agreement,
     expanded_path,
     folder_or_model,
     taken,
-    torchrun_variables,
 )
 from mcore_ckpt.cli.progress import progress_of_bytes
 from mcore_ckpt.cli.tables import result_console
+from mcore_ckpt.config import MERGE_TIMEOUT_S
 from mcore_ckpt.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ def add_to(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Merges a checkpoint. Returns 0 when the folder is in place and, with `--hf_upload_path`, uploaded."""
     # `--help` must not wait for the import of torch, which takes a second.
-    from mcore_ckpt.tools.merge import merge, ranks_of_torchrun
+    from mcore_ckpt.tools.merge import merge
     from mcore_ckpt.tools.push_to_hub import can_push_to_hub, check_has_no_model, push_to_hub
 
     check_patterns("--ignore", args.ignore)
@@ -125,13 +126,14 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidArgumentError("--hf_upload_path needs huggingface_hub: pip install huggingface_hub")
     if args.hf_upload_path is not None and not args.force:
         check_has_no_model(args.hf_upload_path)
-    with torchrun_variables():
-        ranks = ranks_of_torchrun()
-    is_first = ranks is None or ranks.is_coordinator
-    with progress_of_bytes(args.json or not is_first) as bar:
+    with (
+        command_agreement("merge", MERGE_TIMEOUT_S) as ranks,
+        progress_of_bytes(args.json or not ranks.is_coordinator) as bar,
+    ):
         task = bar.add_task("merge", total=None)
-        report = merge(request, lambda done, total: bar.update(task, completed=done, total=total), ranks)
-    if not is_first:
+        several = ranks if ranks.world_size > 1 else None
+        report = merge(request, lambda done, total: bar.update(task, completed=done, total=total), several)
+    if not ranks.is_coordinator:
         return 0
     if args.hf_upload_path is not None:
         push_to_hub(report.target, args.hf_upload_path, args.private)

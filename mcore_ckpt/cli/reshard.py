@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from mcore_ckpt.cli.arguments import add_force, add_json, expanded_path, taken
+from mcore_ckpt.cli.arguments import add_force, add_json, add_stage_options, expanded_path, stage_options, taken
 from mcore_ckpt.cli.progress import progress_of_bytes
 from mcore_ckpt.cli.tables import result_console
 
@@ -38,8 +38,6 @@ _SIZES = (
     ("ep", "expert-parallel size"),
     ("etp", "tensor-parallel size of experts"),
     ("world", "number of all ranks; it can be given instead of --dp"),
-    ("first-stage-layers", "layers of the first pipeline rank, if the layers are not divided evenly"),
-    ("last-stage-layers", "layers of the last pipeline rank, if the layers are not divided evenly"),
     ("vocab-size", "number of tokens in the vocabulary, without padding"),
 )
 
@@ -67,14 +65,7 @@ def add_to(subparsers: Subparsers) -> None:
         dest="vocab_divisor",
         help="pad the vocabulary to a multiple of N times tp (if not given, N is 128 with --vocab-size, otherwise 1)",
     )
-    parser.add_argument("--pipeline-layout", metavar="TEXT", help='pipeline layout of megatron, such as "Et|t*2|t|tL"')
-    parser.add_argument(
-        "--hybrid-layer-pattern", metavar="TEXT", help='pattern of a HybridModel, such as "M*-|ME": a segment per stage'
-    )
-    parser.add_argument(
-        "--account-for-embedding", action="store_true", help="count the embedding as a layer of the first stage"
-    )
-    parser.add_argument("--account-for-loss", action="store_true", help="count the loss as a layer of the last stage")
+    add_stage_options(parser)
     add_force(parser, "a checkpoint of the step in DST")
     add_json(parser)
     parser.set_defaults(run=run)
@@ -87,17 +78,8 @@ def run(args: argparse.Namespace) -> int:
     from mcore_ckpt.tools.reshard.reshard import reshard
     from mcore_ckpt.tools.reshard.target import WantedLayout
 
-    fields = (
-        *(name.replace("-", "_") for name, _ in _SIZES),
-        "vocab_divisor",
-        "pipeline_layout",
-        "hybrid_layer_pattern",
-    )
-    wanted = WantedLayout(
-        **{field: getattr(args, field) for field in fields},
-        account_for_embedding=args.account_for_embedding,
-        account_for_loss=args.account_for_loss,
-    )
+    fields = (*(name.replace("-", "_") for name, _ in _SIZES), "vocab_divisor")
+    wanted = WantedLayout(**{field: getattr(args, field) for field in fields}, **stage_options(args))
     selection = select(taken(args.source, "reshard"), args.step)
     with progress_of_bytes(args.json) as bar:
         task = bar.add_task(f"step {selection.step}", total=None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,12 +31,16 @@ from mcore_ckpt.load.fill import Encode, TensorFill, fill_tensors, refuse_freed
 from mcore_ckpt.load.quantized_weights import Target, quantized_targets
 from mcore_ckpt.load.scatter import Request, scatter
 from mcore_ckpt.load.together import Runs, fill_together, names_left_over, plan_together, positions_taken
+from mcore_ckpt.models.architecture import HfModel
+from mcore_ckpt.models.mapping import HfTensor, hf_tensors_in
 from mcore_ckpt.models.mcore_config import check_model
+from mcore_ckpt.models.registry import model_from_config
 from mcore_ckpt.ranks.meeting import rendezvous
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide, same_everywhere
 from mcore_ckpt.ranks.topology import RankCoordinates, Replicas, Topology, read_replicas, read_topology
 from mcore_ckpt.sharding.adapters import is_adapter
 from mcore_ckpt.sharding.counterparts import Layers
+from mcore_ckpt.sharding.patterns import compiled
 from mcore_ckpt.sharding.plan import MODEL
 from mcore_ckpt.sharding.regions import Shape
 from mcore_ckpt.sharding.synonyms import synonyms
@@ -155,9 +160,10 @@ def load_hf(
         source: "shared": every rank reads the folder. "rank0": only rank 0 reads the folder, and sends each rank its
             part in messages of limited size. If several replicas need the same part, one of them gets it and broadcasts
             it to the others. If the model is on the hub, only rank 0 downloads it.
-        ignore: regular expressions for names of tensors that may have no counterpart. HuggingFace tensors with such a
-            name are not read, and the model's tensors with such a global name keep their values. To start a critic from
-            a language model, pass `("lm_head.weight", "output_layer.weight")`.
+        ignore: regular expressions for names of tensors that may have no counterpart, by HuggingFace's names or by
+            megatron's global names. HuggingFace tensors with such a name are not read, and the model's tensors with
+            such a name keep their values. To start a critic from a language model, pass `("lm_head.weight",
+            "output_layer.weight")`.
         optimizer: the object that `get_megatron_optimizer` returned. Its main parameters are copied from the loaded
             model.
         base: the folder with the `config.json` of an adapter's base model, or the base model's name on the hub. None:
@@ -189,6 +195,7 @@ def load_hf(
     topic = f"checking {path}"
     try:
         here = _here(model, optimizer, agreement)
+        compiled(ignore)
         name = with_revision(path, revision)
     except BaseException as error:
         agreement.fail_next_round(topic, error)
@@ -307,7 +314,8 @@ def _plan_together(here: _Here, opened: _Opened, source: Source, ignore: Sequenc
         if source == "rank0":
             refuse_broadcast(here.chunks, here.replicas, 'source="rank0"')
         if opened.contents.adapter is None:
-            reader = HuggingFaceReader(opened.contents, ignore, opened.dtype, opened.tower)
+            left_out = [*ignore, *_hf_names(opened.contents, ignore)]
+            reader = HuggingFaceReader(opened.contents, left_out, opened.dtype, opened.tower)
         else:
             reader = AdapterReader(opened.contents, opened.adapters, ignore)
         own = _plan(here, reader, _locator(here, reader, opened.layers), source)
@@ -319,6 +327,20 @@ def _plan_together(here: _Here, opened: _Opened, source: Source, ignore: Sequenc
         return {}
 
     return plan_together(here.agreement, topic, plan, check)[0]
+
+
+def _hf_names(contents: FolderContents, ignore: Sequence[str]) -> list[str]:
+    """Returns the HuggingFace tensors to leave out because megatron's names of all their parts match, as patterns."""
+    if not ignore:
+        return []
+    model = model_from_config(contents.config, tuple(ignore))
+    wanted = hf_tensors_in(model, {name: stored.shape for name, stored in contents.tensors.items()})
+    return [re.escape(tensor.name) for tensor in wanted if _is_ignored(model, tensor)]
+
+
+def _is_ignored(model: HfModel, tensor: HfTensor) -> bool:
+    own = [slab.mcore for slab in tensor.slabs if slab.mcore]
+    return bool(own) and all(any(map(model.ignores, synonyms(name))) for name in own)
 
 
 def _locator(here: _Here, reader: HuggingFaceReader, layers: Layers) -> Locator:

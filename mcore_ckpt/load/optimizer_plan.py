@@ -150,7 +150,9 @@ class OptimizerPlanner:
         if located is None and in_model is not None and any(self.reader.parts(in_model)):
             raise CheckpointMismatchError(
                 f"{wanted.file}: tensor {wanted.key}: wanted {state.region.describe()}, found no "
-                "such tensor: the parameter was frozen when it was saved"
+                "such tensor: the optimizer did not train it when it was saved, or trained it as part of another (a "
+                "frozen parameter, or tied embeddings): load without 'optimizer' in load_contents, and start its state "
+                "anew"
             )
         if located is None:
             raise not_there(wanted)

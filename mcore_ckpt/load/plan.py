@@ -21,6 +21,7 @@ from mcore_ckpt.formats.locate import Located, Locator, Wanted
 from mcore_ckpt.formats.native.folder import Folder
 from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.load.fill import TensorFill, refuse_freed
+from mcore_ckpt.load.fresh_adapters import choice_of
 from mcore_ckpt.load.group_plan import GroupPlan, plan_groups
 from mcore_ckpt.load.optimizer_plan import NewlyStarted, OptimizerPlanner, PartPlan
 from mcore_ckpt.load.quantized_weights import quantized_targets
@@ -163,16 +164,17 @@ def _check_adapters(trainer: Trainer, manifest: Manifest) -> None:
 def _plan(trainer: Trainer, reader: NativeReader, locator: Locator) -> LoadPlan:
     wanted = trainer.config.load_contents
     model = model_shards(trainer.chunks)
-    by_part = _states(trainer, model)
     model_fills: list[TensorFill] = []
     parts: tuple[PartPlan, ...] = ()
     common = rng = seed = extra = None
     if "model" in wanted:
-        taken = [shard for shard in model if not (trainer.config.skip_frozen and shard.is_frozen)]
+        is_taken = choice_of(trainer, reader.place, (shard.key.name for shard in model), reader.names)
+        taken = [shard for shard in model if is_taken(shard.key.name, shard.is_frozen)]
         plain = [shard for shard in taken if not shard.is_quantized]
         model_fills += [fill for shard in plain if (fill := _model_fill(trainer, shard, locator)) is not None]
         if len(plain) < len(taken):
             model_fills += _quantized_fills(trainer, model, taken, locator)
+    by_part = _states(trainer, model)
     if "optimizer" in wanted:
         common = _read_common(trainer, reader, by_part, locator)
         parts = _plan_parts(OptimizerPlanner(trainer, reader, locator), by_part, common.optimizers)

@@ -39,6 +39,7 @@ from mcore_ckpt.load.foreign_state import (
     rng_from_megatron,
     step_missing,
 )
+from mcore_ckpt.load.fresh_adapters import choice_of
 from mcore_ckpt.load.same_model import facts_beside, facts_of_arguments
 from mcore_ckpt.ranks.rounds import Record, same_everywhere
 from mcore_ckpt.sharding.plan import PARAM
@@ -128,7 +129,9 @@ def load_torch_dist(trainer: Trainer, path: Path) -> ForeignLoad:
 
 def _read(trainer: Trainer, source: _Source) -> ForeignState:
     contents, files = trainer.config.load_contents, source.files
-    entries = [entry for entry in _entries(trainer, source) if not (trainer.config.skip_frozen and entry.is_frozen)]
+    entries = _entries(trainer, source)
+    is_taken = choice_of(trainer, files.path, (entry.name for entry in entries), files.names)
+    entries = [entry for entry in entries if is_taken(entry.name, entry.is_frozen)]
     weights: tuple[LoadedModelTensor, ...] = ()
     # The optimizer state is checked against the weights, so read the weights even if only the optimizer is loaded.
     if "model" in contents or ("optimizer" in contents and _missing(source, entries) < len(entries)):

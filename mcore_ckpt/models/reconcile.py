@@ -13,7 +13,7 @@ from mcore_ckpt.sharding.regions import Shape
 from mcore_ckpt.sharding.synonyms import found_as
 from mcore_ckpt.sharding.towers import in_tower, split_language_model
 
-_HF_VALUE, _HF_BIAS = "score.weight", "score.bias"
+HF_VALUE, _HF_BIAS = "score.weight", "score.bias"
 
 
 def reconcile(
@@ -92,7 +92,7 @@ _VALUE_HINTS = {
 def _value_in(there: Mapping[str, Shape], head: str | None, is_mcore: bool) -> bool:
     if is_mcore:
         return head is not None and there[head][0] == 1
-    return _HF_VALUE in there
+    return HF_VALUE in there
 
 
 def _reconcile_value(model: HfModel, data: bool, user: bool | None) -> bool:

@@ -14,6 +14,7 @@ from mcore_ckpt.models.architectures import ARCHITECTURES
 from mcore_ckpt.models.closest import describe_closest
 from mcore_ckpt.models.config_fields import HfConfig
 from mcore_ckpt.models.quantization import quantization_of, without_quantization
+from mcore_ckpt.sharding.patterns import compiled
 from mcore_ckpt.sharding.regions import Shape
 
 # Limits on the numbers in a config. Without them, a damaged or hostile config could make the mapping list tensors
@@ -51,6 +52,7 @@ def model_from_config(
             feature without a counterpart in mcore, its weights are quantized in an unknown form, or a field holds an
             impossible value.
     """
+    compiled(ignored)
     known = known_architectures()
     model_type = config.get("model_type")
     architecture = known.get(str(model_type))

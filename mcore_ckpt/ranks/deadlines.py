@@ -24,6 +24,9 @@ RANKS_AT_ONCE = 256
 # still be waiting when rank 0 announces it.
 EXTRA_WAIT_S = 1.5
 
+# How long the processes of a command wait for each other before they say so (seconds).
+NOTICE_S = 3.0
+
 # How long an exiting interpreter waits for other ranks to commit a running save, and for uploads (seconds).
 EXIT_WAIT_S = 60.0
 

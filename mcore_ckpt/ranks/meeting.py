@@ -59,15 +59,23 @@ def single_process_agreement(name: str, timeout_s: float) -> Agreement:
 
 
 def rendezvous_at(
-    store: Any, rank: int, world_size: int, namespace: str, timeout_s: float, topic: str, host: Any = None
+    store: Any,
+    rank: int,
+    world_size: int,
+    namespace: str,
+    timeout_s: float,
+    topic: str,
+    host: Any = None,
+    start_s: float | None = None,
 ) -> Agreement:
     """Does what `rendezvous` does on a given store, which needs no process group.
 
-    `topic` is for messages. The other arguments are those of `Agreement`.
+    `topic` is for messages, and `start_s` is how long to wait for ranks that have not started yet, `timeout_s` if not
+    given. The other arguments are those of `Agreement`.
     """
     with store_failures(topic, AgreementError):
         meet = _meet_other_ranks if rank == 0 else _meet_rank_0
-        name = meet(store, namespace, rank, world_size, timeout_s, topic)
+        name = meet(store, namespace, rank, world_size, timeout_s if start_s is None else start_s, topic)
     return Agreement(store, rank, world_size, f"{namespace}/{name}", timeout_s, host)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,6 +27,7 @@ from mcore_ckpt.models.architecture import read_config
 from mcore_ckpt.models.config_fields import HfConfig
 from mcore_ckpt.models.mapping import HfTensor, Slab
 from mcore_ckpt.models.table import HF_EMBEDDING, HF_HEAD
+from mcore_ckpt.sharding.patterns import compiled
 from mcore_ckpt.sharding.plan import StoredShard
 from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.tools.differences import EXACT, Differences, Tolerance
@@ -203,7 +203,7 @@ def compare(
         True
     """
     started = time.monotonic()
-    patterns = [re.compile(pattern) for pattern in ignored]
+    patterns = compiled(ignored, "ignored")
     names = list(dict.fromkeys((*reference.tensors, *ours.tensors)))
     left_out = tuple(name for name in names if any(pattern.fullmatch(name) for pattern in patterns))
     pairs = [_Pair.of(name, ours, reference) for name in names if name not in left_out]

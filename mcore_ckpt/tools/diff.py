@@ -22,6 +22,7 @@ from mcore_ckpt.formats.contract import TensorInfo
 from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.io import tuning
 from mcore_ckpt.sharding.names import natural_order
+from mcore_ckpt.sharding.patterns import compiled
 from mcore_ckpt.sharding.plan import OPAQUE, ReadRange, ShardKey, StoredShard, plan_reads
 from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.sharding.synonyms import found_as
@@ -171,7 +172,7 @@ def diff_selected(
     both = [role for role in ours if role in theirs]
     if not both:
         raise InvalidArgumentError(f"{_told(left)}, {_told(right)}: name the folders of two roles")
-    patterns = [re.compile(pattern) for pattern in ignored]
+    patterns = compiled(ignored, "ignored")
     with reading([*ours.values(), *theirs.values()]):  # a trainer that still runs could delete a step
         pairs = [_RolePair.open(ours[role], theirs[role], patterns) for role in both]
         count = _Counter(sum(pair.nbytes for pair in pairs), progress)

@@ -6,8 +6,6 @@ a model.
 
 from __future__ import annotations
 
-import os
-import re
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +17,6 @@ import torch
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import WrittenFile
-from mcore_ckpt.config import MERGE_TIMEOUT_S
 from mcore_ckpt.errors import (
     CheckpointMismatchError,
     CheckpointNotFoundError,
@@ -31,7 +28,7 @@ from mcore_ckpt.formats.contract import CheckpointReader, TensorInfo, weights_of
 from mcore_ckpt.formats.fsdp.reader import read_copied_model
 from mcore_ckpt.formats.huggingface.adapter_folder import AdapterFolder, write_adapter_config, write_adapter_folder
 from mcore_ckpt.formats.huggingface.assets import write_config
-from mcore_ckpt.formats.huggingface.export_plan import MAX_SHARD_BYTES, ExportOptions, ExportPlan
+from mcore_ckpt.formats.huggingface.export_plan import MAX_SHARD_BYTES, ExportOptions, ExportPlan, UnknownTensorsError
 from mcore_ckpt.formats.huggingface.fp8_blocks import Fp8Blocks
 from mcore_ckpt.formats.huggingface.hub import find_folder, find_folder_together
 from mcore_ckpt.formats.huggingface.safetensors_files import read_folder
@@ -45,8 +42,8 @@ from mcore_ckpt.models.config_fields import HfConfig
 from mcore_ckpt.models.quantization import quantization_of
 from mcore_ckpt.models.reconcile import reconcile
 from mcore_ckpt.models.registry import model_from_config
-from mcore_ckpt.ranks.meeting import rendezvous_at
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide, same_everywhere
+from mcore_ckpt.sharding.patterns import compiled
 from mcore_ckpt.sharding.placement import share_of
 from mcore_ckpt.sharding.plan import PARAM
 from mcore_ckpt.steps import commit, leftovers
@@ -299,7 +296,10 @@ def _open(
     attempt = commit.new_attempt()
 
     def work() -> Record:
-        jobs.append(prepare(request, found, ranks))
+        try:
+            jobs.append(prepare(request, found, ranks))
+        except UnknownTensorsError as error:
+            raise CheckpointMismatchError(f"{error}, or leave out these tensors with --ignore") from error
         return jobs[0].described()
 
     def combine(records: Sequence[Record]) -> Record:
@@ -332,17 +332,6 @@ def _decide(
     except OSError as error:
         raise CommitError(f"{topic}: {error}") from error
     return record
-
-
-def ranks_of_torchrun() -> Agreement | None:
-    """Joins the processes that torchrun has started. Returns None if there is only one process."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return None
-    from torch.distributed.rendezvous import rendezvous
-
-    # Rounds need only the key-value store. A process group would need a backend on every rank.
-    store, rank, world_size = next(rendezvous("env://"))
-    return rendezvous_at(store, rank, world_size, "mcore_ckpt/merge", MERGE_TIMEOUT_S, "merge")
 
 
 # -- plan --------------------------------------------------------------------------------------------------
@@ -410,7 +399,7 @@ def _weights(found: FoundCheckpoint, config_dir: Path, tensors: Mapping[str, Ten
 
 
 def _without(patterns: Sequence[str], tensors: Mapping[str, TensorInfo]) -> Mapping[str, TensorInfo]:
-    left_out = [re.compile(pattern) for pattern in patterns]
+    left_out = compiled(patterns)
     return {name: info for name, info in tensors.items() if not any(p.fullmatch(name) for p in left_out)}
 
 

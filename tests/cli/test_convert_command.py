@@ -302,6 +302,31 @@ def test_arguments_that_cannot_be_used(
     assert not (tmp_path / "out").exists()
 
 
+def test_layers_that_do_not_divide_are_divided_as_the_refusal_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the 61 layers of DeepSeek-V3 on any even number of stages."""
+    folder = make_hf_folder(tmp_path / "hf", "llama", num_hidden_layers=3)
+    assert convert(folder, tmp_path / "out", "--pp", "2") == 1
+    error = capsys.readouterr().err
+    for given in (["--first-stage-layers", "1"], ["--last-stage-layers", "2"], ["--pipeline-layout", "Et|ttL"]):
+        assert given[0] in error
+        assert convert(folder, tmp_path / given[0], "--pp", "2", *given, "--test") == 0
+        manifest = json.loads((tmp_path / given[0] / "global_steps_0" / "actor" / "manifest.json").read_text())
+        assert [stage["decoder"] for stage in manifest["stages"]] == [[0], [1, 2]]
+
+
+def test_a_head_of_several_labels_is_refused_by_their_number(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_hf_folder(tmp_path / "hf", "qwen3-value")
+    tensors = load_file(folder / "model.safetensors")
+    five = {name: tensor.repeat(5, *[1] * (tensor.dim() - 1)) for name, tensor in tensors.items() if "score." in name}
+    save_file(tensors | five, folder / "model.safetensors")
+    assert convert(folder, tmp_path / "out") == 1
+    assert "gives 5 values (labels), but megatron's value head gives one" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize(
     ("changes", "words"),

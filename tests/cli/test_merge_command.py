@@ -335,6 +335,7 @@ def _configure(**fields: Any) -> Callable[[Path], None]:
         (_configure(model_type="qwen2"), "lacks decoder.layers.0.self_attention.linear_qkv.bias"),
         (_configure(model_type="unheard"), "model_type 'unheard' is not known"),
         (_configure(num_hidden_layers=3), "has decoder.layers.3."),
+        (_configure(num_hidden_layers=3), "or leave out these tensors with --ignore"),
         (_configure(tie_word_embeddings=True), "tie_word_embeddings is True, but the tensors have a head"),
         (_configure(vocab_size=1000), "shape [136, 64]"),
         (
@@ -350,6 +351,12 @@ def test_what_is_wrong_is_named(
     assert main(["merge", str(own), str(tmp_path / "out" / "merged")]) == 1
     assert words in capsys.readouterr().err
     assert nothing_left(tmp_path / "out")
+
+
+def test_tensors_that_the_model_does_not_have_are_left_out_as_the_refusal_says(own: Path, tmp_path: Path) -> None:
+    _configure(num_hidden_layers=3)(own)
+    assert main(["merge", str(own), str(tmp_path / "merged"), "--ignore", r"decoder\.layers\.3\..*"]) == 0
+    assert not any(".layers.3." in name for name in weights(tmp_path / "merged"))
 
 
 def test_code_that_the_source_does_not_have_is_warned_of(

@@ -22,6 +22,7 @@ from hf_models import (
     sample_tokens,
     transformers_logits,
 )
+from megatron.core import parallel_state
 from refusals import assert_names
 from snapshot import assert_same, poison, snapshot
 from tiers import marks
@@ -33,7 +34,10 @@ from mcore_ckpt import CheckpointConfig, CheckpointManager, load_hf
 from mcore_ckpt.errors import CheckpointMismatchError, InvalidArgumentError, UnsupportedError
 from mcore_ckpt.integrations.verl import MegatronCheckpointManager
 from mcore_ckpt.load.huggingface import Source
+from mcore_ckpt.ranks import single_process_agreement
+from mcore_ckpt.sharding.adapters import is_adapter
 from mcore_ckpt.state.model import model_shards
+from mcore_ckpt.tools.convert_native import convert_to_native
 from mcore_ckpt.tools.find import select
 from mcore_ckpt.tools.merge import MergeRequest, merge
 from mcore_ckpt.tools.reshard.reshard import reshard
@@ -250,6 +254,40 @@ def assert_same_folder(one: Path, other: Path) -> None:
     for name in {path.name for path in other.glob("adapter_config.json")}:
         texts = [json.loads((each / name).read_text()) for each in (one, other)]
         assert [{**text, "base_model_name_or_path": None} for text in texts] == [texts[1]] * 2
+
+
+@pytest.mark.parametrize("skip_frozen", [True, pytest.param(False, marks=pytest.mark.full)])
+@pytest.mark.world(2)
+def test_a_base_model_loads_under_new_adapters(
+    skip_frozen: bool, shared_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Only one stage has adapters here, and all stages load their base."""
+    folder, shape = shared_path / "hf", Shape(2, pp=2)
+    on_rank_0(lambda: make_hf_folder(folder, "qwen3"))
+    on_rank_0(
+        lambda: convert_to_native(folder, shared_path / "base", WantedLayout(), single_process_agreement("c", 60))
+    )
+    with parallel(shape.layout):
+        plain = build_model(folder, shape)
+        load_hf(plain, folder)
+        wanted = [shard.tensor.clone() for shard in model_shards(plain) if shard.key.kind == "model"]
+        last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+        chunks = adapt(build_model(folder, shape)) if last else build_model(folder, shape)
+        for chunk in chunks:
+            for name, parameter in chunk.named_parameters():
+                parameter.requires_grad_(".adapter." in name)
+        adapters = {s.key.name: s.tensor.clone() for s in model_shards(chunks) if is_adapter(s.key.name)}
+        config = replace(MODEL_ONLY, skip_frozen=skip_frozen)
+        manager = CheckpointManager(shared_path / "base", chunks, config=config)
+        manager.load()
+        manager.close()
+        with everywhere():
+            found = [s for s in model_shards(chunks) if s.key.kind == "model"]
+            base = [shard.tensor for shard in found if not is_adapter(shard.key.name)]
+            assert all(torch.equal(*pair) for pair in zip(base, wanted, strict=True))
+            assert bool(adapters) == last
+            assert all(torch.equal(s.tensor, adapters[s.key.name]) for s in found if is_adapter(s.key.name))
+            assert dist.get_rank() or "has no adapters: the base model is loaded" in caplog.text
 
 
 # -- refused -----------------------------------------------------------------------------------------------

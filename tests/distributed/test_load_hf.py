@@ -357,6 +357,23 @@ def test_what_is_said_to_have_no_counterpart_is_left_alone(shared_path: Path) ->
                     assert bool(shard.tensor.isnan().all()) == (shard.key.name == "output_layer.weight")
 
 
+@pytest.mark.world(2)
+def test_the_names_that_a_refusal_gives_can_be_ignored(shared_path: Path) -> None:
+    """It gives megatron's. A model without multi-token prediction may load a folder that has it."""
+    folder, other = shared_path / "hf", shared_path / "other"
+    on_rank_0(lambda: (make_hf_folder(folder, "deepseek_v3"), make_hf_folder(other, "deepseek_v3-mtp")))
+    with parallel(Shape(2, tp=2).layout):
+        chunks = build_model(folder, Shape(2, tp=2))
+        error = error_of(lambda: load_hf(chunks, other))
+        assert_names(raised_everywhere(CheckpointMismatchError, error), r"tensor mtp\.layers\.0\.")
+        load_hf(chunks, other, ignore=[r"mtp\.layers\..*"])
+        with everywhere():
+            assert not any(shard.tensor.isnan().any() for shard in model_shards(chunks) if shard.key.kind == "model")
+        for ignore, words in ((["*bias"], r"ignore: '\*bias' is no regular expression"), ("lm_head", "is the string")):
+            error = error_of(lambda: load_hf(chunks, other, ignore=ignore))  # noqa: B023
+            assert_names(raised_everywhere(InvalidArgumentError, error), words)
+
+
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.world(2)
 def test_what_is_not_a_number_is_refused_by_all(source: str, shared_path: Path) -> None:

@@ -27,6 +27,11 @@ from mcore_ckpt.sharding.vocabulary import has_vocabulary_rows, may_be_padding
 MAX_SHARD_BYTES = 5_000_000_000
 """The default size limit of one file, equal to that of transformers 4 (`PreTrainedModel.save_pretrained`)."""
 
+
+class UnknownTensorsError(CheckpointMismatchError):
+    """The source has tensors that the model does not have."""
+
+
 # The router adds this bias in fp32, whatever the model's dtype is (`Router._maintain_float32_expert_bias`,
 # megatron-core 0.16.1). A rounded bias would send tokens to other experts.
 _ALWAYS_AS_STORED = ("router.expert_bias",)
@@ -273,7 +278,7 @@ def _resolve(model: HfModel, wanted: Iterable[HfTensor], tensors: Mapping[str, T
     used = set(resolved.values())
     unused = [name for name in tensors if name not in used and not name.endswith("_extra_state")]
     if unused:
-        raise CheckpointMismatchError(
+        raise UnknownTensorsError(
             f"the checkpoint has {_some(unused)}, which a {model.describe()} does not have{unlike}: use the "
             "config.json of this model"
         )

@@ -20,7 +20,7 @@ from mcore_ckpt.formats.locate import same_bytes
 from mcore_ckpt.models.architecture import HfModel, read_config
 from mcore_ckpt.models.config_fields import HfConfig
 from mcore_ckpt.models.mapping import HfTensor, check_names, hf_tensors, hf_tensors_in
-from mcore_ckpt.models.reconcile import with_tower_of
+from mcore_ckpt.models.reconcile import HF_VALUE, with_tower_of
 from mcore_ckpt.models.registry import known_architectures, model_from_config
 from mcore_ckpt.models.table import Section, ValueChange
 from mcore_ckpt.ranks.rounds import Record
@@ -330,6 +330,11 @@ def _copies(model: HfModel, contents: FolderContents) -> list[tuple[str, str]]:
 
 
 def _check(folder: Path, tensor: HfTensor, stored: HfStored) -> None:
+    if tensor.name == HF_VALUE and stored.shape[:1] > (1,):
+        raise CheckpointMismatchError(
+            f"{stored.path}: tensor {tensor.name}: gives {stored.shape[0]} values (labels), but megatron's value head "
+            "gives one: only a model with one label can be converted"
+        )
     if tensor.shape != stored.shape:
         raise CheckpointMismatchError(
             f"{stored.path}: tensor {tensor.name}: has shape {list(stored.shape)}, but by {folder / 'config.json'} it "

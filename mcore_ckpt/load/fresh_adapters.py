@@ -1,0 +1,50 @@
+"""Loads a base model into a model with adapters that the checkpoint does not have: a run that begins to train them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from mcore_ckpt.errors import CheckpointMismatchError
+from mcore_ckpt.sharding.adapters import is_adapter, peft_matrix
+from mcore_ckpt.state.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+
+def choice_of(
+    trainer: Trainer, place: Path | str, live: Iterable[str], stored: Iterable[str]
+) -> Callable[[str, bool], bool]:
+    """Returns a function that says whether a tensor is to be loaded, given its name and whether it is frozen.
+
+    Adapters that the checkpoint lacks keep their values, and then the base model is loaded even with `skip_frozen`,
+    because nothing else could be.
+
+    Args:
+        trainer: the objects to load into.
+        place: the checkpoint, for messages.
+        live: the names of the model's tensors on this rank.
+        stored: the names of the checkpoint's tensors.
+
+    Raises CheckpointMismatchError if the optimizer is to be loaded, whose state is that of the base model.
+    """
+    # All ranks must decide alike, and a pipeline stage can be without adapters.
+    has_adapters = trainer.adapters is not None or any(map(_is_adapter, live))
+    if not has_adapters or "model" not in trainer.config.load_contents or any(map(is_adapter, stored)):
+        return lambda name, is_frozen: not (trainer.config.skip_frozen and is_frozen)
+    if "optimizer" in trainer.config.load_contents:
+        raise CheckpointMismatchError(
+            f"{place}: has no adapters, so it has no optimizer state for those of the model: leave 'optimizer' out of "
+            "load_contents to load the base model and to train new adapters"
+        )
+    if trainer.agreement.is_coordinator:
+        logger.warning(
+            "%s: has no adapters: the base model is loaded, and the model's adapters keep their values", place
+        )
+    return lambda name, is_frozen: not _is_adapter(name)
+
+
+def _is_adapter(name: str) -> bool:
+    """As `is_adapter`, but also for a name of PEFT's, which live modules of ROLL have."""
+    return is_adapter(name) or peft_matrix(name) is not None

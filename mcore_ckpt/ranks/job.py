@@ -1,0 +1,110 @@
+"""Connects the processes of a command that torchrun, or another launcher with the same variables, has started.
+
+It needs no process group, which would wait half an hour for a rank that is dead, and would not name it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+
+from mcore_ckpt.errors import AgreementError, CheckpointError
+from mcore_ckpt.ranks import deadlines
+from mcore_ckpt.ranks.key_value_store import store_failures
+from mcore_ckpt.ranks.meeting import rendezvous_at, single_process_agreement
+from mcore_ckpt.ranks.rounds import Agreement
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Seat:
+    """The place of this process among those of the command, and the store that all of them share.
+
+    Attributes:
+        rank, world_size: this process's number, and how many processes there are.
+        place: the host and the port of the store.
+        hosts_store: True if this process hosts the store.
+    """
+
+    rank: int
+    world_size: int
+    place: tuple[str, int]
+    hosts_store: bool
+
+    @staticmethod
+    def read(variables: Mapping[str, str]) -> Seat | None:
+        """Reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Returns None if the process works alone.
+
+        Raises ValueError if a variable is missing or invalid.
+        """
+        world_size = int(variables.get("WORLD_SIZE", "1"))
+        if world_size == 1:
+            return None
+        missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in variables]
+        if missing:
+            raise ValueError(f"{', '.join(missing)} missing")
+        rank = int(variables["RANK"])
+        if not 0 <= rank < world_size:
+            raise ValueError(f"RANK is {rank}, WORLD_SIZE is {world_size}")
+        # torchrun's agent hosts a store already, unless it is told not to.
+        hosts_store = rank == 0 and variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        return Seat(rank, world_size, (variables["MASTER_ADDR"], int(variables["MASTER_PORT"])), hosts_store)
+
+
+@contextmanager
+def job_agreement(name: str, seat: Seat | None, timeout_s: float, start_s: float) -> Iterator[Agreement]:
+    """Yields the agreement of all processes of a command, or of this process alone.
+
+    A process that a rank of a training has started inherits the training's variables, and would wait for processes that
+    nobody has started. So it says soon that it waits, and what to do.
+
+    Args:
+        name: the command's name.
+        seat: the place of this process; None if it works alone.
+        timeout_s: the timeout of each wait once all have met, in seconds.
+        start_s: how long a process waits for the others to start, in seconds.
+
+    Raises AgreementError if a rank is missing.
+    """
+    if seat is None:
+        yield single_process_agreement(name, timeout_s)
+        return
+    agreement = _meet(name, seat, timeout_s, start_s)
+    yield agreement
+    _leave(name, agreement)
+
+
+def _meet(name: str, seat: Seat, timeout_s: float, start_s: float) -> Agreement:
+    import torch.distributed as dist
+
+    is_one = f"{name}: RANK and WORLD_SIZE say that this is process {seat.rank} of {seat.world_size}"
+    alone = "If this process should work alone, as one that a training has started, unset WORLD_SIZE"
+    place = f"{seat.place[0]}:{seat.place[1]}"
+    waits = f"{is_one}: it waits up to {start_s:g} s for the others at {place}. {alone}"
+    notice = threading.Timer(deadlines.NOTICE_S, logger.warning, (waits,))
+    notice.daemon = True
+    notice.start()
+    try:
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            *seat.place, is_master=seat.hosts_store, timeout=timedelta(seconds=start_s), wait_for_workers=False
+        )
+        namespace, topic = f"mcore_ckpt/{name}", "connecting the ranks"
+        return rendezvous_at(store, seat.rank, seat.world_size, namespace, timeout_s, topic, start_s=start_s)
+    except (AgreementError, RuntimeError) as error:
+        raise AgreementError(f"{is_one}, but they have not met at {place}: {error}. {alone}") from error
+    finally:
+        notice.cancel()
+
+
+def _leave(name: str, agreement: Agreement) -> None:
+    """Ends together. If rank 0 hosts the store, it must not end before the others have read its last word."""
+    with suppress(CheckpointError), store_failures(name, AgreementError):
+        round_ = agreement.begin("leaving", timeout_s=deadlines.EXIT_WAIT_S)
+        round_.submit({})
+        if agreement.is_coordinator:
+            round_.collect(AgreementError)
