@@ -13,7 +13,7 @@ from typing import Literal
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.pt_archive import ArchiveError, PtArchive
 from mcore_ckpt.checkpoint.pt_skeleton import INDEX_RECORD
-from mcore_ckpt.errors import CheckpointCorruptError
+from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError
 from mcore_ckpt.io import json_fields as fields
 from mcore_ckpt.io import limits
 from mcore_ckpt.io.files import open_regular, read_exact, read_small
@@ -32,11 +32,13 @@ _STEP_DIR = re.compile(r"(?:global_steps?|iter)_(\d{1,18})")
 def kind_of(path: Path) -> ForeignKind | None:
     """Returns the kind of a folder that another program wrote; None if this package or an unknown program wrote it.
 
+    Raises CheckpointError: the file that says the kind is there, and may not be read.
+
     Example:
         >>> kind_of(Path("/nowhere")) is None
         True
     """
-    if (path / file_names.MANIFEST_FILE).exists():
+    if os.path.exists(path / file_names.MANIFEST_FILE):
         return None
     if torch_dist_folders(path):
         return "torch_dist"
@@ -81,16 +83,16 @@ def rank_dirs(path: Path) -> dict[str, tuple[int, ...]]:
         The name of each folder, mapped to the numbers in the name: `mp_rank_00_001` to (0, 1).
     """
     found = {}
-    for folder in sorted((path / "model").glob("mp_rank_*")):
-        match = _RANK_DIR.fullmatch(folder.name)
-        if match and model_file(folder) is not None:
-            found[folder.name] = tuple(int(number) for number in match.groups() if number is not None)
+    for name in sorted(names_in(path / "model")):
+        match = _RANK_DIR.fullmatch(name)
+        if match and model_file(path / "model" / name) is not None:
+            found[name] = tuple(int(number) for number in match.groups() if number is not None)
     return found
 
 
 def model_file(folder: Path) -> Path | None:
     """Returns the model file in one rank's folder, `model.pt` or `model_states.pt`; None if neither is there."""
-    return next((folder / name for name in _MODEL_FILES if (folder / name).is_file()), None)
+    return next((folder / name for name in _MODEL_FILES if os.path.isfile(folder / name)), None)
 
 
 def step_of(path: Path) -> int:
@@ -132,6 +134,12 @@ def _has_config(folder: Path) -> bool:
     """Returns True if the folder has the `metadata.json` of a torch_dist checkpoint."""
     try:
         config = fields.parse(read_small(folder / TORCH_DIST_CONFIG, limits.HF_JSON_BYTES))
+    except PermissionError as error:
+        # Not from the folder itself, which may be anybody's.
+        if not os.path.lexists(folder / TORCH_DIST_CONFIG):
+            return False
+        path = folder / TORCH_DIST_CONFIG
+        raise CheckpointError(f"{path}: cannot be read, so the kind of this folder is not known: {error}") from error
     except (OSError, CheckpointCorruptError, fields.FieldError):
         return False
     return "sharded_backend" in config

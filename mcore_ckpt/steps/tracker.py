@@ -119,6 +119,8 @@ def tracker_problems(root: Path) -> list[str]:
         return []
     tracked = read_tracker(root)
     if tracked is None:
+        if path.exists() and not os.access(path, os.R_OK, effective_ids=True):
+            return [f"{path}: cannot be read: permission denied"]
         return [f"{path}: {'does not name a step' if path.exists() else 'missing'}; the next save writes a new one"]
     if newest is None or tracked != newest.step:
         instead = "no step is complete" if newest is None else f"the newest complete step is {newest.step}"

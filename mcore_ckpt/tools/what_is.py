@@ -7,11 +7,13 @@ import os
 import re
 import stat
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.formats.kinds import is_hf_folder, kind_of, names_in, number_of
 from mcore_ckpt.steps.listing import find_moved_aside
 from mcore_ckpt.tools.nearby import nearby_roots
@@ -43,6 +45,8 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 # How many of the newest steps are looked at to see who wrote a folder of steps.
 _LOOKED_AT = 3
 _SHOWN = 3
+
+_ASK = "use an account that may read it, or ask its owner"
 
 _WORDS: dict[PathKind, str] = {
     "root": "a folder of steps",
@@ -108,16 +112,19 @@ def what_is(path: Path) -> PathInfo:
         return _missing(path)
     if not is_folder:
         return _file(path)
-    kind = _ours(path, names) or _foreign(path, names)
+    try:
+        kind = _ours(path, names) or _foreign(path, names)
+    except CheckpointError as error:
+        return PathInfo(path, "unreadable", str(error).removeprefix(f"{path}: "), _ASK)
+    if kind is None:
+        steps = sorted((number, name) for name in names if (number := _step_in(name)) is not None)
+        if steps:
+            return _folder_of_steps(path, [path / name for _, name in steps[: -_LOOKED_AT - 1 : -1]])
     roots = tuple(nearby_roots(path))
     is_above = bool(roots) and Path(os.path.abspath(roots[0])) in Path(os.path.abspath(path)).parents
     if kind is not None:
         advice = _advice(kind, path) + (f", and its steps are in {roots[0]}" if is_above else "")
         return PathInfo(path, kind, _WORDS[kind], advice, roots if is_above else ())
-    numbers = {name: file_names.parse_step(name) or number_of(name) for name in names}
-    steps = sorted((number, name) for name, number in numbers.items() if number is not None)
-    if steps:
-        return _folder_of_steps(path, [path / name for _, name in steps[: -_LOOKED_AT - 1 : -1]])
     if roots:
         shown = ", ".join(map(str, roots[:_SHOWN]))
         shown += f" and {len(roots) - _SHOWN} more" if len(roots) > _SHOWN else ""
@@ -127,6 +134,11 @@ def what_is(path: Path) -> PathInfo:
         return PathInfo(path, "inside" if is_above else "parent", what, advice, roots)
     kind = "other" if names else "empty"
     return PathInfo(path, kind, _WORDS[kind])
+
+
+def _step_in(name: str) -> int | None:
+    step = file_names.parse_step(name)
+    return number_of(name) if step is None else step
 
 
 def _ours(path: Path, names: set[str]) -> PathKind | None:
@@ -157,9 +169,11 @@ def _foreign(path: Path, names: set[str]) -> PathKind | None:
 def _foreign_step(path: Path) -> PathKind | None:
     """Returns the kind of a step that another program wrote, in its folder or in a role's; None if it may be ours."""
     folders = [path, *(path / name for name in sorted(names_in(path)))]
-    if any((folder / file_names.MANIFEST_FILE).exists() for folder in folders):
+    if any(os.path.exists(folder / file_names.MANIFEST_FILE) for folder in folders):
         return None
-    return next((kind for folder in folders if (kind := _foreign(folder, names_in(folder))) is not None), None)
+    with suppress(CheckpointError):  # what may not be read may be ours
+        return next((kind for folder in folders if (kind := _foreign(folder, names_in(folder))) is not None), None)
+    return None
 
 
 def _folder_of_steps(path: Path, steps: Sequence[Path]) -> PathInfo:
@@ -190,7 +204,7 @@ def _advice(kind: PathKind, path: Path) -> str:
 
 def _file(path: Path) -> PathInfo:
     for folder in path.absolute().parents:
-        if (folder / file_names.MANIFEST_FILE).exists():
+        if os.path.exists(folder / file_names.MANIFEST_FILE):
             return PathInfo(path, "file", "a file of a checkpoint", f"name the folder {folder}")
     return PathInfo(path, "file", "a file", "name a folder")
 
@@ -224,4 +238,4 @@ def _permission(path: Path) -> tuple[str, str]:
             break
         except OSError:
             break
-    return f"cannot be read: permission denied by {closed}", "use an account that may read it, or ask its owner"
+    return f"cannot be read: permission denied by {closed}", _ASK

@@ -45,6 +45,7 @@ KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "hf": ("a HuggingFace model", ("test", "convert --hf_model_path")),
     "adapter": ("an adapter in PEFT's form", ("test", "convert --hf_model_path")),
     "empty": ("an empty folder", (*STEPS, *OURS, "test", "convert --hf_model_path")),  # each says what it lacks
+    "zero": ("a folder of steps", (*STEPS, *OURS)),
     "hf/config.json": ("a file", ()),
     "root/global_steps_3/actor/manifest.json": ("a file of a checkpoint", ()),
     "rot": ("there is no such folder: the closest name is", ()),
@@ -75,6 +76,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (made / "verl of ours" / "global_step_3" / "data.pt").write_bytes(b"x")
     for name in ("flat", "verl of ours"):
         (made / name / file_names.TRACKER_FILE).write_text("3")
+    make_version(made / "made" / "global_steps_0" / "actor", 0)
+    (made / "zero").mkdir()
+    (made / "made" / "global_steps_0").rename(made / "zero" / "checkpoint-0")
+    (made / "zero" / file_names.TRACKER_FILE).write_text("0")
+    shutil.rmtree(made / "made")
     make_torch_dist(made / "torch_dist")
     for number in (5, 10):
         shutil.copytree(made / "torch_dist", made / "megatron" / f"iter_{number:07d}")
@@ -184,6 +190,37 @@ def test_what_may_not_be_read_is_not_called_missing(
         os.chmod(tmp_path / "hidden", 0o700)
         why = f"cannot be read: permission denied by {tmp_path / 'hidden'}"
         assert f"{tmp_path / place}: {why}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("closed", ["global_steps_3", "global_steps_3/actor", "global_steps_3/actor/manifest.json"])
+def test_a_step_that_may_not_be_read_hides_no_other(
+    closed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It belongs to another user. The steps beside it are of use nevertheless."""
+    root = tmp_path / "root"
+    shutil.copytree("root", root)
+    make_version(root / "global_steps_2" / "actor", 2)
+    protect(root / closed)
+    with without_privileges():
+        assert main(["list", str(root)]) == 0
+        said = capsys.readouterr().out
+        assert f"{root / closed}: cannot be read: " in said
+        assert "newest complete step: 2" in said
+        assert main(["inspect", str(root)]) == 0
+        assert "step 2 of actor" in capsys.readouterr().out
+    os.chmod(root / closed, 0o700)
+
+
+def test_a_kind_that_may_not_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree("torch_dist", tmp_path / "dist")
+    shutil.copytree("root", tmp_path / "root")
+    protect(tmp_path / "dist" / "metadata.json")
+    protect(tmp_path / "root" / file_names.TRACKER_FILE)
+    with without_privileges():
+        assert main(["merge", str(tmp_path / "dist"), str(tmp_path / "out")]) == 1
+        assert "metadata.json: cannot be read, so the kind of this folder is not known" in capsys.readouterr().err
+        assert main(["verify", str(tmp_path / "root")]) == 1
+        assert f"{file_names.TRACKER_FILE}: cannot be read: permission denied" in capsys.readouterr().out
 
 
 def test_a_file_that_may_not_be_read_is_not_called_damaged(
