@@ -7,7 +7,8 @@ twenty entries, whatever the ranks own: each number of a name can be a range, an
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from itertools import product
 
 # A number of a name. One that begins with a zero, or is very long, is text, so that the name can be made again.
@@ -30,7 +31,10 @@ def fold(names: Iterable[str]) -> list[str]:
         >>> fold(["layers.0.w", "layers.1.w", "layers.3.w", "head.w"])
         ['head.w', 'layers.[0-1,3].w']
     """
-    return _entries(_by_pattern(map(_split, names)))
+    found: dict[str, set[Numbers]] = {}
+    for pattern, numbers in map(_split, names):
+        found.setdefault(pattern, set()).add(numbers)
+    return _entries(found)
 
 
 def join(lists: Iterable[Sequence[str]]) -> list[str]:
@@ -40,7 +44,12 @@ def join(lists: Iterable[Sequence[str]]) -> list[str]:
         >>> join([["layers.[0-1].w"], ["layers.1.w", "layers.2.w"]])
         ['layers.[0-2].w']
     """
-    return _entries(_by_pattern((pattern, numbers) for entries in lists for pattern, numbers in _unfolded(entries)))
+    found: dict[str, set[Numbers]] = {}
+    # Thousands of ranks have hundreds of thousands of names in many equal entries, so each step here is one in C.
+    for entry in set().union(*lists):
+        pattern, texts = _texts(entry)
+        found.setdefault(pattern, set()).update(product(*map(_numbers, texts)))
+    return _entries(found)
 
 
 class NameLists:
@@ -86,32 +95,29 @@ def _split(name: str) -> tuple[str, Numbers]:
 def _read(entry: str) -> tuple[str, tuple[Ranges, ...]]:
     if not isinstance(entry, str):
         raise ValueError(f"wanted a name, found a {type(entry).__name__}")
+    pattern, texts = _texts(entry)
+    return pattern, tuple(map(_ranges, texts))
+
+
+def _texts(entry: str) -> tuple[str, list[str]]:
+    """Returns the pattern of an entry, and the text of the numbers in each place."""
     if entry.startswith(_AS_IT_IS):
-        return entry, ()
+        return entry, []
     parts = _NUMBERS.split(entry)
-    texts = zip(parts[1::3], parts[2::3], strict=True)
-    return _ANY.join(parts[::3]), tuple(_ranges(ranges or number) for ranges, number in texts)
+    return _ANY.join(parts[::3]), [ranges or number for ranges, number in zip(parts[1::3], parts[2::3], strict=True)]
 
 
+@lru_cache(maxsize=1 << 14)
+def _numbers(text: str) -> list[int]:
+    return [number for first, last in _ranges(text) for number in range(first, last + 1)]
+
+
+@lru_cache(maxsize=1 << 14)
 def _ranges(text: str) -> Ranges:
     found = [_RANGE.fullmatch(part) for part in text.split(",")]
     if None in found:
         raise ValueError(f"no range of numbers: {text}")
     return tuple((int(match[1]), int(match[2] or match[1])) for match in found if match is not None)
-
-
-def _unfolded(entries: Iterable[str]) -> Iterator[tuple[str, Numbers]]:
-    for entry in entries:
-        pattern, ranges = _read(entry)
-        for numbers in product(*([n for first, last in each for n in range(first, last + 1)] for each in ranges)):
-            yield pattern, numbers
-
-
-def _by_pattern(split: Iterable[tuple[str, Numbers]]) -> dict[str, set[Numbers]]:
-    found: dict[str, set[Numbers]] = {}
-    for pattern, numbers in split:
-        found.setdefault(pattern, set()).add(numbers)
-    return found
 
 
 def _entries(by_pattern: dict[str, set[Numbers]]) -> list[str]:
@@ -134,8 +140,8 @@ def _boxes(numbers: frozenset[Numbers]) -> list[tuple[str, ...]]:
     if () in numbers:
         return [()]
     rests: dict[int, set[Numbers]] = {}
-    for first, *rest in numbers:
-        rests.setdefault(first, set()).add(tuple(rest))
+    for each in numbers:
+        rests.setdefault(each[0], set()).add(each[1:])
     firsts: dict[frozenset[Numbers], list[int]] = {}
     for first in sorted(rests):
         firsts.setdefault(frozenset(rests[first]), []).append(first)
