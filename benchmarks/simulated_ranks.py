@@ -72,6 +72,7 @@ GROUPS: list[dict[str, Any]] = [
     }
     for wd_mult in (1.0, 0.0)
 ]
+KEYS = [[group.key for group in live_groups(GROUPS)]]
 
 # What a rank says of its files in the opening round.
 NEED = Need((10**9, 10**9, 40_000, 2_000), frozenset({"model/mp_rank_00_000", "optim", "rng_states", "extra_state"}))
@@ -325,7 +326,8 @@ class Rank0:
 
         def describe(records: Sequence[Record]) -> Any:
             collected.append(time.perf_counter())
-            arguments = (self._trainer, self._names, attempt.staging, common, step, (ROLE,), attempt.number, records)
+            save = (step, (ROLE,), attempt.number, records)
+            arguments = (self._trainer, self._names, attempt.staging, common, KEYS, *save)
             with phases.phase("describe"):
                 return replace(build_manifest(*arguments), save_timeline=timeline_of(records, (12.345678, 13.456789)))
 
@@ -512,7 +514,7 @@ class Reporter:
         times = RankTimes((0.000012, 0.123456), (0.123456, 1.234567), (0.234567, 12.345678), 1.345678, 10_000_000_000)
 
         def report(names: TensorNames) -> Record:
-            self._groups = self._members.listed([[group.key for group in live_groups(GROUPS)]])
+            self._groups = self._members.listed(KEYS)
             sent = names.to_send(self._plans, self._rank, self._groups)
             return rank_report(trainer, written, self._plans, sent, [1], self._groups.holds, times)
 

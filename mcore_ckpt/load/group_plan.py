@@ -39,6 +39,10 @@ class PartGroups:
     live: tuple[LiveGroup, ...]
     candidates: tuple[int, ...]
 
+    @property
+    def keys(self) -> list[str]:
+        return [group.key for group in self.live]
+
     def to_record(self) -> Record:
         # Settings travel as text, because records are strict JSON, and a rate may be infinite or no number.
         changed = ({"settings": json.dumps(group.settings), "found_in": sorted(group.found_in)} for group in self.live)
@@ -89,20 +93,19 @@ class GroupPlan:
             outcome["replaced"] += found.changes.replaced
         return outcome
 
-    def complete(
-        self, parts: Sequence[OptimizerPart], saved: Sequence[SavedPart], outcome: Record
-    ) -> tuple[SavedPart, ...]:
+    def complete(self, saved: Sequence[SavedPart], outcome: Record) -> tuple[SavedPart, ...]:
         """Returns the saved state of the parts with the counterparts that rank 0 has found."""
-        numbers: Sequence[Mapping[str, Any]] = outcome["numbers"]
+        groups, numbers = self.saved.groups, outcome["numbers"]
         return tuple(
-            state if known is None else replace(state, param_groups=in_order(part, found, self.saved.groups))
-            for part, state, known, found in zip(parts, saved, self.parts, numbers, strict=True)
+            state if of_part is None else replace(state, param_groups=in_order(of_part.keys, found, groups))
+            for state, of_part, found in zip(saved, self.parts, numbers, strict=True)
         )
 
 
 def plan_groups(
     optimizers: Sequence[Mapping[str, Any]],
     parts: Sequence[OptimizerPart],
+    keys: Sequence[Sequence[str]],
     by_part: Sequence[Sequence[ParameterState]],
     saved: Sequence[SavedPart],
     locator: Locator,
@@ -113,6 +116,7 @@ def plan_groups(
     Args:
         optimizers: the saved optimizers, as `common.pt` has them.
         parts: the parts of the live optimizer.
+        keys: the keys of each part's groups.
         by_part: this rank's parameters of each part.
         saved: the saved state of each part.
         locator: knows the names that parameters have in the checkpoint.
@@ -120,14 +124,14 @@ def plan_groups(
     """
     groups = SavedGroups.of(optimizers)
     found: list[PartGroups | None] = []
-    for part, states, state in zip(parts, by_part, saved, strict=True):
+    for part, of_part, states, state in zip(parts, keys, by_part, saved, strict=True):
         if part.inner is None or state.starts_anew:
             found.append(None)
             continue
         candidates = groups.numbers_of(part.kind_name) if groups.members is not None else state.candidates
         names = ((s.group, s.name, _stored_name(locator, s.name)) for s in states)
         members = [(place, name, stored) for place, name, stored in names if place is not None]
-        found.append(PartGroups(groups.with_members(read_live_groups(part), members, candidates), candidates))
+        found.append(PartGroups(groups.with_members(read_live_groups(part, of_part), members, candidates), candidates))
     return GroupPlan(groups, schedules, tuple(found))
 
 

@@ -373,7 +373,7 @@ def _plan_together(trainer: Trainer, folder: Folder) -> LoadPlan:
         return {"new_moments": new_moments, "groups": groups}
 
     own, outcome = plan_together(trainer.agreement, f"checking {folder}", plan, check)
-    return own.with_groups(trainer, outcome["groups"]).with_new_moments(outcome["new_moments"])
+    return own.with_groups(outcome["groups"]).with_new_moments(outcome["new_moments"])
 
 
 def _apply_together(trainer: Trainer, plan: LoadPlan, check: bool) -> int:

@@ -34,7 +34,7 @@ from mcore_ckpt.state import optimizer as optimizer_state
 from mcore_ckpt.state.model import EXTRA_STATE, model_shards
 from mcore_ckpt.state.model_facts import DifferentFact
 from mcore_ckpt.state.optimizers.chain import optimizer_parts
-from mcore_ckpt.state.param_groups import NO_CHANGES, GroupChanges, SavedPart, match_parts
+from mcore_ckpt.state.param_groups import NO_CHANGES, GroupChanges, SavedPart, group_keys, match_parts
 from mcore_ckpt.state.rng import seed_of
 from mcore_ckpt.state.scheduler import check_scheduler, schedules_of
 from mcore_ckpt.state.shards import LocalShard, ParameterState
@@ -111,12 +111,11 @@ class LoadPlan:
         )
         return replace(self, parts=parts, common=replace(self.common, optimizers=saved))
 
-    def with_groups(self, trainer: Trainer, outcome: Record) -> LoadPlan:
+    def with_groups(self, outcome: Record) -> LoadPlan:
         """Returns the plan with the param groups that rank 0 has found for all ranks."""
         if self.common is None:
             return self
-        parts = optimizer_parts(trainer.optimizer)
-        saved = self.common.groups.complete(parts, self.common.optimizers, outcome)
+        saved = self.common.groups.complete(self.common.optimizers, outcome)
         changes = GroupChanges(tuple(outcome["kept"]), tuple(outcome["replaced"]))
         return replace(self, common=replace(self.common, optimizers=saved, changes=changes))
 
@@ -334,7 +333,8 @@ def _read_common(
     optimizers = match_parts(parts, common["optimizers"], trainer.config.reset_moments)
     check_scheduler(trainer.lr_scheduler, common["lr_scheduler"])
     schedules = schedules_of(trainer.lr_scheduler, common["lr_scheduler"])
-    groups = plan_groups(common["optimizers"], parts, by_part, optimizers, locator, schedules)
+    keys = group_keys(parts, trainer.group_keys)
+    groups = plan_groups(common["optimizers"], parts, keys, by_part, optimizers, locator, schedules)
     return CommonState(optimizers, common["lr_scheduler"], groups)
 
 

@@ -15,9 +15,8 @@ from typing import Any
 
 from mcore_ckpt.sharding.name_lists import fold, join
 from mcore_ckpt.state.group_fields import EXPERTS
-from mcore_ckpt.state.group_matching import live_groups
 from mcore_ckpt.state.optimizers.chain import optimizer_parts
-from mcore_ckpt.state.param_groups import read_live_groups
+from mcore_ckpt.state.param_groups import group_keys
 from mcore_ckpt.state.shards import ParameterState
 from mcore_ckpt.state.trainer import Trainer
 
@@ -77,11 +76,11 @@ class GroupMembers:
         return GroupList(tuple(lines))
 
 
-def read_group_keys(trainer: Trainer) -> list[list[str]]:
-    """Returns what tells the groups of each chained optimizer apart. Reads no tensor."""
+def keys_to_save(trainer: Trainer) -> tuple[tuple[str, ...], ...]:
+    """Returns the keys of each chained optimizer's groups; none if the optimizer is not saved."""
     if "optimizer" not in trainer.config.save_contents:
-        return []
-    return [[group.key for group in read_live_groups(part)] for part in optimizer_parts(trainer.optimizer)]
+        return ()
+    return group_keys(optimizer_parts(trainer.optimizer), trainer.group_keys)
 
 
 def join_groups(lists: Iterable[Sequence[str]]) -> dict[GroupId, list[str]]:
@@ -99,17 +98,18 @@ def join_groups(lists: Iterable[Sequence[str]]) -> dict[GroupId, list[str]]:
     return {group: join(every) for group, every in found.items()}
 
 
-def add_members(optimizers: Sequence[dict[str, Any]], members: Mapping[GroupId, list[str]]) -> None:
-    """Writes the members beside the param groups of `common.pt`, in the same order.
+def add_members(
+    optimizers: Sequence[dict[str, Any]], keys: Sequence[Sequence[str]], members: Mapping[GroupId, list[str]]
+) -> None:
+    """Writes the members beside the param groups of `common.pt`, which have these keys, in the same order.
 
     A group that rank 0 does not have is added with what its ranks say of it. It has no rates, which follow from the
     scheduler.
     """
-    for part, state in enumerate(optimizers):
-        keys = [group.key for group in live_groups(state["param_groups"])]
-        others = [key for number, key in sorted(members) if number == part and key not in keys]
+    for part, (state, of_part) in enumerate(zip(optimizers, keys, strict=True)):
+        others = [key for number, key in sorted(members) if number == part and key not in of_part]
         state["param_groups"] = [*state["param_groups"], *map(_fields_of, others)]
-        state["members"] = [members.get((part, key), []) for key in (*keys, *others)]
+        state["members"] = [members.get((part, key), []) for key in (*of_part, *others)]
 
 
 def _fields_of(key: str) -> dict[str, Any]:

@@ -31,6 +31,7 @@ def build_manifest(
     names: TensorNames,
     staging: Path,
     common: Mapping[str, Any],
+    groups: Sequence[Sequence[str]],
     step: int,
     roles: tuple[str, ...],
     attempt: str,
@@ -45,6 +46,7 @@ def build_manifest(
         staging: the staging folder of the save.
         common: the state that all ranks share (`read_common`). This function adds the optimizers' steps and the
             members of their param groups.
+        groups: the keys of the param groups in `common`, by optimizer.
         step, roles, attempt: values that the manifest contains unchanged.
         records: the report of each rank (`rank_reports.rank_report`), by rank.
         save_count: see `Placement`. It is for the fast tier.
@@ -64,7 +66,7 @@ def build_manifest(
     for record in records:
         names.receive(record["names"])
     if "optimizer" in trainer.config.save_contents:
-        add_members(common["optimizers"], names.groups(record["groups"] for record in records))
+        add_members(common["optimizers"], groups, names.groups(record["groups"] for record in records))
         for number, part in enumerate(common["optimizers"]):
             part["step"] = _common_step(number, [record["steps"][number] for record in records])
         file = write_plain(staging, file_names.COMMON_FILE, "common", pickle_plain(common))

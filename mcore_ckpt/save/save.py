@@ -28,7 +28,7 @@ from mcore_ckpt.save.capture import Capture, capture_in_place
 from mcore_ckpt.save.context import SaveContext
 from mcore_ckpt.save.copies import CopyHandle
 from mcore_ckpt.save.drain import DrainHandle
-from mcore_ckpt.save.group_lists import NO_GROUPS, read_group_keys
+from mcore_ckpt.save.group_lists import NO_GROUPS, keys_to_save
 from mcore_ckpt.save.hf_export import completed, export_together
 from mcore_ckpt.save.host_images import ReservedImages
 from mcore_ckpt.save.need import need_of_rank
@@ -96,7 +96,7 @@ class Save:
         # Reading one step number per parameter takes a while. Without images the state does not change until the save
         # ends, so the numbers can be read later, while the disk is writing.
         self._steps = read_steps(self._trainer) if self._has_images else None
-        self._group_keys = read_group_keys(self._trainer)
+        self._group_keys = keys_to_save(self._trainer)
         self._groups = NO_GROUPS
         self._attempt: Attempt | None = None
         self._capture: Capture | Exception | None = None
@@ -340,6 +340,7 @@ class Save:
             names,
             attempt.staging,
             self._small.common,
+            self._group_keys,
             self.step,
             self._roles,
             attempt.number,

@@ -45,9 +45,28 @@ def read_param_groups(part: OptimizerPart) -> list[dict[str, Any]]:
     ]
 
 
-def read_live_groups(part: OptimizerPart) -> list[LiveGroup]:
-    """Returns what tells the groups of a part apart. Reads no tensor."""
-    return live_groups(_fields(part))
+def read_live_groups(part: OptimizerPart, keys: Sequence[str] = ()) -> list[LiveGroup]:
+    """Returns what tells the groups of a part apart. Reads no tensor.
+
+    `keys` are the groups' keys if they are known already.
+    """
+    found = live_groups(_fields(part))
+    if len(keys) != len(found):
+        return found
+    return [replace(group, key=key) for group, key in zip(found, keys, strict=True)]
+
+
+def group_keys(parts: Sequence[OptimizerPart], known: Sequence[Sequence[str]] = ()) -> tuple[tuple[str, ...], ...]:
+    """Returns what the groups of each part have in all ranks' reports.
+
+    Ranks keep the keys that they had at first (`known`), because a load that failed may have changed the groups of some
+    ranks. Keys of a part to which groups were added are read anew.
+    """
+    before = known if len(known) == len(parts) else [()] * len(parts)
+    return tuple(
+        tuple(keys) if len(keys) == len(part.param_groups) else tuple(group.key for group in read_live_groups(part))
+        for part, keys in zip(parts, before, strict=True)
+    )
 
 
 def _fields(part: OptimizerPart) -> list[dict[str, Any]]:
@@ -214,12 +233,12 @@ def match_groups(
     groups = [SavedGroup(number, fields) for number, fields in enumerate(saved)]
     live = [replace(group, member="") for group in read_live_groups(part)]
     found = find_counterparts(live, groups, False, schedules)
-    return in_order(part, found.numbers, groups), found.changes
+    return in_order([group.key for group in live], found.numbers, groups), found.changes
 
 
-def in_order(part: OptimizerPart, numbers: Mapping[str, int | None], saved: Sequence[SavedGroup]) -> list[Group | None]:
-    """Returns the counterparts of a part's groups in the order of this rank."""
-    found = (numbers[group.key] for group in read_live_groups(part))
+def in_order(keys: Iterable[str], numbers: Mapping[str, int | None], saved: Sequence[SavedGroup]) -> list[Group | None]:
+    """Returns the counterparts of a part's groups, given by their keys, in the order of this rank."""
+    found = map(numbers.__getitem__, keys)
     return [None if number is None else saved[number].fields for number in found]
 
 

@@ -37,6 +37,8 @@ class Trainer:
         adapters: the settings of the model's low-rank adapters. None if it has none, and until all ranks have told.
         model: what the model computes with its tensors (`state/model_facts.py`), as far as this rank knows.
         vocab_size: how many tokens the vocabulary has without padding. None if it is unknown.
+        group_keys: what tells the param groups of each chained optimizer apart, as it was when the manager was made
+            (`param_groups.group_keys`).
         source_files: the files beside the weights of the model that the training started from, by path. Rank 0's first
             save fills it.
         nodes: the nodes of the job, if there is a fast tier.
@@ -61,5 +63,6 @@ class Trainer:
     model: Facts = field(default_factory=dict)
     layers: Layers = field(default_factory=dict)
     adapters: AdapterSettings | None = None
+    group_keys: tuple[tuple[str, ...], ...] = ()
     source_files: dict[str, bytes] = field(default_factory=dict)
     nodes: Nodes | None = None

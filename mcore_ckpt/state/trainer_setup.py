@@ -22,6 +22,8 @@ from mcore_ckpt.state.adapters import adapter_settings, own_adapters
 from mcore_ckpt.state.megatron_versions import check_megatron
 from mcore_ckpt.state.model import chunk_layers, model_shards, own_layers, process_groups_of, whole_layers
 from mcore_ckpt.state.model_facts import read_facts
+from mcore_ckpt.state.optimizers.chain import optimizer_parts
+from mcore_ckpt.state.param_groups import group_keys
 from mcore_ckpt.state.shards import LocalShard
 from mcore_ckpt.state.trainer import Trainer
 from mcore_ckpt.state.unsupported import (
@@ -72,6 +74,7 @@ def read_trainer(
         replicas=read_replicas(groups),
         agreement=agreement,
         model=read_facts(chunks),
+        group_keys=group_keys(optimizer_parts(objects["optimizer"])),
         **objects,
     )
 

@@ -308,7 +308,7 @@ def test_a_checkpoint_without_members_is_never_guessed_from(shared_path: Path, m
     """As all checkpoints of older versions are: `common.pt` without members."""
     layout = LAYOUTS["plain"]
     own: Own = {EMBEDDING: {"max_lr": 1e-3}, MATRICES: {"max_lr": 2e-3}}
-    monkeypatch.setattr("mcore_ckpt.save.new_manifest.add_members", lambda optimizers, members: None)
+    monkeypatch.setattr("mcore_ckpt.save.new_manifest.add_members", lambda optimizers, keys, members: None)
     with parallel(layout):
         first = build_with(layout, monkeypatch, own)
         train(first, 0, 3)
