@@ -74,10 +74,12 @@ class AdapterSettings:
     Attributes:
         alpha: an adapter of rank r is scaled by alpha / r.
         dropout: the probability with which training drops an adapter's input.
+        trained: the names of the parameters that are trained beside the adapters. None if that is not known.
     """
 
     alpha: float
     dropout: float = 0.0
+    trained: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
     record["topology"] = vars(manifest.topology)
     record["ranks"] = [vars(rank) for rank in manifest.ranks]
     record["stages"] = [vars(stage) for stage in manifest.stages]
-    record["adapters"] = manifest.adapters and vars(manifest.adapters)
+    adapters = manifest.adapters
+    record["adapters"] = adapters and {key: value for key, value in vars(adapters).items() if value is not None}
     record["save_timeline"] = manifest.save_timeline and encoded_timeline(manifest.save_timeline)
     record["placement"] = manifest.placement and placements.encoded(manifest.placement)
     record["run"] = manifest.run and provenance.encoded_run(manifest.run)
@@ -247,7 +250,8 @@ def _read_manifest(record: Mapping[str, Any]) -> Manifest:
 
 def _read_adapters(item: Any) -> AdapterSettings:
     record = fields.as_dict(item, "adapters")
-    return AdapterSettings(fields.get_number(record, "alpha"), fields.get_number(record, "dropout"))
+    trained = fields.get_names(record, "trained") if record.get("trained") is not None else None
+    return AdapterSettings(fields.get_number(record, "alpha"), fields.get_number(record, "dropout"), trained)
 
 
 def _read_model(item: Any) -> dict[str, Any]:

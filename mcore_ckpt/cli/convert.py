@@ -229,12 +229,15 @@ def _convert(args: argparse.Namespace, source: str, agreement: Agreement, progre
 def _show(report: ConversionReport, as_json: bool) -> None:
     if as_json:
         plain = asdict(report)
-        print(json.dumps({**plain, "source": str(report.source), "path": str(report.path)}))
+        left_out = [each.as_json() for each in report.left_out]
+        print(json.dumps({**plain, "source": str(report.source), "path": str(report.path), "left_out": left_out}))
         return
     console = result_console()
     speed = report.nbytes / report.seconds / 1e9
     console.print(f"{report.path}: {report.model}", markup=False)
     console.print(f"{report.nbytes / 1e9:.2f} GB in {report.seconds:.1f} s ({speed:.2f} GB/s)", markup=False)
+    for each in report.left_out:
+        console.print(f"  {each.text}", markup=False)
 
 
 def _show_back(report: WayBackReport, as_json: bool) -> None:

@@ -205,6 +205,8 @@ def _show(report: MergeReport) -> None:
         f"{report.nbytes / 1e9:.2f} GB in {report.files} files, {report.seconds:.1f} s ({speed:.2f} GB/s)",
         markup=False,
     )
+    for each in report.left_out:
+        console.print(f"  {each.text}", markup=False)
 
 
 def as_json(report: MergeReport) -> dict[str, Any]:
@@ -218,5 +220,6 @@ def as_json(report: MergeReport) -> dict[str, Any]:
         "bytes": report.nbytes,
         "multi_token_prediction": report.has_mtp,
         **({} if report.adapters is None else {"adapters": report.adapters}),
+        "left_out": [each.as_json() for each in report.left_out],
         "seconds": report.seconds,
     }

@@ -31,6 +31,7 @@ from mcore_ckpt.load.fill import Encode, TensorFill, fill_tensors, refuse_freed
 from mcore_ckpt.load.quantized_weights import Target, quantized_targets
 from mcore_ckpt.load.scatter import Request, scatter
 from mcore_ckpt.load.together import Runs, fill_together, names_left_over, plan_together, positions_taken
+from mcore_ckpt.models.accounting import LeftOut
 from mcore_ckpt.models.architecture import HfModel
 from mcore_ckpt.models.mapping import HfTensor, hf_tensors_in
 from mcore_ckpt.models.mcore_config import check_model
@@ -83,6 +84,7 @@ class HfLoadReport:
         tensors: the number of this rank's tensors that were filled.
         nbytes: the bytes that this rank read.
         seconds: the time from the call to the last agreement.
+        left_out: what was not read of the folder, by reason.
     """
 
     path: Path
@@ -90,6 +92,7 @@ class HfLoadReport:
     tensors: int
     nbytes: int
     seconds: float
+    left_out: tuple[LeftOut, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,7 +145,7 @@ def load_hf(
 
     In a model with LoRA adapters (Megatron-Bridge's LoRA, CanonicalLoRA, DoRA), the folder of a model fills everything
     but the adapters, which keep their values. The folder of an adapter in PEFT's form (`adapter_config.json`,
-    `adapter_model.safetensors`) fills the adapters and nothing else.
+    `adapter_model.safetensors`) fills the adapters, and the modules that were trained as a whole beside them.
 
     Before a byte changes, all ranks check names and shapes and agree on the result. Each rank looks for NaN only
     afterwards, in the tensors that it has filled, because otherwise it would have to read every file twice.
@@ -218,7 +221,8 @@ def load_hf(
         if has_quantized(here.chunks):
             write_weights(here.chunks, optimizer)
     seconds = time.monotonic() - started
-    return HfLoadReport(path, plan.reader.model.describe(), len(plan.requests), nbytes, seconds)
+    model_read, left_out = plan.reader.model.describe(), plan.reader.left_out
+    return HfLoadReport(path, model_read, len(plan.requests), nbytes, seconds, left_out)
 
 
 def _here(model: Any, optimizer: Any, agreement: Agreement) -> _Here:
@@ -375,7 +379,9 @@ def _taken(here: _Here, reader: HuggingFaceReader) -> Iterator[LocalShard]:
     """Yields the tensors of this rank that are to be filled."""
     fills_adapters = isinstance(reader, AdapterReader)
     for shard in here.shards:
-        if is_adapter(shard.key.name) != fills_adapters:
+        # The folder of an adapter can have modules that were trained as a whole.
+        is_beside = fills_adapters and any(name in reader.names for name in synonyms(shard.key.name))
+        if is_adapter(shard.key.name) != fills_adapters and not is_beside:
             continue
         if shard.key.kind == MODEL and not any(reader.model.ignores(name) for name in synonyms(shard.key.name)):
             yield shard

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mcore_ckpt.errors import CheckpointMismatchError, UnsupportedError
 from mcore_ckpt.models.architecture import HfModel
 from mcore_ckpt.models.low_rank import Factor, LowRank
-from mcore_ckpt.models.mapping import HfTensor, Slab, hf_tensors
+from mcore_ckpt.models.mapping import HfTensor, Slab, hf_tensors, is_mtp
 from mcore_ckpt.sharding.adapters import LINEAR_IN, LINEAR_OUT, MAGNITUDE, AdapterKey, adapters_among
 from mcore_ckpt.sharding.names import expert_of
 from mcore_ckpt.sharding.regions import Piece, Region, Shape
+from mcore_ckpt.sharding.synonyms import found_as
 
 PEFT_PREFIX = "base_model.model."
 WEIGHT = ".weight"
@@ -187,6 +188,96 @@ def has_adapter(tensor: HfTensor) -> bool:
     return any(slab.low_rank is not None for slab in tensor.slabs)
 
 
+@dataclass(frozen=True)
+class Beside:
+    """What was trained beside adapters, in PEFT's form.
+
+    Attributes:
+        tensors: the tensors with PEFT's names. `mcore` in their slabs is the name in the source.
+        modules: the modules that are whole among them, for `modules_to_save`. PEFT (0.21) reads other tensors, such as
+            a router's bias alone, straight into the base model.
+    """
+
+    tensors: tuple[HfTensor, ...] = ()
+    modules: tuple[str, ...] = ()
+
+    @property
+    def sources(self) -> set[str]:
+        """The names of their tensors in the source."""
+        return {slab.mcore for tensor in self.tensors for slab in tensor.slabs if slab.mcore}
+
+
+def trained_beside(
+    model: HfModel, adapted: Sequence[HfTensor], changed: Container[str], there: Container[str]
+) -> Beside:
+    """Finds PEFT's form of what training has changed beside the adapters.
+
+    It has none for a tensor that also has an adapter, nor for experts and multi-token prediction, of which
+    transformers has no module for each tensor. `Beside.sources` lacks these.
+
+    Args:
+        model: the model.
+        adapted: all HuggingFace tensors of the model, with the adapters of their slabs.
+        changed: the names of the changed tensors in the source.
+        there: the names of all tensors in the source.
+    """
+    modules: dict[str, dict[str, HfTensor | None]] = defaultdict(dict)
+    adapters = {_module_of(tensor.name) for tensor in adapted if has_adapter(tensor)}
+    for tensor in adapted:
+        found = [found_as(slab.mcore, there) if slab.mcore else "" for slab in tensor.slabs]
+        slabs = tuple(replace(s, mcore=name) for s, name in zip(tensor.slabs, found, strict=True) if name is not None)
+        # A module is whole if the source has all of it.
+        modules[_module_of(tensor.name)][tensor.name] = (
+            replace(tensor, name=PEFT_PREFIX + tensor.name, slabs=slabs) if len(slabs) == len(found) else None
+        )
+    tensors: list[HfTensor] = []
+    whole: list[str] = []
+    for module, parts in modules.items():
+        is_changed = {name: part is not None and _any_in(part, changed) for name, part in parts.items()}
+        has_module = ".experts." not in f"{module}." and not any(is_mtp(model, name) for name in parts)
+        if not any(is_changed.values()) or module in adapters or not has_module:
+            continue
+        # A tied head would keep the base model's embedding beside a module of PEFT's (0.21, modules_to_save).
+        is_whole = None not in parts.values() and not (model.is_tied and _is_embedding(model, module))
+        whole += [module] if is_whole else []
+        tensors += [p for name, p in parts.items() if p is not None and (is_whole or is_changed[name])]
+    return Beside(tuple(tensors), tuple(whole))
+
+
+def of_modules(tensors: Iterable[HfTensor]) -> Beside:
+    """Returns PEFT's form of tensors that are all of the tensors of some modules."""
+    found = tuple(tensors)
+    modules = dict.fromkeys(_module_of(tensor.name) for tensor in found)
+    return Beside(tuple(replace(tensor, name=PEFT_PREFIX + tensor.name) for tensor in found), tuple(modules))
+
+
+def no_place_in_peft(names: Sequence[str]) -> UnsupportedError:
+    """Returns the error for tensors that were trained beside adapters, and that `trained_beside` finds no form for."""
+    more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+    return UnsupportedError(
+        f"tensor {names[0]}{more}: was trained beside the adapters, but PEFT's form has no place for it: merge the "
+        "adapters into the model, or leave it out with --ignore"
+    )
+
+
+def has_adapted_weights(adapters: Iterable[str], weights: Iterable[str]) -> bool:
+    """Returns True if any of the weights, by mcore's names, belongs to a layer that has an adapter."""
+    modules = {key.module for key in _adapters_among(adapters)}
+    return any(key.module in modules for name in weights for key, _ in _keys_of(name, 0))
+
+
+def _any_in(tensor: HfTensor, names: Container[str]) -> bool:
+    return any(slab.mcore in names for slab in tensor.slabs)
+
+
+def _module_of(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _is_embedding(model: HfModel, module: str) -> bool:
+    return module == _module_of(model.architecture.table.hf_embedding)
+
+
 def _peft_tensors_of(tensor: HfTensor) -> Iterator[HfTensor]:
     slab, low_rank = tensor.slabs[0], tensor.slabs[0].low_rank
     if low_rank is None or len(tensor.slabs) > 1 or slab.change is not None or not tensor.name.endswith(WEIGHT):
@@ -206,7 +297,11 @@ def _peft_tensors_of(tensor: HfTensor) -> Iterator[HfTensor]:
 
 
 def peft_config(
-    model: HfModel, adapted: Sequence[HfTensor], dropout: float = 0.0, base: str | None = None
+    model: HfModel,
+    adapted: Sequence[HfTensor],
+    dropout: float = 0.0,
+    base: str | None = None,
+    modules_to_save: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Returns the contents of the `adapter_config.json` that belongs to `peft_tensors`.
 
@@ -215,6 +310,7 @@ def peft_config(
         adapted: as in `peft_tensors`.
         dropout: the dropout of the adapters' inputs in training.
         base: the name or folder of the base model, if it is known.
+        modules_to_save: the modules that are whole in the adapter's file.
     """
     found = {t.name.removesuffix(WEIGHT): slab.low_rank for t in adapted for slab in t.slabs if slab.low_rank}
     rank, _ = Counter(low_rank.rank for low_rank in found.values()).most_common(1)[0]
@@ -234,9 +330,19 @@ def peft_config(
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,
-        "modules_to_save": None,
+        "modules_to_save": _names_to_save(model, modules_to_save) or None,
         "inference_mode": True,
     }
+
+
+def _names_to_save(model: HfModel, modules: Sequence[str]) -> list[str]:
+    """Returns the last part of a module's name if PEFT, which looks for ends of names, finds no other by it."""
+    every = {_module_of(tensor.name) for tensor in hf_tensors(model)}
+    names: dict[str, None] = {}
+    for module in modules:
+        short = module.rpartition(".")[2]
+        names[short if all(name in modules for name in every if name.endswith(short)) else module] = None
+    return sorted(names)
 
 
 def _plain(number: float) -> float | int:
@@ -250,7 +356,11 @@ def _target_modules(model: HfModel, adapted: Mapping[str, LowRank]) -> list[str]
     By a short name, PEFT would make adapters for the other layers, too.
     """
     short = {name.rpartition(".")[2] for name in adapted}
-    modules = {tensor.name.removesuffix(WEIGHT) for tensor in hf_tensors(model) if len(tensor.shape) == 2}
+    modules = {
+        tensor.name.removesuffix(WEIGHT)
+        for tensor in hf_tensors(model)
+        if len(tensor.shape) == 2 and not is_mtp(model, tensor.name)  # transformers has no such layers
+    }
     if all(name in adapted for name in modules if name.rpartition(".")[2] in short):
         return sorted(short)
     return sorted(adapted)

@@ -35,6 +35,8 @@ class ModelFacts:
         mtp_layers: the same for each multi-token-prediction layer.
         mtp_stack: the number of `mtp_layers` that one depth of multi-token prediction has. It is 1 except in hybrid
             models.
+        unstated_mtp: the multi-token-prediction layers that published models have although their `config.json` does not
+            mention them. Only tensors show whether a model has them (`reconcile.with_mtp_of`).
     """
 
     sizes: Sizes
@@ -42,6 +44,7 @@ class ModelFacts:
     layers: tuple[frozenset[str], ...]
     mtp_layers: tuple[frozenset[str], ...] = ()
     mtp_stack: int = 1
+    unstated_mtp: tuple[frozenset[str], ...] = ()
 
 
 def language_config(config: HfConfig, section: str) -> HfConfig:
@@ -167,6 +170,11 @@ class HfModel:
     @property
     def is_value(self) -> bool:
         return "value" in self.facts
+
+    @property
+    def ignored_by_user(self) -> tuple[str, ...]:
+        """The patterns in `ignored` that do not come from the table."""
+        return tuple(pattern for pattern in self.ignored if pattern not in self.architecture.table.ignored)
 
     def ignores(self, name: str) -> bool:
         """Returns True if the HuggingFace tensor with this name is left out."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 
 from mcore_ckpt.errors import CheckpointMismatchError, UnsupportedError
+from mcore_ckpt.models.accounting import COMPUTED, COPIES, IGNORED, LeftOut, Reason, account, matching
 from mcore_ckpt.models.architecture import HfModel
 from mcore_ckpt.models.low_rank import LowRank
 from mcore_ckpt.models.table import Row, RowRange, Section, Sizes, Table, ValueChange, shape_of
@@ -80,6 +80,11 @@ def hf_mtp_prefix(model: HfModel, number: int = 0) -> str:
     return table.hf_mtp_layer.format(hf=table.hf, layer=len(model.layers) + number, mtp=number)
 
 
+def is_mtp(model: HfModel, name: str) -> bool:
+    """Returns True if a HuggingFace tensor belongs to multi-token prediction."""
+    return any(name.startswith(hf_mtp_prefix(model, number)) for number in range(len(model.mtp_layers)))
+
+
 def hf_tensors_in(model: HfModel, names: Container[str]) -> list[HfTensor]:
     """Lists the tensors of a model in the form in which one folder stores them.
 
@@ -95,33 +100,49 @@ def hf_tensors_in(model: HfModel, names: Container[str]) -> list[HfTensor]:
     if not _are_as_stacked([(t, shapes[t.name]) for t in stacked if t.name in shapes], names):
         stacked = [tensor for tensor in stacked if tensor.name not in shapes]
     instead = {slab.mcore for tensor in stacked for slab in tensor.slabs}
-    has_mtp = any(is_mtp and not tensor.is_copy and tensor.name in names for tensor, is_mtp in classic)
-    for tensor, is_mtp in classic:
+    has_mtp = any(of_mtp and not tensor.is_copy and tensor.name in names for tensor, of_mtp in classic)
+    for tensor, of_mtp in classic:
         replaced = any(slab.mcore in instead for slab in tensor.slabs)
-        if not (replaced or tensor.is_copy or (is_mtp and not has_mtp)):
+        if not (replaced or tensor.is_copy or (of_mtp and not has_mtp)):
             found.append(tensor)
     return found + stacked
 
 
-def check_names(model: HfModel, wanted: Sequence[HfTensor], found: Iterable[str], where: str) -> None:
-    """Raises CheckpointMismatchError if a folder lacks a wanted tensor or has an unknown one that is not ignored.
+def check_names(
+    model: HfModel, wanted: Sequence[HfTensor], found: Iterable[str], where: str, copies: Container[str] = ()
+) -> tuple[LeftOut, ...]:
+    """Accounts for all tensors of a folder: they are wanted, or are left out for a reason.
 
     Args:
         model: the model that the configuration describes.
         wanted: the tensors that the folder must have, from `hf_tensors_in`.
         found: the names of all tensors in the folder.
         where: the folder, for the error message.
+        copies: the names of tensors that the caller has found equal to others, or compares later.
+
+    Returns:
+        What is left out, by reason.
+
+    Raises:
+        CheckpointMismatchError: the folder lacks a wanted tensor, or has an unknown one that is not ignored.
     """
     names = set(found)
+
+    def refusal(problem: str, affected: Sequence[str]) -> CheckpointMismatchError:
+        more = f" and {len(affected) - 5} more" if len(affected) > 5 else ""
+        return CheckpointMismatchError(f"{where}: {model.describe()} {problem} {', '.join(affected[:5])}{more}")
+
+    if missing := [tensor.name for tensor in wanted if tensor.name not in names]:
+        raise refusal("lacks", missing)
     # Experts that are not wanted, because the folder has them stacked, too, would be lost silently.
-    known = {tensor.name for tensor in (*wanted, *(t for t in hf_tensors(model) if t.is_copy))}
-    missing = [tensor.name for tensor in wanted if tensor.name not in names]
-    ignored = [re.compile(pattern) for pattern in model.ignored]
-    unknown = sorted(name for name in names - known if not any(pattern.fullmatch(name) for pattern in ignored))
-    for problem, affected in (("lacks", missing), ("has unknown tensors:", unknown)):
-        if affected:
-            more = f" and {len(affected) - 5} more" if len(affected) > 5 else ""
-            raise CheckpointMismatchError(f"{where}: {model.describe()} {problem} {', '.join(affected[:5])}{more}")
+    in_table = {tensor.name for tensor in hf_tensors(model) if tensor.is_copy}
+    reasons: list[Reason] = [
+        matching(IGNORED, model.ignored_by_user),
+        matching(COMPUTED, model.architecture.table.ignored),
+        (COPIES, lambda name: name in in_table or name in copies),
+    ]
+    written = {tensor.name for tensor in wanted}
+    return account(sorted(names), written, reasons, lambda lost: refusal("has unknown tensors:", lost))
 
 
 def _are_as_stacked(tensors: Sequence[tuple[HfTensor, Shape]], names: Container[str]) -> bool:

@@ -82,7 +82,7 @@ def to_mcore_config(model: HfModel) -> McoreConfig:
     values["gpt.share_embeddings_and_output_weights"] = model.is_tied
     values["gpt.vocab_size"] = model.sizes["vocab"]
     values |= {"bf16": values["params_dtype"] is torch.bfloat16, "fp16": values["params_dtype"] is torch.float16}
-    if "mtp_num_layers" in values:
+    if "mtp_num_layers" in values or model.mtp_layers:
         values["mtp_num_layers"] = model.mtp_depths or None
     if _PATTERN in values and not model.mtp_layers:
         values[_PATTERN] = _without_depths(values[_PATTERN])

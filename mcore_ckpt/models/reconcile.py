@@ -49,6 +49,7 @@ def reconcile(
     is_mcore = any(split_language_model(name)[1].startswith(("embedding.", "decoder.")) for name in there)
     if is_mcore:
         model = with_tower_of(model, there)
+    model = with_mtp_of(model, there)
     hf_head = model.architecture.table.hf_head
     head = found_as(model.mcore_head, there) if is_mcore else hf_head if hf_head in there else None
     value = _reconcile_value(model, _value_in(there, head, is_mcore), is_value_model)
@@ -81,6 +82,37 @@ def with_tower_of(model: HfModel, names: Iterable[str]) -> HfModel:
     is_megatron = any(name.startswith("vision_model.decoder.") for name in tower)
     facts = model.facts - {"hf_tower"} if is_megatron else model.facts | {"hf_tower"}
     return replace(model, known=replace(model.known, facts=frozenset(facts)))
+
+
+def with_mtp_of(model: HfModel, names: Iterable[str]) -> HfModel:
+    """Returns the model with the multi-token prediction that names show and `config.json` does not mention.
+
+    Args:
+        model: the model that `config.json` describes.
+        names: the names of HuggingFace's tensors, or of those of mcore.
+    """
+    first = model.architecture.table.mcore + "mtp.layers.0.", hf_mtp_prefix(model)
+    if model.mtp_layers or not model.known.unstated_mtp or not any(name.startswith(first) for name in names):
+        return model
+    return replace(model, known=replace(model.known, mtp_layers=model.known.unstated_mtp))
+
+
+def with_tokens(model: HfModel, rows: int, tokens: int | None) -> HfModel:
+    """Returns the model with as many rows of its vocabulary as a tokenizer has tokens, if `config.json` states fewer.
+
+    Training can add tokens, for which megatron's padding has rows, while the configuration stays that of the base
+    model. As padding, these rows would be cut off. A tokenizer of more tokens than there are rows is another model's.
+
+    Args:
+        model: the model that `config.json` describes.
+        rows: how many rows the stored embedding has.
+        tokens: how many rows the tokenizer needs; None if that is unknown.
+    """
+    if tokens is None or not model.sizes.get("vocab", rows) < tokens <= rows:
+        return model
+    config = model.architecture.with_language_config(model.config, {**model.language_config, "vocab_size": tokens})
+    sizes = {**model.sizes, "vocab": tokens}
+    return replace(model, config=config, known=replace(model.known, sizes=sizes))
 
 
 _VALUE_HINTS = {

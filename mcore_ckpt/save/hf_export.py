@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -23,6 +23,7 @@ from mcore_ckpt.formats.huggingface.adapter_folder import plan_adapter_folder, w
 from mcore_ckpt.formats.huggingface.assets import config_of, save_assets, unknown_fields, write_config
 from mcore_ckpt.formats.huggingface.export_plan import plan_export
 from mcore_ckpt.formats.huggingface.side_files import written_side_files
+from mcore_ckpt.formats.huggingface.tokenizer_size import tokens_of
 from mcore_ckpt.formats.huggingface.writer import write_index, write_weights
 from mcore_ckpt.formats.native.file_plan import FilePlan
 from mcore_ckpt.formats.native.folder import LocalFolder
@@ -30,12 +31,14 @@ from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.formats.native.write_requests import TensorWrite
 from mcore_ckpt.io import tuning
 from mcore_ckpt.io.files import FOLDER_MODE, sync_names, write_file
-from mcore_ckpt.models.adapters import peft_tensors, with_adapters
+from mcore_ckpt.models.accounting import account
+from mcore_ckpt.models.adapters import Beside, no_place_in_peft, peft_tensors, trained_beside, with_adapters
 from mcore_ckpt.models.architecture import HfModel
-from mcore_ckpt.models.mapping import hf_tensors
+from mcore_ckpt.models.mapping import HfTensor, hf_tensors
 from mcore_ckpt.models.mcore_config import check_model
-from mcore_ckpt.models.reconcile import reconcile, with_tower_of
+from mcore_ckpt.models.reconcile import reconcile, with_mtp_of, with_tokens, with_tower_of
 from mcore_ckpt.models.registry import model_from_config
+from mcore_ckpt.models.table import MCORE_EMBEDDING
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide
 from mcore_ckpt.ranks.topology import Topology
 from mcore_ckpt.sharding.adapters import is_adapter
@@ -60,7 +63,8 @@ def check_exportable(trainer: Trainer, model: Sequence[LocalShard]) -> None:
         CheckpointMismatchError: the model has other layers, or a tensor is not in the table, has another shape, or has
             its rows in another order.
     """
-    described = with_tower_of(described_model(trainer), (shard.key.name for shard in model))
+    names = [shard.key.name for shard in model]
+    described = with_mtp_of(with_tower_of(described_model(trainer), names), names)
     head = {described.mcore_head}
     if any(found_as(shard.key.name, head) and shard.region.global_shape[0] == 1 for shard in model):
         described = _as_value_model(described)
@@ -109,17 +113,16 @@ def _check_adapters(trainer: Trainer, described: HfModel, model: Sequence[LocalS
         adapted = with_adapters(described, hf_tensors(described), adapters, trainer.adapters.alpha)
         if alone:
             peft_tensors(adapted)
-            _refuse_trained_beside(model)
+            beside = {s.key.name for s in model if s.key.kind == MODEL and not (s.is_frozen or is_adapter(s.key.name))}
+            _in_peft(described, adapted, beside)
 
 
-def _refuse_trained_beside(model: Sequence[LocalShard]) -> None:
-    """Refuses parameters that are trained, and that PEFT's form of the adapters has no place for."""
-    for shard in model:
-        if shard.key.kind == MODEL and shard.tensor.requires_grad and not is_adapter(shard.key.name):
-            raise UnsupportedError(
-                f"tensor {shard.key}: is trained beside the adapters, but the adapter's folder that 'hf_model' writes "
-                "with skip_frozen has no place for it: leave 'hf_model' out of save_contents, or freeze it"
-            )
+def _in_peft(described: HfModel, adapted: Sequence[HfTensor], weights: Iterable[str]) -> Beside:
+    """Returns PEFT's form of the weights that skip_frozen has saved beside adapters. Refuses those without one."""
+    names = set(weights)
+    beside = trained_beside(described, adapted, names, names)
+    account(sorted(names), beside.sources, [], no_place_in_peft)
+    return beside
 
 
 def _is_padded(name: str, shape: Shape, wanted: Shape) -> bool:
@@ -211,6 +214,13 @@ def described_model(trainer: Trainer) -> HfModel:
     return model_from_config(config_of(trainer.hf_config))
 
 
+def _with_vocabulary(trainer: Trainer, model: HfModel, shapes: Mapping[str, Sequence[int]]) -> HfModel:
+    """Returns the model with a row for each token of the tokenizer, of which `hf_config` may know fewer."""
+    embedding = found_as(model.architecture.table.mcore + MCORE_EMBEDDING, shapes)
+    tokens = max(trainer.config.vocab_size or 0, tokens_of(trainer.processing_class) or 0)
+    return model if embedding is None else with_tokens(model, shapes[embedding][0], tokens or None)
+
+
 def _as_value_model(model: HfModel) -> HfModel:
     """Returns the same model with a value head. Frameworks pass the language model's config even for a critic."""
     wanted = next((name for name in model.architecture.classes if name.endswith("ForTokenClassification")), None)
@@ -286,9 +296,9 @@ def _export(trainer: Trainer, reader: NativeReader, folder: Path) -> list[Writte
         return _export_adapter(trainer, reader, folder)
     tensors = weights_of(reader)
     shapes = {name: info.shape for name, info in tensors.items() if not is_adapter(name)}
+    described = _with_vocabulary(trainer, described_model(trainer), shapes)
     # The saved shapes decide whether it is a value model, because frameworks pass the language model's config even for
     # a critic.
-    described = described_model(trainer)
     head = found_as(described.mcore_head, shapes)
     model = reconcile(described, shapes, is_value_model=head is not None and shapes[head][0] == 1)
     nbytes = sum(prod(info.shape) * info.dtype.itemsize for info in tensors.values())
@@ -314,11 +324,13 @@ def _export_adapter(trainer: Trainer, reader: NativeReader, folder: Path) -> lis
     """Writes the adapters in PEFT's form. Only rank 0 writes, because adapters are small."""
     if not trainer.agreement.is_coordinator or trainer.adapters is None:
         return []
-    model, tensors = described_model(trainer), weights_of(reader)
+    tensors = weights_of(reader)
+    model = _with_vocabulary(trainer, described_model(trainer), {name: info.shape for name, info in tensors.items()})
     adapters = {name: tuple(info.shape) for name, info in tensors.items() if is_adapter(name)}
     adapted = with_adapters(model, hf_tensors(model), adapters, trainer.adapters.alpha)
     base = getattr(trainer.hf_config, "name_or_path", None) or None
-    planned = plan_adapter_folder(model, adapted, tensors, trainer.adapters, base=base)
+    beside = _in_peft(model, adapted, (name for name in tensors if not is_adapter(name)))
+    planned = plan_adapter_folder(model, adapted, tensors, trainer.adapters, base=base, beside=beside)
     target = folder / file_names.ADAPTER_DIR
     target.mkdir(FOLDER_MODE, parents=True)
     written = write_adapter_folder(planned, reader, target, allow_nan=True)

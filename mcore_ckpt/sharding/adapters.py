@@ -117,6 +117,11 @@ def is_adapter(name: str) -> bool:
     return _MARK in name
 
 
+def is_changed_buffer(name: str) -> bool:
+    """Returns True for a buffer that training changes although nothing is learned for it: a router's bias."""
+    return name.endswith(".router.expert_bias")
+
+
 def adapters_among(names: Iterable[str]) -> dict[AdapterKey, dict[str, str]]:
     """Groups the names of adapters' tensors by adapter. Other names are left out.
 

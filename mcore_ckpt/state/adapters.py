@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -11,6 +11,9 @@ import torch
 from mcore_ckpt.checkpoint.manifest import AdapterSettings
 from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.ranks.rounds import Record
+from mcore_ckpt.sharding.adapters import is_adapter
+from mcore_ckpt.sharding.plan import MODEL
+from mcore_ckpt.state.shards import LocalShard
 
 
 def own_adapters(chunks: Sequence[torch.nn.Module]) -> list[Record]:
@@ -22,13 +25,26 @@ def own_adapters(chunks: Sequence[torch.nn.Module]) -> list[Record]:
     return [asdict(settings) for settings in found]
 
 
-def adapter_settings(records: Iterable[Sequence[Record]]) -> AdapterSettings | None:
+def trained_beside(shards: Sequence[LocalShard]) -> list[str]:
+    """Returns the names of this rank's parameters that are trained although others are frozen."""
+    parameters = [s for s in shards if s.key.kind == MODEL and not s.is_buffer and not is_adapter(s.key.name)]
+    trained = [shard.key.name for shard in parameters if not shard.is_frozen]
+    # Without adapters, all of a large model is trained, and nobody asks which.
+    is_adapted = any(is_adapter(shard.key.name) for shard in shards)
+    return trained if is_adapted or len(trained) < len(parameters) else []
+
+
+def adapter_settings(
+    records: Iterable[Sequence[Record]], trained: Iterable[str] | None = None
+) -> AdapterSettings | None:
     """Returns the settings of all adapters, from the `own_adapters` of the ranks. Returns None if there are none.
+
+    `trained` are the names of what is trained beside them.
 
     Raises:
         UnsupportedError: adapters have different settings.
     """
-    found = {AdapterSettings(**item): None for record in records for item in record}
+    found = {replace(AdapterSettings(**item), trained=None): None for record in records for item in record}
     if len(found) > 1:
         first, second, *_ = found
         raise UnsupportedError(
@@ -36,7 +52,8 @@ def adapter_settings(records: Iterable[Sequence[Record]]) -> AdapterSettings | N
             f"{second.alpha:g} (dropout {second.dropout:g}), but a checkpoint can have only one of each: give all "
             "adapters the same"
         )
-    return next(iter(found), None)
+    settings = next(iter(found), None)
+    return settings if settings is None or trained is None else replace(settings, trained=tuple(sorted({*trained})))
 
 
 def _read(chunk: torch.nn.Module) -> Iterator[AdapterSettings]:

@@ -18,7 +18,7 @@ from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.errors import InvalidArgumentError
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide, same_everywhere
 from mcore_ckpt.ranks.topology import is_first_optimizer_instance, read_replicas, read_topology
-from mcore_ckpt.state.adapters import adapter_settings, own_adapters
+from mcore_ckpt.state.adapters import adapter_settings, own_adapters, trained_beside
 from mcore_ckpt.state.megatron_versions import check_megatron
 from mcore_ckpt.state.model import chunk_layers, model_shards, own_layers, process_groups_of, whole_layers
 from mcore_ckpt.state.model_facts import read_facts
@@ -110,22 +110,26 @@ def complete_together(
         return {
             **_arguments(trainer, remote_url),
             "adapters": own_adapters(chunks),
+            "trained": trained_beside(model),
             **own_layers(model, trainer.coordinates),
         }
 
     def combine(records: Sequence[Record]) -> Record:
         layers = whole_layers(records)
-        told = ("layers", "others", "adapters")
+        told = ("layers", "others", "adapters", "trained")
         arguments = [{name: value for name, value in record.items() if name not in told} for record in records]
         same_everywhere(arguments, "the arguments of CheckpointManager")
         refuse_missing_layers(chunks, layers)
         refuse_names_of_two_stages(record["others"] for record in records)
         on_rank_0()
-        adapters = adapter_settings(record["adapters"] for record in records)
+        trained = [name for record in records for name in record["trained"]]
+        adapters = adapter_settings((record["adapters"] for record in records), trained)
         return {"layers": list(layers.items()), "adapters": [] if adapters is None else [asdict(adapters)]}
 
     outcome = decide(trainer.agreement, topic, work, combine)
-    known = replace(trainer, layers=whole_layers([outcome]), adapters=adapter_settings([outcome["adapters"]]))
+    told = outcome["adapters"]
+    adapters = adapter_settings([told], told[0]["trained"] if told else None)
+    known = replace(trainer, layers=whole_layers([outcome]), adapters=adapters)
     return known, shards
 
 

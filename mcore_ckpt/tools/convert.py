@@ -17,6 +17,7 @@ from mcore_ckpt.errors import CheckpointMismatchError
 from mcore_ckpt.formats.huggingface.hub import find_folder_together
 from mcore_ckpt.formats.huggingface.reader import FolderContents, HuggingFaceReader, read_contents
 from mcore_ckpt.formats.huggingface.side_files import warn_of_missing_code
+from mcore_ckpt.models.accounting import LeftOut
 from mcore_ckpt.models.mcore_config import to_mcore_config
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide
 from mcore_ckpt.sharding.cuts import Cut
@@ -39,6 +40,7 @@ class ConversionReport:
         model: a description of the model.
         nbytes: the size in bytes of all tensors that the processes together have written.
         seconds: how long the conversion took.
+        left_out: what the checkpoint does not have of the folder, by reason.
     """
 
     source: Path
@@ -46,6 +48,7 @@ class ConversionReport:
     model: str
     nbytes: int
     seconds: float
+    left_out: tuple[LeftOut, ...] = ()
 
 
 def check_together(agreement: Agreement, path: Path, replaceable: Replaceable) -> None:

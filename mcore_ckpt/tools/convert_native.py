@@ -98,7 +98,8 @@ def convert_to_native(
         if test:
             _test(agreement, reader, staging)
         decide(agreement, f"putting {role_dir} in place", dict, lambda _: {}, act=lambda: new[0].publish())
-    return ConversionReport(reader.place, role_dir, reader.model.describe(), nbytes, time.monotonic() - started)
+    seconds = time.monotonic() - started
+    return ConversionReport(reader.place, role_dir, reader.model.describe(), nbytes, seconds, reader.left_out)
 
 
 def folder_tensors(reader: HuggingFaceReader) -> Iterator[SavedTensor]:

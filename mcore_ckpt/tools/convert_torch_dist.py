@@ -111,7 +111,8 @@ def convert_to_torch_dist(
         if agreement.is_coordinator:
             commit.discard(staging)
         raise
-    return ConversionReport(reader.place, path, reader.model.describe(), nbytes, time.monotonic() - started)
+    seconds = time.monotonic() - started
+    return ConversionReport(reader.place, path, reader.model.describe(), nbytes, seconds, reader.left_out)
 
 
 # -- plan -------------------------------------------------------------------------------------------------

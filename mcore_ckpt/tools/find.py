@@ -18,6 +18,7 @@ from mcore_ckpt.formats.torch_dist.reader import open_torch_dist
 from mcore_ckpt.formats.verl_ranks.reader import open_verl_ranks
 from mcore_ckpt.models.config_fields import HfConfig
 from mcore_ckpt.models.mapping import hf_tensors
+from mcore_ckpt.models.reconcile import with_mtp_of
 from mcore_ckpt.models.registry import model_from_config
 from mcore_ckpt.steps.listing import StepStatus, find_moved_aside, is_step, list_steps, step_status
 from mcore_ckpt.steps.node_files import check_not_of_one_node
@@ -131,7 +132,9 @@ def open_reader(found: FoundCheckpoint, config: HfConfig) -> CheckpointReader:
         return open_fsdp(found.path)
     if found.kind == "torch_dist":
         return open_torch_dist(found.path)
-    slabs = [slab for tensor in hf_tensors(model_from_config(config)) for slab in tensor.slabs if slab.mcore]
+    # Its names are not known yet. Multi-token prediction that it does not have costs nothing here.
+    model = with_mtp_of(model_from_config(config), ["mtp.layers.0."])
+    slabs = [slab for tensor in hf_tensors(model) for slab in tensor.slabs if slab.mcore]
     return open_verl_ranks(
         found.path,
         {slab.mcore: slab.region.global_shape for slab in slabs},

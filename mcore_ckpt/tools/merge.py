@@ -34,18 +34,21 @@ from mcore_ckpt.formats.huggingface.hub import find_folder, find_folder_together
 from mcore_ckpt.formats.huggingface.safetensors_files import read_folder
 from mcore_ckpt.formats.huggingface.side_files import CONFIG_FILE, copy_side_files, warn_of_missing_code
 from mcore_ckpt.formats.huggingface.stored_weights import DequantizingReader
+from mcore_ckpt.formats.huggingface.tokenizer_size import tokens_in
 from mcore_ckpt.formats.huggingface.writer import write_index, write_weights
 from mcore_ckpt.formats.kinds import is_hf_folder
 from mcore_ckpt.io.files import FOLDER_MODE, sync_folders
+from mcore_ckpt.models.accounting import IGNORED, LeftOut, account, matching, of_states, together
 from mcore_ckpt.models.architecture import HfModel, read_config
 from mcore_ckpt.models.config_fields import HfConfig
 from mcore_ckpt.models.quantization import quantization_of
-from mcore_ckpt.models.reconcile import reconcile
+from mcore_ckpt.models.reconcile import reconcile, with_tokens
 from mcore_ckpt.models.registry import model_from_config
+from mcore_ckpt.models.table import MCORE_EMBEDDING
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide, same_everywhere
-from mcore_ckpt.sharding.patterns import compiled
 from mcore_ckpt.sharding.placement import share_of
 from mcore_ckpt.sharding.plan import PARAM
+from mcore_ckpt.sharding.synonyms import found_as
 from mcore_ckpt.steps import commit, leftovers
 from mcore_ckpt.steps.new_folder import Replaceable, check_may_replace, check_space, put_in_place
 from mcore_ckpt.steps.read_lock import reading
@@ -122,6 +125,7 @@ class MergeReport:
         nbytes: the size of all weights in bytes.
         has_mtp: True if the model has weights of multi-token prediction.
         adapters: what has become of LoRA adapters: "merge", "beside" or "only"; None if the checkpoint has none.
+        left_out: what the new model does not have of the checkpoint, by reason.
         seconds: how long the merge took.
     """
 
@@ -134,6 +138,7 @@ class MergeReport:
     has_mtp: bool
     seconds: float = field(compare=False)
     adapters: Adapters | None = None
+    left_out: tuple[LeftOut, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,6 +153,7 @@ class MergeJob:
         plan: the files to write; of the adapter, if only that is written.
         adapters: what becomes of LoRA adapters; None if the checkpoint has none.
         adapter: the folder of the adapter to write.
+        left_out: what is not written of the checkpoint, by reason.
     """
 
     reader: CheckpointReader
@@ -157,6 +163,7 @@ class MergeJob:
     plan: ExportPlan
     adapters: Adapters | None = None
     adapter: AdapterFolder | None = None
+    left_out: tuple[LeftOut, ...] = ()
 
     def described(self) -> Record:
         """Returns the part of the plan that all ranks compare, because each of them writes some of the files."""
@@ -261,6 +268,7 @@ def _merge(
         has_mtp=job.plan.has_mtp,
         seconds=time.monotonic() - started,
         adapters=job.adapters,
+        left_out=job.left_out,
     )
 
 
@@ -358,12 +366,13 @@ def prepare(request: MergeRequest, found: FoundCheckpoint, ranks: int = 1) -> Me
     config = read_config(config_dir)
     try:
         reader = open_reader(found, config)
-        tensors = _without(request.ignore, weights_of(reader))
+        tensors, left_out = _weights_to_write(reader, request.ignore)
         read = read_copied_model if found.has_hf_names else model_from_config
         adapters = adapters_in(found, tensors)
         if request.adapters is not None and not adapters:
             raise CheckpointMismatchError(f"has no adapters to {request.adapters}: leave out --adapters")
         model = _reconciled(read, config, _weights(found, config_dir, tensors), request)
+        model = _with_vocabulary(model, config_dir, tensors)
         warn_of_missing_code(config_dir, model.config)
         dtype = request.dtype
         # Main parameters are fp32, so they do not show the dtype of the model.
@@ -380,11 +389,12 @@ def prepare(request: MergeRequest, found: FoundCheckpoint, ranks: int = 1) -> Me
             settings = adapter_settings(found, request.lora_alpha)
             to_merge = AdapterMerge(how, settings, config_dir, options)
             adapted = plan_with_adapters(to_merge, found, model, reader, tensors)
-            return MergeJob(adapted.reader, found.path, config_dir, model, adapted.plan, how, adapted.adapter)
+            left_out = together(left_out, adapted.left_out)
+            return MergeJob(adapted.reader, found.path, config_dir, model, adapted.plan, how, adapted.adapter, left_out)
         plan = plan_model(options, found, model, reader, tensors)
     except (CheckpointMismatchError, UnsupportedError) as error:
         raise type(error)(f"{found.path}, read with {config_dir / 'config.json'}: {error}") from error
-    return MergeJob(reader, found.path, config_dir, model, plan)
+    return MergeJob(reader, found.path, config_dir, model, plan, left_out=together(left_out, plan.left_out))
 
 
 def _weights(found: FoundCheckpoint, config_dir: Path, tensors: Mapping[str, TensorInfo]) -> Mapping[str, TensorInfo]:
@@ -398,9 +408,22 @@ def _weights(found: FoundCheckpoint, config_dir: Path, tensors: Mapping[str, Ten
         return {}
 
 
-def _without(patterns: Sequence[str], tensors: Mapping[str, TensorInfo]) -> Mapping[str, TensorInfo]:
-    left_out = compiled(patterns)
-    return {name: info for name, info in tensors.items() if not any(p.fullmatch(name) for p in left_out)}
+def _weights_to_write(
+    reader: CheckpointReader, ignore: Sequence[str]
+) -> tuple[dict[str, TensorInfo], tuple[LeftOut, ...]]:
+    """Returns the weights of a checkpoint that are to be written, and what else it has."""
+    weights = weights_of(reader)
+    ignored, is_ignored = matching(IGNORED, ignore)
+    assert callable(is_ignored)
+    chosen = {name: info for name, info in weights.items() if not is_ignored(name)}
+
+    def without_values(names: list[str]) -> CheckpointMismatchError:
+        return CheckpointMismatchError(
+            f"has no values of {names[0]} ({len(names)} such tensors): it was saved without the model, and the "
+            "optimizer has no main parameter of a tensor that it does not step: merge a checkpoint with the model"
+        )
+
+    return chosen, account(reader.names, chosen, [(ignored, is_ignored), of_states()], without_values)
 
 
 def _reconciled(
@@ -418,6 +441,13 @@ def _reconciled(
         # FSDP saves a tied tensor under the names of both modules. `fsdp_tensors` checks that the two are equal.
         shapes.pop(model.architecture.table.hf_head, None)
     return reconcile(model, shapes, request.tied, request.value)
+
+
+def _with_vocabulary(model: HfModel, config_dir: Path, tensors: Mapping[str, TensorInfo]) -> HfModel:
+    """Returns the model with a row for each token of the tokenizer, of which `config.json` may know fewer."""
+    table = model.architecture.table
+    embedding = tensors.get(table.hf_embedding) or tensors.get(found_as(table.mcore + MCORE_EMBEDDING, tensors) or "")
+    return model if embedding is None else with_tokens(model, embedding.shape[0], tokens_in(config_dir))
 
 
 def _configured_dtype(config: Mapping[str, Any]) -> torch.dtype | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -18,7 +18,7 @@ from mcore_ckpt.errors import (
     UnsupportedError,
 )
 from mcore_ckpt.formats.contract import CheckpointReader, TensorInfo, weights_of
-from mcore_ckpt.formats.fsdp.adapters import adapted_weights, is_peft_adapter
+from mcore_ckpt.formats.fsdp.adapters import adapted_weights, is_peft_adapter, saved_modules
 from mcore_ckpt.formats.huggingface.adapter_folder import AdapterFolder, plan_adapter_folder
 from mcore_ckpt.formats.huggingface.export_plan import ExportOptions, ExportPlan
 from mcore_ckpt.formats.huggingface.safetensors_files import read_folder
@@ -27,12 +27,31 @@ from mcore_ckpt.formats.joined_reader import JoinedReader
 from mcore_ckpt.io import json_fields as fields
 from mcore_ckpt.io import limits
 from mcore_ckpt.io.files import read_small
-from mcore_ckpt.models.adapters import has_adapter, with_adapters
+from mcore_ckpt.models.accounting import (
+    BASE,
+    COMPUTED,
+    IGNORED,
+    MAYBE_TRAINED,
+    LeftOut,
+    account,
+    matching,
+    together,
+)
+from mcore_ckpt.models.adapters import (
+    Beside,
+    has_adapted_weights,
+    has_adapter,
+    no_place_in_peft,
+    of_modules,
+    trained_beside,
+    with_adapters,
+)
 from mcore_ckpt.models.architecture import HfModel
 from mcore_ckpt.models.mapping import HfTensor, Slab, hf_tensors, hf_tensors_in
-from mcore_ckpt.sharding.adapters import is_adapter, permuted_in_bridge
+from mcore_ckpt.sharding.adapters import is_adapter, is_changed_buffer, permuted_in_bridge
 from mcore_ckpt.sharding.plan import ShardKey
 from mcore_ckpt.sharding.regions import Region, Shape
+from mcore_ckpt.sharding.synonyms import found_as
 from mcore_ckpt.tools.find import FoundCheckpoint
 from mcore_ckpt.tools.merge_plan import plan_copies, plan_model
 
@@ -51,11 +70,13 @@ class AdaptedPlan:
         reader: reads the checkpoint, and the base model if that is in a folder of its own.
         plan: the files of the model; those of the adapter if only the adapter is written.
         adapter: the folder of the adapter. None if the adapters are merged.
+        left_out: what is not written of the checkpoint, by reason.
     """
 
     reader: CheckpointReader
     plan: ExportPlan
     adapter: AdapterFolder | None
+    left_out: tuple[LeftOut, ...]
 
 
 def adapters_in(found: FoundCheckpoint, tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
@@ -83,9 +104,14 @@ def _refuse_permuted(found: FoundCheckpoint, reader: CheckpointReader, adapters:
 
 
 def has_base(found: FoundCheckpoint, tensors: Mapping[str, TensorInfo]) -> bool:
-    """Returns True if a checkpoint has the weights of the model, and not only adapters and buffers."""
+    """Returns True if a checkpoint has the weights of the model, and not only what was trained.
+
+    Then it has the weights that adapters belong to, which LoRA freezes.
+    """
     adapters = adapters_in(found, tensors)
-    return any(_WEIGHT.fullmatch(name) for name in tensors if name not in adapters)
+    if found.has_hf_names or not adapters:
+        return any(_WEIGHT.fullmatch(name) for name in tensors if name not in adapters)
+    return has_adapted_weights(adapters, (name for name in tensors if name not in adapters))
 
 
 def adapter_settings(found: FoundCheckpoint, alpha: float | None) -> AdapterSettings:
@@ -160,8 +186,8 @@ def plan_with_adapters(
     """
     _refuse_permuted(found, reader, adapters_in(found, tensors))
     if job.how == "only":
-        alone = _adapter_folder(job, found, model, tensors)
-        return AdaptedPlan(reader, alone.plan, alone)
+        alone = _adapter_folder(job, found, model, reader, tensors)
+        return AdaptedPlan(reader, alone.plan, alone, alone.plan.left_out)
     if not has_base(found, tensors):
         if job.how == "beside":
             raise InvalidArgumentError(
@@ -169,17 +195,49 @@ def plan_with_adapters(
                 "or merge them into the base model in --hf_model_path"
             )
         return _onto_base(job, found, model, reader, tensors)
-    adapter = _adapter_folder(job, found, model, tensors) if job.how == "beside" else None
-    alpha = job.settings.alpha if job.how == "merge" else None
-    return AdaptedPlan(reader, plan_model(job.options, found, model, reader, tensors, alpha), adapter)
+    adapter = _adapter_folder(job, found, model, reader, tensors) if job.how == "beside" else None
+    plan = plan_model(job.options, found, model, reader, tensors, job.settings.alpha if job.how == "merge" else None)
+    return AdaptedPlan(reader, plan, adapter, plan.left_out)
 
 
 def _adapter_folder(
-    job: AdapterMerge, found: FoundCheckpoint, model: HfModel, tensors: Mapping[str, TensorInfo]
+    job: AdapterMerge,
+    found: FoundCheckpoint,
+    model: HfModel,
+    reader: CheckpointReader,
+    tensors: Mapping[str, TensorInfo],
 ) -> AdapterFolder:
     base = model.config.get("_name_or_path") or None
     adapted = _adapted(job, found, model, tensors, hf_tensors(model) if not found.has_hf_names else ())
-    return plan_adapter_folder(model, adapted, tensors, job.settings, dtype=job.options["dtype"], base=base)
+    weights = [name for name in tensors if name not in adapters_in(found, tensors)]
+    changed, why = _changed(job, found, reader, weights)
+    if found.has_hf_names:
+        beside = of_modules(saved_modules(tensors).values())
+    else:
+        # The weights are in the folder of the model if the adapters are written beside it.
+        beside = trained_beside(model, adapted, changed, weights) if job.how == "only" else Beside()
+    folder = plan_adapter_folder(
+        model, adapted, tensors, job.settings, dtype=job.options["dtype"], base=base, beside=beside
+    )
+    if job.how != "only":
+        return folder
+    left_out = account(weights, beside.sources, [(why, lambda name: name not in changed)], no_place_in_peft)
+    return replace(folder, plan=replace(folder.plan, left_out=left_out))
+
+
+def _changed(
+    job: AdapterMerge, found: FoundCheckpoint, reader: CheckpointReader, weights: Sequence[str]
+) -> tuple[set[str], str]:
+    """Returns the names of the weights beside adapters that training has changed, and what to say of the others."""
+    if found.has_hf_names:
+        return set(), MAYBE_TRAINED  # PEFT's modules_to_save are none of these
+    if not has_base(found, weights_of(reader)):
+        return set(weights), BASE
+    stepped = {name for name in weights if reader.kinds(name) or is_changed_buffer(name)}
+    if job.settings.trained is not None:
+        return stepped | (set(job.settings.trained) & set(weights)), BASE
+    has_optimizer = any(reader.kinds(name) for name in reader.names)
+    return stepped, BASE if has_optimizer else MAYBE_TRAINED
 
 
 def _adapted(
@@ -214,7 +272,8 @@ def _onto_base(
             "write the adapters alone with --adapters only"
         ) from None
     base = DequantizingReader(job.base_dir, model.config, weights)
-    stored = {name: info for name, info in weights_of(base).items() if not model.ignores(name)}
+    of_base = weights_of(base)
+    stored = {name: info for name, info in of_base.items() if not model.ignores(name)}
     wanted = [] if found.has_hf_names else hf_tensors_in(model, stored)
     adapted = {tensor.name: tensor for tensor in _adapted(job, found, model, tensors, wanted)}
     if missing := [name for name, tensor in adapted.items() if has_adapter(tensor) and name not in stored]:
@@ -223,26 +282,47 @@ def _onto_base(
             "--hf_model_path"
         )
     merged = []
+    beside = [name for name in tensors if name not in adapters_in(found, tensors)]
+    trained = saved_modules(tensors) if found.has_hf_names else {}
     for name, each in stored.items():
-        own = adapted.get(name)
-        if own is not None and all(slab.mcore in tensors for slab in own.slabs):
-            merged.append(own)  # a buffer that changes in training, such as a router's bias
-        else:
-            merged.append(_of_base(name, each.shape, own))
+        own = trained.get(name) or _own(adapted.get(name), beside)
+        merged.append(_of_base(name, each.shape, adapted.get(name)) if own is None else own)
+    used = {slab.mcore for tensor in merged for slab in tensor.slabs}
     plan = plan_copies(job.options, model, merged, {**tensors, **stored})
-    return AdaptedPlan(JoinedReader(reader, base), plan, None)
+    beside += [tensor.slabs[0].mcore for tensor in trained.values()]
+    account(beside, used, [], lambda names: _lacks(job.base_dir, names))
+    reasons = [matching(IGNORED, model.ignored_by_user), matching(COMPUTED, model.ignored)]
+    left_out = account(of_base, stored, reasons, lambda names: _lacks(job.base_dir, names))
+    return AdaptedPlan(JoinedReader(reader, base), plan, None, together(left_out, base.left_out))
+
+
+def _own(adapted: HfTensor | None, weights: Container[str]) -> HfTensor | None:
+    """Returns a tensor of the model if the checkpoint has all of it: it was trained, or is a buffer that changes."""
+    names = [] if adapted is None else [found_as(slab.mcore, weights) for slab in adapted.slabs]
+    if adapted is None or not names or None in names:
+        return None
+    slabs = (replace(slab, mcore=name or "") for slab, name in zip(adapted.slabs, names, strict=True))
+    return replace(adapted, slabs=tuple(slabs))
+
+
+def _lacks(base: Path, names: Sequence[str]) -> CheckpointMismatchError:
+    return CheckpointMismatchError(
+        f"{names[0]} and {len(names) - 1} more were trained beside the adapters, but the base model in {base} has no "
+        "such tensors, or the checkpoint has only parts of them: name the folder of the base model with "
+        "--hf_model_path, or leave them out with --ignore"
+    )
 
 
 def _of_base(name: str, shape: Shape, adapted: HfTensor | None) -> HfTensor:
     """Returns a tensor of the base model, with the adapters of its slabs."""
     whole = Region.whole(shape)
+    if adapted is not None and adapted.shape != shape:
+        raise CheckpointMismatchError(
+            f"tensor {name}: has shape {list(shape)} in the base model, but the checkpoint requires "
+            f"{list(adapted.shape)}: name the folder of the base model with --hf_model_path"
+        )
     if adapted is None or not has_adapter(adapted):
         return HfTensor(name, shape, (Slab(0, name, whole),))
-    if adapted.shape != shape:
-        raise CheckpointMismatchError(
-            f"tensor {name}: has shape {list(shape)}, but its adapter requires {list(adapted.shape)}: name the folder "
-            "of the base model with --hf_model_path"
-        )
     if any(slab.change is not None for slab in adapted.slabs):
         raise UnsupportedError(
             f"tensor {name}: has an adapter, but HuggingFace stores its values otherwise than megatron: save the "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from mcore_ckpt.formats.contract import CheckpointReader, TensorInfo
 from mcore_ckpt.formats.fsdp.adapters import with_peft_adapters
@@ -37,10 +38,9 @@ def plan_model(
         UnsupportedError: safetensors files cannot store a tensor's dtype.
     """
     if found.has_hf_names:
-        copied = fsdp_tensors(reader, model)
-        return plan_copies(
-            options, model, copied if alpha is None else with_peft_adapters(copied, tensors, alpha), tensors
-        )
+        copied, left_out = fsdp_tensors(reader, model)
+        adapted = copied if alpha is None else with_peft_adapters(copied, tensors, alpha)
+        return replace(plan_copies(options, model, adapted, tensors), left_out=left_out)
     wanted = {name: info for name, info in tensors.items() if alpha is not None or not is_adapter(name)}
     return plan_export(model, wanted, alpha=alpha, **options)
 

@@ -35,7 +35,7 @@ ARCHITECTURES = {
     **dict.fromkeys(("llama", "qwen2-tied", "qwen3-value", "qwen2_moe", "deepseek_v3-mtp", "gpt_oss"), "native"),
     **dict.fromkeys(("seed_oss", "deepseek_v2", "qwen3_5_text-mtp"), "native"),
     **dict.fromkeys(
-        ("qwen3_moe-sparse", "mixtral", "deepseek_v3-no-q-lora", "glm4_moe-mtp", "qwen3_next"), "torch_dist"
+        ("qwen3_moe-sparse", "mixtral", "deepseek_v3-no-q-lora", "glm4_moe-mtp", "qwen3_next-mtp"), "torch_dist"
     ),
     **dict.fromkeys(("qwen3_5_moe_text-mtp", "minimax_m2"), "torch_dist"),
 }

@@ -156,6 +156,14 @@ def test_a_result_for_programs(saved: Path, tmp_path: Path, capsys: pytest.Captu
         "files": 1,
         "bytes": sum(tensor.numel() * 2 for tensor in weights(tmp_path / "merged").values()),
         "multi_token_prediction": False,
+        "left_out": [
+            {
+                "reason": "padding of the vocabulary, which has 131 tokens",
+                "tensors": [
+                    f"{name}.weight (rows 131 to 135)" for name in ("embedding.word_embeddings", "output_layer")
+                ],
+            }
+        ],
     }
     assert json.loads((tmp_path / "merged" / "config.json").read_bytes())["dtype"] == "bfloat16"
     assert {tensor.dtype for tensor in weights(tmp_path / "merged").values()} == {torch.bfloat16}

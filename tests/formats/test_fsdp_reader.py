@@ -30,6 +30,7 @@ from mcore_ckpt.errors import (
 from mcore_ckpt.formats.contract import CheckpointReader, RegionRead, weights_of
 from mcore_ckpt.formats.fsdp.reader import fsdp_tensors, is_fsdp, open_fsdp, read_copied_model
 from mcore_ckpt.formats.locate import read_regions
+from mcore_ckpt.models.accounting import COMPUTED, COPIES
 from mcore_ckpt.models.architecture import HfModel
 from mcore_ckpt.sharding.regions import Region
 
@@ -139,7 +140,7 @@ def unknown_model(**fields: Any) -> HfModel:
 
 def test_an_architecture_without_a_table_is_copied(saved: Path) -> None:
     reader = open_fsdp(saved / "fsdp")
-    tensors = fsdp_tensors(reader, unknown_model())
+    tensors, _ = fsdp_tensors(reader, unknown_model())
     assert [tensor.name for tensor in tensors] == list(weights_of(reader))
     for tensor in tensors:
         (slab,) = tensor.slabs
@@ -163,8 +164,10 @@ def test_a_tied_head_is_the_embedding(tmp_path: Path) -> None:
     }
     reader = open_fsdp(save(tmp_path / "a", state))
     tied = unknown_model(tie_word_embeddings=True)
-    assert [tensor.name for tensor in fsdp_tensors(reader, tied)] == ["model.embed_tokens.weight"]
-    assert len(fsdp_tensors(reader, unknown_model())) == 2
+    assert [tensor.name for tensor in fsdp_tensors(reader, tied)[0]] == ["model.embed_tokens.weight"]
+    assert len(fsdp_tensors(reader, unknown_model())[0]) == 2
+    left_out = {each.reason: each.tensors for each in fsdp_tensors(reader, tied)[1]}
+    assert left_out == {COPIES: ("lm_head.weight",), COMPUTED: ("a.rotary_emb.inv_freq",)}
     state["lm_head.weight"][4, 2] += 1
     with pytest.raises(CheckpointMismatchError, match="tie_word_embeddings"):
         fsdp_tensors(open_fsdp(save(tmp_path / "b", state)), tied)
@@ -174,7 +177,7 @@ def test_a_tied_head_is_the_embedding(tmp_path: Path) -> None:
 def test_a_known_architecture_has_what_its_table_names(name: str, tmp_path: Path) -> None:
     model = read_copied_model(read_config(make_hf_folder(tmp_path / "hf", name)))
     tensors = load_file(tmp_path / "hf" / "model.safetensors")
-    found = fsdp_tensors(open_fsdp(save(tmp_path / "a", tensors)), model)
+    found, _ = fsdp_tensors(open_fsdp(save(tmp_path / "a", tensors)), model)
     assert {tensor.name: tensor.shape for tensor in found} == {n: tuple(t.shape) for n, t in tensors.items()}
 
     gone = next(name for name in tensors if "o_proj" in name)
@@ -195,7 +198,7 @@ def test_names_in_memory_become_those_of_files(tmp_path: Path) -> None:
     stored = load_file(tmp_path / "hf" / "model.safetensors")
     state = make_hf_model("nemotron_h").state_dict()
     assert any(name.startswith("model.") for name in state)
-    found = fsdp_tensors(open_fsdp(save(tmp_path / "a", state)), model)
+    found, _ = fsdp_tensors(open_fsdp(save(tmp_path / "a", state)), model)
     exported = {tensor.name: state[tensor.slabs[0].mcore] for tensor in found}
     assert {name for name in exported if "experts." not in name} == {name for name in stored if "experts." not in name}
     wanted, there = to_mcore(model, stored), to_mcore(model, exported)
@@ -219,7 +222,7 @@ def test_a_peft_model_without_adapters(tmp_path: Path) -> None:
     assert list(open_fsdp(save(tmp_path / "a", state)).names) == ["model.layers.0.self_attn.q_proj.weight"]
 
 
-@pytest.mark.parametrize("name", ["embed_tokens.lora_embedding_A.default", "lm_head.modules_to_save.default.weight"])
+@pytest.mark.parametrize("name", ["embed_tokens.lora_embedding_A.default", "lm_head.ia3_l.default"])
 def test_other_adapters_are_refused(name: str, tmp_path: Path) -> None:
     state = {f"base_model.model.{name}": torch.ones(1)}
     refused(save(tmp_path / "a", state), UnsupportedError, name, "merge")

@@ -39,6 +39,7 @@ REPEATED = frozenset(
         "glm_moe_dsa",
         "seed_oss-value",
         "qwen3_5_text",
+        "qwen3_next-mtp",
         "qwen3_5_moe_text-mtp",
         "qwen3_5_moe",
         "deepseek_v2-lite",

@@ -9,6 +9,7 @@ from global_tensors import to_mcore
 from small_model import make, resharded
 
 from mcore_ckpt.models.architecture import HfModel, read_config
+from mcore_ckpt.models.reconcile import with_mtp_of
 from mcore_ckpt.models.registry import model_from_config
 from mcore_ckpt.sharding.cuts import Cut
 from mcore_ckpt.sharding.synonyms import synonyms
@@ -30,7 +31,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def model_of(folder: Path) -> HfModel:
-    return model_from_config(read_config(folder))
+    return with_mtp_of(model_from_config(read_config(folder)), weights(folder))
 
 
 def mcore_tensors(folder: Path) -> dict[str, torch.Tensor]:

@@ -28,6 +28,7 @@ from mcore_ckpt.cli.demo.megatron_on_cpu import enable_cpu
 from mcore_ckpt.models.architecture import HfModel
 from mcore_ckpt.models.mapping import hf_tensors
 from mcore_ckpt.models.mcore_config import check_model, to_mcore_config
+from mcore_ckpt.models.reconcile import with_mtp_of
 from mcore_ckpt.models.registry import model_from_config
 from mcore_ckpt.sharding.synonyms import canonical
 
@@ -132,10 +133,8 @@ def largest(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 def difference(folder: Path, wanted: torch.Tensor) -> float:
     config = read_config(folder)
-    words = tokens("vision_config" in config)
-    return largest(
-        logits_of_megatron(model_from_config(config), load_file(folder / "model.safetensors"), words), wanted
-    )
+    words, stored = tokens("vision_config" in config), load_file(folder / "model.safetensors")
+    return largest(logits_of_megatron(with_mtp_of(model_from_config(config), stored), stored, words), wanted)
 
 
 def logits_of_megatron(hf_model: HfModel, tensors: Mapping[str, torch.Tensor], words: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """Checkpoints of a small GPT, made and read back without megatron."""
 
 import zlib
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.dtypes import torch_dtype
 from mcore_ckpt.checkpoint.index import Alias
-from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest, StageRecord, WrittenFile
+from mcore_ckpt.checkpoint.manifest import AdapterSettings, FileRecord, Manifest, StageRecord, WrittenFile
 from mcore_ckpt.checkpoint.plain_files import pickle_plain, write_plain
 from mcore_ckpt.checkpoint.reading import read_index, read_manifest
 from mcore_ckpt.formats.native.file_plan import StructureCache, plan_file
@@ -91,8 +92,13 @@ def make(
     aliased: bool = False,
     config: bytes | None = None,
     scheduler: dict[str, float] | None = None,
+    adapters: AdapterSettings | None = None,
+    stepped: Collection[str] | None = None,
 ) -> Path:
-    """A committed checkpoint of `tp` ranks; `cuts` of tensors that are not cut as their names say."""
+    """A committed checkpoint of `tp` ranks; `cuts` of tensors that are not cut as their names say.
+
+    `stepped` names the tensors that the optimizer has a state of: all, unless it is given.
+    """
     role_dir = file_names.step_dir(root, STEP) / role
     attempt = commit.new_attempt()
     staging = commit.open_staging(role_dir, attempt)
@@ -116,6 +122,7 @@ def make(
                 _write(("state", n, kind), n, kind, local[n].reshape(-1) + (kind == "exp_avg"), regions[n])
                 for n in names
                 for kind in kinds
+                if stepped is None or n in stepped
             ),
             tuple(_alias(n, regions[n]) for n in names) if aliased else (),
             tree=("state",),
@@ -140,6 +147,7 @@ def make(
         created="2025-01-01T00:00:00+00:00",
         versions={"megatron_core": "0.16.1"},
         contents=("model", "optimizer", "extra"),
+        adapters=adapters,
         topology=Topology(world_size=tp, tp=tp, etp=tp),
         ranks=tuple(RankCoordinates(tp=rank, etp=rank) for rank in range(tp)),
         stages=(StageRecord(0, 0, tuple(range(LAYERS)), ()),),

@@ -252,6 +252,7 @@ _CONFIGS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "glm4_moe": ("glm4_moe", _GLM4_MOE),
     "gpt_oss": ("gpt_oss", _GPT_OSS),
     "qwen3_next": ("qwen3_next", _QWEN3_NEXT),
+    "qwen3_next-mtp": ("qwen3_next", _QWEN3_NEXT),
     "seed_oss": ("seed_oss", {"head_dim": 16, "attention_dropout": 0.0, "residual_dropout": 0.1}),
     "seed_oss-value": ("seed_oss", {"head_dim": 16, "attention_bias": False}),
     "qwen3_5_text": ("qwen3_5_text", _QWEN3_5),
@@ -412,7 +413,7 @@ def _add_mtp(path: Path) -> None:
 
     file = path / "model.safetensors"
     tensors = load_file(file)
-    is_hybrid, is_qwen = "backbone.norm_f.weight" in tensors, read_config(path)["model_type"].startswith("qwen3_5")
+    is_hybrid, is_qwen = "backbone.norm_f.weight" in tensors, read_config(path)["model_type"].startswith(ZERO_CENTRED)
     news = {f"model.layers.{LAYERS - 1}.": "mtp.layers.0." if is_qwen else f"model.layers.{LAYERS}."}
     if is_hybrid:
         news = {"backbone.layers.1.": "mtp.layers.0.", "backbone.layers.2.": "mtp.layers.1."}
@@ -443,7 +444,7 @@ def _add_mtp(path: Path) -> None:
 
 def mtp_prefix(path: Path) -> str:
     """The beginning of the names of a folder's multi-token prediction."""
-    has_own_names = read_config(path)["model_type"].startswith(("qwen3_5", "nemotron_h"))
+    has_own_names = read_config(path)["model_type"].startswith((*ZERO_CENTRED, "nemotron_h"))
     return "mtp." if has_own_names else f"model.layers.{LAYERS}."
 
 

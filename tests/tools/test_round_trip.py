@@ -41,7 +41,7 @@ IN_ALL_LAYOUTS = {
     "deepseek_v3": (1, 2),
     "glm_moe_dsa-shared": (1, 2),
     "nemotron_h-mtp": (1, 2),
-    "qwen3_next": (1, 2),
+    "qwen3_next-mtp": (1, 2),
     "qwen3_5_text-mtp": (1,),
     "qwen3_5_moe_text-mtp": (1, 2),
     "minimax_m2": (1, 2),

@@ -44,6 +44,7 @@ REPEATED = frozenset(
         "glm4_moe-mtp",
         "seed_oss-value",
         "qwen3_5_text",
+        "qwen3_next",
         "qwen3_5_moe_text-mtp",
         "qwen3_5_moe",
         "deepseek_v2-lite",

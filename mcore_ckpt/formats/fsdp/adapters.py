@@ -15,18 +15,26 @@ from mcore_ckpt.sharding.regions import Region, Shape
 # `model.layers.0.self_attn.q_proj.lora_A.default.weight`. "default" is PEFT's name of the adapter.
 _TENSOR = re.compile(r"(.+)\.(lora_A|lora_B|lora_magnitude_vector)(?:\.(\w+))?\.weight")
 
+# `lm_head.modules_to_save.default.weight`: a module that is trained as a whole. PEFT keeps the base model's as
+# `lm_head.original_module.weight`.
+_SAVED = re.compile(r"(.+)\.modules_to_save\.(?:(\w+)\.)?(\w+)")
+SAVED_MODULE, ORIGINAL_MODULE = ".modules_to_save.", ".original_module."
+
 
 def adapter_name_of(name: str) -> tuple[str, str] | None:
     """Returns, for a tensor of a LoRA or DoRA adapter, its name without PEFT's name of the adapter, and the latter.
 
-    Returns None for any other tensor.
+    Modules that are trained as a whole beside an adapter (`modules_to_save`) belong to it, too. Returns None for any
+    other tensor.
 
     Example:
         >>> adapter_name_of("lm_head.lora_A.default.weight")
         ('lm_head.lora_A.weight', 'default')
     """
-    match = _TENSOR.fullmatch(name)
-    return None if match is None else (f"{match[1]}.{match[2]}.weight", match[3] or "default")
+    if (match := _TENSOR.fullmatch(name)) is not None:
+        return f"{match[1]}.{match[2]}.weight", match[3] or "default"
+    match = _SAVED.fullmatch(name)
+    return None if match is None else (f"{match[1]}{SAVED_MODULE}{match[3]}", match[2] or "default")
 
 
 def is_peft_adapter(name: str) -> bool:
@@ -56,10 +64,29 @@ def with_peft_adapters(wanted: Sequence[HfTensor], tensors: Mapping[str, TensorI
                 f"{'no such tensor' if name not in shapes else f'the tensor has shape {list(shapes[name])}'}: adapters "
                 "of linear layers are supported"
             )
+    saved = saved_modules(tensors)
+    if lost := sorted(saved.keys() - {*own.values()}):
+        raise CheckpointMismatchError(
+            f"there is a trained {lost[0]} (modules_to_save), but the checkpoint has no such tensor beside it: save "
+            "the whole model"
+        )
     return [
-        replace(tensor, slabs=tuple(replace(slab, low_rank=found.get(own[tensor.name])) for slab in tensor.slabs))
+        replace(saved[own[tensor.name]], name=tensor.name)
+        if own[tensor.name] in saved
+        else replace(tensor, slabs=tuple(replace(slab, low_rank=found.get(own[tensor.name])) for slab in tensor.slabs))
         for tensor in wanted
     ]
+
+
+def saved_modules(tensors: Mapping[str, TensorInfo]) -> dict[str, HfTensor]:
+    """Returns the trained tensors of `modules_to_save`, by the name of the tensor that each stands for."""
+    return {
+        (name := stored.replace(SAVED_MODULE, ".")): HfTensor(
+            name, tuple(info.shape), (Slab(0, stored, Region.whole(tuple(info.shape))),)
+        )
+        for stored, info in tensors.items()
+        if SAVED_MODULE in stored
+    }
 
 
 def adapted_weights(tensors: Mapping[str, TensorInfo], alpha: float) -> list[HfTensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from mcore_ckpt.errors import (
     UnsupportedError,
 )
 from mcore_ckpt.formats.contract import CheckpointReader, TensorInfo, weights_of
-from mcore_ckpt.formats.fsdp.adapters import adapter_name_of, is_peft_adapter, names_of_adapters
+from mcore_ckpt.formats.fsdp.adapters import ORIGINAL_MODULE, adapter_name_of, is_peft_adapter, names_of_adapters
 from mcore_ckpt.formats.fsdp.dtensors import DTensorPlacement, placement_of
 from mcore_ckpt.formats.huggingface.reader import without_doubles
 from mcore_ckpt.formats.locate import same_bytes
@@ -26,6 +26,7 @@ from mcore_ckpt.formats.torch_save_files import PtDTensor, PtTensor, read_pt
 from mcore_ckpt.io import json_fields as fields
 from mcore_ckpt.io import limits
 from mcore_ckpt.io.files import read_small
+from mcore_ckpt.models.accounting import LeftOut
 from mcore_ckpt.models.architecture import Architecture, HfModel, ModelFacts
 from mcore_ckpt.models.architectures.common import facts_of
 from mcore_ckpt.models.config_fields import HfConfig
@@ -43,7 +44,7 @@ _CONFIG_FILE = "fsdp_config.json"
 # The prefixes that wrappers add to the names of the model's modules: FSDP1, torch.compile, activation checkpointing.
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module)\.")
 _PEFT_PREFIX = "base_model.model."
-_OTHER_ADAPTERS = re.compile(r".*\.(?:lora_|ia3_|modules_to_save\.|original_module\.).*")
+_OTHER_ADAPTERS = re.compile(r".*\.(?:lora_|ia3_|modules_to_save\.).*")
 _BASE_LAYER = ".base_layer."
 
 _MOST_RANKS = 1_000_000
@@ -121,10 +122,10 @@ def read_copied_model(config: HfConfig) -> HfModel:
         return HfModel(architecture, config, facts, architecture.table.ignored)
 
 
-def fsdp_tensors(reader: CheckpointReader, model: HfModel) -> list[HfTensor]:
+def fsdp_tensors(reader: CheckpointReader, model: HfModel) -> tuple[list[HfTensor], tuple[LeftOut, ...]]:
     """Lists the tensors to export, in the reader's order. Their values are unchanged, their names those of files.
 
-    The list has no ignored tensors, no tied head and no adapters.
+    The list has no ignored tensors, no tied head and no adapters. Also returns what it leaves out of the weights.
 
     Args:
         reader: the reader from `open_fsdp`.
@@ -138,18 +139,18 @@ def fsdp_tensors(reader: CheckpointReader, model: HfModel) -> list[HfTensor]:
     infos = {name: info for name, info in weights_of(reader).items() if not is_peft_adapter(name)}
     table = model.architecture.table
     stored = without_doubles(lambda name: table.spelled(_name_in_files(name, table)), infos)
-    head, embedding = stored.get(table.hf_head), stored.get(table.hf_embedding)
+    head, embedding, copies = stored.get(table.hf_head), stored.get(table.hf_embedding), set[str]()
     if model.is_tied and head is not None and embedding is not None:
         _check_tied(reader, head, embedding, model.architecture.tied_field)
-        del stored[table.hf_head]
-    if table.model or table.layer:
-        _check_table(model, {name: infos[own] for name, own in stored.items()})
-    ignored = [re.compile(pattern) for pattern in model.ignored]
-    return [
+        copies.add(table.hf_head)
+    written = [
         HfTensor(name, infos[own].shape, (Slab(0, own, Region.whole(infos[own].shape)),))
         for name, own in stored.items()
-        if not any(pattern.fullmatch(name) for pattern in ignored)
+        if not model.ignores(name) and name not in copies
     ]
+    if table.model or table.layer:
+        return written, _check_table(model, {name: infos[own] for name, own in stored.items()}, copies)
+    return written, check_names(model, written, stored, "the checkpoint", copies)
 
 
 def _name_in_files(name: str, table: Table) -> str:
@@ -161,15 +162,16 @@ def _name_in_files(name: str, table: Table) -> str:
     return name if root == _ROOT or not name.startswith(f"{_ROOT}.") else f"{root}.{name.removeprefix(f'{_ROOT}.')}"
 
 
-def _check_table(model: HfModel, infos: Mapping[str, TensorInfo]) -> None:
+def _check_table(model: HfModel, infos: Mapping[str, TensorInfo], copies: Container[str]) -> tuple[LeftOut, ...]:
     wanted = hf_tensors_in(model, infos)
-    check_names(model, wanted, infos, "the checkpoint")
+    left_out = check_names(model, wanted, infos, "the checkpoint", copies)
     for tensor in wanted:
         if infos[tensor.name].shape != tensor.shape:
             raise CheckpointMismatchError(
                 f"tensor {tensor.name}: has shape {list(infos[tensor.name].shape)}, but config.json requires "
                 f"{list(tensor.shape)}: use the config.json of this model"
             )
+    return left_out
 
 
 def _check_tied(reader: CheckpointReader, head: str, embedding: str, field: str) -> None:
@@ -274,7 +276,7 @@ def _bare(path: Path, key: str) -> str:
             f"{path}: tensor {name}: the model has unmerged adapters that are neither LoRA nor DoRA: merge them "
             "(peft's merge_and_unload()) and save the merged model"
         )
-    return name.removeprefix(_PEFT_PREFIX).replace(_BASE_LAYER, ".")
+    return name.removeprefix(_PEFT_PREFIX).replace(_BASE_LAYER, ".").replace(ORIGINAL_MODULE, ".")
 
 
 def _check_same(first_path: Path, first: Mapping[str, _Found], path: Path, found: Mapping[str, _Found]) -> None:

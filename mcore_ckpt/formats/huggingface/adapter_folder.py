@@ -16,7 +16,7 @@ from mcore_ckpt.formats.huggingface.export_plan import ExportPlan, plan_tensors
 from mcore_ckpt.formats.huggingface.writer import KIND, write_weights
 from mcore_ckpt.io.checksums import crc32
 from mcore_ckpt.io.files import write_file
-from mcore_ckpt.models.adapters import peft_config, peft_tensors
+from mcore_ckpt.models.adapters import Beside, peft_config, peft_tensors
 from mcore_ckpt.models.architecture import HfModel
 from mcore_ckpt.models.mapping import HfTensor
 
@@ -47,6 +47,7 @@ def plan_adapter_folder(
     *,
     dtype: torch.dtype | None = None,
     base: str | None = None,
+    beside: Beside | None = None,
 ) -> AdapterFolder:
     """Plans the folder of an adapter.
 
@@ -57,13 +58,15 @@ def plan_adapter_folder(
         settings: the adapters' settings.
         dtype: the dtype to write; None keeps the stored dtypes.
         base: the name or folder of the base model, for `adapter_config.json`.
+        beside: what was trained beside the adapters.
 
     Raises:
         UnsupportedError: PEFT has no name for an adapter, or safetensors files cannot store its dtype.
     """
-    plan = plan_tensors(peft_tensors(adapted), tensors, dtype=dtype, max_shard_bytes=_ALL_IN_ONE)
+    beside = beside or Beside()
+    plan = plan_tensors([*peft_tensors(adapted), *beside.tensors], tensors, dtype=dtype, max_shard_bytes=_ALL_IN_ONE)
     plan = replace(plan, files=(replace(plan.files[0], name=ADAPTER_FILE),))
-    return AdapterFolder(plan, peft_config(model, adapted, settings.dropout, base))
+    return AdapterFolder(plan, peft_config(model, adapted, settings.dropout, base, beside.modules))
 
 
 def write_adapter_folder(

@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from mcore_ckpt.formats.locate import same_bytes
 from mcore_ckpt.io import json_fields as fields
 from mcore_ckpt.io import limits
 from mcore_ckpt.io.files import read_small
-from mcore_ckpt.models.adapters import peft_tensors, with_adapters
+from mcore_ckpt.models.accounting import IGNORED, account, matching
+from mcore_ckpt.models.adapters import PEFT_PREFIX, peft_tensors, with_adapters
 from mcore_ckpt.models.architecture import read_config
 from mcore_ckpt.models.mapping import HfTensor, hf_tensors
 from mcore_ckpt.models.quantization import without_quantization
@@ -32,7 +34,6 @@ _ALLOWED: Mapping[str, tuple[Any, ...]] = {
     "bias": ("none", None),
     "lora_bias": (False, None),
     "fan_in_fan_out": (False, None),
-    "modules_to_save": (None, []),
     "target_parameters": (None, []),
     "alpha_pattern": (None, {}),
     "layer_replication": (None, []),
@@ -148,28 +149,35 @@ class AdapterReader(HuggingFaceReader):
         assert self.contents.adapter is not None
         self.alpha = effective_alpha(self.contents.adapter, self.place)
         tensors = peft_tensors(with_adapters(self.model, hf_tensors(self.model), self._adapters, self.alpha))
-        found, wanted = self.contents.tensors.keys(), {tensor.name for tensor in tensors}
-        for problem, names in (
-            ("lacks", sorted(wanted - found)),
-            ("has what the model does not have:", sorted(n for n in found - wanted if not self.model.ignores(n))),
-        ):
-            if names:
-                more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-                raise CheckpointMismatchError(
-                    f"{self.place / ADAPTER_FILE}: {problem} {', '.join(names[:5])}{more}: give the model adapters of "
-                    "the same layers"
-                )
         for tensor in tensors:
             for slab in tensor.slabs:
                 self._names[slab.mcore, slab.region].append(tensor.name)
-        return tensors
+        found, wanted = self.contents.tensors.keys(), {tensor.name for tensor in tensors}
+        if missing := sorted(wanted - found):
+            raise self._other_layers("lacks", missing)
+        # Modules that PEFT trained as a whole (modules_to_save) have the model's own names.
+        own = {PEFT_PREFIX + tensor.name: tensor for tensor in hf_tensors(self.model) if not tensor.is_copy}
+        beside = [replace(own[name], name=name) for name in found if name in own and not self.model.ignores(name)]
+        written = wanted | {tensor.name for tensor in beside}
+        reasons = [matching(IGNORED, self.model.ignored)]
+        unknown = partial(self._other_layers, "has what the model does not have:")
+        self._left_out = account(sorted(found), written, reasons, unknown)
+        return [*tensors, *beside]
+
+    def _other_layers(self, problem: str, names: Sequence[str]) -> CheckpointMismatchError:
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        return CheckpointMismatchError(
+            f"{self.place / ADAPTER_FILE}: {problem} {', '.join(names[:5])}{more}: give the model adapters of the same "
+            "layers"
+        )
 
     def check_left_out(self) -> None:
-        """Checks that the copies of a tensor that Megatron has only once are equal.
+        """Checks that the copies of a tensor that Megatron has only once are equal, and that its zeros are zeros.
 
         Raises:
             CheckpointMismatchError: they differ, so the model cannot hold them.
         """
+        self._check_zeros()
         stored = DequantizingReader(self.place, self.contents.config, self.contents.tensors)
         for (name, _), (first, *copies) in self._names.items():
             for copy in copies:

@@ -15,9 +15,10 @@ from mcore_ckpt.errors import CheckpointMismatchError, UnsupportedError
 from mcore_ckpt.formats.contract import TensorInfo
 from mcore_ckpt.formats.huggingface.fp8_blocks import CODES, SCALE_SUFFIX, Fp8Blocks
 from mcore_ckpt.formats.huggingface.safetensors_files import file_name, has_name
+from mcore_ckpt.models.accounting import LeftOut, account, of_states, padding_of, together
 from mcore_ckpt.models.adapters import with_adapters
 from mcore_ckpt.models.architecture import HfModel
-from mcore_ckpt.models.mapping import HfTensor, hf_mtp_prefix, hf_tensors
+from mcore_ckpt.models.mapping import HfTensor, hf_tensors, is_mtp
 from mcore_ckpt.sharding.adapters import is_adapter
 from mcore_ckpt.sharding.counterparts import find_counterparts, layers_of
 from mcore_ckpt.sharding.regions import Shape
@@ -110,12 +111,14 @@ class ExportPlan:
         dtype: the dtype of most elements before some are quantized, to be written into `config.json`.
         has_mtp: True if the files have layers of multi-token prediction. If not, `config.json` must not mention any.
         quantization: the `quantization_config` of the files; None if no tensor is quantized.
+        left_out: what the files do not have of the source, by reason.
     """
 
     files: tuple[WeightFile, ...]
     dtype: torch.dtype
     has_mtp: bool
     quantization: Mapping[str, Any] | None = None
+    left_out: tuple[LeftOut, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -163,14 +166,14 @@ def plan_export(
         ValueError: `max_shard_bytes` or `least_files` is below 1.
     """
     wanted = hf_tensors(model)
-    mtp = [tensor for tensor in wanted if _is_mtp(model, tensor)]
+    mtp = [tensor for tensor in wanted if is_mtp(model, tensor.name)]
     # Ignore copies here, because they are copies of the embedding and the head, which every model has.
     has_mtp = any(found_as(slab.mcore, tensors) for tensor in mtp if not tensor.is_copy for slab in tensor.slabs)
-    left_out = set() if has_mtp else {tensor.name for tensor in mtp}
-    wanted = [tensor for tensor in wanted if tensor.name not in left_out]
+    without = set() if has_mtp else {tensor.name for tensor in mtp}
+    wanted = [tensor for tensor in wanted if tensor.name not in without]
     weights = {name: info for name, info in tensors.items() if not is_adapter(name)}
-    resolved = _resolve(model, wanted, weights)
-    _check_shapes(wanted, resolved, weights)
+    resolved, left_out = _resolve(model, wanted, weights)
+    padding = _check_shapes(wanted, resolved, weights)
     renamed = [
         replace(tensor, slabs=tuple(replace(slab, mcore=resolved.get(slab.mcore, "")) for slab in tensor.slabs))
         for tensor in wanted
@@ -179,7 +182,7 @@ def plan_export(
         assert alpha is not None, "needed for adapters"
         adapters = {name: tuple(info.shape) for name, info in tensors.items() if is_adapter(name)}
         renamed = with_adapters(model, renamed, adapters, alpha)
-    return plan_tensors(
+    plan = plan_tensors(
         renamed,
         tensors,
         dtype=dtype,
@@ -188,6 +191,7 @@ def plan_export(
         has_mtp=has_mtp,
         blocks=blocks,
     )
+    return replace(plan, left_out=together(left_out, padding))
 
 
 def plan_tensors(
@@ -254,15 +258,16 @@ def _stored(tensor: HfTensor, dtype: torch.dtype, blocks: Fp8Blocks | None) -> l
     ]
 
 
-def _is_mtp(model: HfModel, tensor: HfTensor) -> bool:
-    return any(tensor.name.startswith(hf_mtp_prefix(model, number)) for number in range(len(model.mtp_layers)))
-
-
 # -- names and shapes --------------------------------------------------------------------------------------
 
 
-def _resolve(model: HfModel, wanted: Iterable[HfTensor], tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
-    """Maps each mcore tensor to its name in the source, and refuses missing and unknown tensors."""
+def _resolve(
+    model: HfModel, wanted: Iterable[HfTensor], tensors: Mapping[str, TensorInfo]
+) -> tuple[dict[str, str], tuple[LeftOut, ...]]:
+    """Maps each mcore tensor to its name in the source, and accounts for the others. Refuses missing and unknown ones.
+
+    Returns the names, and what is left out of the source.
+    """
     needed = dict.fromkeys(slab.mcore for tensor in wanted for slab in tensor.slabs if slab.mcore)
     # A HybridModel has the same parts in other layers.
     counterparts = find_counterparts(layers_of(needed), layers_of(tensors))
@@ -275,17 +280,21 @@ def _resolve(model: HfModel, wanted: Iterable[HfTensor], tensors: Mapping[str, T
             "this model"
         )
     resolved = {name: stored for name, stored in found.items() if stored is not None}
-    used = set(resolved.values())
-    unused = [name for name in tensors if name not in used and not name.endswith("_extra_state")]
-    if unused:
-        raise UnknownTensorsError(
-            f"the checkpoint has {_some(unused)}, which a {model.describe()} does not have{unlike}: use the "
+
+    def unknown(names: list[str]) -> UnknownTensorsError:
+        return UnknownTensorsError(
+            f"the checkpoint has {_some(names)}, which a {model.describe()} does not have{unlike}: use the "
             "config.json of this model"
         )
-    return resolved
+
+    return resolved, account(tensors, set(resolved.values()), [of_states()], unknown)
 
 
-def _check_shapes(wanted: Iterable[HfTensor], resolved: Mapping[str, str], tensors: Mapping[str, TensorInfo]) -> None:
+def _check_shapes(
+    wanted: Iterable[HfTensor], resolved: Mapping[str, str], tensors: Mapping[str, TensorInfo]
+) -> Iterable[LeftOut]:
+    """Refuses other shapes than those of the model. Returns the padding behind the vocabulary."""
+    found: dict[str, LeftOut] = {}
     for tensor in wanted:
         for slab in tensor.slabs:
             if slab.mcore:
@@ -300,8 +309,11 @@ def _check_shapes(wanted: Iterable[HfTensor], resolved: Mapping[str, str], tenso
                     # More rows than padding can explain are tokens, which would be lost silently.
                     and may_be_padding(shape[0], there[0])
                 )
-                if shape != there and not padded:
+                if padded:
+                    found[stored] = padding_of(stored, there[0], shape[0])
+                elif shape != there:
                     _refuse_shape(tensor.name, shape, stored, tensors[stored])
+    return found.values()
 
 
 def _refuse_shape(hf: str, wanted: Sequence[int], stored: str, there: TensorInfo) -> None:

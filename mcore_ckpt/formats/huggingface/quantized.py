@@ -42,7 +42,7 @@ DEFAULT_BLOCK = (128, 128)
 _SCALES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu, torch.uint8)
 
 # These tensors quantize activations and the cache of keys and values during inference. Weights do not depend on them.
-_OF_ACTIVATIONS = (
+ACTIVATION_SCALES = (
     *(".input_scale", ".input_zero_point", ".activation_scale"),
     *(".k_scale", ".v_scale", ".q_scale", ".k_zero_point", ".v_zero_point"),
 )
@@ -113,7 +113,9 @@ def logical_tensors(
     found = {tensor.values.name: tensor for tensor in tensors}
     used = {tensor.scales.name for tensor in found.values()}
     used |= {name + suffix for name in found for suffix in _OF_CODES}
-    plain = {name: tensor for name, tensor in stored.items() if name not in used and not name.endswith(_OF_ACTIVATIONS)}
+    plain = {
+        name: tensor for name, tensor in stored.items() if name not in used and not name.endswith(ACTIVATION_SCALES)
+    }
     for tensor in plain.values():
         if tensor.name.endswith(_NOT_READ):
             raise UnsupportedError(

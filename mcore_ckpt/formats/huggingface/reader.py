@@ -17,10 +17,11 @@ from mcore_ckpt.formats.contract import Fill, RankPosition, TensorInfo
 from mcore_ckpt.formats.huggingface.safetensors_files import HfStored, dtype_of, name_of, read_folder
 from mcore_ckpt.formats.huggingface.stored_weights import DequantizingReader, StoredWeights
 from mcore_ckpt.formats.locate import same_bytes
+from mcore_ckpt.models.accounting import ZEROS, LeftOut, together
 from mcore_ckpt.models.architecture import HfModel, read_config
 from mcore_ckpt.models.config_fields import HfConfig
 from mcore_ckpt.models.mapping import HfTensor, check_names, hf_tensors, hf_tensors_in
-from mcore_ckpt.models.reconcile import HF_VALUE, with_tower_of
+from mcore_ckpt.models.reconcile import HF_VALUE, with_mtp_of, with_tower_of
 from mcore_ckpt.models.registry import known_architectures, model_from_config
 from mcore_ckpt.models.table import Section, ValueChange
 from mcore_ckpt.ranks.rounds import Record
@@ -151,17 +152,33 @@ class HuggingFaceReader:
         self.contents = contents
         self._weights = StoredWeights(contents.folder, contents.config, contents.tensors, dtype)
         shapes = {name: stored.shape for name, stored in self._weights.tensors.items()}
-        self.model = with_tower_of(model_from_config(contents.config, tuple(ignore), shapes), tower_of)
+        described = model_from_config(contents.config, tuple(ignore), shapes)
+        self.model = with_mtp_of(with_tower_of(described, tower_of), (n for n in shapes if not described.ignores(n)))
         self._shards: dict[str, list[StoredShard]] = {}
         self._sections: dict[str, tuple[Section, ...]] = {}
         self._changed: dict[tuple[str, int], _Changed] = {}
+        self._left_out: tuple[LeftOut, ...] = ()
         self._zeros: list[StoredShard] = []
+        self._of_zeros: list[str] = []
         for tensor in self._list_tensors():
             self._add(tensor, self._weights.tensors[tensor.name])
 
     def _list_tensors(self) -> list[HfTensor]:
-        """Lists the tensors to read, with the places of their elements in Megatron's tensors."""
-        return _wanted(self.model, self.contents, self._weights.tensors)
+        """Lists the tensors to read, with the places of their elements in Megatron's tensors.
+
+        Accounts for the other tensors of the folder (`left_out`).
+        """
+        there, model = self._weights.tensors, self.model
+        tensors = [tensor for tensor in hf_tensors_in(model, there) if not model.ignores(tensor.name)]
+        copies = {copy for copy, _ in _copies(model, self.contents)}
+        self._left_out = check_names(model, tensors, there, str(self.place), copies)
+        return tensors
+
+    @property
+    def left_out(self) -> tuple[LeftOut, ...]:
+        """What is not read of the folder, by reason."""
+        zeros = [LeftOut(ZEROS, tuple(self._of_zeros))] if self._of_zeros else []
+        return together(self._left_out, zeros, self._weights.left_out)
 
     def _add(self, tensor: HfTensor, stored: HfStored) -> None:
         _check(self.place, tensor, stored)
@@ -169,6 +186,7 @@ class HuggingFaceReader:
             shard = self._weights.shard(ShardKey(slab.mcore, MODEL), slab.region, stored, slab.start)
             if not slab.mcore:
                 self._zeros.append(shard)
+                self._of_zeros.append(tensor.name)
                 continue
             self._shards.setdefault(slab.mcore, []).append(shard)
             self._sections[slab.mcore] = slab.sections
@@ -308,13 +326,6 @@ class HuggingFaceReader:
 
 def _rows_of(memory: torch.Tensor, start: int, rows: Rows, stride: int) -> torch.Tensor:
     return memory.as_strided((rows.rows, rows.row), (stride, 1), memory.storage_offset() + start)
-
-
-def _wanted(model: HfModel, contents: FolderContents, there: Mapping[str, HfStored]) -> list[HfTensor]:
-    tensors = [tensor for tensor in hf_tensors_in(model, there) if not model.ignores(tensor.name)]
-    copies = {copy for copy, _ in _copies(model, contents)}
-    check_names(model, tensors, there.keys() - copies, str(contents.folder))
-    return tensors
 
 
 def _copies(model: HfModel, contents: FolderContents) -> list[tuple[str, str]]:

@@ -14,11 +14,12 @@ from pathlib import Path
 import torch
 
 from mcore_ckpt.formats.contract import Fill, TensorInfo
-from mcore_ckpt.formats.huggingface.quantized import CodeKind, QuantizedTensor, logical_tensors
+from mcore_ckpt.formats.huggingface.quantized import ACTIVATION_SCALES, CodeKind, QuantizedTensor, logical_tensors
 from mcore_ckpt.formats.huggingface.safetensors_files import HfStored
 from mcore_ckpt.formats.native.ranges import read_stored
 from mcore_ckpt.formats.shard_reader import ShardReader
 from mcore_ckpt.io import _native, tuning
+from mcore_ckpt.models.accounting import OF_ACTIVATIONS, SCALES, LeftOut
 from mcore_ckpt.models.config_fields import HfConfig
 from mcore_ckpt.sharding.overlap import Rows
 from mcore_ckpt.sharding.plan import MODEL, ReadRange, ShardKey, StoredShard
@@ -52,6 +53,7 @@ class StoredWeights:
     ) -> None:
         self._folder = folder
         self.tensors, self._quantized = logical_tensors(config, stored, dtype)
+        self._stored = stored
         self._starts: dict[str, list[tuple[int, QuantizedTensor]]] = {}
         for tensor in sorted(self._quantized.values(), key=lambda each: each.values.offset):
             self._starts.setdefault(tensor.values.path.name, []).append((tensor.values.offset, tensor))
@@ -63,6 +65,18 @@ class StoredWeights:
         dtype = str(tensor.dtype).removeprefix("torch.")
         at, nbytes = tensor.offset + start * bits // 8, region.numel * bits // 8
         return StoredShard(key, region, dtype, tensor.path.name, at, nbytes, crc32=None)
+
+    @property
+    def left_out(self) -> tuple[LeftOut, ...]:
+        """The stored tensors that are neither values nor codes, by reason."""
+        if not self._quantized:
+            return ()
+        scales = {each.scales.name for each in self._quantized.values()} | {f"{name}_shape" for name in self._quantized}
+        found = {
+            SCALES: [name for name in self._stored if name in scales],
+            OF_ACTIVATIONS: [name for name in self._stored if name.endswith(ACTIVATION_SCALES)],
+        }
+        return tuple(LeftOut(reason, tuple(names)) for reason, names in found.items() if names)
 
     @property
     def scale_files(self) -> frozenset[str]:
@@ -110,6 +124,7 @@ class DequantizingReader(ShardReader):
 
     def __init__(self, folder: Path, config: HfConfig, stored: Mapping[str, HfStored]) -> None:
         self._weights = weights = StoredWeights(folder, config, stored)
+        self.left_out = weights.left_out
         infos = {name: TensorInfo(tensor.dtype, tensor.shape) for name, tensor in weights.tensors.items()}
         super().__init__(folder, infos, lambda name: (weights.whole(name),))
 

@@ -28,6 +28,7 @@ from mcore_ckpt.models.architectures.qwen3_next import (
     GATED_DELTA_NET,
     IN_PROJ_SECTIONS,
     LINEAR_ATTENTION,
+    MTP,
     linear_sizes,
     mixed_layers,
 )
@@ -95,18 +96,12 @@ _LAYER = (
     *LINEAR_ATTENTION,
     *GATED_ATTENTION,
 )
-_MTP = (
-    Row("enorm.weight", {"pre_fc_norm_embedding.weight": "hidden"}),
-    Row("hnorm.weight", {"pre_fc_norm_hidden.weight": "hidden"}),
-    Row("eh_proj.weight", {"fc.weight": "hidden 2*hidden"}),
-    Row("final_layernorm.weight", {"norm.weight": "hidden"}),
-)
 # transformers saves a model in this way that it has taken out of a vision-language model (conversion_mapping.py, 5.23).
 _SPELLINGS = (("model.language_model.", "model."),)
 DENSE_TABLE = Table(
     MODEL,
     (*_LAYER, *DENSE_MLP),
-    _MTP,
+    MTP,
     hf_mtp_layer="mtp.",
     hf_mtp_decoder="layers.{mtp}.",
     spellings=_SPELLINGS,

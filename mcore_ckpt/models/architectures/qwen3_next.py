@@ -47,7 +47,11 @@ def _read(config: HfConfig) -> ModelFacts:
     sizes = moe_sizes(config) | linear_sizes(config)
     sizes["shared_ffn"] = integer(config, "shared_expert_intermediate_size")
     facts = facts_of(config) | {"shared", "shared_gate"}
-    return ModelFacts(sizes, frozenset(facts), mixed_layers(is_linear(config), is_sparse(config)))
+    layers = mixed_layers(is_linear(config), is_sparse(config))
+    # The layer has full attention, and megatron gives it the spec of the decoder's last layer (get_gpt_mtp_block_spec,
+    # 0.16.1). Behind a layer with linear attention it has no counterpart, and its tensors are unknown ones.
+    mtp = () if "linear" in layers[-1] else (layers[-1],)
+    return ModelFacts(sizes, frozenset(facts), layers, unstated_mtp=mtp)
 
 
 def _in_proj(sizes: Sizes, shapes: Sequence[Shape]) -> list[RowRange]:
@@ -122,6 +126,12 @@ GATED_ATTENTION = (
     Row("self_attention.q_layernorm.weight", {"self_attn.q_norm.weight": "head_dim"}, when="!linear"),
     Row("self_attention.k_layernorm.weight", {"self_attn.k_norm.weight": "head_dim"}, when="!linear"),
 )
+MTP = (
+    Row("enorm.weight", {"pre_fc_norm_embedding.weight": "hidden"}),
+    Row("hnorm.weight", {"pre_fc_norm_hidden.weight": "hidden"}),
+    Row("eh_proj.weight", {"fc.weight": "hidden 2*hidden"}),
+    Row("final_layernorm.weight", {"norm.weight": "hidden"}),
+)
 _TABLE = Table(
     MODEL,
     (
@@ -133,10 +143,12 @@ _TABLE = Table(
         *EXPERTS,
         *shared_experts("shared_expert"),
     ),
-    stacked=STACKED_EXPERTS,
-    # config.json does not mention multi-token prediction, and transformers ignores its tensors, too
+    # Published models have one such layer, which config.json does not mention and transformers does not read
     # (Qwen3NextPreTrainedModel).
-    ignored=(r".*rotary_emb\.inv_freq", r"mtp\..*"),
+    MTP,
+    stacked=STACKED_EXPERTS,
+    hf_mtp_layer="mtp.",
+    hf_mtp_decoder="layers.{mtp}.",
 )
 
 GATED_DELTA_NET: tuple[Rule, ...] = (

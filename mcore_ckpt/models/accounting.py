@@ -1,0 +1,114 @@
+"""Accounts for every tensor of a source: a conversion writes it, or leaves it out for a reason that it reports.
+
+A conversion hands the names of its source to `account`, with what it writes and the reasons that it has for the rest.
+A tensor with neither would be lost, so the conversion refuses. The user allows a loss with `--ignore`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mcore_ckpt.sharding.patterns import compiled
+
+IGNORED = "named by --ignore"
+STATES = "states of transformer-engine (_extra_state), for which HuggingFace's models have no place"
+COMPUTED = "computed from config.json"
+COPIES = "equal to other tensors, which stand for them"
+ZEROS = "zeros, for which megatron has no place"
+SCALES = "scales of quantized weights, which are multiplied into the values"
+OF_ACTIVATIONS = "scales of activations and of cached keys and values, which megatron has no place for"
+BASE = "weights of the base model, which were not trained"
+MAYBE_TRAINED = "weights of the base model, of which the checkpoint does not say whether they were trained"
+MERGED = "parts of adapters, which are merged into the weights"
+
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """Tensors of a source that a conversion leaves out for one reason.
+
+    Attributes:
+        reason: why nothing is lost with them, or that the user has named them.
+        tensors: their names; for some rows of a tensor, its name and these rows.
+    """
+
+    reason: str
+    tensors: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """One line for the user."""
+        more = f" and {len(self.tensors) - _SHOWN} more" if len(self.tensors) > _SHOWN else ""
+        return f"left out: {', '.join(self.tensors[:_SHOWN])}{more} ({self.reason})"
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the entry as JSON values."""
+        return {"reason": self.reason, "tensors": list(self.tensors)}
+
+
+Reason = tuple[str, Container[str] | Callable[[str], bool]]
+"""A reason to leave out tensors, and the names of those that it holds for."""
+
+
+def account(
+    source: Iterable[str],
+    written: Container[str],
+    reasons: Sequence[Reason],
+    refusal: Callable[[list[str]], Exception],
+) -> tuple[LeftOut, ...]:
+    """Accounts for each tensor of a source.
+
+    Args:
+        source: the names of all tensors of the source.
+        written: the names of those that are written.
+        reasons: why others are left out. The first reason that holds for a tensor counts.
+        refusal: returns what to raise for tensors that are neither written nor left out for a reason.
+
+    Returns:
+        What is left out, by reason.
+
+    Example:
+        >>> account(["a", "b._extra_state"], {"a"}, [of_states()], lambda lost: ValueError(lost))[0].tensors
+        ('b._extra_state',)
+    """
+    found: dict[str, list[str]] = {}
+    lost: list[str] = []
+    for name in source:
+        if name in written:
+            continue
+        reason = next((why for why, names in reasons if _holds(name, names)), None)
+        (lost if reason is None else found.setdefault(reason, [])).append(name)
+    if lost:
+        raise refusal(lost)
+    return tuple(LeftOut(reason, tuple(names)) for reason, names in found.items())
+
+
+def _holds(name: str, names: Container[str] | Callable[[str], bool]) -> bool:
+    return names(name) if callable(names) else name in names
+
+
+def matching(reason: str, patterns: Sequence[str]) -> Reason:
+    """Returns the reason for the tensors whose whole name matches one of the regular expressions."""
+    found = compiled(patterns)
+    return reason, lambda name: any(pattern.fullmatch(name) for pattern in found)
+
+
+def of_states() -> Reason:
+    """Returns the reason for what transformer-engine keeps beside its weights."""
+    return STATES, lambda name: name.endswith("_extra_state")
+
+
+def padding_of(name: str, rows: int, tokens: int) -> LeftOut:
+    """Describes the rows of a tensor that are behind those of the vocabulary's tokens."""
+    return LeftOut(f"padding of the vocabulary, which has {tokens} tokens", (f"{name} (rows {tokens} to {rows - 1})",))
+
+
+def together(*parts: Iterable[LeftOut]) -> tuple[LeftOut, ...]:
+    """Joins what parts of a conversion leave out, with one entry for each reason."""
+    found: dict[str, dict[str, None]] = {}
+    for each in (each for part in parts for each in part):
+        found.setdefault(each.reason, {}).update(dict.fromkeys(each.tensors))
+    return tuple(LeftOut(reason, tuple(names)) for reason, names in found.items())

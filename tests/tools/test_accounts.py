@@ -1,0 +1,173 @@
+"""Every tensor of a source is in the result, or is left out for a reason that is told. What is lost is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bridge_peft import add_peft_to_path
+from mcore_checkpoints import make, mcore_tensors, pad_vocabulary, weights
+from safetensors.torch import load_file, save_file
+from tiny_models import VOCAB, make_hf_folder
+
+from mcore_ckpt.checkpoint.manifest import AdapterSettings
+from mcore_ckpt.cli.main import main
+from mcore_ckpt.models.accounting import BASE, IGNORED, MAYBE_TRAINED, LeftOut, account, matching, of_states, together
+
+add_peft_to_path()
+
+TOKENS = torch.randint(0, VOCAB, (2, 12), generator=torch.Generator().manual_seed(3))
+QKV = "decoder.layers.1.self_attention.linear_qkv"
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, Any]:
+    """The exit status of a command, and what it prints: its JSON, or its error."""
+    capsys.readouterr()
+    status = main([*map(str, arguments), "--json"])
+    printed = capsys.readouterr()
+    return status, json.loads(printed.out) if status == 0 else printed.err
+
+
+def reasons(report: Any) -> dict[str, list[str]]:
+    return {each["reason"]: each["tensors"] for each in report["left_out"]}
+
+
+def test_a_tensor_is_written_or_left_out_or_lost() -> None:
+    names = ["a", "b._extra_state", "c", "d"]
+    left_out = account(names, {"a"}, [matching(IGNORED, ["c", "b.*"]), of_states(), ("why", {"d"})], ValueError)
+    assert left_out == (LeftOut(IGNORED, ("b._extra_state", "c")), LeftOut("why", ("d",)))
+    with pytest.raises(ValueError, match=r"\['d'\]"):
+        account(names, {"a", "c"}, [of_states()], ValueError)
+    assert together(left_out, [LeftOut("why", ("d", "e"))])[1] == LeftOut("why", ("d", "e"))
+    assert LeftOut("why", tuple("abcde")).text == "left out: a, b, c and 2 more (why)"
+
+
+# -- multi-token prediction ----------------------------------------------------------------------------------
+
+
+def test_published_layers_without_counterpart_are_refused_or_ignored(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Megatron gives such a layer the attention of the last layer, which is linear here."""
+    kinds = ["full_attention"] + ["linear_attention"] * 3
+    hf = make_hf_folder(tmp_path / "hf", "qwen3_next", layer_types=kinds)
+    tensors = load_file(hf / "model.safetensors") | {"mtp.fc.weight": torch.ones(64, 128)}
+    save_file(tensors, hf / "model.safetensors", {"format": "pt"})
+    convert = ("convert", "--hf_model_path", hf, "--output_path", tmp_path / "steps", "--test")
+    status, error = run(capsys, *convert)
+    assert status == 1
+    assert "has unknown tensors: mtp.fc.weight" in error
+    assert not (tmp_path / "steps").exists()
+    status, report = run(capsys, *convert, "--ignore", r"mtp\..*")
+    assert status == 0
+    assert reasons(report) == {IGNORED: ["mtp.fc.weight"]}
+
+
+# -- rows of the vocabulary ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "added_tokens.json"])
+def test_added_tokens_are_no_padding(file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The tokenizer has 133 tokens, config.json says 131, and the checkpoint has 136 rows."""
+    hf = make_hf_folder(tmp_path / "hf", "qwen3")
+    tensors = mcore_tensors(hf)
+    pad_vocabulary(tensors)
+    role = make(tmp_path / "steps", tensors, config=(hf / "config.json").read_bytes())
+    added = {"tokenizer.json": {"added_tokens": [{"id": 132}], "model": {"vocab": {"a": 5}}}}
+    (role / "huggingface" / file).write_text(json.dumps(added.get(file, {"<new>": 132})))
+    status, report = run(capsys, "merge", role, tmp_path / "merged")
+    assert status == 0
+    assert json.loads((tmp_path / "merged" / "config.json").read_bytes())["vocab_size"] == 133
+    for hf_name, name in (("model.embed_tokens", "embedding.word_embeddings"), ("lm_head", "output_layer")):
+        assert torch.equal(weights(tmp_path / "merged")[f"{hf_name}.weight"], tensors[f"{name}.weight"][:133])
+    [(reason, names)] = reasons(report).items()
+    assert reason == "padding of the vocabulary, which has 133 tokens"
+    assert names == [f"{name}.weight (rows 133 to 135)" for name in ("embedding.word_embeddings", "output_layer")]
+
+
+# -- what is trained beside adapters -------------------------------------------------------------------------
+
+
+def adapters() -> dict[str, torch.Tensor]:
+    torch.manual_seed(7)
+    return {
+        f"{QKV}.adapter.linear_in.weight": torch.randn(4, 64),
+        f"{QKV}.adapter.linear_out.weight": torch.randn(256, 4),
+    }
+
+
+def trained(tensors: dict[str, torch.Tensor], *names: str) -> dict[str, torch.Tensor]:
+    return {name: tensors[name] + torch.randn(tensors[name].shape) * 0.3 for name in names}
+
+
+BESIDE = {
+    "head": ("qwen3", ("embedding.word_embeddings.weight", "output_layer.weight"), ["embed_tokens", "lm_head"]),
+    "norms": (
+        "qwen3",
+        ("decoder.layers.2.input_layernorm.weight", "decoder.final_layernorm.weight"),
+        ["model.layers.2.input_layernorm", "model.norm"],
+    ),
+    "tied": ("qwen3-tied", ("embedding.word_embeddings.weight",), None),
+    "router": ("qwen3_moe", ("decoder.layers.0.mlp.router.weight",), ["model.layers.0.mlp.gate"]),
+}
+
+
+def logits(folder: Path, adapter: Path | None = None) -> torch.Tensor:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        model = model.eval() if adapter is None else PeftModel.from_pretrained(model, adapter).eval()
+        found: torch.Tensor = model(input_ids=TOKENS).logits
+    return found
+
+
+@pytest.mark.parametrize("alone", [True, False], ids=["alone", "with-base"])
+@pytest.mark.parametrize("case", BESIDE)
+def test_what_was_trained_beside_adapters(
+    case: str, alone: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("peft")
+    name, names, modules = BESIDE[case]
+    hf = make_hf_folder(tmp_path / "hf", name)
+    base = mcore_tensors(hf)
+    news = {**adapters(), **trained(base, *names)}
+    saved = news if alone else {**base, **news}
+    pad_vocabulary(saved)
+    config = (hf / "config.json").read_bytes()
+    role = make(tmp_path / "s", saved, config=config, adapters=AdapterSettings(8), stepped=news.keys())
+    source = ("--hf_model_path", hf) if alone else ()
+    status, report = run(capsys, "merge", role, tmp_path / "adapter", "--adapters", "only", *source)
+    assert status == 0
+    assert {*reasons(report).get(BASE, [])} == (set() if alone else base.keys() - set(names))
+    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_bytes())["modules_to_save"] == modules
+    status, _ = run(capsys, "merge", role, tmp_path / "merged", *source)
+    assert status == 0
+    merged = logits(tmp_path / "merged")
+    assert not torch.allclose(merged, logits(hf), atol=1e-2)
+    torch.testing.assert_close(logits(hf, tmp_path / "adapter"), merged, rtol=1e-4, atol=1e-4)
+
+
+def test_what_peft_has_no_place_for_is_refused_or_ignored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hf = make_hf_folder(tmp_path / "hf", "qwen3_moe")
+    base = mcore_tensors(hf)
+    expert = "decoder.layers.0.mlp.experts.local_experts.1.linear_fc2.weight"
+    news = {**adapters(), **trained(base, expert)}
+    config = (hf / "config.json").read_bytes()
+    role = make(tmp_path / "s", {**base, **news}, config=config, adapters=AdapterSettings(8), stepped=news.keys())
+    only = ("merge", role, tmp_path / "adapter", "--adapters", "only")
+    status, error = run(capsys, *only)
+    assert status == 1
+    assert f"tensor {expert}: was trained beside the adapters, but PEFT's form has no place for it" in error
+    status, report = run(capsys, *only, "--ignore", r".*\.1\.linear_fc2\.weight")
+    assert status == 0
+    assert reasons(report)[IGNORED] == [name for name in base if name.endswith(".1.linear_fc2.weight")]
+    # Without optimizer, the manifest says what was trained; an older one does not.
+    for number, (names, wanted) in enumerate((((expert,), 1), (None, 0))):
+        settings = AdapterSettings(8, trained=names)
+        role = make(tmp_path / f"s{number}", {**base, **news}, config=config, adapters=settings, stepped=())
+        status, report = run(capsys, "merge", role, tmp_path / f"m{number}", "--adapters", "only")
+        assert status == wanted
+        assert "was trained beside" in report if wanted else {*reasons(report)} == {MAYBE_TRAINED}
