@@ -43,6 +43,7 @@ _TOOL = "mcore_ckpt tool"
 _TRAINERS_ADVICE = (
     "Two trainers would delete each other's checkpoints: stop the other one, or give this one another root or role"
 )
+_BESIDE_TOOL = "It is a tool that writes a step: wait until it has ended"
 _TOOLS_ADVICE = "A tool does not write beside it: wait until it has ended, or name another folder to write to"
 
 # The same for a damaged file. A power loss leaves one, because the file is not synced. No trainer touches it, and one
@@ -199,7 +200,7 @@ class TrainerLock:
         return owner is not None and owner.is_on_this_host and owner.is_alive_here
 
     def _why(self, claim: Claim) -> str:
-        advice = _TOOLS_ADVICE if self._is_tool else _TRAINERS_ADVICE
+        advice = _TOOLS_ADVICE if self._is_tool else _BESIDE_TOOL if claim.is_of_tool else _TRAINERS_ADVICE
         if self._is_alive(claim):
             return f"{self._path}: {claim.owner} saves {self._role} here, and is alive. {advice}"
         holder = claim.owner or "an unknown process (the file is damaged)"

@@ -251,6 +251,30 @@ def test_upload_comes_last(saved: Path, tmp_path: Path, monkeypatch: pytest.Monk
     ]
 
 
+def test_a_model_on_the_hub_is_not_replaced_unasked(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls: list[str] = []
+
+    class HfApi:
+        def list_repo_files(self, repository: str) -> list[str]:
+            return ["README.md", "model.safetensors"]
+
+        def create_repo(self, repository: str, **options: Any) -> None:
+            calls.append(repository)
+
+        def upload_folder(self, repo_id: str, folder_path: Path) -> None:
+            calls.append(repo_id)
+
+    monkeypatch.setattr("huggingface_hub.HfApi", HfApi)
+    target = tmp_path / "merged"
+    assert main(["merge", str(saved), str(target), "--hf_upload_path", "me/model"]) == 2
+    assert "--hf_upload_path me/model: has a model already (model.safetensors)" in capsys.readouterr().err
+    assert (target.exists(), calls) == (False, [])
+    assert main(["merge", str(saved), str(target), "--hf_upload_path", "me/model", "--force"]) == 0
+    assert calls == ["me/model"] * 2
+
+
 def test_an_upload_that_fails_leaves_the_folder(
     saved: Path, hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -232,6 +232,17 @@ def test_the_test_finds_what_was_written_wrong(
     assert not (tmp_path / "theirs").exists()
 
 
+def test_a_training_is_not_sent_back_unasked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = saved(tmp_path, tensors_of())
+    (tmp_path / "theirs").mkdir()
+    tracker.write_tracker(tmp_path / "theirs", 6)
+    assert back(source, tmp_path / "theirs") == 2
+    assert "its tracker names step 6" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "theirs").iterdir()] == ["latest_checkpointed_iteration.txt"]
+    assert back(source, tmp_path / "theirs", "--force") == 0
+    assert tracker.read_tracker(tmp_path / "theirs") == 5
+
+
 def test_a_failing_rename_leaves_the_tracker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

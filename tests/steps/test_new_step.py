@@ -113,7 +113,7 @@ def test_a_tool_excludes_a_trainer_of_its_role_and_no_tool_of_another(tmp_path: 
     # The same, as another process sees it.
     record = json.loads(content) | asdict(ANOTHER)
     file_names.trainer_file(tmp_path, "actor").write_text(json.dumps(record))
-    with pytest.raises(LockedError, match="is alive"):
+    with pytest.raises(LockedError, match="It is a tool that writes a step"):
         TrainerLock(tmp_path, "actor").take(0.0)
     with ToolLocks(tmp_path, ["critic"]):
         pass

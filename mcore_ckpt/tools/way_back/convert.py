@@ -106,12 +106,13 @@ def convert_back(
         hf_model_path: the folder with config.json and tokenizer; None to use those of the checkpoint.
         test: True to read everything back and compare it before the step appears.
         progress: called with the number of bytes that this process has written and the number that it will write.
-        force: True to replace the step in `root`, if it is a converted one. A pinned step stays.
+        force: True to replace the step in `root`, if it is a converted one, and a tracker that names a newer step. A
+            pinned step stays.
 
     Raises:
         LockedError: a trainer of this package saves below `root`.
-        InvalidArgumentError: `root` has the step already, or is the folder that is read, or the roles do not fit the
-            layout.
+        InvalidArgumentError: `root` has the step already, its tracker names a newer one, it is the folder that is read,
+            or the roles do not fit the layout.
         CheckpointError: the checkpoint is damaged, has something that the trainer cannot load, or the step cannot be
             written. All processes raise it, and `root` is as it was, unless the message says that the step is in place
             and only the tracker could not be written.
@@ -225,6 +226,12 @@ def _open(agreement: Agreement, stack: ExitStack, job: _Job, path: Path, replace
 
 def _check_free(job: _Job, path: Path, replaceable: Replaceable) -> None:
     check_may_replace(path, replaceable)
+    tracked = tracker.read_tracker(path.parent)
+    if tracked is not None and tracked > job.plan.step and not replaceable.force:
+        raise InvalidArgumentError(
+            f"{path.parent}: its tracker names step {tracked}, so a training has gone on from there, and would be sent "
+            f"back to step {job.plan.step}: name another folder, or let the tracker name this step with --force"
+        )
     for other in file_names.step_dirs(path.parent).get(job.plan.step, []):
         if file_names.parse_step(path.name) is not None and other.name != path.name:
             raise InvalidArgumentError(
