@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mcore_ckpt.config import START_TIMEOUT_S
 from mcore_ckpt.errors import CheckpointError, InvalidArgumentError
+from mcore_ckpt.urls import local_path
 
 if TYPE_CHECKING:
     from mcore_ckpt.ranks import Agreement
@@ -20,6 +21,21 @@ if TYPE_CHECKING:
 def expanded_path(text: str) -> Path:
     """Returns a path with a leading `~` replaced by the home folder, because a shell leaves `--dir=~/x` as it is."""
     return Path(text).expanduser()
+
+
+def path_to_write(text: str) -> Path:
+    """Returns a path as `expanded_path` does. Refuses a URL, from which a folder such as `s3:` would be made."""
+    try:
+        return local_path(text, "the path")
+    except InvalidArgumentError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def step_number(text: str) -> int:
+    """Returns the number of a step, which is at least 0."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a step: use a number of 0 or more")
+    return int(text)
 
 
 def folder_or_model(text: str) -> str:

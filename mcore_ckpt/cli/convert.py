@@ -23,7 +23,9 @@ from mcore_ckpt.cli.arguments import (
     command_agreement,
     expanded_path,
     folder_or_model,
+    path_to_write,
     stage_options,
+    step_number,
     taken,
 )
 from mcore_ckpt.cli.progress import progress_of_bytes
@@ -91,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output_path",
         "--output-path",
-        type=expanded_path,
+        type=path_to_write,
         required=True,
         metavar="DIR",
         help="native: the folder of steps, in which global_steps_0 is made; torch_dist: the folder of the checkpoint; "
@@ -114,7 +116,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--step",
-        type=int,
+        type=step_number,
         metavar="N",
         help="with CHECKPOINT: step in a folder of steps (the newest complete one if not given)",
     )

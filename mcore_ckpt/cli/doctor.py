@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 from collections.abc import Callable
 from dataclasses import asdict
@@ -69,7 +70,7 @@ def _megabytes(text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Examines a folder. Returns 0 if checkpoints can be saved there, otherwise 1."""
-    if args.timeout <= 0:
+    if not 0 < args.timeout < math.inf:
         raise InvalidArgumentError(f"--timeout {args.timeout:g}: use more than 0 seconds")
     is_first = os.environ.get("RANK", "0") == "0"
     with cleaning_up_at_sigterm(), progress_of_bytes(args.json or not is_first) as bar:

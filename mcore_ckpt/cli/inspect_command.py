@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from mcore_ckpt.cli.arguments import add_json, check_can_be_file, check_patterns, expanded_path, taken
+from mcore_ckpt.cli.arguments import add_json, check_can_be_file, check_patterns, expanded_path, step_number, taken
 from mcore_ckpt.cli.inspect_tables import model_facts, node_facts, show_tables
 from mcore_ckpt.cli.list_command import node_files_as_json
 from mcore_ckpt.cli.progress import progress_in, progress_of_bytes
@@ -46,7 +46,7 @@ def add_to(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser("inspect", help="show what a checkpoint holds", description=DESCRIPTION)
     parser.add_argument("path", type=expanded_path, metavar="PATH", help="folder of a role, of a step, or of the steps")
     parser.add_argument(
-        "--step", type=int, metavar="N", help="step in a folder of steps (the newest complete one if not given)"
+        "--step", type=step_number, metavar="N", help="step in a folder of steps (the newest complete one if not given)"
     )
     parser.add_argument("--role", metavar="NAME", help="show only this role of the step")
     parser.add_argument(

@@ -20,6 +20,8 @@ from mcore_ckpt.cli.arguments import (
     command_agreement,
     expanded_path,
     folder_or_model,
+    path_to_write,
+    step_number,
     taken,
 )
 from mcore_ckpt.cli.progress import progress_of_bytes
@@ -51,14 +53,14 @@ def add_to(subparsers: Subparsers) -> None:
     """Adds the parser of `merge`."""
     parser = subparsers.add_parser("merge", help="make a HuggingFace model of a checkpoint", description=DESCRIPTION)
     # Each argument can also be given with the flag that verl's merger has for it.
-    for name, flag, what in (
-        ("source", "--local_dir", "folder of a role, of a step, or of the steps"),
-        ("target", "--target_dir", "folder to make; it may exist if it is empty"),
+    for name, flag, kind, what in (
+        ("source", "--local_dir", expanded_path, "folder of a role, of a step, or of the steps"),
+        ("target", "--target_dir", path_to_write, "folder to make; it may exist if it is empty"),
     ):
-        parser.add_argument(name, type=expanded_path, nargs="?", help=what)
-        parser.add_argument(flag, type=expanded_path, dest=f"{name}_flag", metavar="DIR", help=f"the same as {name}")
+        parser.add_argument(name, type=kind, nargs="?", help=what)
+        parser.add_argument(flag, type=kind, dest=f"{name}_flag", metavar="DIR", help=f"the same as {name}")
     parser.add_argument(
-        "--step", type=int, metavar="N", help="step in a folder of steps (the newest complete one if not given)"
+        "--step", type=step_number, metavar="N", help="step in a folder of steps (the newest complete one if not given)"
     )
     parser.add_argument("--role", metavar="NAME", help="role to merge, if the step has several")
     parser.add_argument("--backend", choices=("megatron", "fsdp"), default="megatron", help="what trained the model")

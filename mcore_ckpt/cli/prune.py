@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mcore_ckpt.cli.arguments import add_json, expanded_path, taken
+from mcore_ckpt.cli.arguments import add_json, expanded_path, step_number, taken
 from mcore_ckpt.cli.progress import progress_in, progress_of_bytes
 from mcore_ckpt.cli.tables import result_console
 from mcore_ckpt.errors import CheckpointError, InvalidArgumentError
@@ -40,9 +40,14 @@ def add_to(subparsers: Subparsers) -> None:
     parser.add_argument("--keep-every", type=_count, metavar="N", help="also keep steps that are multiples of N")
     parser.add_argument("--role", help="delete only steps that have this role; they are deleted with all their roles")
     parser.add_argument(
-        "--pin", type=int, metavar="STEP", action="append", default=[], help="never delete this step from now on"
+        "--pin",
+        type=step_number,
+        metavar="STEP",
+        action="append",
+        default=[],
+        help="never delete this step from now on",
     )
-    parser.add_argument("--unpin", type=int, metavar="STEP", action="append", default=[], help="undo --pin")
+    parser.add_argument("--unpin", type=step_number, metavar="STEP", action="append", default=[], help="undo --pin")
     parser.add_argument("--dry-run", action="store_true", help="show what would be deleted, but delete nothing")
     add_json(parser)
     parser.set_defaults(run=run)

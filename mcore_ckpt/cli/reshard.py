@@ -7,7 +7,16 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from mcore_ckpt.cli.arguments import add_force, add_json, add_stage_options, expanded_path, stage_options, taken
+from mcore_ckpt.cli.arguments import (
+    add_force,
+    add_json,
+    add_stage_options,
+    expanded_path,
+    path_to_write,
+    stage_options,
+    step_number,
+    taken,
+)
 from mcore_ckpt.cli.progress import progress_of_bytes
 from mcore_ckpt.cli.tables import result_console
 
@@ -51,10 +60,10 @@ def add_to(subparsers: Subparsers) -> None:
         "source", type=expanded_path, metavar="SRC", help="folder of a role, of a step, or of the steps"
     )
     parser.add_argument(
-        "root", type=expanded_path, metavar="DST", help="folder of steps to write to; not the folder that SRC is in"
+        "root", type=path_to_write, metavar="DST", help="folder of steps to write to; not the folder that SRC is in"
     )
     parser.add_argument(
-        "--step", type=int, metavar="N", help="step in a folder of steps (the newest complete one if not given)"
+        "--step", type=step_number, metavar="N", help="step in a folder of steps (the newest complete one if not given)"
     )
     for name, what in _SIZES:
         parser.add_argument(f"--{name}", type=int, metavar="N", help=what)

@@ -17,6 +17,7 @@ from mcore_ckpt.cli.arguments import (
     check_patterns,
     expanded_path,
     folder_or_model,
+    step_number,
     taken,
 )
 from mcore_ckpt.cli.progress import progress_of_bytes
@@ -89,7 +90,7 @@ def add_to(subparsers: Subparsers) -> None:
         "--backend", choices=("megatron", "fsdp"), default="megatron", help="what trained the model"
     )
     checkpoint.add_argument(
-        "--step", type=int, metavar="N", help="step in a folder of steps (the newest complete one if not given)"
+        "--step", type=step_number, metavar="N", help="step in a folder of steps (the newest complete one if not given)"
     )
     checkpoint.add_argument("--role", metavar="NAME", help="role to compare, if the step has several")
     checkpoint.add_argument(

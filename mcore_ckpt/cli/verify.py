@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from mcore_ckpt.cli.arguments import add_json, expanded_path, taken
+from mcore_ckpt.cli.arguments import add_json, expanded_path, step_number, taken
 from mcore_ckpt.cli.list_command import node_files_as_json
 from mcore_ckpt.cli.progress import progress_of_bytes
 from mcore_ckpt.cli.tables import result_console
@@ -39,7 +39,7 @@ def add_to(subparsers: Subparsers) -> None:
     """Adds the parser of `verify`."""
     parser = subparsers.add_parser("verify", help="find what is damaged in checkpoints", description=DESCRIPTION)
     parser.add_argument("path", type=expanded_path, metavar="PATH", help="folder of a role, of a step, or of the steps")
-    parser.add_argument("--step", type=int, metavar="N", help="verify only this step of a folder of steps")
+    parser.add_argument("--step", type=step_number, metavar="N", help="verify only this step of a folder of steps")
     parser.add_argument("--deep", action="store_true", help="also open every file with torch, and compare the tensors")
     add_json(parser)
     parser.set_defaults(run=run)

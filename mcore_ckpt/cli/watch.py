@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.text import Text
 
 from mcore_ckpt.cli.amounts import duration_text, size_text
-from mcore_ckpt.cli.arguments import add_json, expanded_path, taken
+from mcore_ckpt.cli.arguments import add_json, expanded_path, step_number, taken
 from mcore_ckpt.cli.list_command import STEP_HEADINGS, save_as_json, step_as_json, step_row
 from mcore_ckpt.cli.tables import is_terminal, result_console, table_of
 from mcore_ckpt.errors import CheckpointError, InvalidArgumentError
@@ -46,7 +46,9 @@ def add_to(subparsers: Subparsers) -> None:
     parser.add_argument("--last", type=int, default=5, metavar="N", help="show the N newest steps (5)")
     parser.add_argument("--interval", type=float, default=2.0, metavar="SECONDS", help="how often to look (2)")
     parser.add_argument("--once", action="store_true", help="look once, and end")
-    parser.add_argument("--until", type=int, metavar="STEP", help="end once this step, or a newer one, is complete")
+    parser.add_argument(
+        "--until", type=step_number, metavar="STEP", help="end once this step, or a newer one, is complete"
+    )
     add_json(parser, "print a JSON object in one line for each change, and nothing else")
     parser.set_defaults(run=run)
 

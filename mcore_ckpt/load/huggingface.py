@@ -7,7 +7,7 @@ import math
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -59,6 +59,7 @@ from mcore_ckpt.state.model import (
     unwrap,
     whole_layers,
 )
+from mcore_ckpt.state.model_facts import MAY_CHANGE
 from mcore_ckpt.state.optimizer import follow_model, read_optimizer
 from mcore_ckpt.state.quantized import has_quantized
 from mcore_ckpt.state.shards import LocalShard, ParameterState
@@ -106,6 +107,7 @@ class _Here:
     topology: Topology
     replicas: Replicas
     agreement: Agreement
+    strict_model: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,6 +132,7 @@ def load_hf(
     ignore: Sequence[str] = (),
     optimizer: Any = None,
     base: str | Path | None = None,
+    strict_model: bool = False,
     timeout_s: float = TIMEOUT_S,
 ) -> HfLoadReport:
     """Fills a live megatron-core model with the weights of a HuggingFace folder, or of a model on the HuggingFace hub.
@@ -171,6 +174,8 @@ def load_hf(
             model.
         base: the folder with the `config.json` of an adapter's base model, or the base model's name on the hub. None:
             what `adapter_config.json` names. Not needed for the folder of a model.
+        strict_model: whether rotary base and scaling, which a longer context changes on purpose, must be those of
+            `config.json`, too. If not, a difference is named in a warning. Other differences are always refused.
         timeout_s: how long this rank waits for other ranks before it gives up, in seconds. A rank that waits for a
             download waits DOWNLOAD_TIMEOUT_S.
 
@@ -197,7 +202,7 @@ def load_hf(
     agreement = rendezvous("load_hf", timeout_s, f"loading {path}")
     topic = f"checking {path}"
     try:
-        here = _here(model, optimizer, agreement)
+        here = replace(_here(model, optimizer, agreement), strict_model=strict_model)
         compiled(ignore)
         name = with_revision(path, revision)
     except BaseException as error:
@@ -211,6 +216,7 @@ def load_hf(
         "source": source,
         "ignore": list(ignore),
         "base": None if base is None else str(base),
+        "strict_model": strict_model,
     }
     base = None if base is None else find_folder_together(agreement, base, "config", everywhere=False)
     opened = _open_together(here, path, arguments, base)
@@ -392,7 +398,13 @@ def _check_config(here: _Here, reader: HuggingFaceReader) -> None:
     if isinstance(reader, AdapterReader):
         _check_scale(here, reader)
     for chunk in here.chunks if reader.model.architecture.rules else ():
-        check_model(unwrap(chunk), reader.model)
+        changed = check_model(unwrap(chunk), reader.model, () if here.strict_model else MAY_CHANGE)
+        if changed and chunk is here.chunks[0] and here.agreement.is_coordinator:
+            logger.warning(
+                "%s: %s. A longer context changes this on purpose; anything else should not",
+                reader.place,
+                "; ".join(changed),
+            )
 
 
 def _check_scale(here: _Here, reader: AdapterReader) -> None:

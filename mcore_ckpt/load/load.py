@@ -234,7 +234,10 @@ def _load_hf_model(trainer: Trainer, plan: LoadPlan) -> int:
     # If this load has filled the main parameters, keep them, because they are more precise than the exported weights.
     optimizer = None if "optimizer" in contents else trainer.optimizer
     weights = plan.folder.place / file_names.HUGGINGFACE_DIR
-    nbytes = load_hf(trainer.chunks, weights, optimizer=optimizer, timeout_s=trainer.config.timeout_s).nbytes
+    config = trainer.config
+    nbytes = load_hf(
+        trainer.chunks, weights, optimizer=optimizer, strict_model=config.strict_model, timeout_s=config.timeout_s
+    ).nbytes
     if "optimizer" in contents and has_quantized(trainer.chunks):
         write_weights(trainer.chunks, trainer.optimizer)
     return nbytes

@@ -5,7 +5,7 @@ Also checks that a live model is the one that a `config.json` describes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -206,7 +206,7 @@ _NOT_COMPARED_IF_HYBRID = {"num_layers", "moe_layer_freq", "linear_attention_fre
 _NOT_COMPARED_IF_LATENT = {"kv_channels", "gpt.rotary_percent", "gpt.rotary_base"}
 
 
-def check_model(model: Any, hf_model: HfModel) -> None:
+def check_model(model: Any, hf_model: HfModel, may_change: Collection[str] = ()) -> list[str]:
     """Raises CheckpointMismatchError unless a live model is the one that a HuggingFace config describes.
 
     Args:
@@ -214,7 +214,12 @@ def check_model(model: Any, hf_model: HfModel) -> None:
             module does not expose are not compared, and neither are the layers of a `HybridModel`. A model without
             multi-token prediction is accepted.
         hf_model: the model that the config describes, from `model_from_config`.
+        may_change: names of arguments that may differ.
+
+    Returns:
+        What differs of `may_change`, in words.
     """
+    differences = []
     # Megatron-Bridge and mbridge keep the language model in a module that has the vision tower, too.
     model = getattr(model, "language_model", None) or model
     wanted = to_mcore_config(hf_model)
@@ -237,7 +242,9 @@ def check_model(model: Any, hf_model: HfModel) -> None:
             value = _without_depths(value)
         if name == "window_attn_skip_freq" and is_hybrid and found is not None:
             found = _of_attention(model.hybrid_layer_pattern, found)
-        if found != value:
+        if found != value and _without_prefix(name) in may_change:
+            differences.append(f"{_without_prefix(name)} is {value!r} in config.json and {found!r} here")
+        elif found != value:
             raise CheckpointMismatchError(
                 f"the model's {_without_prefix(name)} is {found!r}, but config.json of this {hf_model.describe()} "
                 f"requires {value!r}: build the model with mcore_ckpt.models.to_mcore_config, or load the HuggingFace "
@@ -249,6 +256,7 @@ def check_model(model: Any, hf_model: HfModel) -> None:
             f"{hf_model.architecture.tied_field} of this {hf_model.describe()} is {hf_model.is_tied}: build the model "
             "with mcore_ckpt.models.to_mcore_config"
         )
+    return differences
 
 
 def _check_known(names: Iterable[str], config: Any) -> None:

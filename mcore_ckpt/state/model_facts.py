@@ -183,7 +183,7 @@ _KINDS: Mapping[str, Callable[[_Values], bool]] = {
 }
 
 # What a longer context changes on purpose, and what only the training reads.
-_MAY_CHANGE = frozenset({*_TABLE["rotary"], *_TABLE["llama3 rotary"], *_TABLE["latent yarn"], *_TABLE["yarn"]}) - {
+MAY_CHANGE = frozenset({*_TABLE["rotary"], *_TABLE["llama3 rotary"], *_TABLE["latent yarn"], *_TABLE["yarn"]}) - {
     *("rotary_percent", "rotary_interleaved", "mrope_section", "no_rope_freq")
 } | {"moe_expert_capacity_factor"}
 # The frequencies follow from these, so a difference of one of these is told alone.
@@ -301,7 +301,7 @@ def _different(saved: Facts, live: Facts) -> Iterator[DifferentFact]:
         for name in names:
             ours, theirs = (side(name) for side in sides)
             if name not in not_compared and not _are_alike(name, ours, theirs):
-                yield DifferentFact(name, ours, theirs, name in _MAY_CHANGE)
+                yield DifferentFact(name, ours, theirs, name in MAY_CHANGE)
 
 
 def _stored(facts: Facts, name: str) -> Any:

@@ -154,3 +154,18 @@ def test_completion_without_shtab(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     monkeypatch.setattr(builtins, "__import__", without)
     assert main(["completion", "bash"]) == 2
     assert "pip install 'mcore_ckpt[completion]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["watch", ".", "--until", "-1"], "'-1' is not a step"),
+        (["inspect", ".", "--step", "1.0"], "'1.0' is not a step"),
+        (["merge", ".", "s3://bucket/run"], "is the URL 's3://bucket/run': use the path of a folder"),
+        (["reshard", ".", "file:/mnt"], "is the URL"),
+    ],
+)
+def test_steps_and_paths_have_their_form(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    assert words in " ".join(capsys.readouterr().err.split())

@@ -46,7 +46,7 @@ def test_what_is_no_folder(kind: str, words: str, tmp_path: Path, capsys: pytest
     assert f"{tmp_path / kind}: {words}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [("--timeout", "0"), ("--megabytes", "-1"), ("--megabytes", "x")])
+@pytest.mark.parametrize("arguments", [("--timeout", "nan"), ("--megabytes", "-1"), ("--megabytes", "x")])
 def test_unusable_arguments(arguments: tuple[str, str], tmp_path: Path) -> None:
     assert status_of(["doctor", str(tmp_path), *arguments]) == 2
 

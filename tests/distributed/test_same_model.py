@@ -4,13 +4,17 @@ import logging
 from pathlib import Path
 
 import pytest
-from agreement import everywhere
+import torch.distributed as dist
+from agreement import error_of, everywhere, raised_everywhere
 from checkpointing import manager_of, save
+from hf_models import Shape, assert_holds, build_model, global_tensors
 from refusals import assert_names, refused
+from tiny_models import make_hf_folder
 from training import Layout, Training, build, parallel, train
 
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.errors import CheckpointMismatchError
+from mcore_ckpt.load.huggingface import load_hf
 from mcore_ckpt.state.model import unwrap
 from mcore_ckpt.tools.diff import diff
 from mcore_ckpt.tools.find import select
@@ -24,6 +28,26 @@ def with_other_model(training: Training) -> Training:
         chunk.config.num_attention_heads, chunk.config.rotary_interleaved = 2, True
         chunk.rotary_base = 1000000
     return training
+
+
+@pytest.mark.world(2)
+def test_a_longer_context_loads_from_huggingface(shared_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder, shape = shared_path / "hf", Shape(2, tp=2)
+    if dist.get_rank() == 0:
+        make_hf_folder(folder, "qwen2")
+    dist.barrier()
+    with parallel(shape.layout):
+        chunks = build_model(folder, shape)
+        for chunk in map(unwrap, chunks):
+            chunk.rotary_base = 1000000  # type: ignore[assignment]
+        error = error_of(lambda: load_hf(chunks, folder, strict_model=True))
+        assert_names(raised_everywhere(CheckpointMismatchError, error), "rotary_base is 1000000, but config.json")
+        with caplog.at_level(logging.WARNING, "mcore_ckpt"):
+            load_hf(chunks, folder)
+        with everywhere():
+            assert_holds(chunks, global_tensors(folder))
+    told = [each for each in caplog.messages if "A longer context" in each]
+    assert len(told) == (dist.get_rank() == 0)
 
 
 @pytest.mark.world(2)

@@ -445,6 +445,14 @@ def test_a_model_that_differs_is_refused(name: str, changes: dict[str, Any], gpt
         check_model(live(name, gpt, **changes), model_from_config(make_config(name)))
 
 
+def test_a_longer_context_may_change_the_rotary_base() -> None:
+    known = model_from_config(make_config("qwen2"))
+    changed = check_model(live("qwen2", {"rotary_base": 10000}), known, ("rotary_base",))
+    assert changed == ["rotary_base is 5000.0 in config.json and 10000 here"]
+    with pytest.raises(CheckpointMismatchError, match="num_query_groups"):
+        check_model(live("qwen2", {"rotary_base": 10000}, num_query_groups=2), known, ("rotary_base",))
+
+
 def test_the_windows_of_a_hybrid_model_are_those_of_its_attention() -> None:
     model = model_from_config(make_config("gpt_oss"))
     hybrid = live("gpt_oss", num_layers=8, window_attn_skip_freq=[1, 0, 0, 0, 1, 0, 0, 0])

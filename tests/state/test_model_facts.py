@@ -13,7 +13,7 @@ from megatron.core.activations import squared_relu
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from tiny_models import NAMES, make_config
 
-from mcore_ckpt.load.same_model import facts_of_arguments
+from mcore_ckpt.load.same_model import differences_to_live, facts_of_arguments
 from mcore_ckpt.models import model_from_config, to_mcore_config
 from mcore_ckpt.state.model_facts import _DEFAULTS, _TABLE, different_facts, facts_of, read_facts
 
@@ -165,6 +165,17 @@ def test_a_tower_has_facts_of_its_own() -> None:
     assert ours["vision_model.activation_func"] == "GELU"
     assert names_of(ours, theirs) == ["vision_model.num_attention_heads"]
     assert not names_of(ours, dict(read_facts([model({})])))  # the tensors of the tower are missing
+
+
+def test_another_head_is_no_other_model() -> None:
+    """A critic that starts from a language model: the tensors themselves show it."""
+    live = {**COMMON, "share_embeddings_and_output_weights": False}
+    trainer: Any = SimpleNamespace(
+        config=SimpleNamespace(load_contents=("model",), strict_model=True), model=facts_of(SimpleNamespace(**live), {})
+    )
+    saved = facts_of(SimpleNamespace(**{**live, "share_embeddings_and_output_weights": True}), {})
+    assert names_of(saved, trainer.model) == ["share_embeddings_and_output_weights"]  # for `diff`
+    assert not differences_to_live(trainer, saved)
 
 
 def test_arguments_of_megatron_lm() -> None:
