@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -227,8 +228,8 @@ class SavedFiles:
         _, held = self.parts(rank)
         files = [SavedFile(file_names.optimizer_file(*at.place), "optimizer", held, (rank,))]
         for path, kind, parts in zip(self._model_paths(at), ("model", "experts"), stored, strict=False):
-            nbytes = 2 * sum(part.region.numel for part in parts)
-            writers = share_out(tuple(self._replicas[path]), nbytes, tuning.SHARE_BYTES).writers
+            *starts, nbytes = itertools.accumulate((2 * part.region.numel for part in parts), initial=0)
+            writers = share_out(tuple(self._replicas[path]), nbytes, tuning.SHARE_BYTES, starts).writers
             if rank in writers:
                 files.append(SavedFile(path, kind, parts, writers))
         return files

@@ -7,7 +7,7 @@ import os
 import re
 import stat
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -28,6 +28,14 @@ def write_file(path: Path, parts: Iterable[memoryview | bytes]) -> None:
     Raises FileExistsError if the file exists, and OSError for any other failure.
     """
     _write_new(path, parts, os.fsync)
+
+
+def overwrite(path: Path, bytes_at: Mapping[int, bytes]) -> None:
+    """Replaces bytes of a file, less than a page at each offset, durably. Raises OSError."""
+    with path.open("r+b", buffering=0) as file:
+        for offset, data in bytes_at.items():
+            os.pwrite(file.fileno(), data, offset)
+        os.fsync(file.fileno())
 
 
 def write_hint(path: Path, data: bytes) -> None:

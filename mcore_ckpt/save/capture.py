@@ -55,7 +55,7 @@ class Capture:
 
 def arena_bytes(files: Sequence[FilePlan]) -> int:
     """Returns how many bytes the images of this rank's parts of the files need. Each image begins on a page."""
-    return sum(page_ceil(plan.nbytes) for plan in files)
+    return sum(page_ceil(plan.head) + page_ceil(plan.nbytes) for plan in files)
 
 
 def capture_in_place(files: Sequence[FilePlan], tensors: Sequence[FileTensors]) -> Capture:
@@ -90,6 +90,7 @@ def capture_copies(
         first, found, addresses = _locate(plan, members)
         copied_from += found
         parts = plan.parts
+        place += page_ceil(plan.head)
         offsets = [place - plan.start + at for at in parts.at]
         sources = [addresses[tensor - first] + skip for tensor, skip in zip(parts.tensor, parts.skip, strict=True)]
         on_gpu = _on_gpu(found)

@@ -4,6 +4,7 @@ import re
 import tempfile
 import threading
 import time
+import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -25,6 +26,7 @@ from mcore_ckpt.errors import CommitError
 from mcore_ckpt.formats.native.file_plan import StructureCache, plan_file
 from mcore_ckpt.formats.native.write_requests import TensorWrite, WriteRequest
 from mcore_ckpt.formats.native.writer import FileWriter
+from mcore_ckpt.io.checksums import file_crcs
 from mcore_ckpt.io.host_memory import HostMemory
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide
 from mcore_ckpt.save.capture import FileTensors, arena_bytes, capture_copies, capture_in_place
@@ -154,6 +156,31 @@ def test_any_writers_write_what_one_would(
     assert all(isinstance(result, dict) for result in results.values()), results
     assert (folder / PATH).read_bytes() == (folder / "alone/a.pt").read_bytes().replace(b"alone/a.pt", PATH.encode())
     assert written == [replace(alone, path=PATH)]
+
+
+@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(sizes=st.lists(st.sampled_from(SIZES), min_size=1, max_size=8), world=st.integers(2, 4), copied=st.booleans())
+def test_no_tensor_is_a_mixture_of_replicas_that_differ(
+    sizes: list[int], world: int, copied: bool, tmp_path: Path
+) -> None:
+    """Each replica has other bytes everywhere. The file is sound, and each tensor in it is that of one replica."""
+    folder = Path(tempfile.mkdtemp(dir=tmp_path))
+    writers = tuple(range(world))
+
+    def of_rank(rank: int) -> WriteRequest:
+        request = request_of(sizes, writers)
+        tensors = (replace(write, tensor=torch.full_like(write.tensor, rank + 1)) for write in request.tensors)
+        return replace(request, tensors=tuple(tensors))
+
+    written: list[WrittenFile] = []
+    parts = {rank: writing(folder, of_rank(rank), copied=copied, written=written) for rank in writers}
+    results = Ranks(world)(parts)
+    assert all(isinstance(result, dict) for result in results.values()), results
+    stored = torch.load(folder / PATH, weights_only=True)
+    assert all(len(set(tensor.tolist())) <= 1 for tensor in stored.values())
+    assert file_crcs([(folder / PATH, written[0].size)]) == [written[0].crc32]
+    with zipfile.ZipFile(folder / PATH) as archive:
+        assert archive.testzip() is None
 
 
 def test_two_owners_of_each_others_files_do_not_wait_for_ever(tmp_path: Path) -> None:

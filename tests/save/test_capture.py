@@ -102,11 +102,14 @@ def test_every_tensor_is_row_major_at_its_offset_and_nothing_else_is_touched(
     expected = b""
     for plan, tensors, write in zip(plans, files, capture.writes, strict=True):
         assert (write.plan, write.sources) == (plan, None)
-        assert (write.buffer, write.offset) == (buffer, len(expected))
+        lead = page_ceil(plan.head)
+        assert (write.buffer, write.offset) == (buffer, len(expected) + lead)
         image = bytearray([POISON]) * plan.pt.records_end
         for slot, tensor in zip(plan.pt.slots, tensors, strict=True):
             image[slot.offset : slot.offset + slot.nbytes] = bits(tensor)
-        expected += bytes(image[plan.start : plan.stop])
+        head = bytes(image[plan.start - plan.head : plan.start])
+        assert write.head() == head
+        expected += bytes([POISON]) * (lead - plan.head) + head + bytes(image[plan.start : plan.stop])
         expected += bytes([POISON]) * (page_ceil(plan.nbytes) - plan.nbytes)
         assert device == "cuda" or write.ready == []
     assert memory(buffer.address, room) == expected + bytes([POISON]) * PAGE_BYTES
@@ -192,7 +195,11 @@ def test_more_than_there_is_is_a_memory_error_and_the_arena_goes_on() -> None:
 
 def test_staging_takes_one_page_aligned_range_for_each_file() -> None:
     plans = [plan_of([torch.zeros(n, dtype=torch.uint8)], 1, 0) for n in (1, 5000, 30_000)]
-    assert arena_bytes(plans) == sum(page_ceil(plan.nbytes) for plan in plans) <= 6 * PAGE_BYTES + 30_000 + 3 * 2000
+    assert (
+        arena_bytes(plans)
+        == sum(page_ceil(plan.head) + page_ceil(plan.nbytes) for plan in plans)
+        <= 6 * PAGE_BYTES + 30_000 + 3 * 2000
+    )
     staging = HostImages(limit=arena_bytes(plans))
     assert staging.reserve(plans).address % PAGE_BYTES == 0
     with pytest.raises(UnsupportedError, match="max_host_bytes"):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import sys
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,7 +15,7 @@ import torch
 
 from mcore_ckpt.checkpoint.dtypes import dtype_name
 from mcore_ckpt.checkpoint.index import BLOCK_BYTES, FileIndex, IndexTemplate
-from mcore_ckpt.checkpoint.pt_skeleton import PtSkeleton, build_skeleton
+from mcore_ckpt.checkpoint.pt_skeleton import PayloadSlot, PtSkeleton, build_skeleton
 from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.formats.native.replica_shares import Share, share_out
 from mcore_ckpt.formats.native.write_requests import WriteRequest
@@ -47,6 +49,9 @@ class FilePlan:
         share: all writers of the file, with their ranges.
         start: the first byte of this rank's range.
         stop: the end of this rank's range, exclusive.
+        head: how many bytes directly before `start` are the first ones of a tensor of which this rank writes the rest.
+            It is less than a page. The writer of the range before this one writes its own bytes of this tensor there;
+            if they differ from this rank's, the owner replaces them by those of this rank.
     """
 
     request: WriteRequest
@@ -56,6 +61,7 @@ class FilePlan:
     share: Share
     start: int
     stop: int
+    head: int = 0
 
     @property
     def path(self) -> str:
@@ -72,10 +78,13 @@ class FilePlan:
 
     @cached_property
     def parts(self) -> TensorParts:
-        """The byte ranges of tensors in this rank's range, in ascending order, none larger than COPY_GROUP_BYTES."""
+        """The byte ranges of tensors in `head` and in this rank's range, in ascending order.
+
+        None is larger than COPY_GROUP_BYTES.
+        """
         rows = []
         for number, slot in enumerate(self.pt.slots):
-            low, high = max(slot.offset, self.start), min(slot.offset + slot.nbytes, self.stop)
+            low, high = max(slot.offset, self.start - self.head), min(slot.offset + slot.nbytes, self.stop)
             for at in range(low, high, tuning.COPY_GROUP_BYTES):
                 rows.append((number, at - slot.offset, at, min(tuning.COPY_GROUP_BYTES, high - at)))
         return TensorParts(*zip(*rows, strict=True)) if rows else TensorParts((), (), (), ())
@@ -142,7 +151,8 @@ class FileWrite:
         sources: the address of each tensor's bytes; None if `buffer` is given.
         owner: an object that keeps the memory at these addresses alive.
         buffer: the host memory that the bytes are copied to; None if `sources` is given.
-        offset: the offset of the range's first byte in the buffer, a multiple of the page size.
+        offset: the offset of the range's first byte in the buffer, a multiple of the page size. The bytes of the plan's
+            `head` are directly before it.
         ready: pairs `(file offset, event)`. Once the event has happened, all bytes before the file offset are in
             `buffer`. Empty if all bytes are there already.
     """
@@ -154,6 +164,15 @@ class FileWrite:
     offset: int = 0
     ready: Sequence[tuple[int, _native.DeviceEvent]] = ()
 
+    def head(self) -> bytes:
+        """Returns the bytes of the plan's `head`. The copies from a GPU must be done."""
+        if not self.plan.head:
+            return b""
+        if self.buffer is not None:
+            return ctypes.string_at(self.buffer.address + self.offset - self.plan.head, self.plan.head)
+        assert self.sources is not None
+        return ctypes.string_at(self.sources[self.plan.parts.tensor[0]], self.plan.head)
+
 
 def plan_file(request: WriteRequest, rank: int, structures: StructureCache) -> FilePlan:
     """Plans a file for world rank `rank`, one of the ranks that can write it.
@@ -163,11 +182,23 @@ def plan_file(request: WriteRequest, rank: int, structures: StructureCache) -> F
         UnsupportedError: a reader would refuse a tensor's name.
     """
     structure = structures.get(request)
-    share = share_out(request.writers or (rank,), structure.pt.records_end, tuning.SHARE_BYTES)
+    slots = structure.pt.slots
+    writers = request.writers or (rank,)
+    share = share_out(writers, structure.pt.records_end, tuning.SHARE_BYTES, [slot.offset for slot in slots])
     start, stop = share.range_of(rank)
+    cut = slot_across(slots, start)
+    head = 0 if cut is None else start - slots[cut].offset
     stand_ins = (replace(write, tensor=torch.empty_like(write.tensor, device="meta")) for write in request.tensors)
     request = replace(request, tensors=tuple(stand_ins))
-    return FilePlan(request, structure.pt, structure.layout, structure.index, share, start, stop)
+    return FilePlan(request, structure.pt, structure.layout, structure.index, share, start, stop, head)
+
+
+def slot_across(slots: Sequence[PayloadSlot], offset: int) -> int | None:
+    """Returns the number of the slot that has bytes on both sides of an offset of the file; None if there is none."""
+    number = bisect_left(slots, offset, key=lambda slot: slot.offset) - 1
+    while number >= 0 and not slots[number].nbytes:
+        number -= 1
+    return number if number >= 0 and slots[number].offset + slots[number].nbytes > offset else None
 
 
 def _refuse_names(request: WriteRequest) -> None:

@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mcore_ckpt.io.pages import even_cuts
+from mcore_ckpt.io.pages import page_ceil
 
 
 @dataclass(frozen=True)
@@ -35,14 +37,46 @@ class Share:
         return self.cuts[position], self.cuts[position + 1]
 
 
-def share_out(ranks: tuple[int, ...], end: int, least: int) -> Share:
-    """Divides bytes `[0, end)` evenly among the ranks. The first rank owns the file.
+def share_out(ranks: tuple[int, ...], end: int, least: int, starts: Sequence[int]) -> Share:
+    """Divides bytes `[0, end)` among the ranks, so that the longest range is as short as possible.
 
-    If there are not `least` bytes for each rank, only the first ranks get a range.
+    Each tensor comes from one rank, because replicas may have drifted apart: a tensor of which one half is one rank's
+    and the other half another's is in no replica. So a range begins where a tensor begins, rounded up to the page. The
+    bytes before that page, less than a page, are sent to the file's owner (`FilePlan.head`).
+
+    The first rank owns the file. At most one rank writes for each `least` bytes, and the ranks that are left over write
+    nothing. If a tensor has more bytes than a rank's fair part, its rank writes more than the others.
+
+    Args:
+        ranks: the ranks that hold all tensors.
+        end: the number of bytes.
+        least: about how many bytes a rank writes at least.
+        starts: the offset of each tensor, ascending.
 
     Example:
-        >>> share_out((4, 5, 6), 40960, 16384)
+        >>> share_out((4, 5, 6), 40960, 16384, (64, 8000, 20480, 30000))
         Share(writers=(5, 4), cuts=(0, 20480, 40960))
     """
     count = max(1, min(len(ranks), end // least))
-    return Share((*ranks[1:count], ranks[0]), even_cuts(end, count))
+    possible = sorted({cut for cut in map(page_ceil, starts) if 0 < cut < end}) if count > 1 else []
+    low, high = -(-end // count), end
+    while low < high:
+        longest = (low + high) // 2
+        if _cut(possible, end, longest, count) is None:
+            low = longest + 1
+        else:
+            high = longest
+    cuts = _cut(possible, end, high, count)
+    assert cuts is not None, "one range of all bytes is always possible"
+    return Share((*ranks[1 : len(cuts) - 1], ranks[0]), cuts)
+
+
+def _cut(possible: Sequence[int], end: int, longest: int, count: int) -> tuple[int, ...] | None:
+    """Returns cuts into at most `count` ranges of at most `longest` bytes; None if there are none."""
+    cuts = [0]
+    while end - cuts[-1] > longest:
+        after = bisect_right(possible, cuts[-1] + longest)
+        if len(cuts) == count or after == 0 or possible[after - 1] <= cuts[-1]:
+            return None
+        cuts.append(possible[after - 1])
+    return (*cuts, end)

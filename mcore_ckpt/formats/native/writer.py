@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from mcore_ckpt.checkpoint.manifest import IndexPlace, WrittenFile
 from mcore_ckpt.errors import CommitError
-from mcore_ckpt.formats.native.file_plan import FilePlan, FileWrite
+from mcore_ckpt.formats.native.file_plan import FilePlan, FileWrite, slot_across
 from mcore_ckpt.io import _native, tuning
 from mcore_ckpt.io.checksums import crc32
-from mcore_ckpt.io.files import make_folders
+from mcore_ckpt.io.files import make_folders, overwrite
 from mcore_ckpt.ranks.rounds import Record
 
 
@@ -24,6 +25,14 @@ class Exchange(Protocol):
     def take(self, key: str, rank: int) -> Record: ...
 
 
+class Mended(NamedTuple):
+    """A tensor that begins in one writer's range, and of which another one has other bytes, which are stored."""
+
+    tensor: str
+    other: int
+    stored: int
+
+
 class FileWriter:
     """Writes one rank's ranges of indexed files durably, on native threads.
 
@@ -32,6 +41,9 @@ class FileWriter:
         writes: the ranges. Their memory must not change until `finish` has returned. Memory in `sources` may change
             earlier, when `wait_for_sources` has returned.
         exchange: connects this rank with the other writers of shared files.
+
+    Attributes:
+        mended: the differences between replicas that `finish` has found in the files that this rank owns.
 
     Example:
         >>> with FileWriter(role_dir, writes, agreement) as writer:  # doctest: +SKIP
@@ -43,6 +55,8 @@ class FileWriter:
         self._role_dir = role_dir
         self._writes = writes
         self._exchange = exchange
+        self._heads: dict[int, bytes] = {}
+        self.mended: list[Mended] = []
         self._job = _native.WriteJob(threads=tuning.IO_THREADS, piece_bytes=tuning.WRITE_BYTES)
 
     def __enter__(self) -> FileWriter:
@@ -97,16 +111,17 @@ class FileWriter:
             share = write.plan.share
             if share.owner != self._exchange.rank:
                 self._job.finish(number, None)
-                part = {"structure": write.plan.structure, "crc32": crcs}
+                head = base64.b64encode(self._heads[number]).decode()
+                part = {"structure": write.plan.structure, "crc32": crcs, "head": head}
                 self._exchange.give(write.plan.path, part)
             elif len(share.writers) > 1:
-                shared.append((number, write.plan, crcs))
+                shared.append((number, write.plan, _Part(crcs, self._heads[number])))
             else:
-                written.append(self._complete(number, write.plan, [crcs]))
+                written.append(self._complete(number, write.plan, [_Part(crcs, b"")]))
         # Take CRCs only after this rank has given all of its own. Otherwise two ranks that each own a file in which
         # the other one has a range would wait for each other forever.
-        for number, plan, crcs in shared:
-            written.append(self._complete(number, plan, [*self._parts_of_others(plan), crcs]))
+        for number, plan, own in shared:
+            written.append(self._complete(number, plan, [*self._parts_of_others(plan), own]))
         return written
 
     def progress(self) -> int:
@@ -123,9 +138,12 @@ class FileWriter:
         except RuntimeError as error:
             raise CommitError(f"{self._role_dir}: writing was stopped: {error}") from None
         assert crcs is not None, "wait returns None only after a timeout"
+        # The sources may change as soon as the first wait has ended (`wait_for_sources`).
+        if number not in self._heads:
+            self._heads[number] = self._writes[number].head()
         return crcs
 
-    def _parts_of_others(self, plan: FilePlan) -> list[list[int]]:
+    def _parts_of_others(self, plan: FilePlan) -> list[_Part]:
         parts = []
         for rank in plan.share.writers[:-1]:
             record = self._exchange.take(plan.path, rank)
@@ -134,17 +152,20 @@ class FileWriter:
                     f"{self._role_dir / plan.path}: rank {rank} has other tensors than rank {self._exchange.rank}, "
                     "but replicas must have the same tensors: set shared_writes=False"
                 )
-            parts.append(record["crc32"])
+            parts.append(_Part(record["crc32"], base64.b64decode(record["head"])))
         return parts
 
-    def _complete(self, number: int, plan: FilePlan, crcs: list[list[int]]) -> WrittenFile:
-        blocks = plan.layout.join(list(plan.share.cuts), crcs)
+    def _complete(self, number: int, plan: FilePlan, parts: list[_Part]) -> WrittenFile:
+        heads = self._different_heads(plan, parts)
+        blocks = plan.layout.join(list(plan.share.cuts), [part.crcs for part in parts])
         slots = plan.layout.slot_crcs(blocks)
         index = plan.index.encode(blocks)
         index_crc = crc32(index)
         tail = plan.pt.tail(slots, index, index_crc)
         patches = [(offset, slots[slot]) for offset, slot in plan.layout.foreign_descriptors(list(plan.share.cuts))]
         self._job.finish(number, tail, patches)
+        if heads:
+            overwrite(self._role_dir / plan.path, heads)
         return WrittenFile(
             plan.path,
             plan.request.kind,
@@ -153,3 +174,29 @@ class FileWriter:
             index=IndexPlace(plan.pt.index_offset, len(index), index_crc, plan.index.version),
             holds=plan.holds,
         )
+
+    def _different_heads(self, plan: FilePlan, parts: list[_Part]) -> dict[int, bytes]:
+        """Compares the heads of ranges with what the writers before them have written there.
+
+        Returns those that differ, by their offset in the file, and puts their CRCs into `parts`. Without them, the
+        file would have a tensor whose first bytes are one replica's, and all others another's.
+        """
+        different: dict[int, bytes] = {}
+        for number, cut in enumerate(plan.share.cuts[1:-1]):
+            crcs, head = parts[number].crcs, parts[number + 1].head
+            crc = crc32(head)
+            if not head or crc == crcs[-1]:
+                continue
+            crcs[-1] = crc
+            different[cut - len(head)] = head
+            slot = slot_across(plan.pt.slots, cut)
+            assert slot is not None
+            self.mended.append(Mended(plan.request.tensors[slot].key.name, *plan.share.writers[number : number + 2]))
+        return different
+
+
+class _Part(NamedTuple):
+    """What the owner of a file must know of a writer's range: the CRCs of its blocks, and its `head`."""
+
+    crcs: list[int]
+    head: bytes
