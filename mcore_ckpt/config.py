@@ -128,6 +128,9 @@ class CheckpointConfig:
             error of that save on every rank. "warn": the error is only logged.
         shared_writes: whether the data-parallel and context-parallel replicas of a file each write a part of it. If
             not, the first replica writes the whole file.
+        verify_replicas: whether each save compares all bytes of all tensors that several ranks hold as replicas, and
+            warns if they differ. The trainer waits for it. If not, each save compares small parts of a few tensors,
+            others each time, which costs nothing that can be measured.
         load_replicas: how ranks load tensors that are the same on several ranks: those of the model, which data and
             context parallelism replicate, and those of an optimizer that is not distributed. "read": each rank reads
             them. "broadcast": one rank reads them and sends them to the other ranks, which is faster if the network is
@@ -187,6 +190,7 @@ class CheckpointConfig:
     if_busy: str = one_of("wait", "raise")
     if_failed: str = one_of("raise", "warn")
     shared_writes: bool = True
+    verify_replicas: bool = False
     load_replicas: str = one_of("read", "broadcast")
     max_host_bytes: int | None = limited(None, least=1, or_none="for no limit")
     max_to_keep: int | None = limited(None, least=1, or_none="to keep every checkpoint")

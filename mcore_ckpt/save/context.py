@@ -10,6 +10,7 @@ from mcore_ckpt.ranks.rounds import Agreement
 from mcore_ckpt.save.host_images import HostImages
 from mcore_ckpt.save.plan import SavePlanner
 from mcore_ckpt.save.rank_reports import TensorNames
+from mcore_ckpt.save.replica_check import ReplicaWarnings
 from mcore_ckpt.state.trainer import Trainer
 from mcore_ckpt.steps.room import RoomWatch
 from mcore_ckpt.steps.trainer_lock import TrainerLock
@@ -36,6 +37,7 @@ class SaveContext:
         names: the tensor names that rank 0 already knows.
         assets: the sizes of the files beside the HuggingFace weights at the last save, by path. Only rank 0 has them.
         fast: what saves into the fast tier share; None without a fast tier.
+        replica_warnings: warns of replicas that have drifted apart. Only rank 0 uses it.
     """
 
     trainer: Trainer
@@ -49,6 +51,7 @@ class SaveContext:
     names: TensorNames = field(default_factory=TensorNames)
     assets: dict[str, int] = field(default_factory=dict)
     fast: FastSaves | None = None
+    replica_warnings: ReplicaWarnings = field(default_factory=ReplicaWarnings)
 
     @property
     def folder_lock(self) -> TrainerLock:

@@ -22,6 +22,7 @@ from mcore_ckpt.formats.native.file_plan import FilePlan, StructureCache, plan_f
 from mcore_ckpt.formats.native.write_requests import TensorWrite, WriteRequest
 from mcore_ckpt.save.capture import FileTensors
 from mcore_ckpt.save.group_lists import GroupMembers
+from mcore_ckpt.save.replica_check import ReplicatedTensors, may_differ, replicated_tensors
 from mcore_ckpt.sharding.plan import MODEL, PARAM, Coding, ShardKey
 from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.state import optimizer as optimizer_state
@@ -41,9 +42,6 @@ _AT_ONCE = 512
 
 # What is appended to a kind for the kind that its values follow from, too.
 _SCALE, _UPPER = "_scale", "_upper"
-
-# The bias of a router: `moe_router_enable_expert_bias`, or "quantile_balancing" of 0.19.
-_SAME_BUFFERS = (".expert_bias", ".qb_beta")
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,6 +93,7 @@ class SavePlan:
         on_host: whether any parameter or optimizer state is in host memory.
         weights: the weights that must be filled from main parameters before the capture.
         groups: which parameters are in which param groups.
+        replicated: the tensors that other ranks have, too.
     """
 
     files: tuple[FilePlan, ...]
@@ -104,6 +103,7 @@ class SavePlan:
     on_host: bool
     weights: MainWeights
     groups: GroupMembers
+    replicated: tuple[ReplicatedTensors, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,6 +124,7 @@ class _PlanBetweenSaves:
     on_gpu: bool
     on_host: bool
     groups: GroupMembers
+    replicated: tuple[ReplicatedTensors, ...]
 
     @staticmethod
     def of(plan: SavePlan, live: LiveObjects) -> _PlanBetweenSaves:
@@ -140,9 +141,17 @@ class _PlanBetweenSaves:
             for number, tensor in enumerate(members.tensors)
             if id(tensor) in parameters
         )
-        gathers = bool(parameters)
         return _PlanBetweenSaves(
-            live, plan.files, tensors, plan.buffers, from_mains, gathers, plan.on_gpu, plan.on_host, plan.groups
+            live,
+            plan.files,
+            tensors,
+            plan.buffers,
+            from_mains,
+            bool(parameters),
+            plan.on_gpu,
+            plan.on_host,
+            plan.groups,
+            plan.replicated,
         )
 
     def plan(self, trainer: Trainer) -> SavePlan | None:
@@ -154,7 +163,8 @@ class _PlanBetweenSaves:
         tensors = tuple(members for members in by_file if members is not None)
         if len(tensors) < len(by_file):
             return None
-        return SavePlan(self.files, tensors, self.buffers, self.on_gpu, self.on_host, weights, self.groups)
+        on = (self.on_gpu, self.on_host)
+        return SavePlan(self.files, tensors, self.buffers, *on, weights, self.groups, self.replicated)
 
     def _find(self, file: int, weights: MainWeights) -> FileTensors | None:
         refreshed = self._refreshed(file)
@@ -261,6 +271,12 @@ def _new_plan(trainer: Trainer, structures: StructureCache) -> SavePlan:
         on_host=_on_host(request for _, request in plans),
         weights=weights,
         groups=GroupMembers.of(by_part),
+        replicated=replicated_tensors(
+            trainer,
+            model if saves_model(trainer) else [],
+            [] if "optimizer" not in trainer.config.save_contents else optimizer_parts(trainer.optimizer),
+            by_part,
+        ),
     )
 
 
@@ -392,12 +408,7 @@ def _members_by_node(trainer: Trainer, ranks: Sequence[int]) -> list[tuple[int, 
 
 
 def _may_differ(write: TensorWrite) -> bool:
-    """Returns True if replicas may have different values. Buffers may differ, opaque tensors even in length.
-
-    Two buffers of the router do not differ, because megatron reduces what it computes them from over all data-parallel
-    ranks.
-    """
-    return write.is_buffer and write.tensor.numel() > 0 and not write.key.name.endswith(_SAME_BUFFERS)
+    return write.tensor.numel() > 0 and may_differ(write.key.name, write.is_buffer)
 
 
 def _model_writes(shards: Iterable[LocalShard]) -> tuple[TensorWrite, ...]:

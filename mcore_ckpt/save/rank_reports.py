@@ -108,6 +108,7 @@ def rank_report(
     names: Mapping[str, str],
     steps: Sequence[float | int | None],
     groups: str,
+    replicas: Record,
     times: RankTimes,
 ) -> Record:
     """Returns one rank's report as JSON values.
@@ -119,6 +120,7 @@ def rank_report(
         names: the tensor names that rank 0 does not know yet, by digest.
         steps: for each chained optimizer, the number of steps that it has done; None if this rank does not know it.
         groups: the digest of this rank's param groups and their members.
+        replicas: what rank 0 compares with other ranks (`replica_check.compare_replicas`).
         times: when this rank planned, copied and wrote.
     """
     return {
@@ -129,5 +131,6 @@ def rank_report(
         "stages": [asdict(stage) for stage in trainer.stages],
         "steps": list(steps),
         "groups": groups,
+        "replicas": replicas,
         "times": times.to_record(),
     }

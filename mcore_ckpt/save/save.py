@@ -37,6 +37,7 @@ from mcore_ckpt.save.old_steps import OldSteps, find_old_steps
 from mcore_ckpt.save.plan import SavePlan, saves_model
 from mcore_ckpt.save.rank_reports import rank_report
 from mcore_ckpt.save.rank_times import SpanInSeconds, timeline_of, with_export
+from mcore_ckpt.save.replica_check import DifferentReplicas, ReplicaSamples, compare_replicas, take_samples
 from mcore_ckpt.save.save_events import SaveEvents
 from mcore_ckpt.save.save_report import SaveReport
 from mcore_ckpt.save.save_times import SaveTimes
@@ -44,6 +45,7 @@ from mcore_ckpt.save.small_files import SmallFiles, read_steps, sizes_of_assets
 from mcore_ckpt.save.tracking import follow_nodes, update_tracker
 from mcore_ckpt.state.main_weights import NO_WEIGHTS, is_gathered_by_megatron
 from mcore_ckpt.state.model import gradients_share_memory, sync_parameters
+from mcore_ckpt.state.offloaded import host_copies
 from mcore_ckpt.steps.commit import remove_folder, remove_if_empty
 from mcore_ckpt.steps.node_transaction import NodeAttempt, commit_on_nodes, make_staging
 from mcore_ckpt.steps.retention import PreservationPolicy
@@ -98,6 +100,8 @@ class Save:
         self._steps = read_steps(self._trainer) if self._has_images else None
         self._group_keys = keys_to_save(self._trainer)
         self._groups = NO_GROUPS
+        self._samples = ReplicaSamples()
+        self._different: tuple[DifferentReplicas, ...] = ()
         self._attempt: Attempt | None = None
         self._capture: Capture | Exception | None = None
         self._writer: FileWriter | None = None
@@ -138,6 +142,12 @@ class Save:
                 # copies, so a copy to the host memory that is read now may still be under way.
                 torch.cuda.synchronize()
             self._complete_weights()
+            self._samples = take_samples(
+                self._plan.replicated,
+                attempt.number,
+                self._trainer.config.verify_replicas,
+                host_copies(self._trainer.chunks),
+            )
             self._times.mark("planned")
             self._capture = self._captured()
             self._times.mark("captured")
@@ -181,7 +191,16 @@ class Save:
             self._groups = self._plan.groups.listed(self._group_keys)
             names = self._context.names.to_send(self._plan.files, self._trainer.agreement.rank, self._groups)
             times = self._times.rank_times(stall_s, self._bytes_of(written))
-            return rank_report(self._trainer, written, self._plan.files, names, self._steps, self._groups.holds, times)
+            return rank_report(
+                self._trainer,
+                written,
+                self._plan.files,
+                names,
+                self._steps,
+                self._groups.holds,
+                self._replicas_record(),
+                times,
+            )
 
         def write_and_export(staging: Path) -> Record:
             exported = export_together(
@@ -330,6 +349,14 @@ class Save:
         self._events.written(now, self._bytes_of(written), now - self._times["writing"])
         return written
 
+    def _replicas_record(self) -> Record:
+        """Returns what rank 0 compares with what other ranks have (`compare_replicas`)."""
+        assert self._writer is not None
+        # Samples that come from a GPU were queued before the copies, which have been written.
+        has_arrived = bool(self._plan.files)
+        mended = [(each.tensor, each.other, each.stored) for each in self._writer.mended]
+        return {"crcs": self._samples.to_record(has_arrived), "names": self._samples.names(), "mended": mended}
+
     # -- commit, on rank 0 ----------------------------------------------------------------------------------
 
     def _manifest(self, records: Sequence[Record]) -> Manifest:
@@ -347,6 +374,8 @@ class Save:
             records,
             0 if self._on_nodes is None else self._on_nodes.save_count,
         )
+        self._different = compare_replicas([record["replicas"] for record in records])
+        self._context.replica_warnings.tell(self._different)
         # Last, because the commit counts up to here.
         return replace(manifest, save_timeline=timeline_of(records, self._times.commit_span("written")))
 
@@ -393,6 +422,7 @@ class Save:
     def _report(self, stall_s: float | None, nbytes: int) -> SaveReport:
         now = time.perf_counter()
         report = self._times.report(self.step, self._opened_attempt.role_dir, nbytes, stall_s, now)
+        report = replace(report, different_replicas=tuple(map(str, self._different)))
         self._events.committed(now, nbytes, report.stall_s, self._times.phases(self._events.phase, now))
         return report
 

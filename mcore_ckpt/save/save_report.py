@@ -27,6 +27,8 @@ class SaveReport:
             including the wait for slower ranks. 0 without `hf_model`.
         commit_s: the time from the end of writing and exporting until the checkpoint was in its place, including the
             wait for slower ranks.
+        different_replicas: on rank 0, a sentence for each tensor of which this save has found that replicas have
+            different bytes. A save looks at some tensors, and with `verify_replicas` at all.
     """
 
     step: int
@@ -39,6 +41,7 @@ class SaveReport:
     write_s: float
     export_s: float
     commit_s: float
+    different_replicas: tuple[str, ...] = ()
 
     @property
     def copy_gb_per_s(self) -> float:

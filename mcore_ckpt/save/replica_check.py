@@ -1,0 +1,328 @@
+"""Compares the tensors of which several ranks have the same region, because replicas may have drifted apart.
+
+At each save, every rank computes the CRCs of small parts of a few such tensors, others each time, and sends them with
+its report. Rank 0 compares them. With `verify_replicas`, these are all bytes of all such tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from math import prod
+from typing import Any
+from weakref import ReferenceType, ref
+
+import torch
+
+from mcore_ckpt.io import _native
+from mcore_ckpt.ranks.rounds import Record
+from mcore_ckpt.sharding.regions import Region
+from mcore_ckpt.state.offloaded import HostCopies, in_host_memory
+from mcore_ckpt.state.optimizers.part import OptimizerPart
+from mcore_ckpt.state.shards import LocalShard, ParameterState
+from mcore_ckpt.state.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+# How many tensors of each list are compared at a save, and how many bytes of each. A rank then reads at most
+# 256 KiB for each list, in some 0.1 ms.
+_TENSORS, _BYTES = 4, 64 << 10
+
+# The bias of a router: `moe_router_enable_expert_bias`, or "quantile_balancing" of 0.19.
+_SAME_BUFFERS = (".expert_bias", ".qb_beta")
+
+
+@dataclass(frozen=True, eq=False)
+class ReplicatedTensors:
+    """Tensors of this rank of which other ranks have the same regions.
+
+    Attributes:
+        label: a digest of the names and regions. Ranks with one label have the same tensors.
+        names: the name of each tensor.
+        tensors: a weak reference to each tensor.
+        names_them: whether this rank tells rank 0 the names, which are the same on all ranks with this label.
+    """
+
+    label: str
+    names: tuple[str, ...]
+    tensors: tuple[ReferenceType[torch.Tensor], ...]
+    names_them: bool
+
+    @staticmethod
+    def of(kind: str, members: Iterable[tuple[str, Region, torch.Tensor]], names_them: bool) -> ReplicatedTensors:
+        """Makes the list. `kind` keeps lists apart that have the same members by chance."""
+        listed = sorted(members, key=lambda member: member[0])
+        places = "\n".join(f"{name} {_place(region)}" for name, region, _ in listed)
+        label = kind + hashlib.sha256(places.encode()).hexdigest()[:12]
+        names, tensors = tuple(name for name, _, _ in listed), tuple(ref(tensor) for _, _, tensor in listed)
+        return ReplicatedTensors(label, names, tensors, names_them)
+
+
+def _place(region: Region) -> str:
+    # All of a region, as text, would take longer than the rest of planning.
+    offset = region.pieces[0].global_offset if region.pieces else ()
+    return f"{region.global_shape} {region.local_shape} {offset} {region.flat}"
+
+
+def may_differ(name: str, is_buffer: bool) -> bool:
+    """True if replicas may have different values of a tensor. Buffers may differ, opaque tensors even in length.
+
+    Two buffers of the router do not differ, because megatron reduces what it computes them from over all data-parallel
+    ranks.
+    """
+    return is_buffer and not name.endswith(_SAME_BUFFERS)
+
+
+def replicated_tensors(
+    trainer: Trainer,
+    model: Sequence[LocalShard],
+    parts: Sequence[OptimizerPart],
+    by_part: Sequence[Sequence[ParameterState]],
+) -> tuple[ReplicatedTensors, ...]:
+    """Returns the lists of this rank's tensors that other ranks have, too. Lists are empty where there are no replicas.
+
+    Args:
+        trainer: this rank's trainer.
+        model: the model's tensors that are saved.
+        parts: the chained optimizers.
+        by_part: the states of each chained optimizer's parameters.
+    """
+    replicas, at, topology = trainer.replicas, trainer.coordinates, trainer.topology
+    first, first_of_experts = (trainer.agreement.rank == ranks[0] for ranks in (replicas.dense, replicas.experts))
+    same = [shard for shard in model if not may_differ(shard.key.name, shard.is_buffer) and not shard.is_quantized]
+    dense = [s for s in same if not s.replica and not (topology.experts_apart and s.expert)]
+    experts = [s for s in same if not s.replica and topology.experts_apart and s.expert]
+    lists: list[tuple[str, Iterable[tuple[str, Region, torch.Tensor]], bool]] = []
+    if len(replicas.dense) > 1:
+        lists.append(("d", map(_member, dense), first))
+        lists.append(("o", _replicated_states(trainer, parts, by_part), first))
+        lists.append(("i", _states_of_instances(parts, by_part), first and trainer.first_instance))
+    if len(replicas.experts) > 1:
+        lists.append(("e", map(_member, experts), first_of_experts))
+    if topology.tp > 1:
+        whole = (s for s in dense if not s.expert and s.region.numel == prod(s.region.global_shape))
+        lists.append(("t", map(_member, whole), first and at.tp == 0))
+    if topology.pp > 1:
+        lists.append(("w", _copies_of_stages(same), first and at.pp == 0))
+    made = (ReplicatedTensors.of(kind, members, names_them) for kind, members, names_them in lists)
+    return tuple(each for each in made if each.names)
+
+
+def _member(shard: LocalShard) -> tuple[str, Region, torch.Tensor]:
+    return shard.key.name, shard.region, shard.tensor
+
+
+def _copies_of_stages(model: Sequence[LocalShard]) -> Iterator[tuple[str, Region, torch.Tensor]]:
+    """Yields the token embedding, of which a later stage has a copy if embeddings are tied or there are MTP layers.
+
+    Of two copies on one stage, only the first is used: megatron gives a stage with MTP layers an output layer that
+    nothing uses.
+    """
+    for shard in model:
+        if shard.key.name.endswith("embedding.word_embeddings.weight"):
+            yield _member(shard)
+            return
+
+
+def _replicated_states(
+    trainer: Trainer, parts: Sequence[OptimizerPart], by_part: Sequence[Sequence[ParameterState]]
+) -> Iterator[tuple[str, Region, torch.Tensor]]:
+    """Yields the states of optimizers that each data-parallel rank has whole."""
+    for part, states in zip(parts, by_part, strict=True):
+        if not part.is_sharded and not part.is_of_owner:
+            apart = trainer.topology.experts_apart
+            yield from _tensors_of(state for state in states if not (apart and state.expert))
+
+
+def _states_of_instances(
+    parts: Sequence[OptimizerPart], by_part: Sequence[Sequence[ParameterState]]
+) -> Iterator[tuple[str, Region, torch.Tensor]]:
+    """Yields the states of sharded optimizers. Only other distributed-optimizer instances have the same regions."""
+    for part, states in zip(parts, by_part, strict=True):
+        if part.is_sharded:
+            yield from _tensors_of(states)
+
+
+def _tensors_of(states: Iterable[ParameterState]) -> Iterator[tuple[str, Region, torch.Tensor]]:
+    for state in states:
+        for kind, tensor in {"param": state.main, **state.moments}.items():
+            yield f"{state.name} ({kind})", state.region, tensor
+
+
+# -- on every rank ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class _Sampled:
+    """Parts of the tensors of one list, or their CRCs: on the host already, or on their way. None: not to be had."""
+
+    of: ReplicatedTensors
+    first: int
+    parts: tuple[torch.Tensor | int | None, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class ReplicaSamples:
+    """What this rank tells rank 0 of its replicated tensors at one save."""
+
+    samples: tuple[_Sampled, ...] = ()
+
+    def to_record(self, has_arrived: bool) -> Record:
+        """Returns the CRCs as JSON values. Parts that are copied from a GPU count only if the copies are done."""
+        return {sampled.of.label: [_crc_if(part, has_arrived) for part in sampled.parts] for sampled in self.samples}
+
+    def names(self) -> Record:
+        """Returns the names of the tensors, as far as it is this rank that tells them."""
+        told = (sampled for sampled in self.samples if sampled.of.names_them)
+        return {each.of.label: list(each.of.names[each.first : each.first + len(each.parts)]) for each in told}
+
+
+def take_samples(
+    lists: Sequence[ReplicatedTensors], attempt: str, everything: bool, copies: HostCopies
+) -> ReplicaSamples:
+    """Reads small parts of a few tensors of each list, the same ones on all ranks, and others at each save.
+
+    Args:
+        lists: this rank's replicated tensors.
+        attempt: the id of the save, which chooses the tensors and the parts.
+        everything: reads all bytes of all tensors instead, and waits for them.
+        copies: the host copies of offloaded tensors.
+    """
+    return ReplicaSamples(tuple(_sample(each, attempt, everything, copies) for each in lists))
+
+
+def _sample(listed: ReplicatedTensors, attempt: str, everything: bool, copies: HostCopies) -> _Sampled:
+    # The generator of the trainer must not be touched.
+    chosen = random.Random(attempt + listed.label)
+    count = len(listed.tensors) if everything else min(_TENSORS, len(listed.tensors))
+    first = 0 if everything else chosen.randrange(len(listed.tensors) - count + 1)
+    parts: list[torch.Tensor | int | None] = []
+    for reference in listed.tensors[first : first + count]:
+        at = chosen.random()
+        tensor = reference()
+        found = None if tensor is None else in_host_memory([tensor.detach()], copies)[0]
+        if found is None or not found.untyped_storage().nbytes() or not found.is_contiguous():
+            parts.append(None)
+        elif everything:
+            parts.append(_crc_of_all(found))
+        else:
+            part = _part_at(found.view(-1), at)
+            parts.append(part.to("cpu", non_blocking=True) if part.is_cuda else _crc(part))
+    return _Sampled(listed, first, tuple(parts))
+
+
+def _crc_if(part: torch.Tensor | int | None, has_arrived: bool) -> int | None:
+    if isinstance(part, torch.Tensor):
+        return _crc(part) if has_arrived else None
+    return part
+
+
+def _part_at(flat: torch.Tensor, at: float) -> torch.Tensor:
+    length = min(flat.numel(), _BYTES // flat.itemsize)
+    start = int(at * (flat.numel() - length + 1))
+    return flat[start : start + length]
+
+
+def _crc_of_all(tensor: torch.Tensor) -> int:
+    crc = 0
+    for part in tensor.view(-1).split(_PIECE_BYTES // tensor.itemsize):
+        crc = _crc(part.cpu(), crc)
+    return crc
+
+
+# At most so many bytes of a GPU's tensor are on the host at a time.
+_PIECE_BYTES = 64 << 20
+
+
+def _crc(part: torch.Tensor, seed: int = 0) -> int:
+    return _native.crc32(part.data_ptr(), part.nbytes, seed) if part.nbytes else seed
+
+
+# -- on rank 0 ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DifferentReplicas:
+    """A tensor of which ranks have different bytes, although they are replicas.
+
+    Attributes:
+        tensor: the tensor's name.
+        ranks: the ranks, one tuple for each version of the bytes; the largest group first.
+    """
+
+    tensor: str
+    ranks: tuple[tuple[int, ...], ...]
+
+    def __str__(self) -> str:
+        groups = " and ".join(f"rank{'s' if len(g) > 1 else ''} {_shown(g)}" for g in self.ranks)
+        return f"tensor {self.tensor}: {groups} have different bytes, although they are replicas"
+
+
+def _shown(ranks: Sequence[int]) -> str:
+    most = 8
+    more = f" and {len(ranks) - most} more" if len(ranks) > most else ""
+    return ", ".join(map(str, ranks[:most])) + more
+
+
+def compare_replicas(records: Sequence[Record]) -> tuple[DifferentReplicas, ...]:
+    """Compares what all ranks have told.
+
+    Args:
+        records: of each rank a dict with `crcs` (`ReplicaSamples.to_record`), `names` (`ReplicaSamples.names`) and
+            `mended` (the tensors of which a writer found another one's first bytes different).
+    """
+    by_label: dict[str, dict[int, Sequence[Any]]] = {}
+    names: dict[str, Sequence[str]] = {}
+    for rank, record in enumerate(records):
+        names.update(record["names"])
+        for label, crcs in record["crcs"].items():
+            by_label.setdefault(label, {})[rank] = crcs
+    found = {
+        different.tensor: different
+        for label, by_rank in by_label.items()
+        if len(by_rank) > 1
+        for different in _differences(by_rank, names.get(label, ()))
+    }
+    for tensor, one, other in chain.from_iterable(record["mended"] for record in records):
+        found.setdefault(tensor, DifferentReplicas(tensor, ((min(one, other),), (max(one, other),))))
+    return tuple(found.values())
+
+
+def _differences(by_rank: Mapping[int, Sequence[Any]], names: Sequence[str]) -> Iterator[DifferentReplicas]:
+    # Nearly always all are equal, and there may be thousands of ranks.
+    if len(set(map(str, by_rank.values()))) == 1:
+        return
+    for number, every in enumerate(zip(*by_rank.values(), strict=True)):
+        versions: dict[int, list[int]] = {}
+        for rank, crc in zip(by_rank, every, strict=True):
+            if crc is not None:
+                versions.setdefault(crc, []).append(rank)
+        if len(versions) > 1:
+            groups = sorted(map(tuple, versions.values()), key=lambda ranks: (-len(ranks), ranks))
+            yield DifferentReplicas(names[number] if number < len(names) else f"number {number}", tuple(groups))
+
+
+@dataclass(frozen=True, eq=False)
+class ReplicaWarnings:
+    """Warns of each tensor once, and of at most a few tensors, because drifted replicas differ in all of them."""
+
+    most: int = 8
+    _told: set[str] = field(default_factory=set)
+
+    def tell(self, found: Iterable[DifferentReplicas]) -> None:
+        """Warns of tensors that no earlier call had."""
+        for different in found:
+            if different.tensor in self._told or len(self._told) >= self.most:
+                continue
+            self._told.add(different.tensor)
+            last = "; further tensors are only in the reports" if len(self._told) == self.most else ""
+            logger.warning(
+                "%s. The checkpoint has each tensor as one of them has it. Find out what has changed one of them, or "
+                "load a checkpoint, which makes them equal%s",
+                different,
+                last,
+            )
