@@ -7,6 +7,7 @@ would send. Only the tensors, their bytes, and the waiting of each rank are left
 
 from __future__ import annotations
 
+import hashlib
 import operator
 import os
 import threading
@@ -44,6 +45,7 @@ from mcore_ckpt.save.group_lists import NO_GROUPS, GroupMembers
 from mcore_ckpt.save.new_manifest import build_manifest
 from mcore_ckpt.save.rank_reports import TensorNames, rank_report
 from mcore_ckpt.save.rank_times import RankTimes, timeline_of
+from mcore_ckpt.save.replica_check import compare_replicas
 from mcore_ckpt.sharding.plan import MODEL, PARAM, ShardKey
 from mcore_ckpt.state.group_matching import live_groups
 from mcore_ckpt.state.trainer import Trainer
@@ -329,6 +331,7 @@ class Rank0:
             save = (step, (ROLE,), attempt.number, records)
             arguments = (self._trainer, self._names, attempt.staging, common, KEYS, *save)
             with phases.phase("describe"):
+                assert not compare_replicas([record["replicas"] for record in records])
                 return replace(build_manifest(*arguments), save_timeline=timeline_of(records, (12.345678, 13.456789)))
 
         with Pauses() as pauses, phases.watch(_COMMIT_PHASES):
@@ -516,9 +519,22 @@ class Reporter:
         def report(names: TensorNames) -> Record:
             self._groups = self._members.listed(KEYS)
             sent = names.to_send(self._plans, self._rank, self._groups)
-            return rank_report(trainer, written, self._plans, sent, [1], self._groups.holds, times)
+            groups = self._groups.holds
+            return rank_report(trainer, written, self._plans, sent, [1], groups, self._replicas(), times)
 
         return report
+
+    def _replicas(self) -> Record:
+        """Returns what a rank tells of its replicas: CRCs of four tensors in each list, and the first one the names."""
+        at = self._at
+        lists = (f"dense of {at.tp}, {at.pp}", f"experts of {at.etp}, {at.pp}, {at.ep}", f"norms of {at.pp}")
+        labels = [hashlib.sha256(text.encode()).hexdigest()[:13] for text in lists]
+        names = [f"decoder.layers.{number}.mlp.experts.local_experts.{number}.linear_fc1.weight" for number in range(4)]
+        return {
+            "crcs": {label: [0x89ABCDEF, 0x9ABCDEF0, 0xABCDEF01, 0xBCDEF012] for label in labels},
+            "names": dict.fromkeys(labels, names) if (at.dp, at.cp) == (0, 0) else {},
+            "mended": [],
+        }
 
     def committed(self, names: TensorNames) -> None:
         names.mark_sent([*self._plans, self._groups])

@@ -243,7 +243,7 @@ def test_a_failure_is_told_once() -> None:
     background, _ = failed()
     record = background.failure()
     wanted = "an earlier save, of step 7, has failed: rank 2: x.pt: is bad"
-    assert record == {"type": "CheckpointCorruptError", "message": wanted}
+    assert record == {"type": "CheckpointCorruptError", "message": wanted, "may_pass": False}
     # Whether it was told, who made the record knows: another rank may have stopped the round.
     assert background.failure() == record
     with pytest.raises(CheckpointCorruptError, match=wanted):
