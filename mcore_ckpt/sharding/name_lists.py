@@ -7,7 +7,7 @@ twenty entries, whatever the ranks own: each number of a name can be a range, an
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import product
 
@@ -21,6 +21,8 @@ _ANY = "\0"
 _AS_IT_IS = "="
 
 Numbers = tuple[int, ...]
+# By pattern: the last numbers of names, by the numbers before them.
+_Found = dict[str, dict[Numbers, set[int]]]
 Ranges = tuple[tuple[int, int], ...]
 
 
@@ -31,9 +33,9 @@ def fold(names: Iterable[str]) -> list[str]:
         >>> fold(["layers.0.w", "layers.1.w", "layers.3.w", "head.w"])
         ['head.w', 'layers.[0-1,3].w']
     """
-    found: dict[str, set[Numbers]] = {}
+    found: _Found = {}
     for pattern, numbers in map(_split, names):
-        found.setdefault(pattern, set()).add(numbers)
+        found.setdefault(pattern, {}).setdefault(numbers[:-1], set()).update(numbers[-1:])
     return _entries(found)
 
 
@@ -44,11 +46,14 @@ def join(lists: Iterable[Sequence[str]]) -> list[str]:
         >>> join([["layers.[0-1].w"], ["layers.1.w", "layers.2.w"]])
         ['layers.[0-2].w']
     """
-    found: dict[str, set[Numbers]] = {}
-    # Thousands of ranks have hundreds of thousands of names in many equal entries, so each step here is one in C.
+    found: _Found = {}
+    # Thousands of ranks have hundreds of thousands of names. So equal entries are read once, and each step over the
+    # last number, that of an expert, is one in C.
     for entry in set().union(*lists):
         pattern, texts = _texts(entry)
-        found.setdefault(pattern, set()).update(product(*map(_numbers, texts)))
+        of_pattern, *last = found.setdefault(pattern, {}), *map(_numbers, texts[-1:])
+        for before in product(*map(_numbers, texts[:-1])):
+            of_pattern.setdefault(before, set()).update(*last)
     return _entries(found)
 
 
@@ -120,12 +125,12 @@ def _ranges(text: str) -> Ranges:
     return tuple((int(match[1]), int(match[2] or match[1])) for match in found if match is not None)
 
 
-def _entries(by_pattern: dict[str, set[Numbers]]) -> list[str]:
-    return [
+def _entries(found: _Found) -> list[str]:
+    return sorted(
         _with_numbers(pattern, texts)
-        for pattern, numbers in sorted(by_pattern.items())
-        for texts in _boxes(frozenset(numbers))
-    ]
+        for pattern, by_first in found.items()
+        for texts in (_boxes(by_first) if _ANY in pattern else [()])
+    )
 
 
 def _with_numbers(pattern: str, texts: Iterable[str]) -> str:
@@ -135,17 +140,23 @@ def _with_numbers(pattern: str, texts: Iterable[str]) -> str:
     return first + "".join(text + part for text, part in zip(texts, rest, strict=True))
 
 
-def _boxes(numbers: frozenset[Numbers]) -> list[tuple[str, ...]]:
-    """Divides combinations of numbers into boxes: a text of ranges for each place."""
-    if () in numbers:
-        return [()]
-    rests: dict[int, set[Numbers]] = {}
-    for each in numbers:
-        rests.setdefault(each[0], set()).add(each[1:])
-    firsts: dict[frozenset[Numbers], list[int]] = {}
-    for first in sorted(rests):
-        firsts.setdefault(frozenset(rests[first]), []).append(first)
-    return [(_text(each), *box) for rest, each in firsts.items() for box in _boxes(rest)]
+def _boxes(by_first: Mapping[Numbers, Iterable[int]]) -> Iterator[tuple[str, ...]]:
+    """Divides combinations of numbers into boxes: a text of ranges for each place.
+
+    `by_first` has the last numbers by those before them.
+    """
+    firsts: dict[frozenset[int], list[Numbers]] = {}
+    for before, last in by_first.items():
+        firsts.setdefault(frozenset(last), []).append(before)
+    for last, every in firsts.items():
+        if every == [()]:
+            yield (_text(sorted(last)),)
+            continue
+        rest: dict[Numbers, set[int]] = {}
+        for before in every:
+            rest.setdefault(before[:-1], set()).add(before[-1])
+        for box in _boxes(rest):
+            yield (*box, _text(sorted(last)))
 
 
 def _text(numbers: Sequence[int]) -> str:

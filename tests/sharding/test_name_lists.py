@@ -30,9 +30,9 @@ def test_a_large_model_is_a_few_lines() -> None:
     names = [f"layers.{n}.experts.fc{k}.weight{e}" for n in range(61) for k in (1, 2) for e in range(64)]
     assert fold(names) == ["layers.[0-60].experts.fc[1-2].weight[0-63]"]
     assert fold(names[:-1]) == [
-        "layers.[0-59].experts.fc[1-2].weight[0-63]",
         "layers.60.experts.fc1.weight[0-63]",
         "layers.60.experts.fc2.weight[0-62]",
+        "layers.[0-59].experts.fc[1-2].weight[0-63]",
     ]
 
 

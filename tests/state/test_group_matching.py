@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -197,6 +198,17 @@ def test_whose_value_counts(option: Option, wanted: dict[str, Any]) -> None:
     write_group(group, saved | {"pre_wd_mult": 0.25}, option, ())
     multipliers = {"lr_mult": 0.5, "wd_mult": 0.5} if option == "run" else {"lr_mult": 1.0, "wd_mult": 0.25}
     assert group == wanted | multipliers | {"fused": True}
+
+
+def test_a_rate_in_a_tensor_stays_in_it() -> None:
+    """A captured graph reads it there (`optimizer_cuda_graph`)."""
+    rate = torch.tensor(0.5)
+    live = {"lr": rate, "eps": 1e-8}
+    write_group(live, {"lr": 0.25, "eps": torch.tensor(1.0)}, "checkpoint", ())
+    assert live["lr"] is rate
+    assert (rate.item(), live["eps"]) == (0.25, 1.0)
+    write_group(live, {"lr": torch.tensor(0.125)}, "checkpoint", ())
+    assert (live["lr"] is rate, rate.item()) == (True, 0.125)
 
 
 def test_without_an_option_schedules_must_be_equal() -> None:
