@@ -262,7 +262,7 @@ def _model_fill(trainer: Trainer, shard: LocalShard, locator: Locator) -> Tensor
     if shard.key.kind == OPAQUE:
         return _opaque_fill(shard, wanted, locator)
     refuse_freed(wanted.key, shard.tensor, "load()")
-    located = _locate_weight(wanted, shard.tensor.dtype, locator)
+    located = _locate_weight(wanted, shard, shard.tensor.dtype, locator)
     fill = plan_fill(wanted, shard.tensor.dtype, located, lambda: shard.tensor)
     # Nothing is lost by rounding a weight whose main parameter is loaded, too.
     has_main = "optimizer" in trainer.config.load_contents and not (shard.is_frozen or shard.is_buffer)
@@ -284,7 +284,9 @@ def _quantized_fills(
         if target.encode is None:
             refuse_freed(wanted.key, target.tensor, "load()")
         dtype = target.tensor.dtype
-        fill = plan_fill(wanted, dtype, _locate_weight(wanted, dtype, locator), partial(_itself, target.tensor))
+        fill = plan_fill(
+            wanted, dtype, _locate_weight(wanted, target.shard, dtype, locator), partial(_itself, target.tensor)
+        )
         yield replace(fill, encode=target.encode)
 
 
@@ -297,14 +299,14 @@ def _file_of(trainer: Trainer, shard: LocalShard) -> str:
     return file_names.expert_file(at.etp, at.pp, at.ep) if apart else file_names.model_file(at.tp, at.pp)
 
 
-def _locate_weight(wanted: Wanted, dtype: torch.dtype, locator: Locator) -> Located:
+def _locate_weight(wanted: Wanted, shard: LocalShard, dtype: torch.dtype, locator: Locator) -> Located:
     """Locates the stored weight. If it is missing or has another dtype, prefers the more precise main parameter."""
     located = locator.find(wanted)
     if located is None or located.dtype != dtype:
         main = Wanted(ShardKey(wanted.key.name, PARAM), wanted.region, wanted.file)
         located = locator.find(main) or located
     if located is None:
-        raise not_there(wanted)
+        raise not_there(wanted, could_be_skipped=shard.is_frozen)
     return located
 
 

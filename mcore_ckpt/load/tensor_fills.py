@@ -63,11 +63,15 @@ def _is_exact(stored: torch.dtype, kept: torch.dtype) -> bool:
     return to.eps <= from_.eps and to.max >= from_.max and to.tiny * to.eps <= from_.tiny * from_.eps
 
 
-def not_there(wanted: Wanted) -> CheckpointMismatchError:
-    """Returns the error for a tensor that the checkpoint does not have."""
+def not_there(wanted: Wanted, could_be_skipped: bool = False) -> CheckpointMismatchError:
+    """Returns the error for a tensor that the checkpoint does not have.
+
+    `could_be_skipped` says that the tensor is a frozen parameter, which `skip_frozen` would leave out.
+    """
+    or_skip = " or, if only trained parameters were saved, set skip_frozen=True" if could_be_skipped else ""
     return CheckpointMismatchError(
         f"{wanted.file}: tensor {wanted.key}: wanted {wanted.region.describe()}, found no such tensor in the "
-        "checkpoint: build the model that was saved or, if only trained parameters were saved, set skip_frozen=True"
+        f"checkpoint: build the model that was saved{or_skip}"
     )
 
 

@@ -116,7 +116,7 @@ def with_tokens(model: HfModel, rows: int, tokens: int | None) -> HfModel:
 
 
 _VALUE_HINTS = {
-    True: "pass is_value_model=True (--is-value-model) if the checkpoint is a value model",
+    True: "if the checkpoint is a value model, use mcore-ckpt merge (or test) --is-value-model",
     False: "use the config.json of the language model",
 }
 
@@ -155,7 +155,7 @@ def _reconcile_tied(model: HfModel, data: bool, user: bool | None) -> bool:
         raise CheckpointMismatchError(f"tie_word_embedding is {user}, but the tensors have {head}: omit the flag")
     if stated != data:
         hint = (
-            "if the head is a copy of the embedding, exclude it with --ignore"
+            "if the head is a copy of the embedding, exclude it with mcore-ckpt merge --ignore"
             if stated
             else f"the checkpoint is incomplete, or {field} should be true"
         )

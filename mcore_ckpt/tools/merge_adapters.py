@@ -127,7 +127,7 @@ def adapter_settings(found: FoundCheckpoint, alpha: float | None) -> AdapterSett
     if recorded is None:
         raise CheckpointMismatchError(
             f"{found.path}: has adapters, but nothing says what their alpha is, so their scale is unknown: give it "
-            "with --lora-alpha"
+            "with mcore-ckpt merge --lora-alpha"
         )
     return recorded
 
@@ -141,7 +141,9 @@ def _lora_meta(folder: Path) -> AdapterSettings | None:
         except FileNotFoundError:
             continue
         except (OSError, fields.FieldError) as error:
-            raise CheckpointCorruptError(f"{path}: cannot be read: {error}: give alpha with --lora-alpha") from None
+            raise CheckpointCorruptError(
+                f"{path}: cannot be read: {error}: give alpha with mcore-ckpt merge --lora-alpha"
+            ) from None
     return None
 
 
@@ -269,7 +271,7 @@ def _onto_base(
     except CheckpointNotFoundError as error:
         raise CheckpointNotFoundError(
             f"{error}, and {found.path} has only adapters: name the folder of the base model with --hf_model_path, or "
-            "write the adapters alone with --adapters only"
+            "write the adapters alone with mcore-ckpt merge --adapters only"
         ) from None
     base = DequantizingReader(job.base_dir, model.config, weights)
     of_base = weights_of(base)

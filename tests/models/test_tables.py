@@ -277,7 +277,7 @@ def test_contradictions_are_errors(folders: dict[str, Path], shapes: Any) -> Non
         (tied, shapes(plain), {}, "tie_word_embeddings is True, but the tensors have a head"),
         (tied, shapes(tied), {"tie_word_embedding": False}, "tie_word_embedding is False"),
         (plain, shapes(plain), {"tie_word_embedding": True}, "tie_word_embedding is True"),
-        (plain, shapes(value), {}, "architectures is .*LlamaForCausalLM.*pass is_value_model=True"),
+        (plain, shapes(value), {}, "architectures is .*LlamaForCausalLM.*mcore-ckpt merge .or test. --is-value-model"),
         (value, shapes(plain), {}, "architectures is .*LlamaForTokenClassification"),
         (plain, shapes(plain), {"is_value_model": True}, "is_value_model is True, but"),
         (value, shapes(value), {"is_value_model": False}, "is_value_model is False, but"),

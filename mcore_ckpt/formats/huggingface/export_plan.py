@@ -340,7 +340,7 @@ def _dtype(tensor: HfTensor, tensors: Mapping[str, TensorInfo], wanted: torch.dt
     if strange := sorted(str(one) for one in stored if not has_name(one)):
         raise UnsupportedError(
             f"tensor {tensor.name}: is stored as {strange[0]}, which cannot be written to a safetensors file: choose "
-            "another dtype (--dtype)"
+            "another dtype (mcore-ckpt merge --dtype)"
         )
     floating = all(one.is_floating_point for one in stored)
     if wanted is not None and floating and not any(name.endswith(_ALWAYS_AS_STORED) for name in names):
@@ -348,7 +348,7 @@ def _dtype(tensor: HfTensor, tensors: Mapping[str, TensorInfo], wanted: torch.dt
     if len(stored) > 1:
         raise CheckpointMismatchError(
             f"tensor {tensor.name}: its parts are stored as {' and '.join(sorted(map(str, stored)))}: choose the dtype "
-            "to write (--dtype)"
+            "to write (mcore-ckpt merge --dtype)"
         )
     return stored.pop()
 
