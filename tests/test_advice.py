@@ -29,6 +29,7 @@ ELSEWHERE = {
     # bench asks for layouts that it chooses itself.
     "mcore_ckpt.tools.reshard.target": ("reshard", "convert"),
     "mcore_ckpt.cli.arguments": ("convert", "merge"),
+    "mcore_ckpt.models.accounting": ("merge", "convert"),  # which report what they have left out
     "mcore_ckpt.cli.list_command": ("list",),
     "mcore_ckpt.steps.room": ("prune",),  # whose name is the value before the option
 }
