@@ -14,6 +14,7 @@ from layouts import LAYOUTS
 from training import Training, build, parallel, train
 
 from mcore_ckpt.state.optimizers.chain import optimizer_parts
+from mcore_ckpt.tools.doctor.stored_replicas import stored_replicas
 
 
 def parameter(training: Training, end: str) -> torch.Tensor:
@@ -68,6 +69,11 @@ def test_a_replica_that_has_drifted_is_named_once(
             assert len(texts[1]) == 1
             assert words in texts[1][0]
             assert texts[2] == texts[1]
+            if layout == "tp2":
+                # What tensor parallelism replicates is stored by each rank.
+                (finding,) = stored_replicas(shared_path)
+                assert "1 of" in finding.fact
+                assert "final_layernorm.weight" in finding.fact
             assert caplog.text.count("although they are replicas") == (1 if dist.get_rank() == 0 else 0)
 
 

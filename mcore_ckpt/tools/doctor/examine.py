@@ -23,6 +23,7 @@ from mcore_ckpt.tools.doctor.findings import Finding, Severity, fine, merged, wo
 from mcore_ckpt.tools.doctor.free_room import free_bytes, free_room, of_room
 from mcore_ckpt.tools.doctor.known import known_of
 from mcore_ckpt.tools.doctor.probes import has_direct, try_all
+from mcore_ckpt.tools.doctor.stored_replicas import stored_replicas
 from mcore_ckpt.tools.doctor.trial import owner_of, trial_folder, unusable
 
 RANKS = "ranks"
@@ -145,7 +146,7 @@ class _Examination:
         """Puts together what was found. Only rank 0 calls it."""
         hosts = tuple(seat["host"] for seat in self._seats) or (socket.gethostname(),)
         findings = merged(speed.of_hosts(self._by_leader))
-        findings = [*self._ranks(), *self._together, *findings, *self._room()]
+        findings = [*self._ranks(), *self._together, *findings, *self._room(), *stored_replicas(self._root)]
         return Report(self._root, self._mount, self._agreement.world_size, hosts, tuple(findings))
 
     def _ranks(self) -> list[Finding]:
