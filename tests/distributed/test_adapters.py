@@ -211,6 +211,20 @@ def poison_adapters(chunks: Model) -> None:
                     parameter.fill_(float("nan"))
 
 
+# What is trained beside the adapters, under PEFT's names.
+BESIDE_IN_PEFT = {
+    "base_model.model.lm_head.weight": "output_layer.weight",
+    "base_model.model.model.embed_tokens.weight": "embedding.word_embeddings.weight",
+    "base_model.model.model.norm.weight": "decoder.final_layernorm.weight",
+    "base_model.model.model.layers.1.post_attention_layernorm.weight": "decoder.layers.1.pre_mlp_layernorm.weight",
+}
+
+
+def trained_beside(chunks: Model) -> list[tuple[str, torch.nn.Parameter]]:
+    endings = tuple(BESIDE_IN_PEFT.values())
+    return [item for chunk in chunks for item in chunk.named_parameters() if item[0].endswith(endings)]
+
+
 # -- saved in HuggingFace's format -------------------------------------------------------------------------
 
 
@@ -222,6 +236,9 @@ def test_a_save_writes_what_a_merge_writes(shared_path: Path) -> None:
     hf_config, contents = AutoConfig.from_pretrained(folder), ["model", "hf_model"]
     with parallel(shape.layout):
         chunks = adapted_model(folder, shape, "LoRA")
+        with torch.no_grad():
+            for _, parameter in trained_beside(chunks):
+                parameter.requires_grad_().mul_(1.5)
         alone = shared_path / "global_step_1" / "actor"
         options = SimpleNamespace(save_contents=contents, load_contents=["model"], async_save=False)
         verl = MegatronCheckpointManager(
@@ -240,6 +257,20 @@ def test_a_save_writes_what_a_merge_writes(shared_path: Path) -> None:
             assert_same_folder(alone / "huggingface" / "adapter", shared_path / "peft")
             assert not list((alone / "huggingface").glob("*.safetensors"))
             assert_same_folder(whole / "huggingface", shared_path / "merged")
+            assert read_tensors(alone / "huggingface" / "adapter").keys() >= BESIDE_IN_PEFT.keys()
+        # And back: into a model whose values are lost.
+        poison_adapters(chunks)
+        with torch.no_grad():
+            for _, parameter in trained_beside(chunks):
+                parameter.fill_(float("nan"))
+        load_hf(chunks, alone / "huggingface" / "adapter", base=folder)
+        manager = CheckpointManager(shared_path / "again", chunks, hf_config=hf_config, config=config)
+        manager.save(1).wait()
+        manager.close()
+        with everywhere():
+            assert_same_folder(
+                shared_path / "again" / "global_steps_1" / "actor" / "huggingface", shared_path / "merged"
+            )
         plain = build_model(folder, shape)
         config = replace(config, skip_frozen=True)
         error = error_of(lambda: CheckpointManager(shared_path / "c", plain, hf_config=hf_config, config=config))

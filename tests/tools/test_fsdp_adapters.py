@@ -30,7 +30,7 @@ def adapted(name: str = "qwen3", **options: Any) -> Any:
     model = peft.get_peft_model(model, config)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
-            if "lora_B" in key or "magnitude" in key:  # B begins with zeros
+            if "lora_B" in key or "magnitude" in key or "modules_to_save" in key:  # B begins with zeros
                 parameter.add_(torch.rand_like(parameter) * 0.2)
     return model.eval()
 
@@ -60,7 +60,10 @@ def load(folder: Path, adapter: Path | None = None) -> Any:
     return model.eval() if adapter is None else peft.PeftModel.from_pretrained(model, adapter).eval()
 
 
-@pytest.mark.parametrize("options", [{}, {"use_dora": True}], ids=["lora", "dora"])
+SAVED = {"modules_to_save": ["lm_head", "embed_tokens"]}
+
+
+@pytest.mark.parametrize("options", [{}, {"use_dora": True}, SAVED], ids=["lora", "dora", "modules_to_save"])
 def test_adapters_are_written_beside_the_model_or_merged(options: dict[str, Any], tmp_path: Path) -> None:
     model = adapted(**options)
     source = save(tmp_path / "fsdp", model)
@@ -78,6 +81,11 @@ def test_adapters_are_written_beside_the_model_or_merged(options: dict[str, Any]
 
     merge(MergeRequest(source, tmp_path / "merged", backend="fsdp", adapters="merge"))
     assert float((logits(load(tmp_path / "merged")) - logits(model)).abs().max()) <= 2e-5
+    merge(MergeRequest(source, tmp_path / "only", backend="fsdp", adapters="only"))
+    only = load_file(tmp_path / "only" / "adapter_model.safetensors")
+    assert only.keys() == wanted.keys()
+    base = make_hf_folder(tmp_path / "base", "qwen3")
+    assert torch.equal(logits(load(base, tmp_path / "only")), logits(model))
 
 
 def test_adapters_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
