@@ -24,6 +24,9 @@ class ShardReader:
         place: the checkpoint's folder.
         tensors: the dtype and the global shape of each tensor.
         shards: returns the shards of a tensor. If shards overlap, an element is read from the first shard that has it.
+
+    Attributes:
+        copies: the names of tensors of the checkpoint that are left out because they are equal to others.
     """
 
     weight_kind = MODEL
@@ -34,6 +37,7 @@ class ShardReader:
         self.place = place
         self._tensors = dict(tensors)
         self._shards = shards
+        self.copies: tuple[str, ...] = ()
 
     @cached_property
     def names(self) -> Mapping[str, int]:
@@ -59,9 +63,11 @@ class ShardReader:
         return read_stored(Path("/"), wanted) if wanted else 0
 
     def without(self, names: Sequence[str]) -> ShardReader:
-        """Returns a reader of the same checkpoint that leaves out the tensors `names`."""
+        """Returns a reader of the same checkpoint that leaves out the tensors `names`, which are equal to others."""
         kept = {name: info for name, info in self._tensors.items() if name not in names}
-        return ShardReader(self.place, kept, self._shards)
+        other = ShardReader(self.place, kept, self._shards)
+        other.copies = (*self.copies, *names)
+        return other
 
 
 def stored_shard(name: str, tensor: PtTensor, region: Region) -> StoredShard:

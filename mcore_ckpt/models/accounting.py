@@ -21,7 +21,7 @@ SCALES = "scales of quantized weights, which are multiplied into the values"
 OF_ACTIVATIONS = "scales of activations and of cached keys and values, which megatron has no place for"
 BASE = "weights of the base model, which were not trained"
 MAYBE_TRAINED = "weights of the base model, of which the checkpoint does not say whether they were trained"
-MERGED = "parts of adapters, which are merged into the weights"
+NOT_LISTED = "files that the index does not list, or that lie beside a whole model.safetensors"
 
 _SHOWN = 3
 

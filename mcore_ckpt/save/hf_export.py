@@ -305,6 +305,9 @@ def _export(trainer: Trainer, reader: NativeReader, folder: Path) -> list[Writte
     useful = max(1, min(trainer.topology.world_size, nbytes // tuning.HF_LEAST_FILE_BYTES))
     alpha = None if trainer.adapters is None else trainer.adapters.alpha
     plan = plan_export(model, tensors, alpha=alpha, max_shard_bytes=tuning.HF_FILE_BYTES, least_files=useful)
+    if trainer.agreement.is_coordinator:
+        for each in plan.left_out:
+            logger.info("%s: %s", folder, each.text)
     folder.mkdir(FOLDER_MODE, exist_ok=True)
     # NaN is allowed, because a training that has diverged must still get its checkpoint.
     weights = write_weights(plan, _own_files(trainer, len(plan.files)), reader, folder, allow_nan=True)

@@ -23,6 +23,7 @@ from mcore_ckpt.formats.huggingface.stored_weights import DequantizingReader
 from mcore_ckpt.formats.shard_reader import ShardReader, stored_shard
 from mcore_ckpt.formats.torch_save_files import PtTensor, read_pt
 from mcore_ckpt.io import tuning
+from mcore_ckpt.models.accounting import OF_ACTIVATIONS
 from mcore_ckpt.models.architecture import read_config
 from mcore_ckpt.models.config_fields import HfConfig
 from mcore_ckpt.models.mapping import HfTensor, Slab
@@ -51,11 +52,13 @@ class Weights:
         where: the folder, for messages.
         reader: reads the stored tensors.
         tensors: the model's tensors by HuggingFace name, with their dtype and the stored tensors that they are made of.
+        beside: the names of stored tensors that are no part of a value: scales of activations and caches.
     """
 
     where: Path
     reader: CheckpointReader
     tensors: Mapping[str, FileTensor]
+    beside: tuple[str, ...] = ()
 
     @property
     def embedding(self) -> FileTensor | None:
@@ -108,7 +111,7 @@ class Comparison:
         ours: the folder of the model under test.
         reference: the folder of the reference.
         tensors: the result for each tensor that one or both models have, without the ignored ones.
-        ignored: the names of the ignored tensors.
+        ignored: the names of the tensors that were not compared: the ignored ones, and scales of activations.
         nbytes: the number of bytes of the reference that were compared.
         seconds: how long the comparison took.
     """
@@ -146,12 +149,14 @@ def open_folder(name: str | Path) -> Weights:
         CheckpointCorruptError: a file is missing or damaged, or holds values that are not tensors.
     """
     folder = find_folder(name, "model")
+    beside: tuple[str, ...] = ()
     try:
-        reader: ShardReader = DequantizingReader(folder, _config(folder), read_folder(folder))
+        reader: ShardReader = (weights := DequantizingReader(folder, _config(folder), read_folder(folder)))
+        beside = tuple(name for each in weights.left_out if each.reason == OF_ACTIVATIONS for name in each.tensors)
     except CheckpointNotFoundError:
         reader = _open_bins(folder)
     unchanged = {name: _unchanged(name, info) for name, info in weights_of(reader).items()}
-    return Weights(folder, reader, spelled_by_table(_config_in(folder), unchanged))
+    return Weights(folder, reader, spelled_by_table(_config_in(folder), unchanged), beside)
 
 
 def _config_in(folder: Path) -> HfConfig:
@@ -224,6 +229,7 @@ def compare(
 
     with ThreadPoolExecutor(tuning.HOST_THREADS, thread_name_prefix="compare") as pool:
         tensors = tuple(pool.map(compare_pair, pairs))
+    left_out += tuple(sorted({*ours.beside, *reference.beside}))
     return Comparison(ours.where, reference.where, tensors, left_out, total, time.monotonic() - started)
 
 

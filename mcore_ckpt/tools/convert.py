@@ -17,7 +17,7 @@ from mcore_ckpt.errors import CheckpointMismatchError
 from mcore_ckpt.formats.huggingface.hub import find_folder_together
 from mcore_ckpt.formats.huggingface.reader import FolderContents, HuggingFaceReader, read_contents
 from mcore_ckpt.formats.huggingface.side_files import warn_of_missing_code
-from mcore_ckpt.models.accounting import LeftOut
+from mcore_ckpt.models.accounting import NOT_LISTED, LeftOut, together
 from mcore_ckpt.models.mcore_config import to_mcore_config
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide
 from mcore_ckpt.sharding.cuts import Cut
@@ -49,6 +49,13 @@ class ConversionReport:
     nbytes: int
     seconds: float
     left_out: tuple[LeftOut, ...] = ()
+
+
+def left_out_of(reader: HuggingFaceReader) -> tuple[LeftOut, ...]:
+    """Returns what a conversion does not take from a folder, files of weights that nothing names included."""
+    read = reader.contents.sizes.keys() | {path.name for path in reader.place.glob("*.safetensors") if path.is_dir()}
+    files = sorted(path.name for path in reader.place.glob("*.safetensors") if path.name not in read)
+    return together(reader.left_out, [LeftOut(NOT_LISTED, tuple(files))] if files else [])
 
 
 def check_together(agreement: Agreement, path: Path, replaceable: Replaceable) -> None:

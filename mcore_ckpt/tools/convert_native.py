@@ -29,7 +29,7 @@ from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.state.model_facts import Facts, facts_of
 from mcore_ckpt.steps import commit
 from mcore_ckpt.steps.new_step import NewStep, check_may_write
-from mcore_ckpt.tools.convert import ConversionReport, Progress, check_written, open_folder, whole_region
+from mcore_ckpt.tools.convert import ConversionReport, Progress, check_written, left_out_of, open_folder, whole_region
 from mcore_ckpt.tools.reshard.attention_heads import check_heads
 from mcore_ckpt.tools.reshard.new_manifest import Identity, build_manifest
 from mcore_ckpt.tools.reshard.planner import PlannedFile, Planner
@@ -99,7 +99,7 @@ def convert_to_native(
             _test(agreement, reader, staging)
         decide(agreement, f"putting {role_dir} in place", dict, lambda _: {}, act=lambda: new[0].publish())
     seconds = time.monotonic() - started
-    return ConversionReport(reader.place, role_dir, reader.model.describe(), nbytes, seconds, reader.left_out)
+    return ConversionReport(reader.place, role_dir, reader.model.describe(), nbytes, seconds, left_out_of(reader))
 
 
 def folder_tensors(reader: HuggingFaceReader) -> Iterator[SavedTensor]:

@@ -39,7 +39,7 @@ from mcore_ckpt.sharding.plan import MODEL, ShardKey, plan_reads
 from mcore_ckpt.sharding.regions import Piece, Region, Shape
 from mcore_ckpt.steps import commit
 from mcore_ckpt.steps.new_folder import Replaceable, open_new_folder, put_in_place
-from mcore_ckpt.tools.convert import ConversionReport, Progress, check_together, check_written, open_folder
+from mcore_ckpt.tools.convert import ConversionReport, Progress, check_together, check_written, left_out_of, open_folder
 
 # With two threads, one file is read while another is written.
 _THREADS = 2
@@ -112,7 +112,7 @@ def convert_to_torch_dist(
             commit.discard(staging)
         raise
     seconds = time.monotonic() - started
-    return ConversionReport(reader.place, path, reader.model.describe(), nbytes, seconds, reader.left_out)
+    return ConversionReport(reader.place, path, reader.model.describe(), nbytes, seconds, left_out_of(reader))
 
 
 # -- plan -------------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ from mcore_ckpt.formats.huggingface.tokenizer_size import tokens_in
 from mcore_ckpt.formats.huggingface.writer import write_index, write_weights
 from mcore_ckpt.formats.kinds import is_hf_folder
 from mcore_ckpt.io.files import FOLDER_MODE, sync_folders
-from mcore_ckpt.models.accounting import IGNORED, LeftOut, account, matching, of_states, together
+from mcore_ckpt.models.accounting import COPIES, IGNORED, LeftOut, account, matching, of_states, together
 from mcore_ckpt.models.architecture import HfModel, read_config
 from mcore_ckpt.models.config_fields import HfConfig
 from mcore_ckpt.models.quantization import quantization_of
@@ -423,7 +423,9 @@ def _weights_to_write(
             "optimizer has no main parameter of a tensor that it does not step: merge a checkpoint with the model"
         )
 
-    return chosen, account(reader.names, chosen, [(ignored, is_ignored), of_states()], without_values)
+    copies = [LeftOut(COPIES, names)] if (names := getattr(reader, "copies", ())) else []
+    left_out = account(reader.names, chosen, [(ignored, is_ignored), of_states()], without_values)
+    return chosen, together(left_out, copies)
 
 
 def _reconciled(

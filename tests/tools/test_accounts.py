@@ -13,7 +13,17 @@ from tiny_models import VOCAB, make_hf_folder
 
 from mcore_ckpt.checkpoint.manifest import AdapterSettings
 from mcore_ckpt.cli.main import main
-from mcore_ckpt.models.accounting import BASE, IGNORED, MAYBE_TRAINED, LeftOut, account, matching, of_states, together
+from mcore_ckpt.models.accounting import (
+    BASE,
+    IGNORED,
+    MAYBE_TRAINED,
+    NOT_LISTED,
+    LeftOut,
+    account,
+    matching,
+    of_states,
+    together,
+)
 
 add_peft_to_path()
 
@@ -84,6 +94,29 @@ def test_added_tokens_are_no_padding(file: str, tmp_path: Path, capsys: pytest.C
     [(reason, names)] = reasons(report).items()
     assert reason == "padding of the vocabulary, which has 133 tokens"
     assert names == [f"{name}.weight (rows 133 to 135)" for name in ("embedding.word_embeddings", "output_layer")]
+
+
+def test_rows_of_tokens_are_not_cut_by_reshard(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hf = make_hf_folder(tmp_path / "hf", "qwen3")
+    tensors = mcore_tensors(hf)
+    pad_vocabulary(tensors)
+    role = make(tmp_path / "steps", tensors, config=(hf / "config.json").read_bytes())
+    (role / "huggingface" / "added_tokens.json").write_text('{"<new>": 132}')
+    arguments = ("reshard", tmp_path / "steps", tmp_path / "new", "--make-vocab-size-divisible-by", "1", "--vocab-size")
+    status, error = run(capsys, *arguments, 131)
+    assert status == 1
+    assert "has 133 tokens, but only 131 of 136 rows" in error
+    assert run(capsys, *arguments, 133)[0] == 0
+
+
+# -- what no model reads -------------------------------------------------------------------------------------
+
+
+def test_a_file_that_the_index_does_not_list_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hf = make_hf_folder(tmp_path / "hf", "qwen3")
+    save_file({"a": torch.ones(1)}, hf / "consolidated.safetensors")
+    status, report = run(capsys, "convert", "--hf_model_path", hf, "--output_path", tmp_path / "steps")
+    assert (status, reasons(report)) == (0, {NOT_LISTED: ["consolidated.safetensors"]})
 
 
 # -- what is trained beside adapters -------------------------------------------------------------------------

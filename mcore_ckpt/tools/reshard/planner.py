@@ -83,6 +83,15 @@ class Regions:
         """The number of vocabulary rows that both layouts have; the rows after them are padding. None if unknown."""
         return None if self._rows is None or self._saved_rows is None else min(self._rows, self._saved_rows)
 
+    def check_tokens(self, tokens: int | None) -> None:
+        """Raises CheckpointMismatchError if rows are cut that a tokenizer of so many tokens can produce."""
+        kept = self.known_vocabulary
+        if tokens is not None and kept is not None and kept < tokens <= (self._saved_rows or 0):
+            raise CheckpointMismatchError(
+                f"the tokenizer beside the checkpoint has {tokens} tokens, but only {kept} of {self._saved_rows} rows "
+                "of the vocabulary would be kept: choose a larger --vocab-size"
+            )
+
     def of(self, tensor: SavedTensor, at: RankCoordinates) -> Region:
         """Returns the local region of a tensor on the rank at the coordinates `at`.
 
@@ -186,6 +195,10 @@ class Planner:
         self._regions = Regions(tensors, saved.topology, target.topology, wanted)
         self._experts = _Experts.of(tensors, target.topology.ep)
         self._by_stage = _by_stage(saved, tensors, target)
+
+    def check_tokens(self, tokens: int | None) -> None:
+        """See `Regions.check_tokens`."""
+        self._regions.check_tokens(tokens)
 
     def _locator(self, rank: int) -> Locator:
         """Returns the locator that finds the stored ranges for a rank of the new layout."""

@@ -11,6 +11,7 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import Manifest
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.errors import CheckpointError, CommitError, InvalidArgumentError
+from mcore_ckpt.formats.huggingface.tokenizer_size import tokens_in
 from mcore_ckpt.formats.native.folder import LocalFolder
 from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.io.files import make_folders, sync_folders_below, write_file
@@ -178,7 +179,9 @@ def _plan(source: Path, root: Path, step: int, wanted: WantedLayout) -> _Job:
         tensors = list(saved_tensors(reader))
         target = resolve(wanted, saved, any(tensor.expert for tensor in tensors))
         check_heads(config_beside(source), tensors, manifest.topology, target.topology)
-        files = Planner(reader, saved, manifest.contents, tensors, target, wanted).files()
+        planner = Planner(reader, saved, manifest.contents, tensors, target, wanted)
+        planner.check_tokens(tokens_in(source / file_names.HUGGINGFACE_DIR))
+        files = planner.files()
         small = plan_small_files(source, reader, target.topology)
     except CheckpointError as error:
         raise type(error)(f"{source}: {error}") from error
