@@ -34,7 +34,7 @@ ELSEWHERE = {
     "mcore_ckpt.steps.room": ("prune",),  # whose name is the value before the option
 }
 # Options of other programs.
-FOREIGN_MODULES = ("mcore_ckpt.integrations.",)
+FOREIGN_MODULES = ("mcore_ckpt.integrations.", "mcore_ckpt.formats.huggingface.hub")
 # Arguments of megatron, torch and transformers, and options of file systems, as the messages say.
 FOREIGN = {
     *("data", "local_lock", "lookupcache", "mmap", "release", "resolve", "module_name", "weights_only"),

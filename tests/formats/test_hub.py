@@ -30,6 +30,7 @@ from mcore_ckpt.errors import (
     RemoteError,
 )
 from mcore_ckpt.formats.huggingface import hub as finding
+from mcore_ckpt.formats.huggingface.assets import save_assets
 from mcore_ckpt.formats.huggingface.hub import HubModel, find_folder, find_folder_together, with_revision
 from mcore_ckpt.formats.huggingface.reader import HuggingFaceReader, read_contents
 from mcore_ckpt.formats.huggingface.side_files import copy_side_files
@@ -138,6 +139,25 @@ def test_only_what_is_needed_is_downloaded(used: HubServer, published: Path, tmp
     assert files_in(tmp_path / "copied") == sorted(ALWAYS)
     for name, data in BESIDE.items():
         assert (tmp_path / "copied" / name).read_bytes() == data
+
+
+def test_a_save_takes_what_the_cache_has(
+    used: HubServer, published: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It asks nobody for the rest, and says if some may be missing."""
+    from transformers import Qwen3Config
+
+    for needs in ("model", "assets"):
+        folder = find_folder(NAME, needs)
+        config = Qwen3Config.from_pretrained(folder)
+        config.name_or_path, config._commit_hash = NAME, folder.name
+        used.requests.clear()
+        caplog.clear()
+        save_assets(tmp_path / needs, config, None, {})
+        assert used.requests == []
+        wanted = ALWAYS if needs == "assets" else {"config.json"}
+        assert files_in(tmp_path / needs) == sorted(wanted)
+        assert ("the cache has only a part of this model" in caplog.text) == (needs == "model")
 
 
 def test_of_several_weight_files_those_that_the_index_lists(hub: HubServer, sharded: Path, tmp_path: Path) -> None:

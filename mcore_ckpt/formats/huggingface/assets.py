@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.formats.huggingface.hub import cached_folder
-from mcore_ckpt.formats.huggingface.side_files import CONFIG_FILE, QUANTIZATION, LeftOut, side_files
+from mcore_ckpt.formats.huggingface.side_files import (
+    CONFIG_FILE,
+    GENERATION_CONFIG_FILE,
+    QUANTIZATION,
+    LeftOut,
+    side_files,
+)
 from mcore_ckpt.io.files import make_folder, sync_file, write_file
 from mcore_ckpt.models.mcore_config import config_of_weights
 from mcore_ckpt.models.quantization import without_quantization
@@ -27,7 +33,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
-GENERATION_CONFIG_FILE = "generation_config.json"
 _SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 
 TOKENIZER = LeftOut(

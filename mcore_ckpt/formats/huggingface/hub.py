@@ -28,7 +28,7 @@ from mcore_ckpt.errors import (
     RemoteError,
 )
 from mcore_ckpt.formats.huggingface.safetensors_files import INDEX_FILE, SINGLE_FILE, read_weight_map
-from mcore_ckpt.formats.huggingface.side_files import CONFIG_FILE, LEFT_OUT
+from mcore_ckpt.formats.huggingface.side_files import CONFIG_FILE, GENERATION_CONFIG_FILE, LEFT_OUT
 from mcore_ckpt.ranks.hosts import this_host
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide, same_everywhere
 
@@ -132,7 +132,16 @@ def cached_folder(name: str, commit: str | None) -> Path | None:
     if model is None:
         return None
     found = try_to_load_from_cache(model.repository, CONFIG_FILE, revision=commit or model.revision)
-    return Path(found).parent if isinstance(found, str) else None
+    if not isinstance(found, str):
+        return None
+    # Of a file that the model does not have the cache knows so, if anybody has asked for it.
+    if try_to_load_from_cache(model.repository, GENERATION_CONFIG_FILE, revision=commit or model.revision) is None:
+        logger.warning(
+            "%s: the cache has only a part of this model, so saves may lack files beside the weights, such as %s: run "
+            "`hf download %s --exclude '*.safetensors'` once, or set generation_config on hf_config",
+            *(model, GENERATION_CONFIG_FILE, model.repository),
+        )
+    return Path(found).parent
 
 
 def find_folder_together(

@@ -26,6 +26,7 @@ from mcore_ckpt.io.files import linked_file, make_folders, read_small, write_fil
 logger = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.json"
+GENERATION_CONFIG_FILE = "generation_config.json"
 
 
 @dataclass(frozen=True)
