@@ -48,6 +48,7 @@ _CHECKPOINT = frozenset({"root", "step", "role", "empty", "other"})
 _ANY_FOLDER = frozenset(
     {*_CHECKPOINT, "parent", "inside", "foreign root", "torch_dist", "verl_ranks", "fsdp", "huggingface", "adapter"}
 )
+_HF = frozenset({"huggingface", "adapter", "empty", "other"})
 _FOREIGN = frozenset({"foreign root", "torch_dist", "verl_ranks", "fsdp"})
 # Which kinds of paths (`tools.what_is.PathKind`) each command takes. Empty and unknown folders get the command's own
 # message, which says what is missing.
@@ -63,8 +64,12 @@ TAKES: Mapping[str, frozenset[str]] = {
     "collect": _STEPS,
     "merge": _CHECKPOINT | _FOREIGN,
     "test --local_dir": _CHECKPOINT | _FOREIGN,
-    "test": frozenset({"huggingface", "adapter", "empty", "other"}),
-    "convert --hf_model_path": frozenset({"huggingface", "adapter", "empty", "other"}),
+    "test": _HF,
+    "test --reference": _HF,
+    "convert --hf_model_path": _HF,
+    # The folder huggingface/ of a role has a config.json, and may have no weights.
+    "merge --hf_model_path": _HF | {"inside"},
+    "bench --model": _HF | {"inside"},
     "convert CHECKPOINT --hf_model_path": _ANY_FOLDER,
     "doctor": _ANY_FOLDER,
     "bench": _ANY_FOLDER,
@@ -111,15 +116,16 @@ def check_can_be_file(flag: str, path: Path) -> None:
         raise InvalidArgumentError(f"{flag} {path}: there is no folder {path.parent}: make it, or name another file")
 
 
-def check_is_folder_or_model(name: str, flag: str) -> None:
-    """Raises InvalidArgumentError unless the folder exists, or a model on the hub can have this name."""
+def check_is_folder_or_model(name: str, flag: str, command: str) -> None:
+    """Raises InvalidArgumentError unless a command (of TAKES) takes the folder, or a hub model can have this name."""
     from mcore_ckpt.formats import HubModel
 
-    if Path(name).is_dir():
-        taken(Path(name), "convert --hf_model_path", flag)
+    if Path(name).exists():
+        taken(Path(name), command, flag)
     elif HubModel.find(name) is None:
         raise InvalidArgumentError(
-            f"{flag} {name}: there is no such folder, and models on the hub have names such as Qwen/Qwen3-0.6B"
+            f"{flag and f'{flag} '}{name}: there is no such folder, and models on the hub have names such as "
+            "Qwen/Qwen3-0.6B"
         )
 
 

@@ -150,8 +150,8 @@ def _size(args: argparse.Namespace) -> SaveSize | None:
     from mcore_ckpt.tools.bench.size import size_of_model, size_of_parameters
 
     folder = Path(args.model).expanduser()
-    if folder.is_dir():
-        return size_of_model(folder, training)
+    if folder.exists():
+        return size_of_model(taken(folder, "bench --model", "--model"), training)
     try:
         parameters = int(float(args.model))
     except (ValueError, OverflowError):

@@ -188,7 +188,7 @@ def _model(args: argparse.Namespace) -> str:
 
     if args.hf_model_path is None:
         raise InvalidArgumentError("nothing to convert: give --hf_model_path, or the folder of a checkpoint")
-    check_is_folder_or_model(args.hf_model_path, "--hf_model_path")
+    check_is_folder_or_model(args.hf_model_path, "--hf_model_path", "convert --hf_model_path")
     return with_revision(args.hf_model_path, args.revision)
 
 

@@ -16,6 +16,7 @@ from mcore_ckpt.cli.arguments import (
     add_ignored_flags,
     add_json,
     add_revision,
+    check_is_folder_or_model,
     check_patterns,
     command_agreement,
     expanded_path,
@@ -154,6 +155,8 @@ def _request(args: argparse.Namespace) -> MergeRequest:
 
     if args.revision is not None and args.hf_model_path is None:
         raise InvalidArgumentError("--revision is that of a model on the hub: give --hf_model_path, too")
+    if args.hf_model_path is not None:
+        check_is_folder_or_model(args.hf_model_path, "--hf_model_path", "merge --hf_model_path")
     request = MergeRequest(
         source=taken(_one_of(args, "source", "--local_dir"), "merge"),
         target=_one_of(args, "target", "--target_dir"),

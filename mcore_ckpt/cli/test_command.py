@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -14,6 +13,7 @@ from mcore_ckpt.cli.arguments import (
     add_ignored_flags,
     add_json,
     add_revision,
+    check_is_folder_or_model,
     check_patterns,
     expanded_path,
     folder_or_model,
@@ -118,6 +118,9 @@ def run(args: argparse.Namespace) -> int:
     from mcore_ckpt.tools.compare import compare, open_folder
     from mcore_ckpt.tools.differences import Tolerance
 
+    if args.merged is not None:
+        check_is_folder_or_model(args.merged, "", "test")
+    check_is_folder_or_model(args.reference, "--reference", "test --reference")
     tolerance = Tolerance(args.atol, args.rtol, args.any_dtype)
     ours, reference = _ours(args), open_folder(with_revision(args.reference, args.revision))
     with progress_of_bytes(args.json) as bar:
@@ -147,8 +150,6 @@ def _ours(args: argparse.Namespace) -> Weights:
     from mcore_ckpt.tools.merge import MergeRequest, find, prepare
 
     if args.merged is not None:
-        if Path(args.merged).exists():
-            taken(Path(args.merged), "test")
         return open_folder(args.merged)
     request = MergeRequest(
         source=taken(args.local_dir, "test --local_dir", "--local_dir"),

@@ -138,7 +138,10 @@ COMMANDS = {
     ),
     "test": Row(
         "hf --reference hf",
-        (("hf --reference nowhere", 1, "nowhere"), ("hf --reference hf --atol -1", 2, "must be numbers of 0 or more")),
+        (
+            ("hf --reference nowhere", 2, "--reference nowhere: there is no such folder"),
+            ("hf --reference hf --atol -1", 2, "must be numbers of 0 or more"),
+        ),
         BAR,
         has_bar=True,
     ),

@@ -20,6 +20,7 @@ from mcore_ckpt.errors import InvalidArgumentError
 from mcore_ckpt.tools.find import find_checkpoint
 
 STEPS = ("list", "watch", "prune", "collect")
+MODELS = ("test", "test --reference", "convert --hf_model_path", "merge --hf_model_path", "bench --model")
 ANY_FOLDER = ("doctor", "bench", "convert CHECKPOINT --hf_model_path")
 OURS = ("inspect", "verify", "diff", "reshard", "convert", "merge", "test --local_dir")
 
@@ -30,7 +31,7 @@ KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "parents": ("a folder above the steps", ()),
     "root/global_steps_3": ("the folder of a step", ("list", "watch", *OURS)),
     "root/global_steps_3/actor": ("the folder of a role", ("list", "watch", *OURS)),
-    "root/global_steps_3/actor/model": ("a folder inside a step", ("list", "watch")),
+    "root/global_steps_3/actor/model": ("a folder inside a step", ("list", "watch", *MODELS[3:])),
     "flat": ("a folder of steps", (*STEPS, *OURS)),
     "flat/global_step_3": ("the folder of a role", ("list", "watch", *OURS)),
     "verl of ours": ("a folder of steps", (*STEPS, *OURS)),
@@ -42,9 +43,9 @@ KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "verl/global_step_4/actor": ("a torch_dist checkpoint of Megatron", ("merge", "test --local_dir")),
     "ranks": ("as verl wrote it", ("merge", "test --local_dir")),
     "fsdp": ("a folder of FSDP shards", ("merge", "test --local_dir")),
-    "hf": ("a HuggingFace model", ("test", "convert --hf_model_path")),
-    "adapter": ("an adapter in PEFT's form", ("test", "convert --hf_model_path")),
-    "empty": ("an empty folder", (*STEPS, *OURS, "test", "convert --hf_model_path")),  # each says what it lacks
+    "hf": ("a HuggingFace model", MODELS),
+    "adapter": ("an adapter in PEFT's form", MODELS),
+    "empty": ("an empty folder", (*STEPS, *OURS, *MODELS)),  # each says what it lacks
     "zero": ("a folder of steps", (*STEPS, *OURS)),
     "hf/config.json": ("a file", ()),
     "root/global_steps_3/actor/manifest.json": ("a file of a checkpoint", ()),
@@ -158,6 +159,11 @@ def test_the_commands_ask(command: str, kind: str, capsys: pytest.CaptureFixture
         ("test --local_dir hf --reference hf", "--local_dir hf: is a HuggingFace model"),
         ("diff root hf", "hf: is a HuggingFace model, which `mcore-ckpt diff` does not take"),
         ("inspect root --html page.html --diff hf", "--diff hf: is a HuggingFace model"),
+        ("test hf --reference root", "--reference root: is a folder of steps"),
+        ("merge root out --hf_model_path torch_dist", "--hf_model_path torch_dist: is a torch_dist checkpoint"),
+        ("merge root out --hf_model_path nowhere", "--hf_model_path nowhere: there is no such folder"),
+        ("bench . --model root", "--model root: is a folder of steps, which `mcore-ckpt bench --model` does not"),
+        ("bench . --model hf/config.json", "--model hf/config.json: is a file"),
         ("bench rot", "the closest name is"),
         ("doctor hf/config.json", "is a file, which `mcore-ckpt doctor` does not take"),
     ],

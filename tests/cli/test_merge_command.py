@@ -300,7 +300,7 @@ def test_an_upload_that_fails_leaves_the_folder(
         (["--local_dir", "elsewhere"], 2, "source: give it once"),
         (["--tie-word-embedding"], 1, "tie_word_embedding is True, but the tensors have a head"),
         (["--is-value-model"], 1, "is_value_model is True, but the tensors are those of a model with a language model"),
-        (["--hf_model_path", "nowhere"], 1, "nowhere/config.json: missing"),
+        (["--hf_model_path", "nowhere"], 2, "--hf_model_path nowhere: there is no such folder"),
     ],
 )
 def test_exit_status(

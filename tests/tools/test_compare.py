@@ -308,7 +308,7 @@ def test_unusable_arguments(
 
 
 def test_a_missing_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["test", str(tmp_path / "a"), "--reference", str(tmp_path / "b")]) == 1
+    assert main(["test", str(tmp_path / "a"), "--reference", str(tmp_path / "b")]) == 2
     assert str(tmp_path / "a") in capsys.readouterr().err
 
 
