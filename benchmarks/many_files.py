@@ -128,7 +128,10 @@ OPERATIONS = (
     # Of many steps.
     Operation("list, first time", lambda places, _: listing.list_steps(places.steps)),
     Operation("list, again", lambda places, _: listing.list_steps(places.steps)),
-    Operation("tracker of a save", lambda places, _: tracker.update_tracker(places.steps)),
+    Operation(
+        "tracker of a save",
+        lambda places, _: tracker.update_tracker(places.steps, tracker.read_tracker(places.steps)),
+    ),
     Operation(
         "old steps of a save",
         lambda places, _: retention.too_old(listing.list_steps(places.steps), retention.PreservationPolicy(2), None),

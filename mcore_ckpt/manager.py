@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.manifest import Manifest
 from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.delivery import Delivery
 from mcore_ckpt.errors import CheckpointError, CommitError, InvalidArgumentError, InvalidTypeError, NoRoomError
@@ -30,7 +31,7 @@ from mcore_ckpt.save.background import BackgroundSaves, SaveHandle, is_deleting_
 from mcore_ckpt.save.context import SaveContext
 from mcore_ckpt.save.destination import find_destination
 from mcore_ckpt.save.drain import Drain
-from mcore_ckpt.save.fast_saves import open_fast_saves
+from mcore_ckpt.save.fast_saves import FastSaves, open_fast_saves
 from mcore_ckpt.save.guards import Guards, changing_methods
 from mcore_ckpt.save.hf_export import check_exportable
 from mcore_ckpt.save.host_images import HostImages
@@ -43,10 +44,12 @@ from mcore_ckpt.state.trainer import Trainer
 from mcore_ckpt.state.trainer_setup import complete_together, read_trainer
 from mcore_ckpt.steps import leftovers
 from mcore_ckpt.steps import listing as steps
-from mcore_ckpt.steps.node_steps import whole_steps
+from mcore_ckpt.steps.branches import StepCommit, newest, oldest_first
+from mcore_ckpt.steps.history import RunHistory
+from mcore_ckpt.steps.node_steps import LostStep, WholeStep, newer_than, whole_steps
 from mcore_ckpt.steps.node_tier import promise_room
 from mcore_ckpt.steps.node_transaction import open_on_nodes
-from mcore_ckpt.steps.remote_steps import RemoteSteps
+from mcore_ckpt.steps.remote_steps import RemoteStep, RemoteSteps
 from mcore_ckpt.steps.retention import PreservationPolicy
 from mcore_ckpt.steps.room import RoomWatch, Saving
 from mcore_ckpt.steps.trainer_lock import TrainerLock
@@ -132,7 +135,7 @@ class CheckpointManager:
                 },
             )
             # Open the store now, so that a missing package is noticed now and not at the first upload.
-            remote = None if config.remote is None else RemoteSteps(Store(config.remote))
+            remote = None if config.remote is None else RemoteSteps(Store(config.remote), trainer.root)
         except BaseException as error:
             agreement.fail_next_round(_SETTING_UP, error)
             raise
@@ -154,7 +157,8 @@ class CheckpointManager:
         uploads = _upload_queue(trainer, remote, self._delivery)
         images = HostImages(config.max_host_bytes)
         room = RoomWatch(trainer.root, is_deleting_here)
-        self._context = SaveContext(trainer, commits, images, lock, uploads, room, self._delivery, fast=fast)
+        history = _history(trainer, remote, fast)
+        self._context = SaveContext(trainer, commits, images, lock, uploads, room, self._delivery, history, fast=fast)
         self._opening = Opening(self._context)
         self._background = BackgroundSaves(commits, warns=config.if_failed == "warn")
         self._guards = Guards(changing_methods(trainer) if _is_lazy(config) else [], self._context.host_images.hold)
@@ -336,9 +340,20 @@ class CheckpointManager:
             folder, failure = _full_path(path), self._background.failure()
             fast = self._context.fast
             load = partial(load_state, self._trainer, self._remote, step, folder, failure, verify)
-            if fast is not None:
-                load = partial(load, tier=fast.tier, loaded=fast.loaded)
+            load = partial(load, tier=fast and fast.tier, loaded=partial(self._loaded, folder))
             return load_and_tell(self._delivery, self._trainer, step, folder, load)
+
+    def _loaded(self, path: Path | None, manifest: Manifest) -> None:
+        """Notes that the training goes on from a checkpoint."""
+        if self._context.fast is not None:
+            self._context.fast.loaded(manifest)
+        if self._trainer.agreement.is_coordinator:
+            is_named = path is not None and self._trainer.root.resolve() not in path.resolve().parents
+            self._context.history.loaded(manifest, is_named)
+
+    def go_on_from(self, other: CheckpointManager) -> None:
+        """Continues the commits of another manager of the same root and role, in whose place this one is."""
+        self._context.history.go_on_from(other._context.history)
 
     @property
     def root(self) -> Path:
@@ -375,8 +390,8 @@ class CheckpointManager:
             RemoteError: there is no local step, and the store, which may have one, does not answer.
         """
         role = self._trainer.role
-        newest = steps.newest_complete(self._trainer.root, role)
-        here = [] if newest is None else [newest]
+        last = newest([each for each in steps.list_steps(self._trainer.root) if role in each.committed])
+        here = [] if last is None else [last]
         there = remote_steps(self._remote, self._trainer.root, None, required=not here)
         return next((candidate["step"] for candidate in newest_first(role, here, there)), None)
 
@@ -393,8 +408,12 @@ class CheckpointManager:
         Raises:
             RemoteError: the store does not answer, and `required` is true.
         """
+        return [found.step for found in self.remote_steps_found(roles, step, required)]
+
+    def remote_steps_found(self, roles: Sequence[str], step: int | None, required: bool) -> list[RemoteStep]:
+        """Returns what `remote_steps` does, with all that is known of each step."""
         there = remote_steps(self._remote, self._trainer.root, step, required)
-        return [found.step for found in there if found.is_complete and set(roles) <= set(found.committed)]
+        return [found for found in there if found.is_complete and set(roles) <= set(found.committed)]
 
     def fast_steps(self, roles: Sequence[str], step: int | None = None) -> tuple[list[int], list[tuple[int, str]]]:
         """Returns the steps of the fast tier that are whole with all these roles, and why each newer one is not.
@@ -405,6 +424,11 @@ class CheckpointManager:
             roles: the roles that a step must have.
             step: the only step to look for. None: all steps.
         """
+        whole, lost = self.fast_steps_found(roles, step)
+        return [each.step for each in whole], [(each.step, each.reason) for each in lost]
+
+    def fast_steps_found(self, roles: Sequence[str], step: int | None) -> tuple[list[WholeStep], list[LostStep]]:
+        """Returns what `fast_steps` does, with the place of each step among all commits."""
         fast = self._context.fast
         if fast is None:
             return [], []
@@ -412,18 +436,18 @@ class CheckpointManager:
 
         def combine(records: Sequence[Record]) -> Record:
             found = [each for each in found_on_nodes(tier, records) if step in (None, each.step)]
-            whole = sorted(whole_steps(found, roles), reverse=True)
-            newest = whole[0] if whole else -1
+            whole = oldest_first(list(whole_steps(found, roles).values()))[::-1]
             # What no node has committed is a save that was under way, and not a step that was lost.
-            newer = [each for each in found if each.is_committed and each.role in roles and each.step > newest]
-            lost = [(each.step, why_not_whole(tier, each)) for each in newer]
-            return {"whole": whole, "lost": lost}
+            newer = newer_than(whole[0] if whole else None, [each for each in found if each.is_committed])
+            lost = [(each.step, each.commit.number, why_not_whole(tier, each)) for each in newer if each.role in roles]
+            return {"whole": [[each.step, each.commit.number, each.commit.branch] for each in whole], "lost": lost}
 
         def work() -> Record:
             return {"held": [held.to_record() for held in own_held(tier)]}
 
         outcome = decide(self._trainer.agreement, "finding steps on the nodes", work, combine)
-        return outcome["whole"], [(number, reason) for number, reason in outcome["lost"]]
+        whole = [WholeStep(number, StepCommit(*commit)) for number, *commit in outcome["whole"]]
+        return whole, [LostStep(*each) for each in outcome["lost"]]
 
     def before_step(self) -> None:
         """Makes later work of the current CUDA stream wait until a lazy save has copied the state.
@@ -514,10 +538,9 @@ class CheckpointManager:
     def _wait_for_deletion_of(self, step: int) -> None:
         """Waits until old steps are deleted, if this step could be one of them.
 
-        Retention never deletes the newest step below the root, so a save of that step need not wait. The deletion of an
-        older step may be under way, and would also delete a staging folder that is made in that step now.
+        A deletion that is under way would also delete a staging folder that is made in that step now.
         """
-        if self._background.is_deleting and max(file_names.step_dirs(self._trainer.root), default=step) > step:
+        if self._background.is_deleting and step in file_names.step_dirs(self._trainer.root):
             self._background.wait_for_deletions()
 
     def _prepare_host_images(self) -> None:
@@ -600,6 +623,14 @@ def _upload_queue(trainer: Trainer, remote: RemoteSteps | None, delivery: Delive
     config = trainer.config
     policy = PreservationPolicy(config.max_to_keep, config.keep_every) if config.prune_remote else PreservationPolicy()
     return UploadQueue(remote, trainer.root, trainer.role, policy, delivery)
+
+
+def _history(trainer: Trainer, remote: RemoteSteps | None, fast: FastSaves | None) -> RunHistory:
+    if fast is None:
+        return RunHistory(trainer.root, trainer.role, trainer.root, None, remote)
+    history = RunHistory(trainer.root, trainer.role, fast.tier.home, fast.tier.folder, remote)
+    history.seen(each.head for each in fast.earlier)
+    return history
 
 
 def _policy(config: CheckpointConfig, max_to_keep: int | None) -> PreservationPolicy:

@@ -26,8 +26,11 @@ from mcore_ckpt.errors import (
 from mcore_ckpt.field_checks import check_value
 from mcore_ckpt.load.load import LoadResult
 from mcore_ckpt.manager import CheckpointManager
+from mcore_ckpt.steps.branches import oldest_first, order_of
 from mcore_ckpt.steps.listing import StepStatus, holds_something, list_steps
+from mcore_ckpt.steps.node_steps import WholeStep
 from mcore_ckpt.steps.read_lock import reading
+from mcore_ckpt.steps.remote_steps import RemoteStep
 from mcore_ckpt.steps.tracker import warn_if_tracker_differs
 from mcore_ckpt.steps.worth import look_at_all, whole_first
 from mcore_ckpt.urls import local_path
@@ -111,10 +114,9 @@ def recover(
     roles = tuple(by_role)
 
     def find() -> dict[str, Any]:
-        fast, lost = first.fast_steps(roles, wanted)
+        fast, lost = first.fast_steps_found(roles, wanted)
         found = first.agree("finding a step to resume from", request, lambda: _found(first, roles, wanted, fast))
-        newest = max((step for step, _ in found["steps"]), default=-1)
-        return {**found, "lost": [reason for step, reason in lost if step > newest]}
+        return {**found, "lost": [each.reason for each in lost if each.number > found["newest"]]}
 
     found = retried(find, retries)
     for reason in found["lost"]:
@@ -145,24 +147,29 @@ def _check_resume(resume: object) -> None:
         raise InvalidArgumentError(f"resume is {resume!r}: " + (f"use {meant!r}" if meant else what))
 
 
-def _found(manager: CheckpointManager, roles: tuple[str, ...], step: int | None, fast: Sequence[int]) -> dict[str, Any]:
+def _found(
+    manager: CheckpointManager, roles: tuple[str, ...], step: int | None, fast: Sequence[WholeStep]
+) -> dict[str, Any]:
     """Returns the steps to try, the newest first, each with the folders of its roles below the root.
 
     `fast` has the steps that the nodes of the fast tier have.
     """
     nothing: CheckpointError | None = None
-    lacking: dict[int, str] = {}
+    lacking: list[StepStatus] = []
     try:
         here = {status.step: status for status in _resumable_steps(manager.root, roles, step, lacking)}
     except (CheckpointNotFoundError, CheckpointCorruptError) as error:
         here, nothing = {}, error
-    there = manager.remote_steps(roles, step, required=not here and not fast)
+    there = manager.remote_steps_found(roles, step, required=not here and not fast)
     if nothing is not None and not there and not fast:
         raise nothing
     folders = {number: [str(status.role_dir(role)) for role in roles] for number, status in here.items()}
-    steps = sorted({*here, *there, *fast}, reverse=True)
-    passed_over = [reason for number, reason in lacking.items() if number > steps[0]] if steps else []
-    return {"steps": [(number, folders.get(number, [])) for number in steps], "passed_over": passed_over}
+    everywhere: list[StepStatus | RemoteStep | WholeStep] = [*here.values(), *there, *fast]
+    last_first = oldest_first(everywhere)[::-1]
+    newest = last_first[0].commit.number if last_first else -1
+    steps = [(number, folders.get(number, [])) for number in dict.fromkeys(each.step for each in last_first)]
+    passed_over = [each.reason for each in lacking if each.commit.number > newest]
+    return {"steps": steps, "newest": newest, "passed_over": passed_over}
 
 
 def resumable_steps(root: str | Path, roles: Sequence[str], step: int | None = None) -> list[StepStatus]:
@@ -198,7 +205,7 @@ def resumable_steps(root: str | Path, roles: Sequence[str], step: int | None = N
 
 
 def _resumable_steps(
-    root: Path, roles: Sequence[str], step: int | None, lacking: dict[int, str] | None = None
+    root: Path, roles: Sequence[str], step: int | None, lacking: list[StepStatus] | None = None
 ) -> list[StepStatus]:
     """Returns the same, but of the steps that are older than the newest whole one, only the manifests are read.
 
@@ -206,15 +213,18 @@ def _resumable_steps(
     `lacking`, with what they lack.
     """
     statuses = list_steps(root, step)
-    good = list(whole_first([status for status in statuses if set(roles) <= status.committed]))
+    for status in statuses if step is None else ():
+        if status.is_of_other_run:
+            logger.warning("a step is left out: %s", status.reason)
+    good = list(whole_first(oldest_first([status for status in statuses if set(roles) <= status.committed])))
     if good:
         if step is None:
             for status in reversed(statuses):
-                if status.step > good[0].step and status.is_claimed and status.lacks:
+                if order_of(status) > order_of(good[0]) and status.is_claimed and status.lacks:
                     logger.warning("a newer step cannot be loaded, taking the next older one: %s", status.reason)
                     if lacking is not None:
-                        lacking[status.step] = status.reason
-            warn_if_tracker_differs(root, good[::-1])
+                        lacking.append(status)
+            warn_if_tracker_differs(root, good)
         return good
     reasons = [_reason(status, roles) for status in reversed(statuses) if step is not None or holds_something(status)]
     if step is None and not reasons and os.path.lexists(root / file_names.TRACKER_FILE):

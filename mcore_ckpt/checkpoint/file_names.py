@@ -15,6 +15,8 @@ MANIFEST_FILE = "manifest.json"
 OWNER_FILE = ".owner.json"
 # A step whose folder contains this file is pinned, so retention keeps the step.
 PINNED_FILE = ".pinned"
+# In a root, a node's folder and a remote store: the identity of the run that they belong to.
+RUN_FILE = ".run.json"
 # Exists only in staging folders: the manifest of the files from which the same save exports its HuggingFace model.
 WRITTEN_FILE = ".written.json"
 MODEL_DIR = "model"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from mcore_ckpt.cli.arguments import add_json, check_can_be_file, check_patterns, expanded_path, step_number, taken
-from mcore_ckpt.cli.inspect_tables import model_facts, node_facts, show_tables
+from mcore_ckpt.cli.inspect_tables import model_facts, node_facts, origin_facts, show_tables
 from mcore_ckpt.cli.list_command import node_files_as_json
 from mcore_ckpt.cli.progress import progress_in, progress_of_bytes
 from mcore_ckpt.cli.tables import is_terminal, result_console
@@ -192,6 +192,7 @@ def _show(console: Console, role_dir: Path, manifest: Manifest, pattern: str | N
         *(f"{kind}: {count} files, {nbytes / 1e9:.3f} GB" for kind, (count, nbytes) in _kinds(manifest).items()),
         f"{len(manifest.tensors)} tensors",
         *(f"{what}: {fact}" for what, fact in model_facts(manifest)),
+        *(f"{what}: {fact}" for what, fact in origin_facts(manifest)),
         *(f"{what}: {fact}" for what, fact in node_facts(role_dir, manifest)),
     )
     for line in lines:
@@ -225,6 +226,8 @@ def _as_json(role_dir: Path, manifest: Manifest, pattern: str | None) -> dict[st
         "role": manifest.role,
         "roles": list(manifest.roles),
         "created": manifest.created,
+        "run": None if manifest.run is None else asdict(manifest.run),
+        "commit": None if manifest.commit is None else asdict(manifest.commit),
         "versions": dict(manifest.versions),
         "contents": list(manifest.contents),
         "model": None if manifest.model is None else dict(manifest.model),

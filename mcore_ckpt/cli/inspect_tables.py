@@ -41,6 +41,7 @@ def show_tables(
         ("roles of the step", ", ".join(manifest.roles)),
         ("tensors", str(len(manifest.tensors))),
         *model_facts(manifest),
+        *origin_facts(manifest),
         *node_facts(role_dir, manifest),
     ]
     console.print(table_of(console, ("what", ""), facts))
@@ -51,6 +52,19 @@ def show_tables(
     if tensors:
         console.print()
         console.print(table_of(console, ("tensor", "dtype", "shape", "optimizer"), list(map(_row, tensors))))
+
+
+def origin_facts(manifest: Manifest) -> list[tuple[str, str]]:
+    """Returns of which run a checkpoint is, and its place among the commits, as far as its manifest says it."""
+    facts = []
+    if manifest.run is not None:
+        parent = manifest.run.parent
+        began = "" if parent is None else f", which began with step {parent.step} of run {parent.run or 'unknown'}"
+        facts.append(("run", f"{manifest.run.id}, from {manifest.run.root} on {manifest.run.host}{began}"))
+    if manifest.commit is not None:
+        before = f"after save {manifest.commit.parent}" if manifest.commit.parent else "after a fresh start"
+        facts.append(("commit", f"{manifest.commit.number}, {before}"))
+    return facts
 
 
 def model_facts(manifest: Manifest) -> list[tuple[str, str]]:

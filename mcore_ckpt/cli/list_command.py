@@ -65,10 +65,10 @@ def run(args: argparse.Namespace) -> int:
         _show_table(console, found)
     else:
         _show_lines(console, found)
-    complete = [step for step in found.steps if step.counts]
-    newest = f"newest complete step: {complete[-1].step}" if complete else "no step is complete"
-    if complete and complete[-1].state == "partial":
-        newest += f", of which this node has {complete[-1].reason}"
+    last = next((step for step in found.steps if step.newest), None)
+    newest = "no step is complete" if last is None else f"newest complete step: {last.step}"
+    if last is not None and last.state == "partial":
+        newest += f", of which this node has {last.reason}"
     tracked = "none" if found.tracker is None else found.tracker
     console.print(f"{newest}; the tracker names {tracked}", markup=False)
     return 0
@@ -119,7 +119,12 @@ def _state(step: ListedStep) -> Text:
 
 def _marks(step: ListedStep) -> list[str]:
     is_saved_again = step.counts and any(map(_may_be_alive, step.saves))
-    marks = {"newest": step.newest, "pinned": step.pinned, "being saved again": is_saved_again}
+    marks = {
+        "newest": step.newest,
+        "abandoned": step.abandoned,
+        "pinned": step.pinned,
+        "being saved again": is_saved_again,
+    }
     return [mark for mark, holds in marks.items() if holds]
 
 
@@ -159,6 +164,9 @@ def step_as_json(step: ListedStep) -> dict[str, Any]:
         "created": step.created or None,
         "state": step.state,
         "newest": step.newest,
+        "abandoned": step.abandoned,
+        "commit": step.commit,
+        "run": step.run,
         "places": list(step.places),
         "nodes": None if step.of_nodes is None else nodes_as_json(step.of_nodes),
         "saves": [save_as_json(save) for save in step.saves],

@@ -12,12 +12,14 @@ from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, I
 from mcore_ckpt.formats import kinds
 from mcore_ckpt.formats.native.folder import Folder, LocalFolder
 from mcore_ckpt.formats.native.remote_folder import RemoteFolder
+from mcore_ckpt.load.candidate_order import Candidate, last_first, record_of
 from mcore_ckpt.load.node_candidates import add_fast, spread_folder, why_not_whole
 from mcore_ckpt.ranks.rounds import Record
 from mcore_ckpt.state.trainer import Trainer
 from mcore_ckpt.steps import leftovers
+from mcore_ckpt.steps.branches import StepCommit, commit_of, oldest_first
 from mcore_ckpt.steps.listing import StepStatus, find_moved_aside, list_steps
-from mcore_ckpt.steps.node_steps import FastCheckpoint, whole_steps
+from mcore_ckpt.steps.node_steps import FastCheckpoint, newer_than, whole_steps
 from mcore_ckpt.steps.node_tier import NodeTier
 from mcore_ckpt.steps.remote_steps import RemoteStep, RemoteSteps
 from mcore_ckpt.steps.tracker import warn_if_tracker_differs
@@ -53,7 +55,7 @@ def remote_steps(remote: RemoteSteps | None, root: Path, step: int | None, requi
 
 
 def newest_first(role: str, local: Sequence[StepStatus], remote: Sequence[RemoteStep]) -> list[Record]:
-    """Lists the checkpoints of a role, the newest first. At the same step, the local one precedes the remote one.
+    """Lists the checkpoints of a role, the newest first. Of the same commit, the local one precedes the remote one.
 
     Args:
         role: the role to load.
@@ -63,17 +65,23 @@ def newest_first(role: str, local: Sequence[StepStatus], remote: Sequence[Remote
     Returns:
         The candidates as JSON values, which can be sent to the other ranks.
     """
-    here = [local_candidate(status.step, status.role_dir(role)) for status in local]
+    here = [local_candidate(status.step, status.role_dir(role), status.commit) for status in local]
     there = [
-        {"step": step.step, "folder": file_names.remote_dir(step.step, role, step.found[role].attempt), "remote": True}
-        for step in whole_first([step for step in remote if role in step.found])
+        {
+            "step": step.step,
+            "folder": file_names.remote_dir(step.step, role, step.found[role].attempt),
+            "remote": True,
+            "commit": record_of(step.commit),
+        }
+        for step in whole_first(oldest_first([step for step in remote if role in step.found]))
     ]
-    return sorted([*here, *there], key=lambda candidate: -candidate["step"])
+    return last_first([*here, *there])
 
 
-def local_candidate(step: int, role_dir: Path) -> Record:
+def local_candidate(step: int, role_dir: Path, commit: StepCommit | None = None) -> Record:
     """Describes one local checkpoint as JSON values."""
-    return {"step": step, "folder": str(role_dir), "remote": False}
+    commit = commit or commit_of(step, [])
+    return {"step": step, "folder": str(role_dir), "remote": False, "commit": record_of(commit)}
 
 
 def folder_of(remote: RemoteSteps | None, candidate: Record, role: str = "", tier: NodeTier | None = None) -> Folder:
@@ -120,20 +128,19 @@ def find_candidates(
     if path is not None:
         named = _step_of(trainer, path.absolute()) if whole else None
         if named not in whole:
-            known = [] if tier is None or named is None else _lost(tier, fast, trainer.role, -1, named)
+            known = [] if tier is None or named is None else _lost(tier, fast, trainer.role, None, named)
             return _at_path(path.absolute(), known)
         step = named
     statuses = list_steps(trainer.root, step)
     # The newest whole one, and older ones that a load looks at when it tries them.
-    good = list(whole_first([status for status in statuses if trainer.role in status.committed]))[::-1]
+    good = list(whole_first(oldest_first([status for status in statuses if trainer.role in status.committed])))
     there = remote_steps(remote, trainer.root, step, required=not good and not whole)
     candidates = newest_first(trainer.role, good, there)
     lost: list[str] = []
     if tier is not None:
         fits = {number: roles for number, roles in whole.items() if step in (None, number)}
         candidates = add_fast(tier, trainer.role, candidates, fits)
-        newest = candidates[0]["step"] if candidates else -1
-        lost = _lost(tier, fast, trainer.role, newest, step)
+        lost = _lost(tier, fast, trainer.role, candidates[0] if candidates else None, step)
     if not candidates:
         what = "no complete checkpoint" if step is None else f"no complete checkpoint of step {step}"
         reasons = "".join(f"\n  {_reason(status, trainer.role)}" for status in reversed(statuses))
@@ -153,20 +160,32 @@ def find_candidates(
         logger.warning("a newer step is not loaded: %s", reason)
     for status in reversed(statuses):
         # A step without any committed role is a save in progress, not a bad checkpoint.
-        if step is None and status.step > candidates[0]["step"] and (status.committed or status.problems):
+        if step is None and _is_newer(status, candidates[0]) and (status.committed or status.problems):
             passed_over.append(_reason(status, trainer.role))
             if trainer.config.strict and status.is_claimed and status.lacks:
                 raise CheckpointCorruptError(f"{passed_over[-1]}. Nothing has changed. To load another step, name it")
-            logger.warning("a newer step is not loaded: %s", passed_over[-1])
+            kind = "a step" if status.is_of_other_run else "a newer step"
+            logger.warning("%s is not loaded: %s", kind, passed_over[-1])
     return {"candidates": candidates, "passed_over": passed_over, "foreign": None}
 
 
-def _lost(tier: NodeTier, fast: Sequence[FastCheckpoint], role: str, newest: int, step: int | None) -> list[str]:
-    """Says why the fast tier's checkpoints of a role that are newer than a step cannot be loaded.
+def _is_newer(status: StepStatus, chosen: Record) -> bool:
+    if status.is_of_other_run:
+        return True
+    if status.heads:
+        return status.commit.number > int(chosen["commit"][0])
+    return status.step > int(chosen["step"])  # its manifest cannot be read
+
+
+def _lost(
+    tier: NodeTier, fast: Sequence[FastCheckpoint], role: str, newest: Record | None, step: int | None
+) -> list[str]:
+    """Says why the fast tier's checkpoints of a role that are newer than a candidate cannot be loaded.
 
     What no node has committed is a save that was under way, and not a step that was lost.
     """
-    found = [each for each in fast if each.is_committed and each.role == role and each.step > newest]
+    chosen = None if newest is None else Candidate.of(newest)
+    found = newer_than(chosen, [each for each in fast if each.is_committed and each.role == role])
     return [why_not_whole(tier, each) for each in found if step in (None, each.step)]
 
 

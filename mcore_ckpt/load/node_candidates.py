@@ -14,8 +14,9 @@ from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.formats.native.folder import Folder, LocalFolder
 from mcore_ckpt.formats.native.remote_folder import RemoteFolder
 from mcore_ckpt.formats.native.spread_folder import Source, SpreadFolder
+from mcore_ckpt.load.candidate_order import last_first, record_of
 from mcore_ckpt.ranks.rounds import Record
-from mcore_ckpt.steps.node_steps import FastCheckpoint, HeldRole, fast_checkpoints, held_roles
+from mcore_ckpt.steps.node_steps import FastCheckpoint, HeldRole, WholeStep, fast_checkpoints, held_roles
 from mcore_ckpt.steps.node_tier import NodeTier
 
 logger = logging.getLogger(__name__)
@@ -30,10 +31,11 @@ def found_on_nodes(tier: NodeTier | None, records: Sequence[Record]) -> list[Fas
     """Puts together, on rank 0, what the leads have reported as `held`, the newest step first."""
     if tier is None:
         return []
-    return fast_checkpoints(
+    found = fast_checkpoints(
         (number, [HeldRole.of(item) for item in records[node.lead]["held"]])
         for number, node in enumerate(tier.nodes.all)
     )
+    return tier.of_this_run(found)
 
 
 def to_adopt(found: Sequence[FastCheckpoint], records: Sequence[Record]) -> list[str]:
@@ -46,10 +48,8 @@ def to_adopt(found: Sequence[FastCheckpoint], records: Sequence[Record]) -> list
     return sorted({each.attempt for each in held if not each.is_committed} & whole)
 
 
-def add_fast(
-    tier: NodeTier, role: str, candidates: Sequence[Record], whole: Mapping[int, Mapping[str, FastCheckpoint]]
-) -> list[Record]:
-    """Adds the checkpoints of the fast tier to the candidates of the root and the store, the newest step first.
+def add_fast(tier: NodeTier, role: str, candidates: Sequence[Record], whole: Mapping[int, WholeStep]) -> list[Record]:
+    """Adds the checkpoints of the fast tier to the candidates of the root and the store, the newest first.
 
     A save that is in the root, too, is one candidate: its bytes are read from the nodes where they have them. At the
     same step, another save on the nodes precedes one in the root.
@@ -60,7 +60,7 @@ def add_fast(
         candidates: those of the root and the store.
         whole: the whole steps of the fast tier.
     """
-    left = {step: roles[role] for step, roles in whole.items()}
+    left = {step: each.roles[role] for step, each in whole.items()}
     found = []
     for candidate in candidates:
         fast = left.get(candidate["step"])
@@ -69,10 +69,17 @@ def add_fast(
             del left[candidate["step"]]
         found.append(candidate)
     new = [
-        {"step": step, "folder": str(tier.role_dir(step, role)), "remote": False, **_spread(fast), "below": None}
+        {
+            "step": step,
+            "folder": str(tier.role_dir(step, role)),
+            "remote": False,
+            "commit": record_of(whole[step].commit),
+            **_spread(fast),
+            "below": None,
+        }
         for step, fast in left.items()
     ]
-    return sorted([*new, *found], key=lambda candidate: -candidate["step"])
+    return last_first([*new, *found])
 
 
 def _spread(fast: FastCheckpoint) -> Record:

@@ -12,6 +12,7 @@ from mcore_ckpt.save.plan import SavePlanner
 from mcore_ckpt.save.rank_reports import TensorNames
 from mcore_ckpt.save.replica_check import ReplicaWarnings
 from mcore_ckpt.state.trainer import Trainer
+from mcore_ckpt.steps.history import RunHistory
 from mcore_ckpt.steps.room import RoomWatch
 from mcore_ckpt.steps.trainer_lock import TrainerLock
 from mcore_ckpt.steps.upload_queue import UploadQueue
@@ -33,6 +34,7 @@ class SaveContext:
         uploads: the queue of uploads to the remote store; None without a store, and on all ranks except rank 0.
         room: foresees whether the next save will fit. Only rank 0 uses it.
         delivery: brings events to the listeners.
+        history: knows the run, and the place of the next save among the commits. Only rank 0 uses it.
         planner: makes the plan of each save.
         names: the tensor names that rank 0 already knows.
         assets: the sizes of the files beside the HuggingFace weights at the last save, by path. Only rank 0 has them.
@@ -47,6 +49,7 @@ class SaveContext:
     uploads: UploadQueue | None
     room: RoomWatch
     delivery: Delivery
+    history: RunHistory
     planner: SavePlanner = field(default_factory=SavePlanner)
     names: TensorNames = field(default_factory=TensorNames)
     assets: dict[str, int] = field(default_factory=dict)

@@ -25,8 +25,8 @@ from mcore_ckpt.ranks.rounds import Agreement, Record
 from mcore_ckpt.save.context import SaveContext
 from mcore_ckpt.save.hf_export import completed, export_together
 from mcore_ckpt.save.old_steps import OldSteps, find_old_steps
-from mcore_ckpt.save.tracking import is_own_name, update_tracker
-from mcore_ckpt.steps import commit
+from mcore_ckpt.save.tracking import is_own_name
+from mcore_ckpt.steps import commit, tracker
 from mcore_ckpt.steps.node_transaction import committed_manifest
 from mcore_ckpt.steps.room import Saving
 from mcore_ckpt.steps.transaction import Attempt, check_seen, commit_together, open_together, opening_of
@@ -161,7 +161,7 @@ class Drain:
     def _move_tracker(self, role_dir: Path) -> None:
         # Other trackers follow the nodes (`follow_nodes`), and may name a newer step by now.
         if is_own_name(self.context.trainer, self.saving.step, role_dir):
-            update_tracker(self.context.trainer, self.saving.step, role_dir)
+            tracker.move_tracker(self.context.trainer.root, self.saving.step, seen=role_dir)
 
     def _copy(self, staging: Path, mine: Sequence[FileRecord], exports: bool) -> list[WrittenFile]:
         check_seen(staging)

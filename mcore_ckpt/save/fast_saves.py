@@ -16,8 +16,10 @@ from mcore_ckpt.ranks.rounds import Agreement, Record, decide
 from mcore_ckpt.save.copies import Copies
 from mcore_ckpt.save.drain import Drains
 from mcore_ckpt.state.trainer import Trainer
+from mcore_ckpt.steps.branches import order_of
 from mcore_ckpt.steps.commit import new_attempt
-from mcore_ckpt.steps.node_steps import HeldRole, fast_checkpoints, held_roles, safest
+from mcore_ckpt.steps.listing import StepStatus, step_status
+from mcore_ckpt.steps.node_steps import FastCheckpoint, HeldRole, fast_checkpoints, held_roles, safest
 from mcore_ckpt.steps.node_tier import NodeTier, open_tier
 
 logger = logging.getLogger(__name__)
@@ -33,6 +35,7 @@ class FastSaves:
         drains: copies steps to the root.
         drain_agreement: connects this rank with the other ranks, for rounds on the thread that copies to the root.
         save_count: how many saves into the tier the training has begun. What rank 0 has counted decides.
+        earlier: what earlier managers have left on the nodes. Only rank 0 knows it.
     """
 
     tier: NodeTier
@@ -40,6 +43,7 @@ class FastSaves:
     drains: Drains
     drain_agreement: Agreement
     save_count: int = 0
+    earlier: Sequence[FastCheckpoint] = ()
     _attempts: dict[int, str] = field(default_factory=dict)
     _owes_durable: bool = False
 
@@ -106,14 +110,15 @@ class FastSaves:
         the folders takes longer, and may be done later.
 
         The newest `keep` steps stay, and the newest step whose copies are complete, without which a lost node could
-        still cost all steps. Newer steps than `step` are of a training that was given up.
+        still cost all steps. Steps that `step` has abandoned go, and those of another run stay.
 
         Returns:
             The folders to delete.
         """
-        there = sorted(self._steps_here(), reverse=True)
-        kept = [number for number in there if number <= step][: self.tier.config.keep]
-        complete = [number for number in there if number <= step and self._is_complete(number)]
+        on_branch, given_up = self._last_first(step)
+        there = [*on_branch, *given_up]
+        kept = on_branch[: self.tier.config.keep]
+        complete = [number for number in there if self._is_complete(number)]
         needed = self.copies.needed() | self.drains.needed()
         stays = {*kept, *complete[:1], *(number for number in there if self._attempts.get(number) in needed)}
         retired = []
@@ -133,8 +138,15 @@ class FastSaves:
             retired.append(aside)
         return retired
 
-    def _steps_here(self) -> list[int]:
-        return [step for step in file_names.step_dirs(self.tier.folder) if self.tier.role_dir(step).is_dir()]
+    def _last_first(self, committed: int) -> tuple[list[int], list[int]]:
+        """Returns the steps of this run that are here, the last commit first: those of the branch, and the others."""
+        here = [step for step in file_names.step_dirs(self.tier.folder) if self.tier.role_dir(step).is_dir()]
+        statuses = {step: step_status(self.tier.role_dir(step).parent) for step in here}
+        last = statuses[committed].commit
+        own = [each for each in statuses.values() if _runs_of(each) <= _runs_of(statuses[committed])]
+        own.sort(key=order_of, reverse=True)
+        on_branch = [each.step for each in own if last.leads_from(each.commit.number)]
+        return on_branch, [each.step for each in own if not last.leads_from(each.commit.number)]
 
     def _is_complete(self, step: int) -> bool:
         attempt = self._attempts.get(step)
@@ -149,6 +161,10 @@ class FastSaves:
         """Ends the threads, and closes this node's server."""
         self.copies.close()
         self.tier.close()
+
+
+def _runs_of(status: StepStatus) -> set[str]:
+    return {head.run.id for head in status.heads if head.run is not None}
 
 
 def open_fast_saves(trainer: Trainer, config: FastTier, topic: str) -> FastSaves:
@@ -176,13 +192,16 @@ def _opened(trainer: Trainer, tier: NodeTier, topic: str) -> FastSaves:
             "the fast tier has replicas=0 and durable_every=None, so a lost node loses all checkpoints: use replicas=1 "
             "or more, or a shared root with durable_every"
         )
-    saves = FastSaves(tier, copies, Drains(), drain_agreement)
-    saves.found(*_found_together(trainer.agreement, tier))
+    earlier: list[FastCheckpoint] = []
+    saves = FastSaves(tier, copies, Drains(), drain_agreement, earlier=earlier)
+    saves.found(*_found_together(trainer.agreement, tier, earlier))
     return saves
 
 
-def _found_together(agreement: Agreement, tier: NodeTier) -> tuple[int, list[tuple[int, str]]]:
-    """Returns the arguments of `FastSaves.found`. Every rank calls it."""
+def _found_together(
+    agreement: Agreement, tier: NodeTier, earlier: list[FastCheckpoint]
+) -> tuple[int, list[tuple[int, str]]]:
+    """Returns the arguments of `FastSaves.found`, and on rank 0 adds what there is. Every rank calls it."""
 
     def work() -> Record:
         held = held_roles(tier.folder) if tier.is_lead else []
@@ -190,7 +209,8 @@ def _found_together(agreement: Agreement, tier: NodeTier) -> tuple[int, list[tup
 
     def combine(records: Sequence[Record]) -> Record:
         held = [(number, records[node.lead]["held"]) for number, node in enumerate(tier.nodes.all)]
-        found = fast_checkpoints((number, list(map(HeldRole.of, each))) for number, each in held)
+        found = tier.of_this_run(fast_checkpoints((number, list(map(HeldRole.of, each))) for number, each in held))
+        earlier.extend(found)
         newest = next((each.save_count for each in found if each.is_committed), 0)
         kept = [(each.step, each.attempt) for each in safest(found, tier.config.replicas)]
         return {"save_count": newest, "safest": kept}

@@ -7,8 +7,9 @@ import errno
 from mcore_ckpt.io.room import Need
 from mcore_ckpt.save.context import SaveContext
 from mcore_ckpt.steps import leftovers
-from mcore_ckpt.steps.listing import check_one_spelling
+from mcore_ckpt.steps.listing import check_one_spelling, heads_at
 from mcore_ckpt.steps.room import Saving
+from mcore_ckpt.steps.runs import check_own
 
 
 class Opening:
@@ -32,7 +33,7 @@ class Opening:
         Raises:
             LockedError: another trainer saves this role.
             NoRoomError: the files do not fit.
-            CommitError: the step already has a folder with another name.
+            CommitError: the step already has a folder with another name, or belongs to another run.
             OSError: the lock cannot be written, or leftovers cannot be removed.
         """
         # The other ranks wait for this one only until `timeout_s`, so all waits together take at most 7/8 of it. In
@@ -45,6 +46,7 @@ class Opening:
         leftovers.remove_leftovers_beside(saving.role_dir)
         if saving.policy is not None:
             check_one_spelling(self._trainer.root, saving.role_dir, saving.step)
+        check_own(self._trainer.root, saving.role_dir, heads_at(saving.role_dir))
         self._context.room.check(saving, need, timeout_s / 4)
         # The steps above may take minutes. If another trainer has taken the lock over meanwhile, refuse the save now,
         # because the commit would refuse it only after all files are written.

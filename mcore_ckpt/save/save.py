@@ -42,10 +42,11 @@ from mcore_ckpt.save.save_events import SaveEvents
 from mcore_ckpt.save.save_report import SaveReport
 from mcore_ckpt.save.save_times import SaveTimes
 from mcore_ckpt.save.small_files import SmallFiles, read_steps, sizes_of_assets
-from mcore_ckpt.save.tracking import follow_nodes, update_tracker
+from mcore_ckpt.save.tracking import follow_nodes
 from mcore_ckpt.state.main_weights import NO_WEIGHTS, is_gathered_by_megatron
 from mcore_ckpt.state.model import gradients_share_memory, sync_parameters
 from mcore_ckpt.state.offloaded import host_copies
+from mcore_ckpt.steps import tracker
 from mcore_ckpt.steps.commit import remove_folder, remove_if_empty
 from mcore_ckpt.steps.node_transaction import NodeAttempt, commit_on_nodes, make_staging
 from mcore_ckpt.steps.retention import PreservationPolicy
@@ -106,6 +107,7 @@ class Save:
         self._capture: Capture | Exception | None = None
         self._writer: FileWriter | None = None
         self._old_steps: OldSteps | None = None
+        self._stamped: Manifest | None = None  # on rank 0
         self._on_nodes: NodeAttempt | None = None
         self._retired: list[Path] = []
         self._in_root: Path | None = None
@@ -229,6 +231,8 @@ class Save:
             if self._writer is not None:
                 self._writer.close()
             self._capture = None  # it keeps the host memory alive, which a larger buffer may replace from now on
+        if self._stamped is not None:
+            self._context.history.committed(self._stamped)
         self._context.names.mark_sent([*self._plan.files, self._groups])
         if self._trainer.agreement.is_coordinator:
             self._context.assets.update(sizes_of_assets(written))
@@ -376,6 +380,7 @@ class Save:
         )
         self._different = compare_replicas([record["replicas"] for record in records])
         self._context.replica_warnings.tell(self._different)
+        manifest = self._stamped = self._context.history.stamp(manifest, attempt.role_dir)
         # Last, because the commit counts up to here.
         return replace(manifest, save_timeline=timeline_of(records, self._times.commit_span("written")))
 
@@ -392,7 +397,7 @@ class Save:
 
     def _move_tracker(self) -> None:
         if self._policy is not None:
-            update_tracker(self._trainer, self.step, self._opened_attempt.role_dir)
+            tracker.move_tracker(self._trainer.root, self.step, seen=self._opened_attempt.role_dir)
 
     # -- report ---------------------------------------------------------------------------------------------
 

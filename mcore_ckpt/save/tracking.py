@@ -40,21 +40,3 @@ def follow_nodes(trainer: Trainer, tier: NodeTier, step: int, role_dir: Path) ->
             tracker.write_tracker(trainer.root, step)
     except OSError as error:
         logger.warning("step %d is committed on the nodes, but the tracker could not be updated: %s", step, error)
-
-
-def update_tracker(trainer: Trainer, step: int, role_dir: Path) -> None:
-    """Moves the tracker, and warns if a newer step is there. Only rank 0 calls it.
-
-    Args:
-        trainer: the trainer, which has the root.
-        step, role_dir: what has been committed, and where.
-    """
-    # The commit has just looked at all files of this role, so the tracker's search need not.
-    newest = tracker.move_tracker(trainer.root, None if is_own_name(trainer, step, role_dir) else step, seen=role_dir)
-    if newest is not None and newest > step:
-        logger.warning(
-            "step %d is saved, but load() will load the newer step %d: to continue from the saved step, delete the "
-            "newer one",
-            step,
-            newest,
-        )

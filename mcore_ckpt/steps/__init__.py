@@ -3,7 +3,7 @@
 Public names, for integrations and commands:
 
 - which steps there are: `StepStatus`, `list_steps`, `complete_steps`, `step_status`, `holds_something`,
-  `find_moved_aside`;
+  `find_moved_aside`, and whether one may be replaced: `check_own_step`;
 - how large a step is: `StepSize`, `size_of`;
 - what a node of the fast tier has of a checkpoint: `NodeFiles`, `files_of_node`;
 - the file that names the newest step: `read_tracker`, `write_tracker`, `move_tracker`, `remove_tracker`;
@@ -26,10 +26,12 @@ if TYPE_CHECKING:
     from mcore_ckpt.steps.leftovers import remove_leftovers, remove_leftovers_beside
     from mcore_ckpt.steps.listing import (
         StepStatus,
+        check_own_step,
         complete_steps,
         find_moved_aside,
         holds_something,
         list_steps,
+        read_tracker,
         step_status,
     )
     from mcore_ckpt.steps.node_files import NodeFiles, files_of_node
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
     from mcore_ckpt.steps.role_files import RoleReader, RoleWriter, commit_role, roles_begun, uncommit_role
     from mcore_ckpt.steps.running_saves import RunningSave, running_saves
     from mcore_ckpt.steps.step_sizes import StepSize, size_of
-    from mcore_ckpt.steps.tracker import move_tracker, read_tracker, remove_tracker, write_tracker
+    from mcore_ckpt.steps.tracker import move_tracker, remove_tracker, write_tracker
     from mcore_ckpt.steps.trainer_lock import TrainerLock
 
 __all__ = [
@@ -51,6 +53,7 @@ __all__ = [
     "StepSize",
     "StepStatus",
     "TrainerLock",
+    "check_own_step",
     "commit_role",
     "complete_steps",
     "delete_old_steps",
@@ -80,7 +83,16 @@ __getattr__ = lazy_names(
     __name__,
     {
         "leftovers": ("remove_leftovers", "remove_leftovers_beside"),
-        "listing": ("StepStatus", "complete_steps", "find_moved_aside", "holds_something", "list_steps", "step_status"),
+        "listing": (
+            "StepStatus",
+            "check_own_step",
+            "complete_steps",
+            "find_moved_aside",
+            "holds_something",
+            "list_steps",
+            "read_tracker",
+            "step_status",
+        ),
         "node_files": ("NodeFiles", "files_of_node"),
         "pins": ("pin", "unpin"),
         "read_lock": ("reading",),
@@ -88,7 +100,7 @@ __getattr__ = lazy_names(
         "role_files": ("RoleReader", "RoleWriter", "commit_role", "roles_begun", "uncommit_role"),
         "running_saves": ("RunningSave", "running_saves"),
         "step_sizes": ("StepSize", "size_of"),
-        "tracker": ("move_tracker", "read_tracker", "remove_tracker", "write_tracker"),
+        "tracker": ("move_tracker", "remove_tracker", "write_tracker"),
         "trainer_lock": ("TrainerLock",),
     },
 )

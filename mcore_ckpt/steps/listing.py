@@ -1,7 +1,7 @@
 """Lists the steps on disk and finds out which of them are complete.
 
 The manifests say which roles are committed, and what a step is worth says `worth.py`, which looks at the files. The
-tracker is not read here.
+tracker is only a hint where to look for the newest.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import ManifestSummary
 from mcore_ckpt.checkpoint.reading import read_manifest_summary
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, CommitError
-from mcore_ckpt.io import tuning
+from mcore_ckpt.io import limits, tuning
+from mcore_ckpt.io.files import read_small
 from mcore_ckpt.io.threads import results_of
+from mcore_ckpt.steps.branches import StepCommit, commit_of, newest, oldest_first
+from mcore_ckpt.steps.runs import check_own, own_ids, whose
 from mcore_ckpt.steps.worth import Lack, Weighed, lack_of, look_at_all
 
 logger = logging.getLogger(__name__)
@@ -67,6 +70,7 @@ class StepStatus(Weighed):
         aside: the folders of committed roles that a save was moving aside when it died. Such a checkpoint is the role's
             until the next trainer puts it back. That of a flat role is beside the step's folder, which may be missing.
         seen: roles whose files this process has looked at in the commit that it is ending.
+        says: what the manifests of the committed roles say, and of those that belong to another run.
     """
 
     step: int
@@ -78,6 +82,7 @@ class StepStatus(Weighed):
     flat: str | None = None
     aside: Mapping[str, Path] = field(default_factory=dict, compare=False)
     seen: frozenset[str] = field(default=frozenset(), compare=False)
+    says: Mapping[str, ManifestSummary] = field(default_factory=dict, compare=False)
 
     def role_dir(self, role: str) -> Path:
         """Returns the folder of a role in this step."""
@@ -103,6 +108,21 @@ class StepStatus(Weighed):
         return replace(self, seen=seen) if seen else self
 
     @property
+    def commit(self) -> StepCommit:
+        """The place of the step among all commits."""
+        return commit_of(self.step, (head.commit for head in self.heads))
+
+    @property
+    def heads(self) -> list[ManifestSummary]:
+        """What the manifests of the committed roles say."""
+        return [head for role, head in self.says.items() if role in self.committed]
+
+    @property
+    def is_of_other_run(self) -> bool:
+        """True if it has roles that belong to another run."""
+        return bool(self.says.keys() - self.committed)
+
+    @property
     def reason(self) -> str:
         """Why the step is not complete."""
         if self.problems:
@@ -114,8 +134,8 @@ class StepStatus(Weighed):
         return "; ".join(map(str, self.lacks))
 
 
-def list_steps(root: Path, only: int | None = None) -> list[StepStatus]:
-    """Returns all steps below a root, the oldest first; or only the step with a number, without a look at the others.
+def list_steps(root: Path, only: int | Collection[int] | None = None) -> list[StepStatus]:
+    """Returns all steps below a root, by their numbers; or only those with given numbers, without a look at the others.
 
     If a step has two folders (`global_step_5` and `global_steps_5`), the status of the complete one is returned. Of
     other steps only the manifests are read.
@@ -127,7 +147,7 @@ def list_steps(root: Path, only: int | None = None) -> list[StepStatus]:
         []
     """
     statuses: dict[int, StepStatus] = {}
-    wanted = None if only is None else {only}
+    wanted = None if only is None else {only} if isinstance(only, int) else set(only)
     for listed in _listings(root):
         there = [step for step in listed.folders if wanted is None or step in wanted]
         look = partial(_look_at, listed, _known(root, listed.folders))
@@ -139,25 +159,43 @@ def list_steps(root: Path, only: int | None = None) -> list[StepStatus]:
         wanted = {step for step, look in looks.items() if not look.is_sure}
         if not wanted:
             break
-    return [statuses[step] for step in sorted(statuses)]
+    return without_others(root, [statuses[step] for step in sorted(statuses)])
+
+
+def without_others(root: Path, statuses: Sequence[StepStatus]) -> list[StepStatus]:
+    """Returns the statuses, in which roles of another run are not committed but a problem, so that nobody uses them."""
+    ids = own_ids(root)
+    return [status if ids is None else _without_others(status, ids) for status in statuses]
+
+
+def _without_others(status: StepStatus, ids: Collection[str]) -> StepStatus:
+    others = {role: head.run for role, head in status.says.items() if head.run is not None and head.run.id not in ids}
+    if not others:
+        return status
+    problems = (f"{status.role_dir(role)}: {whose(run)}" for role, run in sorted(others.items()))
+    return replace(status, committed=status.committed - others.keys(), problems=(*status.problems, *problems))
 
 
 def newest_steps(root: Path, count: int) -> list[StepStatus]:
-    """Returns the newest steps, complete or not, the oldest of them first. It looks at no older step.
+    """Returns the steps that were committed last, complete or not, the oldest of them first.
+
+    It looks at no other steps than those with the highest numbers, and those up to the one that the tracker names: of a
+    training that has gone back.
 
     Raises OSError like `list_steps`, for the steps that it looks at.
     """
-    looks: list[_Look] = []
-    for listed in _listings(root):
-        known = _known(root, listed.folders)
-        looks = [_look_at(listed, known, step) for step in sorted(listed.folders)[-count:]]
-        if all(look.is_sure for look in looks):
-            break
-    return [look.status for look in looks]
+    numbers, tracked = sorted(_list(root).folders), read_tracker(root)
+    below = [] if tracked is None else [number for number in numbers if number <= tracked]
+    statuses = list_steps(root, {*numbers[-count:], *below[-count:]})
+    return oldest_first(statuses)[-count:]
 
 
 def newest_complete(root: Path, role: str | None = None, seen: Path | None = None) -> StepStatus | None:
-    """Returns the newest complete step, or None. It looks at no older step, so it is fast even if there are thousands.
+    """Returns the newest complete step, or None. It is fast even if there are thousands.
+
+    It looks at the steps with the highest numbers, until one is complete, and at the one that the tracker names. Only
+    if the tracker was changed by hand or lost after a training has gone back, it can return an abandoned step. To
+    `branches.newest`, of all that `list_steps` returns, this does not happen.
 
     Args:
         root: the folder of the steps.
@@ -166,35 +204,48 @@ def newest_complete(root: Path, role: str | None = None, seen: Path | None = Non
 
     Raises OSError like `list_steps`, for the steps that it looks at.
     """
-    found = None
+    found: list[StepStatus] = []
+    tracked = read_tracker(root)
     for listed in _listings(root):
-        found, is_sure = _newest_of(listed, _known(root, listed.folders), role, seen)
+        found, is_sure = _newest_among(listed, role, tracked, seen)
         if is_sure:
             break
-    return found
+    return newest(found)
 
 
-def _newest_of(listed: _Listed, known: _Heads, role: str | None, seen: Path | None) -> tuple[StepStatus | None, bool]:
-    """Returns the newest complete step, and whether all looks at newer ones were sure."""
-    is_sure = True
-    for step in sorted(listed.folders, reverse=True):
-        status, is_this_sure = _look_at(listed, known, step)
-        status = status.having_seen(seen)
-        if (role is None or role in status.committed) and status.is_complete:
-            return status, is_sure
-        is_sure = is_sure and is_this_sure
-    return None, is_sure
+def _newest_among(
+    listed: _Listed, role: str | None, tracked: int | None, seen: Path | None
+) -> tuple[list[StepStatus], bool]:
+    """Returns complete steps with one that has the highest number, and whether all looks were sure."""
+    found, is_sure, known = list[StepStatus](), True, _known(listed.root, listed.folders)
+    for number in sorted(listed.folders, reverse=True):
+        if not found or number == tracked:
+            look = _look_at(listed, known, number)
+            is_sure = is_sure and look.is_sure
+            (status,) = without_others(listed.root, [look.status.having_seen(seen)])
+            found += [status] if (role is None or role in status.committed) and status.is_complete else []
+    return found, is_sure
+
+
+def read_tracker(root: Path) -> int | None:
+    """Returns the step that the tracker names; None if there is no tracker or it holds no step. Raises nothing."""
+    try:
+        return file_names.parse_tracker(read_small(root / file_names.TRACKER_FILE, limits.SMALL_BYTES).decode())
+    except (OSError, CheckpointCorruptError, UnicodeDecodeError):
+        return None
 
 
 class _Listed(NamedTuple):
     """What one listing of a root shows.
 
     Attributes:
+        root: the root.
         folders: the folders of each step. A step that was moved aside has the folder that it had, even if that one is
             missing.
         moved: where flat steps were moved aside, by the names that their folders had.
     """
 
+    root: Path
     folders: Mapping[int, Sequence[Path]]
     moved: Mapping[str, Path]
 
@@ -215,7 +266,7 @@ def _list(root: Path) -> _Listed:
         step = file_names.parse_step(name)
         if step is not None and root / name not in folders.get(step, ()):
             folders.setdefault(step, []).append(root / name)
-    return _Listed(folders, moved)
+    return _Listed(root, folders, moved)
 
 
 class _Look(NamedTuple):
@@ -237,10 +288,13 @@ def _look_at(listed: _Listed, known: _Heads, step: int) -> _Look:
 
 
 def complete_steps(root: Path) -> list[StepStatus]:
-    """Returns the steps that are complete, the oldest first. It looks at the files of all. Raises OSError."""
+    """Returns the complete steps, in the order of their commits: the last one is the newest. Abandoned ones are first.
+
+    It looks at the files of all. Raises OSError.
+    """
     statuses = list_steps(root)
     look_at_all(statuses)
-    return [status for status in statuses if status.is_complete]
+    return oldest_first([status for status in statuses if status.is_complete])
 
 
 def step_status(path: Path) -> StepStatus:
@@ -290,6 +344,7 @@ def _look(path: Path, moved: Path | None, known: _Heads) -> _Look:
         pinned=file_names.PINNED_FILE in {entry.name for entry in entries},
         flat=flat,
         aside={role: folder for role, folder in aside.items() if folder in found},
+        says={read.role: read.says for read in found.values() if read.role is not None and read.says is not None},
     )
     return _Look(status, is_sure=not has_moved)
 
@@ -350,6 +405,7 @@ class _RoleFolder(NamedTuple):
     role: str | None
     declared: frozenset[str]
     problem: str | None = None
+    says: ManifestSummary | None = None
 
 
 def _may_be_role(entry: os.DirEntry[str]) -> bool:
@@ -364,7 +420,8 @@ def _read_folder(step: int, path: Path, role_dir: Path, known: _Heads, aside: st
     """
     is_flat = role_dir.parent != path  # the step's own folder, or where that was moved aside
     try:
-        saved_step, saved_role, roles, *_ = _read_head(role_dir, known).says
+        says = _read_head(role_dir, known).says
+        saved_step, saved_role, roles, *_ = says
     except (FileNotFoundError, NotADirectoryError, CheckpointNotFoundError):
         return None
     except OSError as error:
@@ -377,7 +434,7 @@ def _read_folder(step: int, path: Path, role_dir: Path, known: _Heads, aside: st
     role = saved_role if is_flat else aside or role_dir.name
     declared = frozenset((*roles, saved_role, role))
     if (saved_step, saved_role) == (step, role):
-        return _RoleFolder(role, declared)
+        return _RoleFolder(role, declared, says=says)
     return _RoleFolder(role, declared, f"{role_dir}: its manifest is of {saved_role} at step {saved_step}")
 
 
@@ -436,6 +493,19 @@ def _known(root: Path, folders: Mapping[int, Sequence[Path]]) -> _Heads:
     for oldest in list(_heads)[:-_MOST_ROOTS]:
         _heads.pop(oldest, None)
     return _heads.get(root, {})
+
+
+def heads_at(role_dir: Path) -> list[ManifestSummary]:
+    """Returns what the manifest in a role's folder says; nothing if there is none that can be read. Raises OSError."""
+    try:
+        return [_read_head(role_dir, _heads.get(role_dir.parent.parent, {})).says]
+    except (FileNotFoundError, NotADirectoryError, CheckpointNotFoundError, CheckpointCorruptError):
+        return []
+
+
+def check_own_step(path: Path) -> None:
+    """Raises CommitError if a step that is about to be replaced or removed belongs to another run. Raises OSError."""
+    check_own(path.parent, path, step_status(path).says.values())
 
 
 def check_one_spelling(root: Path, role_dir: Path, step: int) -> None:

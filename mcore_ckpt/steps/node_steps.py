@@ -11,16 +11,25 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mcore_ckpt.checkpoint import file_names
-from mcore_ckpt.checkpoint.manifest import Manifest
+from mcore_ckpt.checkpoint.manifest import Manifest, ManifestSummary
+from mcore_ckpt.checkpoint.provenance import (
+    Commit,
+    Run,
+    decode_commit,
+    decode_run,
+    encoded_commit,
+    encoded_run,
+)
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
 from mcore_ckpt.sharding.plan import runs
+from mcore_ckpt.steps.branches import Placed, StepCommit, commit_of, order_of
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +47,7 @@ class HeldRole:
         has: the files that are here, with their sizes.
         is_committed: whether the node has committed it. If not, the files are in a staging folder.
         save_count: see `Placement`.
+        run, commit: from the manifest.
     """
 
     step: int
@@ -49,17 +59,31 @@ class HeldRole:
     has: Runs
     is_committed: bool
     save_count: int
+    run: Run | None = None
+    commit: Commit | None = None
 
     def to_record(self) -> list[Any]:
         """Returns JSON values, which a rank can send."""
-        return list(vars(self).values())
+        run, commit = self.run and encoded_run(self.run), self.commit and encoded_commit(self.commit)
+        return [*list(vars(self).values())[:-2], run, commit]
 
     @staticmethod
     def of(record: Sequence[Any]) -> HeldRole:
         """Returns what `to_record` has turned into this record."""
-        step, role, roles, attempt, created, files, has, is_committed, save_count = record
-        runs_here = tuple((first, last) for first, last in has)
-        return HeldRole(step, role, tuple(roles), attempt, created, files, runs_here, is_committed, save_count)
+        step, role, roles, attempt, created, files, has, is_committed, save_count, run, commit = record
+        return HeldRole(
+            step,
+            role,
+            tuple(roles),
+            attempt,
+            created,
+            files,
+            tuple((first, last) for first, last in has),
+            is_committed,
+            save_count,
+            run and decode_run(run),
+            commit and decode_commit(commit),
+        )
 
 
 @dataclass(frozen=True)
@@ -67,7 +91,7 @@ class FastCheckpoint:
     """One role's checkpoint, as all nodes together have it.
 
     Attributes:
-        step, role, roles, attempt, created, save_count: from the manifest.
+        step, role, roles, attempt, created, save_count, run: from the manifest.
         files: how many files the checkpoint has.
         holders: for each node that has some of it, the node's number and the files that it has.
         is_committed: whether a node has committed it.
@@ -84,6 +108,13 @@ class FastCheckpoint:
     is_committed: bool
     is_staged: bool
     save_count: int
+    run: Run | None = None
+    role_commit: Commit | None = None
+
+    @property
+    def commit(self) -> StepCommit:
+        """Its place among all commits."""
+        return commit_of(self.step, [self.role_commit])
 
     @property
     def missing(self) -> list[int]:
@@ -105,6 +136,16 @@ class FastCheckpoint:
     def is_whole(self) -> bool:
         """True if it is committed and every file is on some node."""
         return self.is_committed and not self.missing
+
+    @property
+    def is_complete(self) -> bool:
+        """The same, as `branches` calls it."""
+        return self.is_whole
+
+    @property
+    def head(self) -> ManifestSummary:
+        """What its manifest says of it."""
+        return ManifestSummary(self.step, self.role, self.roles, self.attempt, self.run, self.role_commit)
 
 
 def held_roles(folder: Path) -> list[HeldRole]:
@@ -149,6 +190,8 @@ def _held(step: int, folder: Path) -> HeldRole | None:
         tuple(runs(files_here(folder, manifest))),
         work is None,
         manifest.placement.save_count,
+        manifest.run,
+        manifest.commit,
     )
 
 
@@ -173,12 +216,12 @@ def sizes_below(role_dir: Path) -> dict[str, int]:
 
 
 def fast_checkpoints(by_node: Iterable[tuple[int, Sequence[HeldRole]]]) -> list[FastCheckpoint]:
-    """Puts together what the nodes have, the newest step first. `by_node` has the number of each node that answered."""
+    """Puts together what the nodes have, the last commit first. `by_node` has the number of each node that answered."""
     holders: dict[tuple[int, str, str], list[tuple[int, HeldRole]]] = {}
     for node, held in by_node:
         for each in held:
             holders.setdefault((each.step, each.role, each.attempt), []).append((node, each))
-    return [_together(members) for _, members in sorted(holders.items(), key=lambda item: -item[0][0])]
+    return sorted(map(_together, holders.values()), key=order_of, reverse=True)
 
 
 def _together(members: Sequence[tuple[int, HeldRole]]) -> FastCheckpoint:
@@ -194,6 +237,8 @@ def _together(members: Sequence[tuple[int, HeldRole]]) -> FastCheckpoint:
         any(held.is_committed for _, held in members),
         not all(held.is_committed for _, held in members),
         first.save_count,
+        first.run,
+        first.commit,
     )
 
 
@@ -210,12 +255,35 @@ def safest(found: Iterable[FastCheckpoint], replicas: int) -> list[FastCheckpoin
 
 def in_order_of_saves(found: Iterable[FastCheckpoint]) -> list[FastCheckpoint]:
     """Returns the checkpoints of a step, the one that was saved last at the end."""
-    # The clocks of two saves may differ, but what is still in a staging folder was saved last.
-    return sorted(found, key=lambda each: (each.is_staged, each.created))
+    # Without numbers, a clock has to decide, but what is still in a staging folder was saved last.
+    return sorted(found, key=lambda each: (each.commit.number, each.is_staged, each.created))
 
 
-def whole_steps(found: Iterable[FastCheckpoint], roles: Sequence[str]) -> dict[int, Mapping[str, FastCheckpoint]]:
-    """Returns the steps of which all declared roles, and the given ones, are whole; for each its roles' checkpoints.
+def newer_than(step: Placed | None, found: Iterable[FastCheckpoint]) -> list[FastCheckpoint]:
+    """Returns the checkpoints that were committed after a step."""
+    return [each for each in found if step is None or order_of(each) > order_of(step)]
+
+
+@dataclass(frozen=True)
+class WholeStep:
+    """A step that the nodes have together: its place among all commits, and its roles' checkpoints."""
+
+    step: int
+    commit: StepCommit
+    roles: Mapping[str, FastCheckpoint] = field(default_factory=dict)
+    is_complete: bool = True
+
+
+class LostStep(NamedTuple):
+    """A step that the nodes had, its number among all commits, and why it is not whole."""
+
+    step: int
+    number: int
+    reason: str
+
+
+def whole_steps(found: Iterable[FastCheckpoint], roles: Sequence[str]) -> dict[int, WholeStep]:
+    """Returns the steps of which all declared roles, and the given ones, are whole.
 
     If a role of a step was saved twice, both can be whole, if some nodes were away meanwhile, or died before they had
     committed the second save. Then the second one counts.
@@ -225,7 +293,7 @@ def whole_steps(found: Iterable[FastCheckpoint], roles: Sequence[str]) -> dict[i
         if each.is_whole:
             by_step.setdefault(each.step, {})[each.role] = each
     return {
-        step: there
+        step: WholeStep(step, commit_of(step, (each.role_commit for each in there.values())), there)
         for step, there in by_step.items()
         if there.keys() >= {*roles, *(role for each in there.values() for role in each.roles)}
     }

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.provenance import Run
 from mcore_ckpt.config import FastTier
 from mcore_ckpt.errors import CommitError, InvalidArgumentError, NoRoomError
 from mcore_ckpt.io import limits
@@ -21,7 +22,8 @@ from mcore_ckpt.ranks.addresses import own_address
 from mcore_ckpt.ranks.hosts import this_host
 from mcore_ckpt.ranks.nodes import Node, Nodes
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide, same_everywhere
-from mcore_ckpt.steps.node_steps import sizes_below
+from mcore_ckpt.steps.node_steps import FastCheckpoint, sizes_below
+from mcore_ckpt.steps.runs import in_store, read_root_run, whose
 from mcore_ckpt.steps.trainer_lock import TrainerLock
 from mcore_ckpt.steps.transaction import Attempt
 
@@ -48,6 +50,7 @@ class NodeTier:
         timeout_s: how long to wait for another node, in seconds.
         server: this node's server, on the node's lead; None on its other ranks.
         lock: the lock on the role in this node's folder. Only the lead uses it.
+        root: the root, which says of which run the steps of this training are.
         unrenamed: saves that are committed, and that this node has still to rename. Only the lead has some.
     """
 
@@ -61,6 +64,7 @@ class NodeTier:
     timeout_s: float
     server: PeerServer | None
     lock: TrainerLock
+    root: Path | None = None
     unrenamed: list[Attempt] = field(default_factory=list)
     _stores: dict[int, PeerStore] = field(default_factory=dict)
     _published: str | None = None
@@ -78,6 +82,27 @@ class NodeTier:
     def role_dir(self, step: int, role: str | None = None) -> Path:
         """Returns the folder of a role's checkpoint in this node's folder. None: of this tier's role."""
         return file_names.step_dir(self.folder, step) / (role or self.role)
+
+    @property
+    def home(self) -> Path:
+        """The folder that has the identity of the run: the root, or this node's folder if nothing is in the root."""
+        return self.folder if self.root is None or self.config.durable_every is None else self.root
+
+    def of_this_run(self, found: Sequence[FastCheckpoint]) -> list[FastCheckpoint]:
+        """Returns the checkpoints that do not belong to another run. Only rank 0 calls it."""
+        if self.root is None:
+            return list(found)
+        kept, own = list[FastCheckpoint](), read_root_run(self.home)
+        others: dict[str, Run] = {}
+        for each in found:
+            mine = None if each.run is None else in_store(self.root, each.run, own)
+            if each.run is None or (mine is not None and mine.id == each.run.id):
+                kept.append(each)
+            else:
+                others[each.run.id] = each.run
+        for run in others.values():
+            logger.warning("%s on the nodes: has steps that are left out: each %s", self.folder, whose(run))
+        return kept
 
     def store(self, number: int) -> PeerStore:
         """Returns the files of another node."""
@@ -189,6 +214,7 @@ def open_tier(agreement: Agreement, fast: FastTier, role: str, root: Path) -> No
         min(agreement.timeout_s, deadlines.PEER_TIMEOUT_S),
         servers[0] if servers else None,
         TrainerLock(folder, role),
+        root,
     )
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import Manifest, WrittenFile, decode_manifest, encode_manifest
-from mcore_ckpt.checkpoint.reading import read_entries, read_manifest, read_remote_manifest
+from mcore_ckpt.checkpoint.reading import read_entries, read_manifest, read_manifest_summary, read_remote_manifest
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, CommitError
 from mcore_ckpt.io.files import FOLDER_MODE, make_folder, sync_dir, write_file
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide, same_everywhere
@@ -25,6 +25,7 @@ from mcore_ckpt.steps import commit
 from mcore_ckpt.steps.node_steps import HeldRole, files_here
 from mcore_ckpt.steps.node_tier import NodeTier
 from mcore_ckpt.steps.owner import write_owner
+from mcore_ckpt.steps.runs import check_same_run
 from mcore_ckpt.steps.transaction import Attempt, failure_among, is_committed, raise_failure, refuse_busy
 
 logger = logging.getLogger(__name__)
@@ -186,6 +187,9 @@ def _place_manifest(attempt: Attempt, tier: NodeTier, data: bytes) -> None:
     Files that this node's ranks have written as replicas must be the same as those of the manifest.
     """
     manifest = decode_manifest(data)
+    with suppress(CheckpointNotFoundError, CheckpointCorruptError):
+        head = read_manifest_summary(attempt.role_dir)
+        check_same_run(attempt.role_dir, head, manifest.run)
     own = set(tier.node.ranks)
     written = [
         (file.rank, WrittenFile(file.path, file.kind, file.size, file.crc32))

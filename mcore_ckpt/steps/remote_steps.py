@@ -7,15 +7,21 @@ docs/format.md.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 
 from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.provenance import Commit, Run
 from mcore_ckpt.checkpoint.reading import read_remote_manifest
-from mcore_ckpt.errors import CheckpointCorruptError
+from mcore_ckpt.errors import CheckpointCorruptError, RemoteError
 from mcore_ckpt.io import limits, tuning
 from mcore_ckpt.io.store import Store
 from mcore_ckpt.io.threads import for_each
+from mcore_ckpt.steps import runs
+from mcore_ckpt.steps.branches import StepCommit, commit_of
+from mcore_ckpt.steps.runs import RootRun, whose
 from mcore_ckpt.steps.worth import Lack, Weighed, compare
 
 
@@ -28,12 +34,17 @@ class RemoteRole:
         roles: the roles that the step consists of.
         created: when it was saved (ISO 8601, UTC).
         nbytes: the size of its files in bytes.
+        step, role, run, commit: from the manifest.
     """
 
     attempt: str
     roles: tuple[str, ...]
     created: str
     nbytes: int = 0
+    step: int = 0
+    role: str = ""
+    run: Run | None = None
+    commit: Commit | None = None
 
 
 @dataclass(frozen=True)
@@ -47,6 +58,7 @@ class RemoteStep(Weighed):
         problems: what is wrong with manifests that cannot be used.
         pinned: true if the step is pinned in the store, so that retention keeps it there.
         look: lists what a role lacks of its files. Raises RemoteError.
+        is_shared: true if another run has attempts in the step, so that it is not deleted as a whole.
     """
 
     step: int
@@ -55,6 +67,12 @@ class RemoteStep(Weighed):
     problems: tuple[str, ...] = ()
     pinned: bool = False
     look: Callable[[str], Lack | None] = field(default=lambda role: None, compare=False, repr=False)
+    is_shared: bool = False
+
+    @property
+    def commit(self) -> StepCommit:
+        """The place of the step among all commits."""
+        return commit_of(self.step, (role.commit for role in self.found.values()))
 
     @property
     def committed(self) -> frozenset[str]:
@@ -86,10 +104,16 @@ class RemoteStep(Weighed):
 
 
 class RemoteSteps:
-    """The steps below a folder of a remote store. Its methods may be called on any thread."""
+    """The steps below a folder of a remote store. Its methods may be called on any thread.
 
-    def __init__(self, store: Store) -> None:
-        self.store = store
+    Args:
+        store: the store.
+        root: the root whose run the steps must belong to. None: steps of all runs are listed.
+    """
+
+    def __init__(self, store: Store, root: Path | None = None) -> None:
+        self.store, self._root = store, root
+        self._owner: Run | None = None
         self._manifests: dict[str, RemoteRole] = {}
 
     def steps(self) -> list[RemoteStep]:
@@ -119,20 +143,27 @@ class RemoteSteps:
         found: dict[str, RemoteRole] = {}
         others: dict[str, tuple[str, ...]] = {}
         problems: list[str] = []
+        is_other, is_shared = self._is_other(), False
         names = self.store.names(file_names.step_name(step))
         for role in filter(file_names.is_role, names):
             attempts = list(filter(file_names.is_attempt, self.store.names(f"{file_names.step_name(step)}/{role}")))
             claimed = [there for attempt in attempts if (there := self._read_role(step, role, attempt, problems))]
-            newest = self._newest(step, role, claimed)
+            foreign = {there.attempt: there.run for there in claimed if is_other(there.run)}
+            is_shared = is_shared or bool(foreign)
+            for attempt, run in foreign.items():
+                key = file_names.remote_dir(step, role, attempt)
+                problems.append(f"{self.store.url_of(key)}: {whose(run or self._owner)}")
+            attempts = [attempt for attempt in attempts if attempt not in foreign]
+            newest = self._newest(step, role, [there for there in claimed if there.attempt not in foreign])
             if newest is not None:
                 found[role] = newest
             others[role] = tuple(attempt for attempt in attempts if newest is None or attempt != newest.attempt)
         look = cache(lambda role: self._lack(file_names.remote_dir(step, role, found[role].attempt)))
-        return RemoteStep(step, found, others, tuple(problems), file_names.PINNED_FILE in names, look)
+        return RemoteStep(step, found, others, tuple(problems), file_names.PINNED_FILE in names, look, is_shared)
 
     def _newest(self, step: int, role: str, claimed: Sequence[RemoteRole]) -> RemoteRole | None:
         """Returns the newest attempt that has all its files; the newest one if none has, or if there is only one."""
-        ordered = sorted(claimed, key=lambda there: (there.created, there.attempt), reverse=True)
+        ordered = sorted(claimed, key=_order, reverse=True)
         looked_at = ordered if len(ordered) > 1 else ()
         keys = ((each, file_names.remote_dir(step, role, each.attempt)) for each in looked_at)
         return next((each for each, key in keys if self._lack(key) is None), next(iter(ordered), None))
@@ -163,7 +194,16 @@ class RemoteSteps:
                 return None
             # The result can be cached, because an attempt never changes once it has a manifest. The manifest of a large
             # run takes long to read.
-            known = RemoteRole(attempt, tuple({*manifest.roles, role}), manifest.created, manifest.nbytes)
+            known = RemoteRole(
+                attempt,
+                tuple({*manifest.roles, role}),
+                manifest.created,
+                manifest.nbytes,
+                step,
+                role,
+                manifest.run,
+                manifest.commit,
+            )
             self._manifests[key] = known
         return known
 
@@ -175,9 +215,62 @@ class RemoteSteps:
             return None
         return file_names.parse_tracker(data.decode("ascii", "replace"))
 
+    def owner(self) -> Run | None:
+        """Returns the run that the store belongs to; None if none has claimed it. Raises RemoteError."""
+        if self._owner is None:
+            with suppress(FileNotFoundError, CheckpointCorruptError):
+                known = runs.decode(self.store.read_all(file_names.RUN_FILE, limits.SMALL_BYTES))
+                self._owner = None if known is None else known.run
+        return self._owner
+
+    def claim(self, run: Run) -> None:
+        """Claims the store for a run, unless it belongs to one already.
+
+        Raises:
+            OtherRunError: the store belongs to another run.
+            RemoteError: the store failed.
+        """
+        if self.owner() is None:
+            # Their file may be lost, or have been written by two runs at once.
+            there = [role.run for step in RemoteSteps(self.store).steps() for role in step.found.values() if role.run]
+            first = next((other for other in there if other.id != run.id), run)
+            text = runs.encode(RootRun(first))
+            self.store.persist("claiming", lambda: self.store.replace(file_names.RUN_FILE, text))
+            self._owner = None
+        owner = self.owner()
+        if owner is not None and owner.id != run.id:
+            raise OtherRunError(
+                f"{self.store.url} belongs to another run ({owner}), so this one, {run}, neither uploads to it nor "
+                "deletes from it: use another remote for each run"
+            )
+
+    def _is_other(self) -> Callable[[Run | None], bool]:
+        """Returns a function that tells whether a checkpoint in the store belongs to another run than the root's."""
+        root = self._root
+        if root is None:
+            return lambda run: False
+        owner, own = self.owner(), runs.read_root_run(root)
+
+        def is_other(run: Run | None) -> bool:
+            if run is None and owner is None:
+                return False
+            mine = runs.in_store(root, owner or run, own)
+            return mine is None or (run or owner or mine).id != mine.id
+
+        return is_other
+
     def delete(self, key: str) -> None:
         """Removes a step, or an attempt of a role, from the store. Raises RemoteError."""
         self.store.delete(key, first=file_names.MANIFEST_FILE)
+
+
+class OtherRunError(RemoteError):
+    """The store belongs to another run."""
+
+
+def _order(role: RemoteRole) -> tuple[int, str, str]:
+    # Only for checkpoints without numbers a clock decides.
+    return commit_of(role.step, [role.commit]).number, role.created, role.attempt
 
 
 def _is_ours(name: str, step: int) -> bool:

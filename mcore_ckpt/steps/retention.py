@@ -23,6 +23,7 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.errors import CheckpointCorruptError
 from mcore_ckpt.field_checks import check_fields, checked, limited
 from mcore_ckpt.io.files import sync_dir
+from mcore_ckpt.steps.branches import Placed, abandoned, oldest_first
 from mcore_ckpt.steps.hidden_step import HiddenStep, hide_step
 from mcore_ckpt.steps.listing import StepStatus, list_steps
 from mcore_ckpt.steps.owner import write_owner
@@ -54,11 +55,9 @@ class PreservationPolicy:
         check_fields(self)
 
 
-class Judged(Protocol):
+class Judged(Placed, Protocol):
     """The properties of a step that `judge` needs. Local steps (StepStatus) and remote ones (RemoteStep) have them."""
 
-    @property
-    def step(self) -> int: ...
     @property
     def committed(self) -> Collection[str]: ...
     @property
@@ -67,8 +66,6 @@ class Judged(Protocol):
     def is_claimed(self) -> bool: ...
     @property
     def lacks(self) -> tuple[Lack, ...]: ...
-    @property
-    def is_complete(self) -> bool: ...
     @property
     def reason(self) -> str: ...
     @property
@@ -124,8 +121,10 @@ def judge(
     Raises OSError or RemoteError: the files of a step cannot be looked at.
     """
     newest, lacking = _newest(statuses, policy.max_to_keep)
+    given_up = frozenset[int]() if policy.max_to_keep is None else abandoned(statuses)
     # While no step is complete, another role may still be saving the first one, so nothing is too old.
-    oldest_needed = min([*newest, *([] if committed is None else [committed])]) if newest else 0
+    needed = [each.commit.number for each in statuses if each.step in newest or each.step == committed]
+    oldest_needed = min(needed) if newest else 0
     decisions = []
     for status in statuses:
         reason = _why_it_stays(status, policy, newest, oldest_needed, committed)
@@ -136,7 +135,9 @@ def judge(
         if reason is not None:
             decisions.append(RetentionDecision(status, True, reason))
         elif status.is_claimed:
-            decisions.append(RetentionDecision(status, False, f"not among the newest {policy.max_to_keep} of any role"))
+            why = f"not among the newest {policy.max_to_keep} of any role"
+            why += ", and abandoned by the newest one" if status.step in given_up else ""
+            decisions.append(RetentionDecision(status, False, why))
         else:
             decisions.append(
                 RetentionDecision(status, False, f"older than all needed steps, and not complete: {status.reason}")
@@ -147,11 +148,12 @@ def judge(
 def _newest(statuses: Sequence[Judged], count: int | None) -> tuple[dict[int, list[str]], set[int]]:
     """Returns the `count` newest complete steps of each role, as a mapping from step to roles; nothing if it is None.
 
-    Roles can save at different steps. The second result are steps that would be among them, but lack files.
+    Roles can save at different steps. Abandoned steps come behind all others, so they take no place of theirs. The
+    second result are steps that would be among the newest, but lack files.
     """
     of_role: dict[str, list[Judged]] = defaultdict(list)
-    for status in reversed(statuses):
-        for role in status.committed if status.is_claimed and count is not None else ():
+    for status in () if count is None else reversed(oldest_first(statuses)):
+        for role in status.committed if status.is_claimed else ():
             of_role[role].append(status)
     found: dict[str, list[Judged]] = {}
     looked_at: dict[int, Judged] = {}
@@ -186,7 +188,7 @@ def _why_it_stays(
     if not status.is_claimed:
         if status.problems or not status.committed:
             return f"not understood, so it is not deleted: {status.reason}"
-        if policy.max_to_keep is None or status.step >= oldest_needed:
+        if policy.max_to_keep is None or status.commit.number >= oldest_needed:
             return f"may still become complete: {status.reason}"
         return None  # no trainer can resume from it
     if policy.max_to_keep is None:

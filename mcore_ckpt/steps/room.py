@@ -62,14 +62,14 @@ class Saved:
         step: the step.
         check: the number of the check before it, by which a newer save is noticed.
         need: what the check counted, with files that the save has deleted since.
-        newest: the newest step below the root, by which a newer save of another role is noticed; None if unknown.
+        there: the steps below the root, by which a newer save of another role is noticed; None if unknown.
     """
 
     role_dir: Path
     step: int
     check: int
     need: Need
-    newest: int | None = None
+    there: frozenset[int] | None = None
 
 
 class RoomWatch:
@@ -139,7 +139,7 @@ class RoomWatch:
             if self._has_plenty():
                 self._foreseen.is_new(None)
                 return None
-            saved = replace(saved, newest=max(file_names.step_dirs(self._root), default=None))
+            saved = replace(saved, there=frozenset(file_names.step_dirs(self._root)))
             # Look at the room last: a deletion that ends meanwhile has then made room already.
             if not (deletes or self._is_deleting() or _has_deleted_steps(self._root)):
                 room = room_of(self._root)
@@ -178,7 +178,7 @@ class RoomWatch:
                 self._is_deleting,
                 lambda: self._is_overtaken(saved),
             )
-            if room is None or self._is_overtaken(saved) or _is_saving(self._root, saved.newest):
+            if room is None or self._is_overtaken(saved) or _is_saving(self._root, saved):
                 return
             amount = amount_in(room)
             self._warn_of_next(saved, room, room.shortage(amount), amount)
@@ -327,14 +327,17 @@ def _has_deleted_steps(root: Path) -> bool:
     return any(file_names.is_deleted_dir(entry.name) for entry in entries(root))
 
 
-def _is_saving(root: Path, newest: int | None) -> bool:
-    """True if a save is under way, as far as the root and the newest step's folder show it.
+def _is_saving(root: Path, saved: Saved) -> bool:
+    """True if a save is under way, as far as the root and the folders of the last steps show it.
 
-    Also if a step was added since `newest` was the newest one: its save may have ended after the look at the room.
+    Also if a step was added since a save was committed: its save may have ended after the look at the room.
     """
     folders = file_names.step_dirs(root)
-    if max(folders, default=None) != newest:
+    if saved.there is None or not folders.keys() <= saved.there:
         return True
-    looked_at = [root, *(folders[max(folders)] if folders else ())]
+    looked_at = [
+        root,
+        *(path for step in {max(folders, default=0), saved.step} & folders.keys() for path in folders[step]),
+    ]
     works = (file_names.parse_work_dir(entry.name) for folder in looked_at for entry in entries(folder))
     return any(work is not None and work.purpose == "staging" for work in works)

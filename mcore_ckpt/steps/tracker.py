@@ -8,23 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mcore_ckpt.checkpoint import file_names
-from mcore_ckpt.errors import CheckpointCorruptError
-from mcore_ckpt.io import limits
-from mcore_ckpt.io.files import read_small, replace_file, sync_dir
-from mcore_ckpt.steps.listing import StepStatus, list_steps, newest_complete
+from mcore_ckpt.io.files import replace_file, sync_dir
+from mcore_ckpt.steps.branches import newest, order_of
+from mcore_ckpt.steps.listing import StepStatus, list_steps, newest_complete, read_tracker
 
 logger = logging.getLogger(__name__)
 
 # How many times `update_tracker` checks whether another role, committing at the same moment, has moved the tracker.
 _TRACKER_LOOKS = 16
-
-
-def read_tracker(root: Path) -> int | None:
-    """Returns the step that the tracker names; None if there is no tracker or it holds no step. Raises nothing."""
-    try:
-        return file_names.parse_tracker(read_small(root / file_names.TRACKER_FILE, limits.SMALL_BYTES).decode())
-    except (OSError, CheckpointCorruptError, UnicodeDecodeError):
-        return None
 
 
 def write_tracker(root: Path, step: int) -> None:
@@ -38,46 +29,42 @@ def remove_tracker(root: Path) -> None:
     sync_dir(root)
 
 
-def update_tracker(root: Path, only: int | None = None, seen: Path | None = None) -> int | None:
+def update_tracker(root: Path, committed: int | None = None, seen: Path | None = None) -> int | None:
     """Makes the tracker name the newest complete step, and returns that step; None if no step is complete.
 
     Args:
         root: the folder of the steps.
-        only: make the tracker name this step instead, and leave the tracker as it is if this step is not complete. A
-            trainer that names its folders itself needs this, because it resumes from the tracker. After such a trainer
-            has gone back to an older step, the tracker must not name a newer step of the abandoned run.
+        committed: the step that was committed just now, which is the newest once it is complete. None: look at all.
         seen: see `StepStatus.having_seen`.
 
     Raises OSError.
     """
-    newest = None
+    last = None
     for _ in range(_TRACKER_LOOKS):
-        # Not `complete_steps`: at each save it would look at every step that there ever was.
-        status = newest_complete(root, seen=seen)
-        if status is None:
-            return None
-        newest = status.step
-        wanted = newest if only is None else only
-        if read_tracker(root) == wanted:
+        # At each save, a look at all steps that there ever were would take too long.
+        last = newest(list_steps(root) if committed is None else _last_steps(root, committed, seen))
+        if last is None or read_tracker(root) == last.step:
             break
-        if wanted != newest and not any(each.having_seen(seen).is_complete for each in list_steps(root, wanted)):
-            break
-        write_tracker(root, wanted)
+        write_tracker(root, last.step)
         # Look again. Before this write, another role may have completed a newer step and moved the tracker there. Then
         # this write has moved the tracker back.
-    return newest
+    return None if last is None else last.step
 
 
-def move_tracker(root: Path, only: int | None = None, seen: Path | None = None) -> int | None:
+def _last_steps(root: Path, committed: int, seen: Path | None) -> list[StepStatus]:
+    own, found = list_steps(root, committed), newest_complete(root, seen=seen)
+    return [*(status.having_seen(seen) for status in own), *([] if found is None else [found])]
+
+
+def move_tracker(root: Path, committed: int | None = None, seen: Path | None = None) -> None:
     """Does the same as `update_tracker`, but only logs an OSError.
 
     The checkpoint is committed, so the save has not failed.
     """
     try:
-        return update_tracker(root, only, seen)
+        update_tracker(root, committed, seen)
     except OSError as error:
         logger.warning("the checkpoint is committed, but the tracker could not be updated: %s", error)
-        return None
 
 
 def warn_if_tracker_differs(root: Path, complete: Sequence[StepStatus]) -> None:
@@ -85,19 +72,19 @@ def warn_if_tracker_differs(root: Path, complete: Sequence[StepStatus]) -> None:
 
     Args:
         root: the folder of the steps.
-        complete: the complete steps, at least one, the oldest first. Older ones may be claimed.
+        complete: the complete steps, at least one. Those that are not the newest may be claimed.
     """
-    path, tracked, newest = root / file_names.TRACKER_FILE, read_tracker(root), complete[-1].step
-    if tracked == newest or not os.path.lexists(path):
+    path, tracked, last = root / file_names.TRACKER_FILE, read_tracker(root), max(complete, key=order_of).step
+    if tracked == last or not os.path.lexists(path):
         return
     if tracked is None:
-        logger.warning("%s does not name a step; loading the newest complete one, %d", path, newest)
+        logger.warning("%s does not name a step; loading the newest complete one, %d", path, last)
     elif any(status.step == tracked and status.is_complete for status in complete):
         logger.warning(
             "%s names step %d, but the newest complete step is %d: loading the newest. Use load(step=%d) for the other",
             path,
             tracked,
-            newest,
+            last,
             tracked,
         )
     else:
@@ -105,7 +92,7 @@ def warn_if_tracker_differs(root: Path, complete: Sequence[StepStatus]) -> None:
             "%s names step %d, which is not complete; loading the newest complete step, %d",
             path,
             tracked,
-            newest,
+            last,
         )
 
 
@@ -114,15 +101,15 @@ def tracker_problems(root: Path) -> list[str]:
 
     The list is empty if they would load that step.
     """
-    path, newest = root / file_names.TRACKER_FILE, newest_complete(root)
-    if newest is None and not path.exists():
+    path, last = root / file_names.TRACKER_FILE, newest(list_steps(root))
+    if last is None and not path.exists():
         return []
     tracked = read_tracker(root)
     if tracked is None:
         if path.exists() and not os.access(path, os.R_OK, effective_ids=True):
             return [f"{path}: cannot be read: permission denied"]
         return [f"{path}: {'does not name a step' if path.exists() else 'missing'}; the next save writes a new one"]
-    if newest is None or tracked != newest.step:
-        instead = "no step is complete" if newest is None else f"the newest complete step is {newest.step}"
+    if last is None or tracked != last.step:
+        instead = "no step is complete" if last is None else f"the newest complete step is {last.step}"
         return [f"{path}: names step {tracked}, but {instead}"]
     return []

@@ -28,6 +28,7 @@ from mcore_ckpt.io.files import drop_from_cache
 from mcore_ckpt.io.room import NOTHING, Need
 from mcore_ckpt.io.store import Store
 from mcore_ckpt.io.threads import for_each
+from mcore_ckpt.steps.branches import newest
 from mcore_ckpt.steps.remote_steps import RemoteStep, RemoteSteps
 from mcore_ckpt.steps.retention import PreservationPolicy, too_old
 
@@ -274,15 +275,19 @@ def tidy_up(
         for key in superseded(step, uploaded):
             if key not in pending:
                 remote.delete(key)
-    complete = [step.step for step in steps if step.is_complete]
-    if complete and remote.read_tracker() != complete[-1]:
-        text = str(complete[-1]).encode()
+    # Without numbers, the attempt that was just uploaded may have taken the place of one that seemed newer.
+    steps = [remote.step(step.step) if step.step == uploaded.step else step for step in steps]
+    last = newest(steps)
+    if last is not None and remote.read_tracker() != last.step:
+        text = str(last.step).encode()
         remote.store.persist("moving the tracker", lambda: remote.store.replace(file_names.TRACKER_FILE, text))
     for step in steps:
         if pinned.get(step.step, step.pinned) != step.pinned:
             _pin(remote, step.step, pinned[step.step])
     judged = [replace(step, pinned=pinned.get(step.step, step.pinned)) for step in steps]
     for step in too_old(judged, policy, latest):
+        if step.is_shared:
+            continue
         started = time.monotonic()
         remote.delete(file_names.step_name(step.step))
         deleted(step.step, time.monotonic() - started)

@@ -21,8 +21,9 @@ from mcore_ckpt.io.threads import NewestOnly
 from mcore_ckpt.ranks import deadlines
 from mcore_ckpt.steps import listing as steps
 from mcore_ckpt.steps import work_folders
-from mcore_ckpt.steps.remote_steps import RemoteStep, RemoteSteps
+from mcore_ckpt.steps.remote_steps import OtherRunError, RemoteStep, RemoteSteps
 from mcore_ckpt.steps.retention import Judged, PreservationPolicy, too_old
+from mcore_ckpt.steps.runs import read_root_run
 from mcore_ckpt.steps.upload import Upload, shortage_of, tidy_up
 
 logger = logging.getLogger(__name__)
@@ -180,6 +181,14 @@ class UploadQueue:
                 self._tell_failed(self._latest, ErrorText.redacted(error, reason), time.monotonic() - started)
 
     def _upload_missing(self) -> None:
+        own = read_root_run(self._root)
+        try:
+            if own is not None:
+                self._remote.claim(own.run)
+        except OtherRunError as error:
+            for step, handle in list(self._waiting.items()):
+                self._give_up(step, handle, error)
+            return
         there = {step.step: step for step in self._remote.steps()}
         todo = self._todo(list(there.values()))
         for step, handle in list(self._waiting.items()):
@@ -210,16 +219,17 @@ class UploadQueue:
         """Returns the steps to upload, the newest first.
 
         They are the steps that this run has committed, and those that earlier runs have not uploaded: the complete
-        local steps that are newer than every step of this role in the store.
+        local steps that were committed after every step of this role in the store.
         """
-        newest = max((step.step for step in there if self._role in step.committed), default=-1)
+        last = max((step.commit.number for step in there if self._role in step.committed), default=-1)
         local = [status for status in steps.list_steps(self._root) if self._role in status.committed]
-        wanted = {status.step for status in local if status.is_complete and status.step > newest} | {*self._waiting}
+        wanted = {each.step for each in local if each.is_complete and each.commit.number > last} | {*self._waiting}
         # A step that the policy would delete immediately after the upload is not uploaded.
         both: dict[int, Judged] = {step.step: step for step in there}
         everywhere = [step for _, step in sorted((both | {step.step: step for step in local}).items())]
         wanted -= {step.step for step in too_old(everywhere, self._policy, self._latest)}
-        return sorted(wanted, reverse=True)
+        number = {status.step: status.commit.number for status in local}
+        return sorted(wanted, key=lambda step: (number.get(step, 0), step), reverse=True)
 
     def _upload(self, step: int, there: RemoteStep) -> Manifest | None:
         """Uploads this role's checkpoint of a step and returns its manifest; None if that is not possible.

@@ -17,6 +17,7 @@ from mcore_ckpt.io import tuning
 from mcore_ckpt.io.file_copies import copy_checked
 from mcore_ckpt.io.files import inside, make_folders, sync_folders_below
 from mcore_ckpt.steps import commit
+from mcore_ckpt.steps.branches import oldest_first
 from mcore_ckpt.steps.new_step import NewStep
 from mcore_ckpt.steps.node_files import files_among
 from mcore_ckpt.steps.node_steps import FastCheckpoint, HeldRole, Runs, fast_checkpoints, held_roles, in_order_of_saves
@@ -130,7 +131,7 @@ def find_steps(folders: Sequence[Path], step: int | None = None) -> list[FoundSt
             f"{there}: none of these folders has {what}: name the folders that the fast tier uses on the nodes "
             "(FastTier.folder), or copies of them"
         )
-    numbers = sorted({each.step for each in found}, reverse=True)
+    numbers = dict.fromkeys(each.step for each in oldest_first(found)[::-1])
     return [_step(number, [each for each in found if each.step == number], folders, held) for number in numbers]
 
 

@@ -20,9 +20,10 @@ from mcore_ckpt.models.config_fields import HfConfig
 from mcore_ckpt.models.mapping import hf_tensors
 from mcore_ckpt.models.reconcile import with_mtp_of
 from mcore_ckpt.models.registry import model_from_config
-from mcore_ckpt.steps.listing import StepStatus, find_moved_aside, is_step, list_steps, step_status
+from mcore_ckpt.steps.branches import oldest_first
+from mcore_ckpt.steps.listing import StepStatus, find_moved_aside, is_step, list_steps, read_tracker, step_status
 from mcore_ckpt.steps.node_files import check_not_of_one_node
-from mcore_ckpt.steps.tracker import read_tracker, warn_if_tracker_differs
+from mcore_ckpt.steps.tracker import warn_if_tracker_differs
 from mcore_ckpt.tools.what_is import what_is
 
 Backend = Literal["megatron", "fsdp"]
@@ -217,7 +218,7 @@ def _select(path: Path, step: int | None) -> Selection:
         raise CheckpointNotFoundError(f"{path}: {what}{reasons}")
     if step is None:
         warn_if_tracker_differs(path, complete)
-    return _selection(complete[-1])
+    return _selection(oldest_first(complete)[-1])
 
 
 def _same_step(path: Path, found: int, wanted: int | None) -> int:

@@ -11,9 +11,8 @@ from pathlib import Path
 from mcore_ckpt.io import tuning
 from mcore_ckpt.io.threads import results_of
 from mcore_ckpt.steps import leftovers
-from mcore_ckpt.steps.listing import StepStatus, list_steps
+from mcore_ckpt.steps.listing import StepStatus, list_steps, read_tracker
 from mcore_ckpt.steps.retention import PreservationPolicy, RetentionDecision, delete_step, judge, obstacle_to
-from mcore_ckpt.steps.tracker import read_tracker
 
 Progress = Callable[[int, int], None]
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.manifest import ManifestSummary
 from mcore_ckpt.io.store import Store
-from mcore_ckpt.steps.listing import StepStatus, list_steps, newest_steps
+from mcore_ckpt.steps import branches
+from mcore_ckpt.steps.branches import abandoned, order_of
+from mcore_ckpt.steps.listing import StepStatus, list_steps, newest_steps, read_tracker
 from mcore_ckpt.steps.node_files import NodeFiles
-from mcore_ckpt.steps.remote_steps import RemoteStep, RemoteSteps
+from mcore_ckpt.steps.remote_steps import RemoteRole, RemoteStep, RemoteSteps
 from mcore_ckpt.steps.running_saves import RunningSave, running_saves
 from mcore_ckpt.steps.step_sizes import StepSize, size_of
-from mcore_ckpt.steps.tracker import read_tracker
 from mcore_ckpt.steps.trainer_watch import Life, TrainerWatch
 from mcore_ckpt.tools.step_problems import life_of_saver
 
@@ -43,6 +45,10 @@ class ListedStep:
         of_nodes: of a partial step, what is here of the role that lacks most.
         saves: the saves of this step that have not committed; of a complete step only if it is the newest, or in a look
             at the last few steps.
+        abandoned: True if the newest step did not come from it: the training has gone back to a step before it, or has
+            started anew.
+        commit: its number among all commits; None if its manifests have none.
+        run: the id of its run; None if its manifests have none.
     """
 
     step: int
@@ -58,6 +64,9 @@ class ListedStep:
     places: tuple[Place, ...]
     saves: tuple[RunningSave, ...] = ()
     of_nodes: NodeFiles | None = None
+    abandoned: bool = False
+    commit: int | None = None
+    run: str | None = None
 
     @property
     def name(self) -> str:
@@ -107,21 +116,32 @@ def step_list_of(root: Path, remote: str | None = None, last: int | None = None)
     saves: dict[int, list[RunningSave]] = {}
     for save in running_saves(root, _to_look_into(found_steps, last)):
         saves.setdefault(save.step, []).append(save)
-    store = None if remote is None else RemoteSteps(Store(remote))
+    store = None if remote is None else RemoteSteps(Store(remote), root)
     there = {} if store is None else {step.step: step for step in store.steps()}
-    newest = _newest([*statuses.values(), *there.values()])
+    everywhere: list[StepStatus | RemoteStep] = [*statuses.values(), *there.values()]
+    newest, given_up = _newest(everywhere), abandoned(everywhere)
+    everywhere_by = {each.step: each for each in everywhere if each.is_complete}
     found = []
     for number in sorted({*statuses, *saves, *there}):
         status = statuses.get(number)
         if status is None and number not in saves:
             assert store is not None
-            found.append(_remote_only(store, there[number], number == newest))
+            heads = list(there[number].found.values())
+            listed = _remote_only(store, there[number], number == newest)
+            found.append(_with_commit(listed, heads, number in given_up))
             continue
         status = status or _not_made_yet(root, number)
-        is_newer = newest is None or number > newest
+        is_newer = newest is None or number > newest or order_of(status) > order_of(everywhere_by[newest])
         is_saving = _is_saving(status, saves.get(number, ()), root if is_newer else None)
-        found.append(_local(status, size_of(status), tuple(saves.get(number, ())), is_saving, number == newest, there))
+        listed = _local(status, size_of(status), tuple(saves.get(number, ())), is_saving, number == newest, there)
+        found.append(_with_commit(listed, status.says.values(), number in given_up))
     return StepList(root, tuple(found), read_tracker(root))
+
+
+def _with_commit(step: ListedStep, heads: Iterable[ManifestSummary | RemoteRole], abandoned: bool) -> ListedStep:
+    numbers = [head.commit.number for head in heads if head.commit is not None]
+    ids = [head.run.id for head in heads if head.run is not None]
+    return replace(step, abandoned=abandoned, commit=max(numbers, default=None), run=next(iter(ids), None))
 
 
 def _to_look_into(statuses: Sequence[StepStatus], last: int | None) -> list[Path]:
@@ -135,7 +155,8 @@ def _to_look_into(statuses: Sequence[StepStatus], last: int | None) -> list[Path
 
 
 def _newest(steps: Iterable[StepStatus | RemoteStep]) -> int | None:
-    return max((step.step for step in steps if step.is_complete), default=None)
+    last = branches.newest(steps)
+    return None if last is None else last.step
 
 
 def _not_made_yet(root: Path, step: int) -> StepStatus:

@@ -16,6 +16,7 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.io import tuning
 from mcore_ckpt.steps import listing as steps
 from mcore_ckpt.steps import tracker
+from mcore_ckpt.steps.branches import order_of
 from mcore_ckpt.steps.listing import StepStatus
 from mcore_ckpt.steps.node_files import is_of_node
 from mcore_ckpt.steps.trainer_watch import Life, TrainerWatch, any_life
@@ -98,7 +99,7 @@ class StepProblems:
     def _look(self, statuses: Iterable[StepStatus]) -> _Suspects:
         # A save that is under way is not a problem.
         incomplete = (status for status in statuses if not status.is_complete and steps.holds_something(status))
-        tracked = tracker.read_tracker(self._root)
+        tracked = steps.read_tracker(self._root)
         wrong = tracker.tracker_problems(self._root) if self._with_tracker else []
         return _Suspects(tuple(incomplete), next(iter(wrong), None), tracked)
 
@@ -120,7 +121,8 @@ class StepProblems:
             limits = [*numbers[-_STEPS_UNDER_WAY:][:1], *([] if newest is None else [newest.step])]
             oldest = max(limits, default=0)
             for status in suspects.steps:
-                by_life[life_of_saver(status, lives) if status.step >= oldest else Life.DEAD].append(status.reason)
+                is_last = status.step >= oldest or (newest is not None and order_of(status) > order_of(newest))
+                by_life[life_of_saver(status, lives) if is_last else Life.DEAD].append(status.reason)
         if suspects.tracker is not None:
             # A trainer moves the tracker right after its commit. One that has not done so for that long has failed.
             is_late = time.monotonic() - self._began >= tuning.TRACKER_SETTLES_S

@@ -81,7 +81,7 @@ class Look:
     @property
     def newest(self) -> int | None:
         """The newest complete step; None if none of these is complete."""
-        return max((step.step for step in self.steps if step.counts), default=None)
+        return next((step.step for step in self.steps if step.newest and step.counts), None)
 
 
 @dataclass(frozen=True)

@@ -65,12 +65,12 @@ def test_the_python_of_a_page_runs(page: str, shared_path: Path, monkeypatch: py
             exec(code, names)
         for manager in (each for each in names.values() if isinstance(each, CheckpointManager)):
             manager.close()
-    saved = [100, 200] if page == "README.md" else [100]
+    # One page loses its disk.
+    saved = {"README.md": [100, 200], "docs/how_to/remote.md": []}.get(page, [100])
     assert [status.step for status in complete_steps(shared_path / "checkpoints")] == saved
     if page == "README.md":
         assert (names["step"], names["text"].position) == (200, 7)
     if page.endswith("remote.md"):
         assert names["recovery"].step == 100
-        assert not complete_steps(shared_path / "empty")
     if page.endswith("roles.md"):
         assert complete_steps(shared_path / "checkpoints")[0].committed == {"actor", "critic"}

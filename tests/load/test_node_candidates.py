@@ -16,7 +16,7 @@ from mcore_ckpt.formats.native.remote_folder import RemoteFolder
 from mcore_ckpt.load.candidates import folder_of, local_candidate
 from mcore_ckpt.load.node_candidates import add_fast, found_on_nodes, spread_folder, to_adopt, why_not_whole
 from mcore_ckpt.ranks.nodes import Node, Nodes
-from mcore_ckpt.steps.node_steps import FastCheckpoint, HeldRole
+from mcore_ckpt.steps.node_steps import FastCheckpoint, HeldRole, whole_steps
 from mcore_ckpt.steps.node_tier import NodeTier
 from mcore_ckpt.steps.trainer_lock import TrainerLock
 
@@ -79,8 +79,8 @@ def test_the_newest_of_nodes_root_and_store_is_the_first(tier: NodeTier, tmp_pat
     root = small_model.make(tmp_path / "root", small_model.tensors_of())
     (same,) = found_in(tier, {0: [held(read_manifest(root).attempt, step=STEP)]})
     (newer,) = found_in(tier, {0: [held("n", step=9)]})
-    store = {"step": 6, "folder": f"global_steps_6/actor/{'c' * 32}", "remote": True}
-    found = add_fast(tier, "actor", [store, local_candidate(STEP, root)], {9: {"actor": newer}, STEP: {"actor": same}})
+    store = {"step": 6, "folder": f"global_steps_6/actor/{'c' * 32}", "remote": True, "commit": [6, [[0, 6]]]}
+    found = add_fast(tier, "actor", [store, local_candidate(STEP, root)], whole_steps([newer, same], ["actor"]))
     assert [(each["step"], each.get("attempt"), each.get("below")) for each in found] == [
         (9, "n", None),
         (6, None, None),
@@ -95,13 +95,13 @@ def test_the_newest_of_nodes_root_and_store_is_the_first(tier: NodeTier, tmp_pat
 def test_another_save_of_the_same_step_precedes_that_of_the_root(tier: NodeTier, tmp_path: Path) -> None:
     root = small_model.make(tmp_path / "root", small_model.tensors_of())
     (other,) = found_in(tier, {0: [held("other", step=STEP)]})
-    found = add_fast(tier, "actor", [local_candidate(STEP, root)], {STEP: {"actor": other}})
+    found = add_fast(tier, "actor", [local_candidate(STEP, root)], whole_steps([other], ["actor"]))
     assert [each.get("attempt") for each in found] == ["other", None]
 
 
 def test_own_node_then_the_next_ones_then_the_root(tier: NodeTier, tmp_path: Path) -> None:
     (checkpoint,) = found_in(tier, {n: [held(has=[(n, n + 1)])] for n in range(3)})
-    (candidate,) = add_fast(tier, "actor", [], {7: {"actor": checkpoint}})
+    (candidate,) = add_fast(tier, "actor", [], whole_steps([checkpoint], ["actor"]))
     below = LocalFolder(tmp_path / "root")
     folder = spread_folder(tier, "actor", candidate, below)
     assert folder.place == tier.role_dir(7) == file_names.step_dir(tier.folder, 7) / "actor"

@@ -114,7 +114,7 @@ def test_newest_and_tracker_are_of_a_whole_step(root: Path) -> None:
     newest = listing.newest_complete(root)
     assert newest is not None
     assert newest.step == tracker.update_tracker(root) == tracker.read_tracker(root) == 2
-    tracker.update_tracker(root, only=3)
+    tracker.update_tracker(root, committed=3)
     assert tracker.read_tracker(root) == 2
 
 

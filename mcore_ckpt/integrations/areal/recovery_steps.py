@@ -32,6 +32,7 @@ from mcore_ckpt.steps import (
     PreservationPolicy,
     StepStatus,
     TrainerLock,
+    check_own_step,
     complete_steps,
     delete_old_steps,
     delete_step,
@@ -150,6 +151,7 @@ class RecoverySteps:
                 raise CheckpointError(
                     f"{path}: is pinned, and training is about to save this step again: unpin it, or move it away"
                 )
+            check_own_step(path)
             logger.warning("%s: removing what an earlier run left of step %d", path, step)
             discard_step(path)
 

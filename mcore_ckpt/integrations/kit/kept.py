@@ -36,8 +36,11 @@ class KeptManager:
         objects = [*trainer["model"], trainer.get("optimizer"), trainer.get("lr_scheduler")]
         made_for = (Path(root), trainer.get("role"), config, *map(id, objects))
         if self.manager is None or self._made_for != made_for:
+            before = self.manager
             self.close()
             self.manager = CheckpointManager(root, config=config, **trainer)
+            if before is not None and (before.root, before.role) == (self.manager.root, self.manager.role):
+                self.manager.go_on_from(before)
             self._made_for = made_for
         return self.manager
 

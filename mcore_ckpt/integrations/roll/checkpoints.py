@@ -22,6 +22,7 @@ from mcore_ckpt.recover import resumable_steps
 from mcore_ckpt.steps import (
     RoleWriter,
     StepStatus,
+    check_own_step,
     commit_role,
     list_steps,
     move_tracker,
@@ -77,8 +78,10 @@ def uncommit_earlier_save(step_path: Path, role: str) -> None:
     would be complete as soon as it has all roles, although they are of different saves. The driver's role is removed
     first, because it is saved again last.
 
-    Raises OSError.
+    Raises CommitError if the step belongs to another run, and OSError.
     """
+    if step_path.is_dir():
+        check_own_step(step_path)
     for folder in (step_path / PIPELINE_ROLE, step_path / role):
         uncommit_role(folder)
     with suppress(FileNotFoundError):

@@ -274,9 +274,10 @@ class MegatronCheckpointManager:
         others = [status for status in complete_steps(saved.root) if status.path != loaded.step_path]
         # Step numbers of different runs cannot be compared.
         is_of_other_run = saved.root != loaded.root
-        if not any(self.role in s.committed and (is_of_other_run or s.step > loaded.step) for s in others):
-            return
         status = step_status(loaded.step_path)
+        last = status.commit.number
+        if not any(self.role in s.committed and (is_of_other_run or s.commit.number > last) for s in others):
+            return
         if not loaded.step_path.exists():
             self._delete_later = None  # the other role's manager or retention has deleted it
         elif not status.is_complete:

@@ -121,7 +121,9 @@ def remove_bare_steps(root: Path) -> None:
 
 def _whole_steps(place: Place, on_nodes: Collection[int]) -> list[tuple[int, Path]]:
     """Returns the other complete steps of a place, the newest first, each with its folder."""
-    there = [step for step in sorted(step_dirs(place.root), reverse=True) if _is_whole(place, step, on_nodes)]
+    number = {status.step: status.commit.number for status in list_steps(place.root)}
+    last_first = sorted(step_dirs(place.root), key=lambda step: (number.get(step, step), step), reverse=True)
+    there = [step for step in last_first if _is_whole(place, step, on_nodes)]
     others = ((step, place.in_step(step)) for step in there)
     return [(step, other.step_path) for step, other in others if other is not None and other.step_path is not None]
 

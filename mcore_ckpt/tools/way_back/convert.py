@@ -27,6 +27,7 @@ from mcore_ckpt.io.files import inside, make_folders, replace_file, sync_folders
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide, same_everywhere
 from mcore_ckpt.sharding.placement import share_of
 from mcore_ckpt.steps import commit, tracker
+from mcore_ckpt.steps.listing import read_tracker
 from mcore_ckpt.steps.new_folder import Replaceable, check_may_replace, open_new_folder, put_in_place
 from mcore_ckpt.steps.read_lock import reading
 from mcore_ckpt.steps.trainer_lock import ToolLocks
@@ -226,7 +227,7 @@ def _open(agreement: Agreement, stack: ExitStack, job: _Job, path: Path, replace
 
 def _check_free(job: _Job, path: Path, replaceable: Replaceable) -> None:
     check_may_replace(path, replaceable)
-    tracked = tracker.read_tracker(path.parent)
+    tracked = read_tracker(path.parent)
     if tracked is not None and tracked > job.plan.step and not replaceable.force:
         raise InvalidArgumentError(
             f"{path.parent}: its tracker names step {tracked}, so a training has gone on from there, and would be sent "

@@ -1,0 +1,124 @@
+"""Says which step is the newest, and which steps were given up. Pure: it reads nothing.
+
+The newest step is the one that was committed last: not the one with the highest number, and no clock decides. Each
+commit has a number that grows with the root, and the numbers of the commits that led to it (its branch). After a
+rollback, or a fresh start in a used root, the steps that are not in the branch of the newest one are abandoned.
+
+Older checkpoints have no numbers. Such a step counts as if its number were its step and all lower numbers were in its
+branch. A trainer that continues below them begins with a larger number, so both kinds have one order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from mcore_ckpt.checkpoint.provenance import MOST_RANGES, Commit, Ranges, merged
+
+
+@dataclass(frozen=True)
+class StepCommit:
+    """The place of a step among all commits: the largest number of its roles, and the branch of this number."""
+
+    number: int
+    branch: Ranges
+
+    def leads_from(self, number: int) -> bool:
+        """True if a number is in the branch."""
+        return any(first <= number <= last for first, last in self.branch)
+
+    def has_given_up(self, number: int) -> bool:
+        """True if a number is older and not in the branch."""
+        return number < self.number and not self.leads_from(number)
+
+
+class Placed(Protocol):
+    """The properties of a step that this module needs. Steps of the root, of a store and of the fast tier have them."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def is_complete(self) -> bool: ...
+    @property
+    def commit(self) -> StepCommit: ...
+
+
+Step = TypeVar("Step", bound=Placed)
+
+
+def commit_of(step: int, commits: Iterable[Commit | None]) -> StepCommit:
+    """Returns the place of a step whose roles have these commits. None stands for a role without a number."""
+    numbered = [commit for commit in commits if commit is not None]
+    number = max((commit.number for commit in numbered), default=step)
+    ranges = [part for commit in numbered if commit.number == number for part in commit.branch] or [(0, step)]
+    return StepCommit(number, merged([*ranges, (number, number)]))
+
+
+def order_of(step: Placed) -> tuple[int, int]:
+    """Returns what sorts steps by their commits. Two trainers can choose one number; then the step decides."""
+    return step.commit.number, step.step
+
+
+def newest(steps: Iterable[Step]) -> Step | None:
+    """Returns the complete step that was committed last; None if no step is complete."""
+    # The last first, because a step is looked at when it is asked whether it is complete.
+    return next((step for step in sorted(steps, key=order_of, reverse=True) if step.is_complete), None)
+
+
+def abandoned(steps: Sequence[Placed]) -> frozenset[int]:
+    """Returns the numbers of the steps that are not in the branch of the newest complete one."""
+    last = newest(steps)
+    return frozenset(
+        () if last is None else (step.step for step in steps if last.commit.has_given_up(step.commit.number))
+    )
+
+
+def oldest_first(steps: Sequence[Step]) -> list[Step]:
+    """Sorts steps by their commits, the abandoned ones before all others. The last one is to be loaded first."""
+    last = newest(steps)
+    return sorted(
+        steps, key=lambda step: (last is None or not last.commit.has_given_up(step.commit.number), *order_of(step))
+    )
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where one role's training stands.
+
+    Attributes:
+        last: the largest number that is known.
+        of_role: the largest number of this role.
+        parent: the `attempt` that was loaded or saved last; None after a fresh start.
+        branch: the branch of that one.
+    """
+
+    last: int = 0
+    of_role: int = 0
+    parent: str | None = None
+    branch: Ranges = ()
+
+    def next(self, of_step: int | None = None) -> Commit:
+        """Returns the next commit. `of_step` is the number that other roles have given to the step; None if none has.
+
+        The number of the role grows in any case, so a step that is saved again gets a new one.
+        """
+        number = of_step if of_step is not None and of_step > self.of_role else max(self.last, self.of_role) + 1
+        if self.branch and self.of_role <= self.branch[-1][1]:
+            branch = (*self.branch[:-1], (self.branch[-1][0], number))
+        else:  # this role has committed after what was loaded, and that was given up
+            branch = (*self.branch, (number, number))
+        return Commit(number, self.parent, branch[-MOST_RANGES:])
+
+    def after(self, commit: Commit, attempt: str) -> Position:
+        """Returns the position when a commit is done."""
+        return Position(max(self.last, commit.number), max(self.of_role, commit.number), attempt, commit.branch)
+
+    def at(self, step: int, commit: Commit | None, attempt: str) -> Position:
+        """Returns the position when a checkpoint was loaded."""
+        loaded = commit_of(step, [commit])
+        return Position(max(self.last, loaded.number), max(self.of_role, loaded.number), attempt, loaded.branch)
+
+    def seen(self, last: int, of_role: int) -> Position:
+        """Returns the position when larger numbers were seen."""
+        return Position(max(self.last, last), max(self.of_role, of_role), self.parent, self.branch)

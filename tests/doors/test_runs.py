@@ -1,0 +1,308 @@
+"""Runs do not mix, and what was committed last wins: with managers, in roots and in stores that several runs use."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_ckpt import CheckpointConfig, CheckpointManager
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.manifest import Manifest, encode_manifest
+from mcore_ckpt.checkpoint.reading import read_manifest
+from mcore_ckpt.errors import CheckpointNotFoundError, CommitError
+from mcore_ckpt.recover import recover, resumable_steps
+from mcore_ckpt.steps import complete_steps, read_tracker
+from mcore_ckpt.steps.retention import PreservationPolicy
+from mcore_ckpt.steps.runs import read_root_run
+from mcore_ckpt.tools.prune import prune
+from mcore_ckpt.tools.step_list import step_list_of
+
+
+class Model(torch.nn.Module):
+    """As much of a megatron model as saving looks at. Its only weight says which save it was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(num_layers=1)
+        self.weight = torch.nn.Parameter(torch.zeros(4, 4))
+
+    def sharded_state_dict(self, metadata: dict[str, Any]) -> dict[str, Any]:
+        value = self.weight
+        place = {"prepend_axis_num": 0, "global_offset": (0, 0), "replica_id": (0, 0, 0)}
+        shapes = {"local_shape": value.shape, "global_shape": value.shape}
+        return {"weight": SimpleNamespace(data=value, key="weight", **place, **shapes)}
+
+
+class Training:
+    """A manager and its model."""
+
+    def __init__(self, root: Path, role: str = "actor", **choices: Any) -> None:
+        self.model = Model()
+        config = CheckpointConfig(save_contents=("model",), load_contents=("model",), **choices)
+        self.manager = CheckpointManager(root, self.model, role=role, config=config)
+        self.close = self.manager.close
+
+    def save(self, *steps: int, value: float | None = None) -> Training:
+        for step in steps:
+            with torch.no_grad():
+                self.model.weight.fill_(step if value is None else value)
+            saved = self.manager.save(step)
+            if saved.upload is not None:
+                saved.upload.wait(20)
+        return self
+
+    @property
+    def value(self) -> float:
+        return float(self.model.weight[0, 0])
+
+
+def train(root: Path, *steps: int, load: int | str | Path | None = None, **choices: Any) -> Training:
+    """A training that starts, loads if asked to, saves, and dies."""
+    with closing(Training(root, **choices)) as training:
+        if load is not None:
+            recover(training.manager, load)
+        return training.save(*steps)
+
+
+def recovered(root: Path, resume: int | str | Path = "auto", **choices: Any) -> tuple[int | None, float]:
+    with closing(Training(root, **choices)) as training:
+        return recover(training.manager, resume).step, training.value
+
+
+def there(root: Path) -> list[int]:
+    return sorted(file_names.step_dirs(root))
+
+
+def manifest_of(root: Path, step: int, role: str = "actor") -> Manifest:
+    return read_manifest(file_names.step_dir(root, step) / role)
+
+
+def forget(root: Path) -> None:
+    """Makes of a root what an older version would have written."""
+    for path in root.rglob(file_names.MANIFEST_FILE):
+        manifest = read_manifest(path.parent)
+        path.write_bytes(encode_manifest(replace_all(manifest)))
+    (root / file_names.RUN_FILE).unlink(missing_ok=True)
+
+
+def replace_all(manifest: Manifest) -> Manifest:
+    return Manifest(**{**vars(manifest), "run": None, "commit": None})
+
+
+@pytest.mark.parametrize("is_old", [False, True], ids=["numbered", "of an older version"])
+def test_after_a_rollback_a_crash_brings_back_what_was_saved_last(tmp_path: Path, is_old: bool) -> None:
+    train(tmp_path, 90, 100)
+    if is_old:
+        forget(tmp_path)
+    with closing(Training(tmp_path, max_to_keep=3)) as training:
+        recover(training.manager, 90)
+        training.save(95)
+    assert recovered(tmp_path) == (95, 95)
+    with closing(Training(tmp_path)) as training:
+        assert training.manager.latest_step() == 95
+        assert training.manager.load().step == 95
+    assert read_tracker(tmp_path) == 95
+    assert [status.step for status in resumable_steps(tmp_path, ["actor"])] == [95, 90, 100]
+    listed = {step.step: (step.newest, step.abandoned) for step in step_list_of(tmp_path).steps}
+    assert listed == {90: (False, False), 95: (True, False), 100: (False, True)}
+    saved, before = manifest_of(tmp_path, 95), manifest_of(tmp_path, 90)
+    assert saved.commit is not None
+    assert saved.commit.parent == before.attempt
+    # The abandoned number again, on the new branch.
+    train(tmp_path, 100, load="auto")
+    assert recovered(tmp_path) == (100, 100)
+    assert not any(step.abandoned for step in step_list_of(tmp_path).steps)
+
+
+@pytest.mark.parametrize("loads", [90, None], ids=["rollback", "fresh start"])
+def test_the_new_branch_keeps_as_many_steps_as_asked_for(tmp_path: Path, loads: int | None) -> None:
+    train(tmp_path, 90, 100, max_to_keep=2)
+    train(tmp_path, 93, 95, load=loads, max_to_keep=2)
+    assert there(tmp_path) == [93, 95]
+    assert recovered(tmp_path) == (95, 95)
+
+
+def test_abandoned_steps_go_when_they_are_too_old_and_pinned_ones_stay(tmp_path: Path) -> None:
+    train(tmp_path, 80, 90, 100)
+    (file_names.step_dir(tmp_path, 80) / file_names.PINNED_FILE).touch()
+    with closing(Training(tmp_path, max_to_keep=3)) as training:
+        training.save(5)
+        assert there(tmp_path) == [5, 80, 90, 100]
+        training.save(6)
+        training.manager.wait()
+        assert there(tmp_path) == [5, 6, 80, 100]
+    prune(tmp_path, PreservationPolicy(max_to_keep=1))
+    assert there(tmp_path) == [6, 80]
+    assert recovered(tmp_path) == (6, 6)
+
+
+def test_two_roles_of_a_step_are_one_commit(tmp_path: Path) -> None:
+    roles = ("actor", "critic")
+    for step, loads in ((10, None), (20, "auto"), (15, 10)):
+        with (
+            closing(Training(tmp_path, "actor", roles=roles)) as actor,
+            closing(Training(tmp_path, "critic", roles=roles)) as critic,
+        ):
+            if loads is not None:
+                recover([actor.manager, critic.manager], loads)
+            actor.save(step)
+            critic.save(step)
+    commits = [[manifest_of(tmp_path, step, role).commit for role in roles] for step in (10, 20, 15)]
+    assert [[each.number for each in both if each] for both in commits] == [[1, 1], [2, 2], [3, 3]]
+    assert [status.step for status in complete_steps(tmp_path)] == [20, 10, 15]
+    assert read_tracker(tmp_path) == 15
+
+
+def test_the_identity_goes_on_over_restarts_and_moves(tmp_path: Path) -> None:
+    train(tmp_path / "a", 1)
+    train(tmp_path / "a", 2, load="auto")
+    (tmp_path / "a").rename(tmp_path / "b")
+    train(tmp_path / "b", 3, load="auto")
+    (tmp_path / "b" / file_names.RUN_FILE).unlink()  # as `cp root/*` leaves it out
+    train(tmp_path / "b", 4, load="auto")
+    ids = {manifest_of(tmp_path / "b", step).run.id for step in (1, 2, 3, 4)}  # type: ignore[union-attr]
+    assert len(ids) == 1
+    assert recovered(tmp_path / "b") == (4, 4)
+
+
+@pytest.mark.parametrize("is_whole", [True, False], ids=["the whole root", "one step"])
+def test_a_copy_is_a_new_run_with_a_parent(tmp_path: Path, is_whole: bool) -> None:
+    train(tmp_path / "a", 1, 2)
+    if is_whole:
+        shutil.copytree(tmp_path / "a", tmp_path / "b")
+    else:
+        shutil.copytree(tmp_path / "a" / "global_steps_2", tmp_path / "b" / "global_steps_2")
+    train(tmp_path / "b", 3, load="auto", max_to_keep=2)
+    old, new = manifest_of(tmp_path / "a", 2).run, manifest_of(tmp_path / "b", 3).run
+    assert old is not None
+    assert new is not None
+    assert new.id != old.id
+    assert new.parent is not None
+    assert (new.parent.run, new.parent.step) == (old.id, 2)
+    # What was copied belongs to the new run.
+    assert there(tmp_path / "b") == [2, 3]
+    train(tmp_path / "b", 4, load="auto", max_to_keep=2)
+    assert there(tmp_path / "b") == [3, 4]
+    assert recovered(tmp_path / "a") == (2, 2)
+
+
+def test_a_fork_by_path_is_a_new_run_with_a_parent(tmp_path: Path) -> None:
+    train(tmp_path / "a", 1, 2)
+    train(tmp_path / "b", 3, load=tmp_path / "a" / "global_steps_1")
+    old, new = manifest_of(tmp_path / "a", 1), manifest_of(tmp_path / "b", 3)
+    assert old.run is not None
+    assert new.run is not None
+    assert new.commit is not None
+    assert new.run.id != old.run.id
+    assert new.run.parent is not None
+    assert (new.run.parent.run, new.run.parent.step) == (old.run.id, 1)
+    assert new.commit.parent == old.attempt
+    train(tmp_path / "b", 4, load="auto")
+    assert manifest_of(tmp_path / "b", 4).run == new.run
+
+
+def test_a_step_of_another_run_in_a_root(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is not loaded, not replaced and not deleted, but loads by its path."""
+    train(tmp_path / "a", 1, 2, max_to_keep=1)
+    train(tmp_path / "b", 7, 8)
+    for step in (7, 8):
+        shutil.copytree(tmp_path / "b" / f"global_steps_{step}", tmp_path / "a" / f"global_steps_{step}")
+    assert recovered(tmp_path / "a") == (2, 2)
+    assert f"of {tmp_path / 'b'}" in caplog.text
+    assert [status.step for status in resumable_steps(tmp_path / "a", ["actor"])] == [2]
+    with pytest.raises(CheckpointNotFoundError, match="belongs to another run"):
+        recovered(tmp_path / "a", 8)
+    with closing(Training(tmp_path / "a")) as training, pytest.raises(CheckpointNotFoundError, match="another run"):
+        training.manager.load(step=8)
+    train(tmp_path / "a", 3, 4, load="auto", max_to_keep=1)
+    prune(tmp_path / "a", PreservationPolicy(max_to_keep=1))
+    assert there(tmp_path / "a") == [4, 7, 8]
+    assert read_tracker(tmp_path / "a") == 4
+    with closing(Training(tmp_path / "a")) as training:
+        with pytest.raises(CommitError, match=r"step 8 is there already, and belongs to another run \(run .* of .*/b"):
+            training.save(8)
+        assert training.manager.load(path=tmp_path / "a" / "global_steps_8" / "actor").step == 8
+
+
+def test_two_runs_and_one_store(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    remote = f"file://{tmp_path}/store"
+    train(tmp_path / "a", 10, 20, 30, remote=remote, max_to_keep=2)
+    with closing(Training(tmp_path / "b", remote=remote)) as other:
+        with pytest.raises(CheckpointNotFoundError, match="belongs to another run"):
+            other.manager.load()
+        assert other.manager.latest_step() is None
+    with closing(Training(tmp_path / "b", remote=remote, max_to_keep=2)) as other:
+        handle = other.manager.save(10)
+        other.manager.wait()
+        assert handle.upload is not None
+        assert "belongs to another run" in str(handle.upload.exception)
+        assert str(tmp_path / "a") in str(handle.upload.exception)
+        other.manager.save(40)
+    assert there(tmp_path / "store") == [20, 30]
+    assert recovered(tmp_path / "b", remote=remote)[0] == 40
+    shutil.rmtree(tmp_path / "a")
+    assert recovered(tmp_path / "a", remote=remote) == (30, 30)
+    train(tmp_path / "a", 35, load=20, remote=remote, max_to_keep=2)  # a rollback on a new disk
+    shutil.rmtree(tmp_path / "a")
+    assert recovered(tmp_path / "a", remote=remote) == (35, 35)
+    assert there(tmp_path / "store") == [20, 35]
+
+
+def test_a_store_without_identity_goes_on(tmp_path: Path) -> None:
+    remote = f"file://{tmp_path}/store"
+    train(tmp_path / "a", 10, 20, remote=remote)
+    forget(tmp_path / "store")
+    shutil.rmtree(tmp_path / "a")
+    assert recovered(tmp_path / "b", remote=remote) == (20, 20)
+    train(tmp_path / "b", 15, load=10, remote=remote, max_to_keep=2)
+    assert there(tmp_path / "store") == [10, 15]
+    shutil.rmtree(tmp_path / "b")
+    assert recovered(tmp_path / "b", remote=remote) == (15, 15)
+
+
+def test_two_saves_of_a_step_in_a_store_are_told_apart_by_their_numbers(tmp_path: Path) -> None:
+    """Also if a clock was set back in between."""
+    remote = f"file://{tmp_path}/store"
+    train(tmp_path / "a", 10, remote=remote)
+    with closing(Training(tmp_path / "a", remote=remote)) as training:
+        training.save(10, value=11)
+    attempts = sorted((tmp_path / "store" / "global_steps_10" / "actor").iterdir())
+    assert len(attempts) == 1  # the newer one is whole, so the older one is gone
+    older = attempts[0].with_name("0" * 32)
+    shutil.copytree(attempts[0], older)
+    record = read_manifest(older)
+    commit = Manifest(**{**vars(record), "attempt": "0" * 32, "created": "2099-01-01T00:00:00+00:00"})
+    assert commit.commit is not None
+    earlier = Manifest(**{**vars(commit), "commit": type(commit.commit)(1, None, ((1, 1),))})
+    (older / file_names.MANIFEST_FILE).write_bytes(encode_manifest(earlier))
+    shutil.rmtree(tmp_path / "a")
+    with closing(Training(tmp_path / "a", remote=remote)) as training:
+        training.manager.load()
+        assert training.value == 11
+
+
+def test_a_damaged_identity_is_made_again_from_the_manifests(tmp_path: Path) -> None:
+    train(tmp_path, 1)
+    before = read_root_run(tmp_path)
+    (tmp_path / file_names.RUN_FILE).write_bytes(b"\0" * 40)
+    train(tmp_path, 2, load="auto")
+    after = read_root_run(tmp_path)
+    assert before is not None
+    assert after is not None
+    assert after.run.id == before.run.id
+
+
+def test_the_fields_are_in_the_manifest(tmp_path: Path) -> None:
+    train(tmp_path, 1, 2)
+    record = json.loads((tmp_path / "global_steps_2" / "actor" / file_names.MANIFEST_FILE).read_text())
+    assert record["commit"] == {"branch": [[1, 2]], "number": 2, "parent": manifest_of(tmp_path, 1).attempt}
+    assert len(record["run"]["id"]) == 32
+    assert record["run"]["root"] == str(tmp_path)
+    assert record["format_version"] == 1

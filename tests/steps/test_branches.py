@@ -1,0 +1,177 @@
+"""The order of steps: what was committed last wins, under any sequence of saves, rollbacks, restarts and deletions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mcore_ckpt.checkpoint.provenance import MOST_RANGES, Commit
+from mcore_ckpt.steps.branches import Position, StepCommit, abandoned, commit_of, newest, oldest_first
+from mcore_ckpt.steps.retention import PreservationPolicy, judge
+from mcore_ckpt.steps.worth import Lack
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A step as `branches` and `judge` see it."""
+
+    step: int
+    commits: tuple[Commit | None, ...]
+    is_complete: bool = True
+    pinned: bool = False
+    committed: frozenset[str] = frozenset({"actor"})
+    problems: tuple[str, ...] = ()
+    reason: str = ""
+
+    @property
+    def is_claimed(self) -> bool:
+        return self.is_complete
+
+    @property
+    def lacks(self) -> tuple[Lack, ...]:
+        return ()
+
+    @property
+    def commit(self) -> StepCommit:
+        return commit_of(self.step, self.commits)
+
+
+@dataclass
+class Root:
+    """A model of a root, of one role, and of the trainings that use it."""
+
+    steps: dict[int, Saved] = field(default_factory=dict)
+    history: dict[int, list[int]] = field(default_factory=dict)  # by step: the steps that led to it, itself included
+    at: int | None = None
+    position: Position = field(default_factory=Position)
+
+    def restart(self, loads: int | None) -> None:
+        last = max((saved.commit.number for saved in self.steps.values()), default=0)
+        self.position, self.at = Position().seen(last, last), loads
+        if loads is not None:
+            (commit,) = self.steps[loads].commits
+            self.position = self.position.at(loads, commit, str(loads))
+
+    def save(self, step: int, numbered: bool = True) -> None:
+        commit = self.position.next() if numbered else None
+        before = [] if self.at is None else self.history[self.at]
+        self.history[step] = [*(one for one in before if one != step), step]
+        self.steps[step] = Saved(step, (commit,))
+        self.at = step
+        if commit is not None:
+            self.position = self.position.after(commit, str(step))
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.data(), st.integers(0, 3), st.sampled_from([1, 2, 3, None]))
+def test_the_last_thing_that_was_committed_wins(data: st.DataObject, old: int, keep: int | None) -> None:
+    """Also above steps without numbers, and whatever retention has deleted meanwhile."""
+    root = Root()
+    for number in range(old):
+        root.save(10 * number, numbered=False)
+    root.restart(data.draw(st.sampled_from([None, *sorted(root.steps)])))
+    for _ in range(data.draw(st.integers(1, 12))):
+        what = data.draw(st.sampled_from(["save", "save", "save", "restart"]))
+        if what == "restart":
+            root.restart(data.draw(st.sampled_from([None, *sorted(root.steps)])))
+            continue
+        step = data.draw(st.integers(1, 4)) + (-1 if root.at is None else root.at)
+        root.save(step)
+        assert (last := newest(list(root.steps.values()))) is not None
+        assert last.step == step
+        branch = [one for one in root.history[step] if one in root.steps]
+        saved_later = {one for one in root.steps if root.history[one][-1] != one}
+        assert not saved_later
+        given_up = abandoned(list(root.steps.values()))
+        assert step not in given_up
+        kept = [
+            d for d in judge(sorted(root.steps.values(), key=lambda s: s.step), PreservationPolicy(keep)) if d.stays
+        ]
+        if keep is not None:
+            # Those of the branch count first, and as many as there are.
+            on_branch = [one for one in branch if one not in given_up]
+            assert len(kept) == min(keep, len(root.steps))
+            assert {d.status.step for d in kept} >= set(on_branch[-keep:])
+        root.steps = {d.status.step: d.status for d in kept}
+
+
+def test_a_rollback_abandons_what_came_after() -> None:
+    root = Root()
+    root.restart(None)
+    for step in (80, 90, 100):
+        root.save(step)
+    root.restart(90)
+    root.save(95)
+    steps = list(root.steps.values())
+    assert [each.step for each in oldest_first(steps)] == [100, 80, 90, 95]
+    assert abandoned(steps) == {100}
+    assert root.steps[95].commits == (Commit(4, "90", ((1, 2), (4, 4))),)
+    root.save(100)
+    assert not abandoned(list(root.steps.values()))
+
+
+def test_what_retention_has_deleted_breaks_no_branch() -> None:
+    """A milestone far back is not abandoned, although the commits between it and the newest one are gone."""
+    root = Root()
+    root.restart(None)
+    for step in range(100, 400, 10):
+        root.save(step)
+    root.steps = {step: root.steps[step] for step in (100, 390)}
+    assert abandoned(list(root.steps.values())) == frozenset()
+
+
+def test_a_fresh_start_abandons_all() -> None:
+    root = Root()
+    root.restart(None)
+    root.save(100)
+    root.restart(None)
+    root.save(5)
+    assert [each.step for each in oldest_first(list(root.steps.values()))] == [100, 5]
+    assert root.steps[5].commits == (Commit(2, None, ((2, 2),)),)
+
+
+def test_without_numbers_the_step_decides() -> None:
+    steps = [Saved(step, (None,)) for step in (3, 20, 100)]
+    assert [each.step for each in oldest_first(steps[::-1])] == [3, 20, 100]
+    assert not abandoned(steps)
+
+
+def test_an_older_version_that_saves_above_goes_on() -> None:
+    """Somebody has gone back to an older version, which knows no numbers, and then on with this one."""
+    root = Root()
+    root.restart(None)
+    for step in (100, 110):
+        root.save(step)
+    root.save(120, numbered=False)
+    assert newest(list(root.steps.values())).step == 120  # type: ignore[union-attr]
+    root.restart(120)
+    root.save(130)
+    assert newest(list(root.steps.values())).step == 130  # type: ignore[union-attr]
+
+
+def test_roles_of_a_step_share_its_number() -> None:
+    actor, critic = Position(), Position()
+    first = actor.next()
+    assert critic.next(of_step=first.number).number == first.number
+    # A save of the same step again gets a new number, also if the other role has not saved it again yet.
+    actor, critic = actor.after(first, "a"), critic.after(first, "b")
+    again = actor.next(of_step=first.number)
+    assert again.number == 2
+    assert critic.next(of_step=again.number).number == 2
+
+
+def test_two_roles_that_commit_at_once_are_ordered_by_their_steps() -> None:
+    tied = [Saved(step, (Commit(7, None, ((7, 7),)),)) for step in (30, 20)]
+    assert [each.step for each in oldest_first(tied)] == [20, 30]
+    assert not abandoned(tied)
+
+
+def test_a_branch_stays_short() -> None:
+    position = Position()
+    for number in range(2 * MOST_RANGES):
+        commit = position.next()
+        position = position.after(commit, str(number)).at(0, Commit(commit.number, None, commit.branch), "x")
+        position = position.seen(0, commit.number + 1)  # something else of the role, which was given up
+    assert len(position.next().branch) == MOST_RANGES
