@@ -14,7 +14,7 @@ from mcore_ckpt.cli.main import COMMANDS, build_parser
 PACKAGE = Path(__file__).parent.parent / "mcore_ckpt"
 OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]+")
 ARGUMENT = re.compile(r"(?<![\w.`?&/-])([a-z_]{3,})=(?![=\d])")
-NAMED = re.compile(r"mcore-ckpt ([a-z]+)|^(?:convert|test) |\bmerge without $")
+NAMED = re.compile(r"mcore-ckpt ([a-z]+)|^(?:convert|test|bench) |\bmerge without $")
 
 # Whose messages a command imports, but does not print.
 ELSEWHERE = {
@@ -28,6 +28,7 @@ ELSEWHERE = {
     "mcore_ckpt.tools.what_is": ("merge", "convert", "test"),
     # bench asks for layouts that it chooses itself.
     "mcore_ckpt.tools.reshard.target": ("reshard", "convert"),
+    "mcore_ckpt.tools.reshard.planner": ("reshard",),  # which alone cuts a vocabulary
     "mcore_ckpt.cli.arguments": ("convert", "merge"),
     "mcore_ckpt.models.accounting": ("merge", "convert"),  # which report what they have left out
     "mcore_ckpt.cli.list_command": ("list",),

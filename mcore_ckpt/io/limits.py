@@ -19,8 +19,8 @@ PLAIN_BYTES = 4 << 30
 # config.json and the index of HuggingFace weights.
 HF_JSON_BYTES = 256 << 20
 # Tokenizers and other files that are copied beside HuggingFace weights: the size of one, the size of all, and how many.
-HF_ASSET_BYTES = 256 << 20
-HF_ASSETS_BYTES = 1 << 30
+HF_ASSET_BYTES = 128 << 20
+HF_ASSETS_BYTES = 256 << 20
 HF_ASSETS = 10_000
 # The tracker, owner files and lock files.
 SMALL_BYTES = 4096
