@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 from agreement import error_of, everywhere, raised_everywhere
-from checkpointing import manager_of, position
+from checkpointing import TIMEOUT_S, manager_of, position
 from global_state import GlobalState, assert_same_state, global_state, positions
 from hf_words import hf_config
 from layouts import LAYOUTS
@@ -17,7 +18,7 @@ from refusals import assert_names, refused
 from tiers import marks
 from training import VOCAB_SIZE, Layout, Training, build, parallel, train
 
-from mcore_ckpt import FastTier
+from mcore_ckpt import CheckpointConfig, CheckpointManager, FastTier
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.errors import CheckpointMismatchError, CommitError
 from mcore_ckpt.io import tuning
@@ -188,6 +189,23 @@ def test_only_the_export_is_kept_if_only_it_is_asked_for(layout: Layout, shared_
             _assert_in_manifest(role_dir)
             assert not (role_dir / "model").exists()
             assert [path.name for path in role_dir.glob(".*")] == []
+        # A tokenizer that the training has added a token to, which the config does not know.
+        rows = state["embedding.word_embeddings.weight model"].shape[0]
+        tokenizer = SimpleNamespace(get_vocab=lambda: {"<new>": rows - 1}, save_pretrained=lambda folder: None)
+        config = CheckpointConfig(timeout_s=TIMEOUT_S, save_contents=("hf_model",), load_contents=("model",))
+        manager = CheckpointManager(
+            shared_path / "added",
+            training.model,
+            hf_config=hf_config(layout),
+            processing_class=tokenizer,
+            config=config,
+        )
+        manager.save(1)
+        manager.close()
+        with everywhere():
+            folder = shared_path / "added" / "global_steps_1" / "actor" / "huggingface"
+            assert json.loads((folder / "config.json").read_bytes())["vocab_size"] == rows > VOCAB_SIZE
+            assert read_weights(folder)["model.embed_tokens.weight"].shape[0] == rows
 
 
 @pytest.mark.parametrize("layout", cases("tp2", "pp2-tied-bf16!", "tp2-ep2-etp1"))
