@@ -22,9 +22,10 @@ if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 DESCRIPTION = """\
-Lists the steps below a folder, the oldest first, and the step that the tracker names. Reads only the manifests; use
-`mcore-ckpt verify` to check the bytes. If ROOT itself has no steps, a folder of steps right above or below it is taken.
-On a terminal it prints a table, elsewhere a line for each step."""
+Lists the steps below a folder, the oldest first, and the step that the tracker names. Reads only the manifests, and
+looks whether the files that they list are here in their full size; use `mcore-ckpt verify` to check the bytes. If ROOT
+itself has no steps, a folder of steps right above or below it is taken. On a terminal it prints a table, elsewhere a
+line for each step."""
 
 EXAMPLES = (
     "list checkpoints",
@@ -35,7 +36,7 @@ EXAMPLES = (
 # Of `step_row`.
 STEP_HEADINGS = ("step", "roles", "size>", "age>", "state", "place")
 
-_STYLES = {"complete": "green", "partial": "green", "saving": "yellow", "incomplete": "red"}
+_STYLES = {"complete": "green", "partial": "green", "saving": "yellow", "damaged": "red", "incomplete": "red"}
 
 
 def add_to(subparsers: Subparsers) -> None:
@@ -84,7 +85,8 @@ def _show_lines(console: Console, found: StepList) -> None:
         elif step.state == "saving":
             console.print(f"{step.name}  is being saved{_savers(step)}", style="yellow", markup=False)
         else:
-            console.print(f"{step.name}  is not complete: {step.reason}{_deaths(step)}", style="red", markup=False)
+            what = "is damaged" if step.state == "damaged" else "is not complete"
+            console.print(f"{step.name}  {what}: {step.reason}{_deaths(step)}", style="red", markup=False)
 
 
 def _show_table(console: Console, found: StepList) -> None:
@@ -112,7 +114,7 @@ def _state(step: ListedStep) -> Text:
         text.append(_savers(step))
     elif step.state == "partial":
         text.append(f": {step.reason}")
-    elif step.state == "incomplete":
+    elif step.state in ("damaged", "incomplete"):
         text.append(f": {step.reason.removeprefix(f'{step.path}: ')}{_deaths(step)}")
     return text
 

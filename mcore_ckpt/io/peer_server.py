@@ -28,6 +28,7 @@ from typing import Any, BinaryIO
 
 from mcore_ckpt.errors import CheckpointCorruptError
 from mcore_ckpt.io.files import inside, open_regular
+from mcore_ckpt.io.folder_sizes import sizes_below
 
 logger = logging.getLogger(__name__)
 
@@ -158,7 +159,7 @@ class PeerServer:
         if verb == "read":
             self._send_range(connection, path, request.get("start"), request.get("stop"))
         elif verb == "sizes":
-            _send(connection, HERE, json.dumps(_sizes_below(inside(self._folder, path))).encode())
+            _send(connection, HERE, json.dumps(self._sizes_below(path)).encode())
         elif verb == "note":
             with self._lock:
                 data = self._notes.get(path)
@@ -179,6 +180,15 @@ class PeerServer:
                 if sent != stop - start:
                     raise OSError(f"{path} was cut while it was sent")
 
+    def _sizes_below(self, path: str) -> dict[str, int]:
+        folder = inside(self._folder, path)
+        if not folder.is_dir():
+            raise FileNotFoundError(str(folder))
+        try:
+            return sizes_below(folder)
+        except OSError as error:
+            raise _UnreadableError(str(error)) from error
+
     def _open(self, path: str) -> int:
         try:
             return open_regular(inside(self._folder, path))
@@ -195,15 +205,3 @@ class _UnreadableError(Exception):
 def _send(connection: socket.socket, status: int, data: bytes) -> None:
     connection.sendall(HEADER.pack(status, len(data)))
     connection.sendall(data)
-
-
-def _sizes_below(folder: Path) -> dict[str, int]:
-    if not folder.is_dir():
-        raise FileNotFoundError(str(folder))
-    found = {}
-    for path, _, names in os.walk(folder):
-        for name in names:
-            with suppress(FileNotFoundError):  # another process has just deleted or renamed it
-                file = Path(path, name)
-                found[str(file.relative_to(folder))] = file.lstat().st_size
-    return found

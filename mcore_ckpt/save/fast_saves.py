@@ -21,6 +21,7 @@ from mcore_ckpt.steps.commit import new_attempt
 from mcore_ckpt.steps.listing import StepStatus, step_status
 from mcore_ckpt.steps.node_steps import FastCheckpoint, HeldRole, fast_checkpoints, held_roles, safest
 from mcore_ckpt.steps.node_tier import NodeTier, open_tier
+from mcore_ckpt.steps.worth import lack_of
 
 logger = logging.getLogger(__name__)
 
@@ -110,14 +111,16 @@ class FastSaves:
         the folders takes longer, and may be done later.
 
         The newest `keep` steps stay, and the newest step whose copies are complete, without which a lost node could
-        still cost all steps. Steps that `step` has abandoned go, and those of another run stay.
+        still cost all steps. A step of which this node has lost its part does not count, but stays as long as an older
+        one does, because other nodes may need the rest. Steps that `step` has abandoned go, and those of another run
+        stay.
 
         Returns:
             The folders to delete.
         """
         on_branch, given_up = self._last_first(step)
         there = [*on_branch, *given_up]
-        kept = on_branch[: self.tier.config.keep]
+        kept = self._newest_kept(on_branch)
         complete = [number for number in there if self._is_complete(number)]
         needed = self.copies.needed() | self.drains.needed()
         stays = {*kept, *complete[:1], *(number for number in there if self._attempts.get(number) in needed)}
@@ -147,6 +150,23 @@ class FastSaves:
         own.sort(key=order_of, reverse=True)
         on_branch = [each.step for each in own if last.leads_from(each.commit.number)]
         return on_branch, [each.step for each in own if not last.leads_from(each.commit.number)]
+
+    def _newest_kept(self, steps: Sequence[int]) -> list[int]:
+        """Returns the steps down to the last one of the newest `keep` of which this node has its part."""
+        count = 0
+        for position, step in enumerate(steps):
+            # The commit has just looked at the files of the newest one.
+            count += position == 0 or self._has_its_part(step)
+            if count == self.tier.config.keep:
+                return list(steps[: position + 1])
+        return list(steps)
+
+    def _has_its_part(self, step: int) -> bool:
+        try:
+            return lack_of(self.tier.role_dir(step)) is None
+        except OSError as error:
+            logger.warning("step %d of the fast tier cannot be looked at, and does not count: %s", step, error)
+            return False
 
     def _is_complete(self, step: int) -> bool:
         attempt = self._attempts.get(step)

@@ -2,8 +2,8 @@
 
 Public names, for integrations and commands:
 
-- which steps there are: `StepStatus`, `list_steps`, `complete_steps`, `step_status`, `holds_something`,
-  `find_moved_aside`, and whether one may be replaced: `check_own_step`;
+- which steps there are: `StepStatus`, `list_steps`, `complete_steps`, `newest_complete`, `step_status`,
+  `holds_something`, `find_moved_aside`, and whether one may be replaced: `check_own_step`;
 - how large a step is: `StepSize`, `size_of`;
 - what a node of the fast tier has of a checkpoint: `NodeFiles`, `files_of_node`;
 - the file that names the newest step: `read_tracker`, `write_tracker`, `move_tracker`, `remove_tracker`;
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         find_moved_aside,
         holds_something,
         list_steps,
+        newest_complete,
         read_tracker,
         step_status,
     )
@@ -64,6 +65,7 @@ __all__ = [
     "holds_something",
     "list_steps",
     "move_tracker",
+    "newest_complete",
     "pin",
     "read_tracker",
     "reading",
@@ -90,6 +92,7 @@ __getattr__ = lazy_names(
             "find_moved_aside",
             "holds_something",
             "list_steps",
+            "newest_complete",
             "read_tracker",
             "step_status",
         ),

@@ -28,6 +28,7 @@ from mcore_ckpt.checkpoint.provenance import (
 )
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
+from mcore_ckpt.io.folder_sizes import sizes_of
 from mcore_ckpt.sharding.plan import runs
 from mcore_ckpt.steps.branches import Placed, StepCommit, commit_of, order_of
 
@@ -180,6 +181,11 @@ def _held(step: int, folder: Path) -> HeldRole | None:
     own = (folder.name, manifest.attempt) if work is None else (work.role, work.attempt)
     if manifest.step != step or own != (manifest.role, manifest.attempt) or manifest.placement is None:
         return None
+    try:
+        here = files_here(folder, manifest)
+    except OSError as error:
+        logger.warning("%s: is left out: %s", folder, error)
+        return None
     return HeldRole(
         manifest.step,
         manifest.role,
@@ -187,7 +193,7 @@ def _held(step: int, folder: Path) -> HeldRole | None:
         manifest.attempt,
         manifest.created,
         len(manifest.files),
-        tuple(runs(files_here(folder, manifest))),
+        tuple(runs(here)),
         work is None,
         manifest.placement.save_count,
         manifest.run,
@@ -197,22 +203,8 @@ def _held(step: int, folder: Path) -> HeldRole | None:
 
 def files_here(role_dir: Path, manifest: Manifest) -> list[int]:
     """Returns the positions of the manifest's files that a folder has, in their full size."""
-    # It lists the folder, because the manifest lists the files of all nodes, which can be a hundred times as many.
-    sizes = sizes_below(role_dir)
+    sizes = sizes_of(role_dir, (file.path for file in manifest.files))
     return [number for number, file in enumerate(manifest.files) if sizes.get(file.path) == file.size]
-
-
-def sizes_below(role_dir: Path) -> dict[str, int]:
-    """Returns the sizes in bytes of the files below a folder, by their paths below it."""
-    sizes = {}
-    for path, _, names in os.walk(role_dir):
-        for name in names:
-            file = Path(path, name)
-            try:
-                sizes[str(file.relative_to(role_dir))] = file.stat().st_size
-            except OSError:
-                continue
-    return sizes
 
 
 def fast_checkpoints(by_node: Iterable[tuple[int, Sequence[HeldRole]]]) -> list[FastCheckpoint]:

@@ -14,6 +14,7 @@ from mcore_ckpt.config import FastTier
 from mcore_ckpt.errors import CommitError, InvalidArgumentError, NoRoomError
 from mcore_ckpt.io import limits
 from mcore_ckpt.io.files import make_folder
+from mcore_ckpt.io.folder_sizes import sizes_below
 from mcore_ckpt.io.node_memory import bytes_free, is_memory
 from mcore_ckpt.io.peer_server import PeerServer
 from mcore_ckpt.io.peer_store import PeerStore
@@ -22,7 +23,7 @@ from mcore_ckpt.ranks.addresses import own_address
 from mcore_ckpt.ranks.hosts import this_host
 from mcore_ckpt.ranks.nodes import Node, Nodes
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide, same_everywhere
-from mcore_ckpt.steps.node_steps import FastCheckpoint, sizes_below
+from mcore_ckpt.steps.node_steps import FastCheckpoint
 from mcore_ckpt.steps.runs import in_store, read_root_run, whose
 from mcore_ckpt.steps.trainer_lock import TrainerLock
 from mcore_ckpt.steps.transaction import Attempt

@@ -31,6 +31,7 @@ from mcore_ckpt.io.threads import for_each
 from mcore_ckpt.steps.branches import newest
 from mcore_ckpt.steps.remote_steps import RemoteStep, RemoteSteps
 from mcore_ckpt.steps.retention import PreservationPolicy, too_old
+from mcore_ckpt.steps.worth import lack_of
 
 logger = logging.getLogger(__name__)
 
@@ -68,10 +69,15 @@ class Upload:
     def run(self) -> None:
         """Uploads the checkpoint. Returns when the whole checkpoint is in the store.
 
+        It first looks whether all files are here, and sends nothing if they are not.
+
         Raises:
             RemoteError: the store failed after all retries, has too little room, or `stop` was set.
             CheckpointCorruptError: a local file is missing or differs from the manifest.
         """
+        lack = lack_of(self._role_dir)
+        if lack is not None:
+            raise CheckpointCorruptError(str(lack))
         self._check_room()
         # The largest first, so that the threads do not end up waiting for one large file.
         missing = [file for file in self.manifest.files if file.path not in self._arrived]
@@ -271,12 +277,14 @@ def tidy_up(
     Raises:
         RemoteError: the store failed.
     """
-    for step in (steps := remote.steps()):
-        for key in superseded(step, uploaded):
-            if key not in pending:
-                remote.delete(key)
-    # Without numbers, the attempt that was just uploaded may have taken the place of one that seemed newer.
-    steps = [remote.step(step.step) if step.step == uploaded.step else step for step in steps]
+    steps = remote.steps()
+    for position, step in enumerate(steps):
+        gone = [key for key in superseded(step, uploaded) if key not in pending]
+        for key in gone:
+            remote.delete(key)
+        # Without numbers, the attempt that was just uploaded may have taken the place of one that seemed newer.
+        if gone or step.step == uploaded.step:
+            steps[position] = remote.step(step.step)
     last = newest(steps)
     if last is not None and remote.read_tracker() != last.step:
         text = str(last.step).encode()

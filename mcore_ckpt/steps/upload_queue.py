@@ -221,7 +221,9 @@ class UploadQueue:
         They are the steps that this run has committed, and those that earlier runs have not uploaded: the complete
         local steps that were committed after every step of this role in the store.
         """
-        last = max((step.commit.number for step in there if self._role in step.committed), default=-1)
+        # The last commit first, until one has all its files.
+        ours = sorted((each for each in there if self._role in each.committed), key=lambda each: -each.commit.number)
+        last = next((each.commit.number for each in ours if each.has(self._role)), -1)
         local = [status for status in steps.list_steps(self._root) if self._role in status.committed]
         wanted = {each.step for each in local if each.is_complete and each.commit.number > last} | {*self._waiting}
         # A step that the policy would delete immediately after the upload is not uploaded.
@@ -319,7 +321,7 @@ def _role_dir(root: Path, step: int, role: str) -> Path:
 
 def _is_there(manifest: Manifest, there: RemoteStep) -> bool:
     found = there.found.get(manifest.role)
-    return found is not None and found.attempt == manifest.attempt
+    return found is not None and found.attempt == manifest.attempt and there.has(manifest.role)
 
 
 # References to the queues that are at work, because a trainer may drop its manager while an upload is under way.

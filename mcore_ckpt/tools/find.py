@@ -24,6 +24,7 @@ from mcore_ckpt.steps.branches import oldest_first
 from mcore_ckpt.steps.listing import StepStatus, find_moved_aside, is_step, list_steps, read_tracker, step_status
 from mcore_ckpt.steps.node_files import check_not_of_one_node
 from mcore_ckpt.steps.tracker import warn_if_tracker_differs
+from mcore_ckpt.steps.worth import whole_first
 from mcore_ckpt.tools.what_is import what_is
 
 Backend = Literal["megatron", "fsdp"]
@@ -211,14 +212,14 @@ def _select(path: Path, step: int | None) -> Selection:
     if moved is not None:
         return Selection(_same_step(path, read_manifest(moved).step, step), (moved,))
     statuses = [status for status in list_steps(path) if step in (None, status.step)]
-    complete = [status for status in statuses if status.is_complete]
-    if not complete:
+    tried = list(whole_first(oldest_first(statuses)))
+    if not tried:
         what = "no complete checkpoint" if step is None else f"no complete checkpoint of step {step}"
         reasons = "".join(f"\n  {status.reason}" for status in reversed(statuses)) or what_is(path).reason
         raise CheckpointNotFoundError(f"{path}: {what}{reasons}")
     if step is None:
-        warn_if_tracker_differs(path, complete)
-    return _selection(oldest_first(complete)[-1])
+        warn_if_tracker_differs(path, tried[::-1])
+    return _selection(tried[0])
 
 
 def _same_step(path: Path, found: int, wanted: int | None) -> int:

@@ -19,9 +19,10 @@ from mcore_ckpt.steps.remote_steps import RemoteRole, RemoteStep, RemoteSteps
 from mcore_ckpt.steps.running_saves import RunningSave, running_saves
 from mcore_ckpt.steps.step_sizes import StepSize, size_of
 from mcore_ckpt.steps.trainer_watch import Life, TrainerWatch
+from mcore_ckpt.steps.worth import Worth, look_at_all
 from mcore_ckpt.tools.step_problems import life_of_saver
 
-State = Literal["complete", "partial", "saving", "incomplete"]
+State = Literal["complete", "partial", "saving", "damaged", "incomplete"]
 Place = Literal["local", "remote"]
 
 
@@ -33,7 +34,8 @@ class ListedStep:
         step: its number.
         path: its folder; its URL if it is only in the remote store.
         state: "complete", "partial" (of the fast tier: other nodes have the other files), "saving" (a process that is
-            not known to be dead still writes it) or "incomplete".
+            not known to be dead still writes it), "damaged" (all roles have their manifests, but files are missing or
+            cut) or "incomplete".
         reason: why the step is not complete; empty if it is. Of a partial step, what is here.
         roles: the committed roles, sorted.
         declared: all roles of the step, sorted.
@@ -96,7 +98,7 @@ class StepList:
 
 
 def step_list_of(root: Path, remote: str | None = None, last: int | None = None) -> StepList:
-    """Looks at the steps below a root. Reads only manifests.
+    """Looks at the steps below a root. Reads only manifests, and looks at names and sizes of the other files.
 
     Args:
         root: the folder of the steps.
@@ -112,12 +114,14 @@ def step_list_of(root: Path, remote: str | None = None, last: int | None = None)
         []
     """
     found_steps = list_steps(root) if last is None else newest_steps(root, last)
+    look_at_all(found_steps)
     statuses = {status.step: status for status in found_steps}
     saves: dict[int, list[RunningSave]] = {}
     for save in running_saves(root, _to_look_into(found_steps, last)):
         saves.setdefault(save.step, []).append(save)
     store = None if remote is None else RemoteSteps(Store(remote), root)
     there = {} if store is None else {step.step: step for step in store.steps()}
+    look_at_all(there.values())
     everywhere: list[StepStatus | RemoteStep] = [*statuses.values(), *there.values()]
     newest, given_up = _newest(everywhere), abandoned(everywhere)
     everywhere_by = {each.step: each for each in everywhere if each.is_complete}
@@ -169,7 +173,7 @@ def _is_saving(status: StepStatus, saves: Sequence[RunningSave], root: Path | No
 
     `root` is None for a step that is older than the newest complete one, whose missing roles nobody will save.
     """
-    if status.is_complete or status.problems:
+    if status.is_claimed or status.problems:
         return False
     if any(save.life is not Life.DEAD for save in saves):
         return True
@@ -186,7 +190,7 @@ def _local(
 ) -> ListedStep:
     remote = there.get(status.step)
     is_remote = remote is not None and remote.is_complete
-    state: State = "complete" if status.is_complete else "saving" if is_saving else "incomplete"
+    state: State = "saving" if is_saving else _state(status)
     partial = [held for held in size.of_nodes.values() if not held.is_whole] if status.is_complete else []
     least = min(partial, key=lambda held: held.whole_nodes / held.nodes, default=None)
     if least is not None:
@@ -208,11 +212,16 @@ def _local(
     )
 
 
+def _state(step: StepStatus | RemoteStep) -> State:
+    states: dict[Worth, State] = {Worth.WHOLE: "complete", Worth.CLAIMED: "damaged", Worth.PARTIAL: "incomplete"}
+    return states[step.worth]
+
+
 def _remote_only(store: RemoteSteps, step: RemoteStep, is_newest: bool) -> ListedStep:
     return ListedStep(
         step=step.step,
         path=store.store.url_of(file_names.step_name(step.step)),
-        state="complete" if step.is_complete else "incomplete",
+        state=_state(step),
         reason="" if step.is_complete else step.reason,
         roles=tuple(sorted(step.committed)),
         declared=tuple(sorted(step.declared)),

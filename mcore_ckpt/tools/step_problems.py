@@ -97,8 +97,8 @@ class StepProblems:
             return Settled((*first, f"{self._root}: could not be looked at again: {error}"))
 
     def _look(self, statuses: Iterable[StepStatus]) -> _Suspects:
-        # A save that is under way is not a problem.
-        incomplete = (status for status in statuses if not status.is_complete and steps.holds_something(status))
+        # A save that is under way is not a problem. What a step lacks of its files, `verify` says of each file.
+        incomplete = (status for status in statuses if not status.is_claimed and steps.holds_something(status))
         tracked = steps.read_tracker(self._root)
         wrong = tracker.tracker_problems(self._root) if self._with_tracker else []
         return _Suspects(tuple(incomplete), next(iter(wrong), None), tracked)

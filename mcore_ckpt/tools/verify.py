@@ -16,11 +16,11 @@ from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
 from mcore_ckpt.formats.native.folder import LocalFolder
 from mcore_ckpt.formats.native.reader import NativeReader
+from mcore_ckpt.io.folder_sizes import sizes_of
 from mcore_ckpt.sharding.plan import MODEL, PARAM, ShardKey, StoredShard, plan_reads
 from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.steps import listing as steps
 from mcore_ckpt.steps.node_files import NodeFiles, files_among
-from mcore_ckpt.steps.node_steps import sizes_below
 from mcore_ckpt.steps.read_lock import reading
 from mcore_ckpt.tools.step_problems import Settled, StepProblems
 from mcore_ckpt.tools.what_is import what_is
@@ -102,7 +102,7 @@ def _of_nodes(role_dir: Path, manifest: Manifest) -> NodeFiles | None:
     if manifest.placement is None:
         return None
     # A file that is cut is here, too: it is damaged, and not on other nodes alone.
-    there = sizes_below(role_dir)
+    there = sizes_of(role_dir, (file.path for file in manifest.files))
     return files_among(manifest, (number for number, file in enumerate(manifest.files) if file.path in there))
 
 

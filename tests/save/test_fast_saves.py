@@ -7,10 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from checkpoints import manifest_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.manifest import WrittenFile, encode_manifest
 from mcore_ckpt.checkpoint.placement import Placement
 from mcore_ckpt.config import FastTier
 from mcore_ckpt.errors import CommitError
@@ -51,7 +53,9 @@ def attempt_of(step: int) -> str:
 def commit(saves: FastSaves, step: int, role: str = "actor") -> None:
     role_dir = saves.tier.role_dir(step, role)
     (role_dir / "model").mkdir(parents=True, exist_ok=True)
-    (role_dir / file_names.MANIFEST_FILE).touch()
+    manifest = manifest_of([(0, WrittenFile("model/x.pt", "model", 1, 0))], 1, step, attempt_of(step), role, (role,))
+    (role_dir / file_names.MANIFEST_FILE).write_bytes(encode_manifest(manifest))
+    (role_dir / "model" / "x.pt").write_bytes(b"x")
     if role == "actor":
         saves.committed(step, attempt_of(step), save_count=0)
 
@@ -62,6 +66,18 @@ def steps_of(saves: FastSaves, role: str = "actor") -> list[int]:
 
 
 # -- which steps stay -------------------------------------------------------------------------------------------
+
+
+def test_a_step_of_which_the_node_has_lost_its_part_does_not_count(tmp_path: Path) -> None:
+    saves = saves_in(tmp_path, keep=2)
+    for step in (10, 20, 30):
+        commit(saves, step)
+    (saves.tier.role_dir(20) / "model" / "x.pt").unlink()
+    remove_old(saves, 30)
+    assert steps_of(saves) == [10, 20, 30]
+    commit(saves, 40)
+    remove_old(saves, 40)
+    assert steps_of(saves) == [30, 40]
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3])

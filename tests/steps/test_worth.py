@@ -1,8 +1,10 @@
 """A step counts when its files are there, and not when its manifest says so."""
 
+import json
 import logging
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +19,14 @@ from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.cli.main import main
 from mcore_ckpt.errors import CheckpointCorruptError
 from mcore_ckpt.io.folder_sizes import sizes_below, sizes_of
+from mcore_ckpt.io.store import Store
+from mcore_ckpt.load.candidates import newest_first
 from mcore_ckpt.recover import resumable_steps
 from mcore_ckpt.steps import listing, tracker
-from mcore_ckpt.steps.retention import PreservationPolicy, delete_old_steps
+from mcore_ckpt.steps.remote_steps import RemoteSteps
+from mcore_ckpt.steps.retention import PreservationPolicy, delete_old_steps, too_old
+from mcore_ckpt.steps.upload import Upload
+from mcore_ckpt.steps.upload_queue import UploadQueue
 from mcore_ckpt.steps.worth import Worth
 
 
@@ -172,3 +179,51 @@ def test_a_manifest_that_only_a_full_decoding_understands(tmp_path: Path) -> Non
     assert listing.step_status(role_dir.parent).worth is Worth.CLAIMED
     (role_dir / 'a "name".pt').write_bytes(b"x")
     assert listing.step_status(role_dir.parent).is_complete
+
+
+def test_list_says_what_is_missing(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", str(root), "--json"]) == 0
+    *_, second, third = json.loads(capsys.readouterr().out)["steps"]
+    assert (second["state"], second["complete"], second["newest"]) == ("complete", True, True)
+    assert (third["state"], third["complete"], third["newest"]) == ("damaged", False, False)
+    assert "model/mp_rank_00_000/model_states.pt (missing)" in third["reason"]
+    assert main(["list", str(root)]) == 0
+    shown = capsys.readouterr().out
+    assert "global_steps_3  is damaged: " in shown
+    assert "newest complete step: 2; " in shown
+    assert main(["inspect", str(root), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["step"] == 2
+    assert main(["inspect", str(root), "--step", "3"]) == 1
+    assert "missing or cut" in capsys.readouterr().err
+    assert main(["verify", str(root)]) == 1
+    assert "global_steps_2/actor: sound" in capsys.readouterr().out
+
+
+def test_a_store_counts_what_it_has(root: Path, tmp_path: Path) -> None:
+    """As after a rule of the store that deletes old objects, or an interrupted copy of a bucket."""
+    remote = RemoteSteps(Store(f"file://{tmp_path}/store"))
+    make(of_step(root, 3), 3)
+    for step in (1, 2, 3):
+        Upload(remote.store, of_step(root, step), threading.Event()).run()
+    assert [step.is_complete for step in remote.steps()] == [True, True, True]
+    hollow(next((tmp_path / "store" / "global_steps_3" / ROLE).iterdir()))
+    *_, second, third = remote.steps()
+    assert (second.worth, third.worth, third.is_claimed) == (Worth.WHOLE, Worth.CLAIMED, True)
+    assert "missing or cut" in third.reason
+    assert [step.step for step in too_old(remote.steps(), PreservationPolicy(1))] == [1]
+    assert [candidate["step"] for candidate in newest_first(ROLE, [], remote.steps())] == [2, 1]
+    # What the store has lost is sent again, and the step counts once more.
+    uploads = UploadQueue(remote, root, ROLE, PreservationPolicy(1))
+    assert uploads.committed(3).wait(60)
+    assert uploads.wait(60)
+    assert [(step.step, step.worth) for step in remote.steps()] == [(3, Worth.WHOLE)]
+    assert remote.read_tracker() == 3
+
+
+def test_nothing_is_sent_of_a_step_that_lacks_files(root: Path, tmp_path: Path) -> None:
+    store = Store(f"file://{tmp_path}/store")
+    cut(of_step(root, 2))
+    for step in (2, 3):
+        with pytest.raises(CheckpointCorruptError, match="missing or cut"):
+            Upload(store, of_step(root, step), threading.Event()).run()
+    assert store.names("") == []

@@ -24,7 +24,7 @@ from mcore_ckpt.integrations.areal.recovery_steps import RecoveryStep, RecoveryS
 from mcore_ckpt.ranks import agree
 from mcore_ckpt.recover import retried
 from mcore_ckpt.schedule import Schedule
-from mcore_ckpt.steps import complete_steps, reading
+from mcore_ckpt.steps import list_steps, reading
 
 if TYPE_CHECKING:
     from areal.api import FinetuneSpec
@@ -264,7 +264,7 @@ class RecoverHandler(areal.RecoverHandler):
         inference_engine.set_version(version)
 
     def _warn_of_what_is_there(self) -> None:
-        steps = [status.step for status in complete_steps(self._root)]
+        steps = [status.step for status in list_steps(self._root) if status.is_claimed]
         if steps:
             logger.warning(
                 "%s has step %d, but recover.mode is off, so training starts from the beginning", self._root, steps[-1]

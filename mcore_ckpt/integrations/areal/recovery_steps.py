@@ -33,7 +33,6 @@ from mcore_ckpt.steps import (
     StepStatus,
     TrainerLock,
     check_own_step,
-    complete_steps,
     delete_old_steps,
     delete_step,
     discard_step,
@@ -131,10 +130,11 @@ class RecoverySteps:
     def _prepare(self, step: int) -> None:
         """Runs on rank 0 before a save: takes the lock, and removes what an earlier attempt left of this step."""
         self._lock.take(self._timeout_s / 2)
-        complete = [status.step for status in complete_steps(self._root)]
-        if self.current is None and complete:
+        # Even one that lacks files may be mended, and is no reason to begin anew.
+        there = [status.step for status in list_steps(self._root) if status.is_claimed]
+        if self.current is None and there:
             raise CheckpointError(
-                f"{self._root}: has steps of an earlier run (step {', '.join(map(str, complete))}), and this training "
+                f"{self._root}: has steps of an earlier run (step {', '.join(map(str, there))}), and this training "
                 "has not recovered from any of them: call load first, or delete or move the folder to start afresh"
             )
         if self.current is not None and step < self.current:
@@ -156,11 +156,11 @@ class RecoverySteps:
             discard_step(path)
 
     def _delete_old(self, step: int) -> None:
-        complete = complete_steps(self._root)
-        if step not in [status.step for status in complete]:
+        statuses = list_steps(self._root)
+        if not any(status.step == step and status.is_complete for status in statuses):
             return  # it is still being saved
-        for status in complete:
-            if status.step > step and not status.pinned:
+        for status in statuses:
+            if status.step > step and status.is_claimed and not status.pinned:
                 logger.warning(
                     "%s: deleting it, because training continued from an older step, to step %d", status.path, step
                 )

@@ -13,7 +13,7 @@ from mcore_ckpt.formats import load_safely
 from mcore_ckpt.integrations.bridge.options import LOADED_FROM
 from mcore_ckpt.integrations.kit.resume import Theirs, find
 from mcore_ckpt.integrations.kit.together import decided_by_rank_0
-from mcore_ckpt.steps import complete_steps, move_tracker, read_tracker
+from mcore_ckpt.steps import move_tracker, newest_complete, read_tracker
 
 _TOPIC = "finding a checkpoint"
 # The options that say that there must be a checkpoint in `load`.
@@ -79,7 +79,7 @@ def _refuse_one_checkpoint(name: str, root: Path, role: str) -> None:
 def _complete_tracker(root: Path) -> None:
     from megatron.bridge.training.utils.checkpoint_utils import checkpoint_exists
 
-    if not checkpoint_exists(str(root)) and complete_steps(root):
+    if not checkpoint_exists(str(root)) and newest_complete(root) is not None:
         move_tracker(root)
 
 

@@ -21,7 +21,7 @@ from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.integrations.kit.loop import Loaded, LoopCheckpoints, Training
 from mcore_ckpt.integrations.kit.options import kept_count
 from mcore_ckpt.integrations.swift.options import arguments, read_config, refuse_unsupported, saving
-from mcore_ckpt.steps import PreservationPolicy, complete_steps, delete_old_steps, write_tracker
+from mcore_ckpt.steps import PreservationPolicy, complete_steps, delete_old_steps, list_steps, write_tracker
 
 logger = logging.getLogger(__name__)
 
@@ -205,7 +205,11 @@ class CheckpointTrainer:
 def _is_ours(folder: str) -> bool:
     """Returns True for a step's folder, a role's folder, or the folder of all steps, if this package wrote them."""
     path = Path(folder)
-    return any((each / MANIFEST_FILE).exists() for each in (path, path / ROLE)) or bool(complete_steps(path))
+    return any((each / MANIFEST_FILE).exists() for each in (path, path / ROLE)) or any(
+        # One that lacks files, too, is no reason to begin anew: to load it fails, and says why.
+        status.is_claimed
+        for status in list_steps(path)
+    )
 
 
 def _step_of_weights(folder: str) -> str | None:

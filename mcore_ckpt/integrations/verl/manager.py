@@ -23,7 +23,7 @@ from mcore_ckpt.integrations.verl.place import Place, remote_root
 from mcore_ckpt.integrations.verl.stock import adapter_folder, huggingface_weights
 from mcore_ckpt.integrations.verl.value_head import IGNORED, fill_value_head, value_head_file
 from mcore_ckpt.manager import CheckpointManager
-from mcore_ckpt.steps import complete_steps, delete_step, step_status
+from mcore_ckpt.steps import delete_step, list_steps, step_status
 
 logger = logging.getLogger(__name__)
 
@@ -271,12 +271,13 @@ class MegatronCheckpointManager:
         """If a newer step is complete, deletes the step that was loaded. Raises OSError."""
         if loaded.step_path is None or loaded.step is None:
             return
-        others = [status for status in complete_steps(saved.root) if status.path != loaded.step_path]
+        others = [status for status in reversed(list_steps(saved.root)) if status.path != loaded.step_path]
         # Step numbers of different runs cannot be compared.
         is_of_other_run = saved.root != loaded.root
         status = step_status(loaded.step_path)
         last = status.commit.number
-        if not any(self.role in s.committed and (is_of_other_run or s.commit.number > last) for s in others):
+        newer = [s for s in others if self.role in s.committed and (is_of_other_run or s.commit.number > last)]
+        if not any(each.is_complete for each in newer):
             return
         if not loaded.step_path.exists():
             self._delete_later = None  # the other role's manager or retention has deleted it

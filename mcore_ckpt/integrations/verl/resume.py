@@ -17,9 +17,9 @@ from mcore_ckpt.checkpoint import MANIFEST_FILE, TRACKER_FILE, step_dirs
 from mcore_ckpt.formats import companions_of, first_cut, kind_of, what_is_missing
 from mcore_ckpt.integrations.verl.place import Place
 from mcore_ckpt.steps import (
-    complete_steps,
     holds_something,
     list_steps,
+    newest_complete,
     read_tracker,
     remove_tracker,
     step_status,
@@ -108,10 +108,10 @@ def remove_bare_steps(root: Path) -> None:
     Those that are newer than the newest complete step in the root stay, because the nodes may still have these steps.
     Raises OSError.
     """
-    complete = complete_steps(root)
-    newest = complete[-1].step if complete else 0
+    complete = newest_complete(root)
+    newest = complete.step if complete is not None else 0
     # Nothing is deleted that the trainer does not write into each step.
-    known = companions_of(complete[-1].path).keys() if complete else set()
+    known = set() if complete is None else companions_of(complete.path).keys()
     for step, folders in step_dirs(root).items():
         for folder in folders if step < newest else ():
             theirs = companions_of(folder)
