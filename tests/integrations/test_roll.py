@@ -290,7 +290,7 @@ def test_true_takes_the_newest_that_is_whole(trainers: Trainers, root: Path) -> 
     state.unlink()
     name, message = error_of(trainers.live(root, resume=True))
     # Never from the beginning in silence.
-    assert name == "CheckpointNotFoundError"
+    assert name == "CheckpointCorruptError"
     assert "model_states.pt" in message
     assert STATE_FILE in message
 
