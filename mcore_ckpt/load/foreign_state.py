@@ -257,8 +257,6 @@ def _roundings(state: ForeignState) -> Iterator[str | None]:
 def _matched(part: OptimizerPart, saved: SavedPart, schedules: Schedules) -> tuple[SavedPart, GroupChanges]:
     stored = [group for group in saved.param_groups or () if group is not None]
     if saved.param_groups is None and part.inner is not None:
-        # Otherwise their rates would be those of a scheduler that has not been loaded yet.
-        saved = replace(saved, param_groups=[None for _ in part.param_groups])
         return saved, GroupChanges(tuple(group.describe() for group in read_live_groups(part)))
     groups, changes = match_groups(part, stored, schedules)
     return replace(saved, param_groups=groups), changes

@@ -27,7 +27,9 @@ def write_common(
     write_scheduler(lr_scheduler, schedule)
     option = schedules_of(lr_scheduler, schedule).option
     for part, state in zip(optimizer_parts(optimizer), saved, strict=True):
+        without_rates = part.param_groups
         if state.param_groups is not None:
-            set_rates(lr_scheduler, write_param_groups(part, state.param_groups, option))
+            without_rates = write_param_groups(part, state.param_groups, option)
+        set_rates(lr_scheduler, without_rates)
         part.write_step(state.step)
         optimizer_state.write_grad_scaler(part, state.grad_scaler)

@@ -145,6 +145,7 @@ def test_a_new_group_keeps_the_runs_values_and_is_named(
         save(first, shared_path, 3)
         second = build_with(layout, monkeypatch, {EMBEDDING: {"max_lr": 3e-3}}, seed=2)
         poison_all_but_schedule(second)
+        second.scheduler.start_wd = 0.05  # the checkpoint's counts, also for the rates of what is new
         with caplog.at_level(logging.INFO, "mcore_ckpt"):
             report = reload(second, shared_path)
         (kept,) = report.kept_groups
@@ -156,6 +157,7 @@ def test_a_new_group_keeps_the_runs_values_and_is_named(
         assert value(second, "linear_fc1.weight", "max_lr") == {1e-2}
         (rate,) = value(second, "embedding", "lr")
         assert rate == second.scheduler.get_lr({"max_lr": 3e-3, "min_lr": 1e-4})
+        assert value(second, "embedding", "weight_decay") == value(first, "linear_fc1.weight", "weight_decay")
         # And a group that is gone leaves the others alone.
         train(second, 3, 4)
         save(second, shared_path, 4)

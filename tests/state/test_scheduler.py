@@ -3,6 +3,7 @@
 import copy
 import io
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from torch.optim import lr_scheduler
 
 from mcore_ckpt.checkpoint.plain_files import pickle_plain
 from mcore_ckpt.errors import CheckpointMismatchError
+from mcore_ckpt.state.common import write_common
+from mcore_ckpt.state.param_groups import SavedPart
 from mcore_ckpt.state.scheduler import check_scheduler, read_scheduler, schedules_of, write_scheduler
 
 
@@ -117,6 +120,18 @@ def test_a_check_that_passes_changes_nothing_either() -> None:
     check_scheduler(scheduler, state)
     assert rates(scheduler, 3) == before
     assert state == stored(megatrons())
+
+
+def test_groups_that_keep_their_values_get_the_rates_of_the_loaded_schedule() -> None:
+    """`load_state_dict` sets the rates before it has read the weight decay (0.16 to 0.19)."""
+    original = megatrons()
+    original.step(5)
+    other = megatrons(start_wd=0.05)
+    part = SimpleNamespace(optimizer=other.optimizer)
+    write_common(part, other, [SavedPart(None, None, None, starts_anew=True)], stored(original))
+    original.step(0)
+    for one, two in zip(other.optimizer.param_groups, original.optimizer.param_groups, strict=True):
+        assert (one["lr"], one["weight_decay"]) == (two["lr"], two["weight_decay"])
 
 
 def sequential(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
