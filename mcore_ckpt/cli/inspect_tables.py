@@ -68,8 +68,12 @@ def origin_facts(manifest: Manifest) -> list[tuple[str, str]]:
 
 
 def model_facts(manifest: Manifest) -> list[tuple[str, str]]:
-    """Returns what the model computes with its tensors, without what is off, as a pair of a topic and facts."""
-    told = [f"{name} {value}" for name, value in (manifest.model or {}).items() if value not in (None, False)]
+    """Returns what the model computes with its tensors, as a pair of a topic and facts.
+
+    What is off is left out, and so are lists, such as a number for each layer. `--json` has all of it.
+    """
+    facts = (manifest.model or {}).items()
+    told = [f"{name} {value}" for name, value in facts if value not in (None, False) and not isinstance(value, list)]
     return [("model", ", ".join(told))] if told else []
 
 
