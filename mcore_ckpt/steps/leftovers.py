@@ -19,6 +19,7 @@ from mcore_ckpt.steps.work_folders import (
     own_steps,
     work_folders,
 )
+from mcore_ckpt.steps.worth import lack_of
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +95,9 @@ def find_leftovers(root: Path, role: str | None = None) -> list[Path]:
         beside_step = entry.parent == root  # then its name does not contain its role
         if (role not in (None, work.role) and not beside_step) or not is_leftover(entry, alone=False):
             continue
-        if work.purpose == "staging" or os.path.exists(entry.parent / work.role / file_names.MANIFEST_FILE):
+        role_dir = entry.parent / work.role
+        is_replaced = work.purpose == "staging" or os.path.exists(role_dir / file_names.MANIFEST_FILE)
+        if is_replaced and not _is_all_that_is_left(entry, role_dir):
             found.append(entry)
     return found
 
@@ -113,11 +116,21 @@ def _remove_in(step_path: Path, role: str, alone: bool) -> None:
             continue
         if work.purpose == "replaced" and restore_replaced(entry, step_path / role):
             continue
-        if is_leftover(entry, alone):
+        if is_leftover(entry, alone) and not _is_all_that_is_left(entry, step_path / role):
             logger.warning("removing %s, a leftover of a save that did not finish", entry)
             remove_leftover(entry)
     if alone:
         remove_if_empty(step_path)
+
+
+def _is_all_that_is_left(entry: Path, role_dir: Path) -> bool:
+    """True if a leftover is a whole checkpoint, and the one that has taken its place has lost files."""
+    if not (role_dir / file_names.MANIFEST_FILE).exists() or not (entry / file_names.MANIFEST_FILE).exists():
+        return False
+    try:
+        return lack_of(role_dir) is not None and lack_of(entry) is None
+    except OSError:
+        return True
 
 
 def _may_have_leftovers(step_path: Path, role: str) -> bool:

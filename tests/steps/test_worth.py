@@ -22,7 +22,7 @@ from mcore_ckpt.io.folder_sizes import sizes_below, sizes_of
 from mcore_ckpt.io.store import Store
 from mcore_ckpt.load.candidates import newest_first
 from mcore_ckpt.recover import resumable_steps
-from mcore_ckpt.steps import listing, tracker
+from mcore_ckpt.steps import leftovers, listing, tracker
 from mcore_ckpt.steps.remote_steps import RemoteSteps
 from mcore_ckpt.steps.retention import PreservationPolicy, delete_old_steps, too_old
 from mcore_ckpt.steps.upload import Upload
@@ -227,3 +227,16 @@ def test_nothing_is_sent_of_a_step_that_lacks_files(root: Path, tmp_path: Path) 
         with pytest.raises(CheckpointCorruptError, match="missing or cut"):
             Upload(store, of_step(root, step), threading.Event()).run()
     assert store.names("") == []
+
+
+def test_an_old_checkpoint_stays_if_the_one_in_its_place_has_lost_files(root: Path) -> None:
+    """It was moved aside by a save that died after its commit."""
+    aside = file_names.replaced_dir(of_step(root, 3), "a" * 32)
+    make(of_step(root, 2), 2)
+    shutil.copytree(of_step(root, 2), aside)
+    leftovers.remove_leftovers(root, ROLE, alone=True)
+    assert leftovers.find_leftovers(root) == []
+    assert aside.exists()
+    make(of_step(root, 3), 3)
+    leftovers.remove_leftovers(root, ROLE, alone=True)
+    assert not aside.exists()
