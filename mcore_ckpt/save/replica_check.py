@@ -161,7 +161,7 @@ class _Sampled:
     """Parts of the tensors of one list, or their CRCs: on the host already, or on their way. None: not to be had."""
 
     of: ReplicatedTensors
-    first: int
+    numbers: tuple[int, ...]
     parts: tuple[torch.Tensor | int | None, ...]
 
 
@@ -178,7 +178,7 @@ class ReplicaSamples:
     def names(self) -> Record:
         """Returns the names of the tensors, as far as it is this rank that tells them."""
         told = (sampled for sampled in self.samples if sampled.of.names_them)
-        return {each.of.label: list(each.of.names[each.first : each.first + len(each.parts)]) for each in told}
+        return {each.of.label: [each.of.names[number] for number in each.numbers] for each in told}
 
 
 def take_samples(
@@ -198,12 +198,12 @@ def take_samples(
 def _sample(listed: ReplicatedTensors, attempt: str, everything: bool, copies: HostCopies) -> _Sampled:
     # The generator of the trainer must not be touched.
     chosen = random.Random(attempt + listed.label)
-    count = len(listed.tensors) if everything else min(_TENSORS, len(listed.tensors))
-    first = 0 if everything else chosen.randrange(len(listed.tensors) - count + 1)
+    total = len(listed.tensors)
+    first = chosen.randrange(total)
+    numbers = tuple((first + n) % total for n in range(total if everything else min(_TENSORS, total)))
     parts: list[torch.Tensor | int | None] = []
-    for reference in listed.tensors[first : first + count]:
-        at = chosen.random()
-        tensor = reference()
+    for number in numbers:
+        at, tensor = chosen.random(), listed.tensors[number]()
         found = None if tensor is None else in_host_memory([tensor.detach()], copies)[0]
         if found is None or not found.untyped_storage().nbytes() or not found.is_contiguous():
             parts.append(None)
@@ -212,7 +212,7 @@ def _sample(listed: ReplicatedTensors, attempt: str, everything: bool, copies: H
         else:
             part = _part_at(found.view(-1), at)
             parts.append(part.to("cpu", non_blocking=True) if part.is_cuda else _crc(part))
-    return _Sampled(listed, first, tuple(parts))
+    return _Sampled(listed, numbers, tuple(parts))
 
 
 def _crc_if(part: torch.Tensor | int | None, has_arrived: bool) -> int | None:
