@@ -217,13 +217,16 @@ def _newest_among(
     listed: _Listed, role: str | None, tracked: int | None, seen: Path | None
 ) -> tuple[list[StepStatus], bool]:
     """Returns complete steps with one that has the highest number, and whether all looks were sure."""
-    found, is_sure, known = list[StepStatus](), True, _known(listed.root, listed.folders)
+    found, is_found, is_sure, known = list[StepStatus](), False, True, _known(listed.root, listed.folders)
     for number in sorted(listed.folders, reverse=True):
-        if not found or number == tracked:
+        if not is_found or number == tracked:
             look = _look_at(listed, known, number)
             is_sure = is_sure and look.is_sure
             (status,) = without_others(listed.root, [look.status.having_seen(seen)])
-            found += [status] if (role is None or role in status.committed) and status.is_complete else []
+            # Behind the highest, the tracked one is looked at by `newest`, if it was committed later.
+            if (role is None or role in status.committed) and (is_found or status.is_complete):
+                found.append(status)
+                is_found = True
     return found, is_sure
 
 
