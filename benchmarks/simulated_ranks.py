@@ -342,12 +342,13 @@ class Rank0:
                 attempt,
                 lambda _: report(self._names),
                 describe,
-                phases.timed("tracker", lambda: tracker.move_tracker(self._trainer.root)),
+                phases.timed("tracker", lambda: tracker.move_tracker(self._trainer.root, step, attempt.role_dir)),
             )
             self._own.committed(self._names)
             ended = time.perf_counter()
             with phases.phase("retention"):
-                old = too_old(listing.list_steps(self._trainer.root), PreservationPolicy(max_to_keep=2), step)
+                statuses = [each.having_seen(attempt.role_dir) for each in listing.list_steps(self._trainer.root)]
+                old = too_old(statuses, PreservationPolicy(max_to_keep=2), step)
             found["cpu_s"] = time.thread_time() - clocks
         found |= {
             "collected_at": collected[0],
