@@ -34,7 +34,8 @@ def remote_steps(remote: RemoteSteps | None, root: Path, step: int | None, requi
     Args:
         remote: the remote steps, or None without a store.
         root: the folder of the local steps, for messages.
-        step: the only step to list; None for all.
+        step: the only step to list; None for all. A step of another run is listed only if it is named in this way, and
+            if there is no other one.
         required: True if there is no local checkpoint to load instead.
 
     Raises:
@@ -44,7 +45,10 @@ def remote_steps(remote: RemoteSteps | None, root: Path, step: int | None, requi
     if remote is None:
         return []
     try:
-        return remote.steps() if step is None else [remote.step(step)]
+        if step is None:
+            return remote.steps()
+        found = remote.step(step)
+        return [_of_any_run(remote, found) if required and found.is_shared and not found.found else found]
     except RemoteError as error:
         if required:
             raise RemoteError(
@@ -52,6 +56,13 @@ def remote_steps(remote: RemoteSteps | None, root: Path, step: int | None, requi
             ) from None
         logger.warning("only local checkpoints can be loaded, although the store may have newer ones: %s", error)
         return []
+
+
+def _of_any_run(remote: RemoteSteps, found: RemoteStep) -> RemoteStep:
+    """Returns a step of another run, which the caller has asked for by its number."""
+    for problem in found.problems:
+        logger.warning("step %d is loaded because it was asked for by its number: %s", found.step, problem)
+    return RemoteSteps(remote.store).step(found.step)
 
 
 def newest_first(role: str, local: Sequence[StepStatus], remote: Sequence[RemoteStep]) -> list[Record]:

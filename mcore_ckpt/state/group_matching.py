@@ -237,6 +237,8 @@ def check_equal(
     for group, other in _pairs(live, saved, found):
         one, two = {**of_run, **group.settings}, {**of_checkpoint, **other.settings}
         for name in differing(one, two, ("structure", "schedule")):
+            if one.get(name) != one.get(name):  # a NaN is no wish of the run's
+                continue
             raise CheckpointMismatchError(
                 f"the param group {group.describe()}: {name}: wanted {one.get(name)}, found {two.get(name)}: use the "
                 "same schedule, or set use_checkpoint_opt_param_scheduler or override_opt_param_scheduler"

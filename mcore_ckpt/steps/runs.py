@@ -88,7 +88,10 @@ def own_ids(root: Path) -> frozenset[str] | None:
 
 def whose(run: Run | None) -> str:
     """Says whose a checkpoint is that belongs to another run, and what to do."""
-    return f"belongs to another run ({run}), so it is neither loaded nor deleted here: to load it, name its path"
+    return (
+        f"belongs to another run ({run}), so it is neither loaded nor deleted here: to load it, name its path, or its "
+        "step in a store"
+    )
 
 
 def check_own(root: Path, folder: Path, heads: Iterable[ManifestSummary]) -> None:
