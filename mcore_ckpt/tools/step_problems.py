@@ -120,8 +120,11 @@ class StepProblems:
             newest, numbers = steps.newest_complete(self._root), sorted(file_names.step_dirs(self._root))
             limits = [*numbers[-_STEPS_UNDER_WAY:][:1], *([] if newest is None else [newest.step])]
             oldest = max(limits, default=0)
+            # After a rollback, what is under way has lower numbers than the abandoned steps.
+            last = sorted(suspects.steps, key=order_of)[-_STEPS_UNDER_WAY:]
             for status in suspects.steps:
-                is_last = status.step >= oldest or (newest is not None and order_of(status) > order_of(newest))
+                is_newer = newest is not None and status in last and order_of(status) > order_of(newest)
+                is_last = status.step >= oldest or is_newer
                 by_life[life_of_saver(status, lives) if is_last else Life.DEAD].append(status.reason)
         if suspects.tracker is not None:
             # A trainer moves the tracker right after its commit. One that has not done so for that long has failed.
