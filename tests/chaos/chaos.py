@@ -39,6 +39,7 @@ from lives import (
     wait_until_ready,
 )
 
+from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.steps import listing as steps
 
 ROLE = "actor"
@@ -113,7 +114,8 @@ class Chain:
             done += bool(outcome.killed)
             yield self._record(outcome, plan, "kill" if outcome.killed else "missed")
         last = self._undisturbed("last")
-        left = [path.name for path in self._folder.joinpath("root").rglob(".*")]
+        hidden = [path.name for path in self._folder.joinpath("root").rglob(".*")]
+        left = [name for name in hidden if name != file_names.RUN_FILE]
         if left:
             last.problems.append(f"left behind: {left}")
         yield self._record(last, Plan(self._life(), ()), "last")

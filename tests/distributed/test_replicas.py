@@ -100,7 +100,7 @@ def test_samples_find_replicas_that_have_drifted_everywhere(shared_path: Path) -
         reports = [gather(handle.report)[0] for handle in (sound, drifted, everything)]
         with everywhere():
             assert reports[0].different_replicas == ()
-            assert 1 <= len(reports[1].different_replicas) <= 4
+            assert 1 <= len(reports[1].different_replicas) <= 8
             assert any("(exp_avg" in text for text in reports[2].different_replicas)
 
 

@@ -176,7 +176,7 @@ def test_adapters_are_saved_alone_and_resumed(
         through = train(first, 2, 4)
         with everywhere():
             role = root / "checkpoint-2" / "actor_train"
-            assert read_manifest(role).adapters == AdapterSettings(ALPHA * DIM**0.5)
+            assert read_manifest(role).adapters == AdapterSettings(ALPHA * DIM**0.5, trained=())
             saved = list(NativeReader.open(role).names)
             assert len(saved) == 4  # of two layers, A and B
             assert all(".adapter.linear_" in name for name in saved)

@@ -34,6 +34,8 @@ from host_jobs import Job, JobServer
 from hosts import Host, Hosts
 from lives import say
 
+from mcore_ckpt.checkpoint.file_names import RUN_FILE
+
 LIFE = Path(__file__).with_name("fast_life.py")
 HOSTS = 4
 STEPS = 4
@@ -185,7 +187,8 @@ class Chain:
             for _ in range(kills):
                 yield self._live(hosts, self._plan())
             last = self._live(hosts, self._last_plan())
-            left = [path for host in hosts for path in host.files.rglob(".*")] + [*self._shared.rglob("root/*/.*")]
+            hidden = [path for host in hosts for path in host.files.rglob(".*")] + [*self._shared.rglob("root/*/.*")]
+            left = [path for path in hidden if path.name != RUN_FILE]
             if left:
                 last.problems.append(f"left behind: {[str(path) for path in left]}")
             yield last

@@ -50,6 +50,7 @@ from lives import (
 from soaked_life import ALARM_S, LAYOUTS, LEAKS, PAIR, ROOTS, SINGLE, TIMEOUT_S, SoakedLife, ledger, root_of, run_rank
 from usage import Usage
 
+from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.cli.main import main as command_line
 from mcore_ckpt.steps import listing as steps
 
@@ -120,7 +121,8 @@ class Soak:
             yield self._live(self._plan())
         life = self._life(roots=(PAIR, SINGLE), seconds=5.0)
         last = self._live(Plan(life))
-        left = [str(path) for path in root_of(self._folder, "").rglob(".*") if path.name != ".pinned"]
+        stays = (file_names.PINNED_FILE, file_names.RUN_FILE)
+        left = [str(path) for path in root_of(self._folder, "").rglob(".*") if path.name not in stays]
         if left:
             last.problems.append(f"left behind: {left}")
         yield last
