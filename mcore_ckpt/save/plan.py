@@ -6,7 +6,7 @@ A plan is reused as long as the tensors are the same.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, repeat
 from operator import attrgetter, call, eq, is_
 from typing import cast
@@ -94,6 +94,7 @@ class SavePlan:
         weights: the weights that must be filled from main parameters before the capture.
         groups: which parameters are in which param groups.
         replicated: the tensors that other ranks have, too.
+        copies: the host copies of the buffers that are offloaded.
     """
 
     files: tuple[FilePlan, ...]
@@ -104,6 +105,7 @@ class SavePlan:
     weights: MainWeights
     groups: GroupMembers
     replicated: tuple[ReplicatedTensors, ...]
+    copies: HostCopies = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -223,7 +225,7 @@ def _with_host_copies(plan: SavePlan, copies: HostCopies) -> SavePlan:
     if not copies:
         return plan
     tensors = tuple(FileTensors.of(in_host_memory(members.tensors, copies)) for members in plan.tensors)
-    return replace(plan, tensors=tensors, on_gpu=_on_gpu(tensors), on_host=True)
+    return replace(plan, tensors=tensors, on_gpu=_on_gpu(tensors), on_host=True, copies=copies)
 
 
 # Where addresses have 48 bits, no tensor with memory is below this address. On other systems all tensors may be below

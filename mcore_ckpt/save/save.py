@@ -45,7 +45,6 @@ from mcore_ckpt.save.small_files import SmallFiles, read_steps, sizes_of_assets
 from mcore_ckpt.save.tracking import follow_nodes
 from mcore_ckpt.state.main_weights import NO_WEIGHTS, is_gathered_by_megatron
 from mcore_ckpt.state.model import gradients_share_memory, sync_parameters
-from mcore_ckpt.state.offloaded import host_copies
 from mcore_ckpt.steps import tracker
 from mcore_ckpt.steps.commit import remove_folder, remove_if_empty
 from mcore_ckpt.steps.node_transaction import NodeAttempt, commit_on_nodes, make_staging
@@ -148,7 +147,7 @@ class Save:
                 self._plan.replicated,
                 attempt.number,
                 self._trainer.config.verify_replicas,
-                host_copies(self._trainer.chunks),
+                self._plan.copies,
             )
             self._times.mark("planned")
             self._capture = self._captured()
@@ -159,7 +158,7 @@ class Save:
                 self._events.captured(time.perf_counter(), self._nbytes, time.perf_counter() - self._times["planned"])
             if self._has_images:
                 # The trainer may offload its tensors now, and needs the memory of weights made from main parameters.
-                self._plan = replace(self._plan, tensors=(), weights=NO_WEIGHTS)
+                self._plan = replace(self._plan, tensors=(), weights=NO_WEIGHTS, copies={})
         except Exception as error:
             self._capture = error
             self._plan = replace(self._plan, weights=NO_WEIGHTS)
