@@ -1,4 +1,8 @@
-"""Converts small state to plain values, which `torch.load(weights_only=True)` opens."""
+"""Converts the small state of optimizers, schedulers and generators to plain values.
+
+`torch.load(weights_only=True)` opens them, and each version of this package reads them. What a trainer hands over keeps
+its types instead (typed_values.py).
+"""
 
 from __future__ import annotations
 
@@ -17,9 +21,8 @@ ATOMS = (type(None), bool, int, float, complex, str, bytes)
 def to_plain(value: Any, field: str) -> Any:
     """Returns a copy of `value` that consists of dicts, lists, tuples, sets, numbers, strings, bytes and CPU tensors.
 
-    Tensors are cloned, so later changes do not affect the copy. NumPy scalars become Python scalars. NumPy arrays
-    become tensors, because torch has no safe pickle for arrays. Generators are replaced by their state, mappings by
-    dicts, and torch.Size and slices by tuples.
+    Tensors are cloned, so later changes do not affect the copy. NumPy scalars become Python scalars, mappings dicts,
+    and generators their state.
 
     Args:
         value: the value to copy.
@@ -42,10 +45,6 @@ def to_plain(value: Any, field: str) -> Any:
         return {_key(key, field): to_plain(item, f"{field}[{key!r}]") for key, item in value.items()}
     if type(value) in (list, tuple, set):
         return type(value)(to_plain(item, f"{field}[{i}]") for i, item in enumerate(value))
-    if isinstance(value, torch.Size):
-        return tuple(value)
-    if isinstance(value, slice):
-        return (value.start, value.stop, value.step)
     return _from_numpy(value, field)
 
 
@@ -61,11 +60,6 @@ def _from_numpy(value: Any, field: str) -> Any:
         item = value.item()
         if type(item) in ATOMS:
             return to_plain(item, field)
-    if numpy is not None and isinstance(value, numpy.ndarray):
-        # torch has no dtypes for the other byte order, and none for long doubles ("g", "G").
-        native = value.dtype.newbyteorder("=")
-        if native.kind in "biufc" and native.char not in "gG":
-            return torch.from_numpy(value.astype(native))
     raise refuse_type(value, field)
 
 

@@ -81,31 +81,12 @@ def test_plain_values_come_back_as_they_are(value: Any) -> None:
         (OrderedDict(b=1, a=2), {"b": 1, "a": 2}),
         (defaultdict(list, {"x": [np.int32(1)]}), {"x": [1]}),
         ({np.int64(5): np.float32(2)}, {5: 2.0}),
-        (torch.Size((2, 3)), (2, 3)),
-        (slice(1, 9, 2), (1, 9, 2)),
         ([(np.float64(1.5),)], [(1.5,)]),
     ],
 )
 def test_what_has_a_plain_form_gets_it(value: Any, expected: Any) -> None:
     assert same(to_plain(value, "extra"), expected)
     assert same(reopened(value), expected)
-
-
-@pytest.mark.parametrize(
-    "array",
-    [
-        np.arange(6.0).reshape(2, 3).T,
-        np.arange(5, dtype=np.uint32)[::-1],
-        np.array([True, False]),
-        np.array(3, dtype=np.int16),
-        np.zeros((0, 4), np.float32),
-        np.arange(4, dtype=">i4"),
-    ],
-)
-def test_arrays_become_tensors_of_the_same_numbers(array: np.ndarray) -> None:
-    tensor = reopened(array)
-    assert tuple(tensor.shape) == array.shape
-    assert tensor.tolist() == array.tolist()
 
 
 def test_tensors_are_copies_without_their_past() -> None:
@@ -138,10 +119,11 @@ def test_a_generator_becomes_its_state() -> None:
         ({"d": torch.float32}, "extra['d']", "torch.dtype"),
         ({Fraction(1): 1}, "a key of extra", "fractions.Fraction"),
         ([np.array([object()])], "extra[0]", "numpy.ndarray"),
-        ([np.array(["text"])], "extra[0]", "numpy.ndarray"),
+        ([np.zeros(2)], "extra[0]", "numpy.ndarray"),
+        ({"s": slice(1, 9)}, "extra['s']", "slice"),
+        ([torch.Size((2, 3))], "extra[0]", "torch.Size"),
         ([np.datetime64("2026-01-01")], "extra[0]", "numpy.datetime64"),
         ([np.longdouble(1)], "extra[0]", "numpy.longdouble"),
-        ([np.zeros(2, np.longdouble)], "extra[0]", "numpy.ndarray"),
         # torch's safe unpickler knows neither, whatever the pickle protocol.
         ([frozenset([1])], "extra[0]", "frozenset"),
         ([b""], "extra[0]", "bytes"),
