@@ -355,8 +355,8 @@ class Save:
     def _replicas_record(self) -> Record:
         """Returns what rank 0 compares with what other ranks have (`compare_replicas`)."""
         assert self._writer is not None
-        # Samples that come from a GPU were queued before the copies of files, which have been written. A rank that copies
-        # nothing from the GPU has not waited for it.
+        # Samples that come from a GPU were queued before the copies of files, which have been written. A rank that
+        # copies nothing from the GPU has not waited for it.
         has_arrived = self._plan.on_gpu
         mended = [(each.tensor, each.other, each.stored) for each in self._writer.mended]
         return {"crcs": self._samples.to_record(has_arrived), "names": self._samples.names(), "mended": mended}
