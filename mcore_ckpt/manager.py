@@ -415,7 +415,7 @@ class CheckpointManager:
         there = remote_steps(self._remote, self._trainer.root, step, required)
         return [found for found in there if found.is_complete and set(roles) <= set(found.committed)]
 
-    def fast_steps(self, roles: Sequence[str], step: int | None = None) -> tuple[list[int], list[tuple[int, str]]]:
+    def fast_steps_found(self, roles: Sequence[str], step: int | None) -> tuple[list[WholeStep], list[LostStep]]:
         """Returns the steps of the fast tier that are whole with all these roles, and why each newer one is not.
 
         The newest are first. Every rank calls it, and all get the same result. Without a fast tier there are none.
@@ -424,11 +424,6 @@ class CheckpointManager:
             roles: the roles that a step must have.
             step: the only step to look for. None: all steps.
         """
-        whole, lost = self.fast_steps_found(roles, step)
-        return [each.step for each in whole], [(each.step, each.reason) for each in lost]
-
-    def fast_steps_found(self, roles: Sequence[str], step: int | None) -> tuple[list[WholeStep], list[LostStep]]:
-        """Returns what `fast_steps` does, with the place of each step among all commits."""
         fast = self._context.fast
         if fast is None:
             return [], []

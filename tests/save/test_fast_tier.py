@@ -398,9 +398,11 @@ def test_two_roles_make_a_step(job: Job) -> None:
     critic = job.start(roles, role="critic")
     job.managers += managers
     actor.save(1)
-    assert actor.fast_steps(("actor",))[0] == []
+    assert actor.fast_steps_found(("actor",), None)[0] == []
     critic.save(1)
-    assert actor.fast_steps(("actor",)) == critic.fast_steps(("actor", "critic")) == ([1], [])
+    whole, lost = actor.fast_steps_found(("actor",), None)
+    assert ([each.step for each in whole], lost) == ([1], [])
+    assert critic.fast_steps_found(("actor", "critic"), None) == (whole, lost)
     assert recover([actor, critic]).step == 1
 
 

@@ -192,10 +192,10 @@ class LoopCheckpoints:
             folders[0], config=args.loading(config, training.optimizer is not None), **training.arguments()
         )
         try:
-            on_nodes, lost = finder.fast_steps((training.role,), args["ckpt_step"] or None)
+            whole, lost = finder.fast_steps_found((training.role,), args["ckpt_step"] or None)
 
             def look(root: Path, step: int | None) -> dict[str, Any] | None:
-                fast = on_nodes if root == Path(folders[0]) else ()
+                fast = [each.step for each in whole] if root == Path(folders[0]) else ()
                 return find(root, training.role, choose_step(root) if step is None else step, find_theirs, fast)
 
             found = _find_together(finder, folders, args, check, look)
@@ -205,7 +205,7 @@ class LoopCheckpoints:
             raise CheckpointNotFoundError(
                 f"{folders[0]}: the fast tier had checkpoints, but none is whole any more: to start from the beginning "
                 f"nevertheless, delete {config.fast and config.fast.folder} on all nodes\n  "
-                + "\n  ".join(reason for _, reason in lost)
+                + "\n  ".join(each.reason for each in lost)
             )
         if not found:
             logger.warning("%s: there is no checkpoint, so training starts from the beginning", folders[0])

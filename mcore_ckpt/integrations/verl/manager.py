@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -133,11 +132,8 @@ class MegatronCheckpointManager:
                 self._delete_loaded(self._delete_later, place)
             except OSError as error:
                 logger.warning("%s could not be deleted: %s", self._delete_later.step_path, error)
-        if self._config.fast is not None and dist.get_rank() == 0:
-            try:
-                resume.remove_bare_steps(place.root)
-            except OSError as error:
-                logger.warning("%s: data of steps that only the nodes had stays: %s", place.root, error)
+        if self._config.fast is not None:
+            self._remove_bare_steps(manager, place)
 
     def load_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
@@ -165,7 +161,7 @@ class MegatronCheckpointManager:
             config = replace(self._config, load_contents=config.load_contents)
         manager = self._manager_of(place, config)
         request = {"path": str(place.folder)}
-        on_nodes, _ = manager.fast_steps((self.role,))
+        on_nodes = {found.step: found for found in manager.fast_steps_found((self.role,), None)[0]}
         seen = manager.agree(
             "looking for verl's checkpoint",
             request,
@@ -185,6 +181,26 @@ class MegatronCheckpointManager:
             raise reworded(error, f"{error}; {outcome['advice']}") from error
         if del_local_after_load:
             self._delete_later = place
+
+    def _remove_bare_steps(self, manager: CheckpointManager, place: Place) -> None:
+        """Removes verl's data of steps that only the nodes had, and no longer have. Every rank calls it."""
+
+        def bare() -> dict[str, Any]:
+            try:
+                return {"steps": resume.bare_steps(place)}
+            except OSError as error:
+                logger.warning("%s: data of steps that only the nodes had stays: %s", place.root, error)
+                return {"steps": []}
+
+        steps = manager.agree("looking for data without a checkpoint", {"path": str(place.folder)}, bare)["steps"]
+        if not steps:
+            return
+        whole, lost = manager.fast_steps_found((self.role,), None)
+        if dist.get_rank() == 0:
+            try:
+                resume.remove_steps(place.root, set(steps) - {each.step for each in (*whole, *lost)})
+            except OSError as error:
+                logger.warning("%s: data of steps that only the nodes had stays: %s", place.root, error)
 
     def _load(self, manager: CheckpointManager, place: Place, seen: dict[str, Any]) -> None:
         if not seen["there"] and place.step is not None and self._config.remote is not None:
@@ -208,7 +224,7 @@ class MegatronCheckpointManager:
         if rest:
             self._manager_of(place, replace(self._config, load_contents=rest)).load(path=place.folder)
 
-    def _look_at(self, place: Place, on_nodes: Collection[int]) -> dict[str, Any]:
+    def _look_at(self, place: Place, on_nodes: resume.OnNodes) -> dict[str, Any]:
         """Returns what rank 0 sees of verl's own manager in a folder, as JSON values; "" for what is not there.
 
         `on_nodes` has the steps that the nodes of the fast tier have.

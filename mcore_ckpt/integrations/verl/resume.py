@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from mcore_ckpt.checkpoint import MANIFEST_FILE, TRACKER_FILE, step_dirs
 from mcore_ckpt.formats import companions_of, first_cut, kind_of, what_is_missing
 from mcore_ckpt.integrations.verl.place import Place
 from mcore_ckpt.steps import (
+    WholeStep,
     holds_something,
     list_steps,
     newest_complete,
+    oldest_first,
     read_tracker,
     remove_tracker,
     step_status,
@@ -28,13 +30,17 @@ from mcore_ckpt.steps import (
 
 logger = logging.getLogger(__name__)
 
+# The steps that the nodes of the fast tier have, with all roles.
+OnNodes = Mapping[int, WholeStep]
+_NONE: OnNodes = {}
+
 
 def is_checkpoint(folder: Path) -> bool:
     """True if a folder is a checkpoint of ours or of another program that we can read, even if it is damaged."""
     return (folder / MANIFEST_FILE).exists() or kind_of(folder) is not None
 
 
-def why_not_whole(place: Place, on_nodes: Collection[int] = ()) -> str | None:
+def why_not_whole(place: Place, on_nodes: OnNodes = _NONE) -> str | None:
     """Returns what a step lacks because its trainer died while saving it.
 
     A single role of such a step could be loaded. But then the trainer would fail at the next role, or would silently
@@ -59,7 +65,7 @@ def why_not_whole(place: Place, on_nodes: Collection[int] = ()) -> str | None:
     return what_is_missing(place.step_path, [path for _, path in others])
 
 
-def step_to_go_back_to(place: Place, on_nodes: Collection[int] = ()) -> int | None:
+def step_to_go_back_to(place: Place, on_nodes: OnNodes = _NONE) -> int | None:
     """Returns the newest other complete step. Steps that have what older ones have are preferred to all others.
 
     Of the steps that only the nodes have, verl finds those that have a folder in the root.
@@ -71,7 +77,7 @@ def step_to_go_back_to(place: Place, on_nodes: Collection[int] = ()) -> int | No
     return None
 
 
-def send_back(place: Place, has_copies: bool, on_nodes: Collection[int] = ()) -> str:
+def send_back(place: Place, has_copies: bool, on_nodes: OnNodes = _NONE) -> str:
     """Corrects the tracker if it names the step that cannot be loaded. Returns advice for the error message.
 
     Args:
@@ -102,35 +108,46 @@ def send_back(place: Place, has_copies: bool, on_nodes: Collection[int] = ()) ->
     return f"{newest}, which {tracker_path} names from now on: start again to continue from that step"
 
 
-def remove_bare_steps(root: Path) -> None:
-    """Removes the folders of steps that were only on the nodes of the fast tier: with verl's data, and no checkpoint.
+def bare_steps(place: Place) -> list[int]:
+    """Returns the steps of which the root has verl's data and no checkpoint, and that no start would resume from.
 
-    Those that are newer than the newest complete step in the root stay, because the nodes may still have these steps.
-    Raises OSError.
+    Steps that the tracker names, that are being saved, or that are newer than the newest complete step in the root are
+    not among them. The nodes of the fast tier may still have those that are. Raises OSError.
     """
-    complete = newest_complete(root)
+    complete = newest_complete(place.root)
     newest = complete.step if complete is not None else 0
     # Nothing is deleted that the trainer does not write into each step.
     known = set() if complete is None else companions_of(complete.path).keys()
-    for step, folders in step_dirs(root).items():
-        for folder in folders if step < newest else ():
-            theirs = companions_of(folder)
-            if theirs.keys() == {entry.name for entry in folder.iterdir()} and theirs.keys() <= known:
-                shutil.rmtree(folder)
+    needed = {place.step, read_tracker(place.root)}
+    older = {step: folders for step, folders in step_dirs(place.root).items() if step < newest and step not in needed}
+    return [step for step, folders in older.items() if all(_is_bare(folder, known) for folder in folders)]
 
 
-def _whole_steps(place: Place, on_nodes: Collection[int]) -> list[tuple[int, Path]]:
+def _is_bare(folder: Path, known: Collection[str]) -> bool:
+    theirs = companions_of(folder).keys()
+    return theirs == {entry.name for entry in folder.iterdir()} and theirs <= set(known)
+
+
+def remove_steps(root: Path, steps: Collection[int]) -> None:
+    """Removes all folders of some steps. Raises OSError."""
+    there = step_dirs(root)
+    for folder in (folder for step in steps for folder in there.get(step, ())):
+        shutil.rmtree(folder)
+
+
+def _whole_steps(place: Place, on_nodes: OnNodes) -> list[tuple[int, Path]]:
     """Returns the other complete steps of a place, the newest first, each with its folder."""
-    number = {status.step: status.commit.number for status in list_steps(place.root)}
-    last_first = sorted(step_dirs(place.root), key=lambda step: (number.get(step, step), step), reverse=True)
-    there = [step for step in last_first if _is_whole(place, step, on_nodes)]
+    # Of a step that only the nodes have, the folder in the root has no commit.
+    here = [status for status in list_steps(place.root) if status.committed or status.step not in on_nodes]
+    last_first = reversed(oldest_first([*here, *on_nodes.values()]))
+    there = [step for step in dict.fromkeys(each.step for each in last_first) if _is_whole(place, step, on_nodes)]
     others = ((step, place.in_step(step)) for step in there)
     return [(step, other.step_path) for step, other in others if other is not None and other.step_path is not None]
 
 
-def _is_whole(place: Place, step: int, on_nodes: Collection[int]) -> bool:
+def _is_whole(place: Place, step: int, on_nodes: OnNodes) -> bool:
     other = place.in_step(step)
-    if other is None or other.step_path is None or step == place.step:
+    if other is None or other.step_path is None or step == place.step or not other.step_path.is_dir():
         return False
     if step not in on_nodes and not is_checkpoint(other.folder):
         return False

@@ -1,0 +1,103 @@
+"""verl goes back to the step that was committed last, and only data that no step needs is removed."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from checkpoints import make
+
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.manifest import encode_manifest
+from mcore_ckpt.checkpoint.provenance import Commit
+from mcore_ckpt.checkpoint.reading import read_manifest
+from mcore_ckpt.integrations.verl.place import Place
+from mcore_ckpt.integrations.verl.resume import bare_steps, remove_steps, send_back, step_to_go_back_to, why_not_whole
+from mcore_ckpt.steps import WholeStep, write_tracker
+from mcore_ckpt.steps.branches import Position, commit_of
+
+
+def write_data(root: Path, step: int) -> None:
+    folder = root / f"global_step_{step}"
+    folder.mkdir(exist_ok=True)
+    torch.save({"seen": step}, folder / "data.pt")
+
+
+class Life:
+    """A training of verl's that saves to a root or only to the nodes, and goes back."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.position = Position()
+        self.commits: dict[int, Commit] = {}
+        self.on_nodes: dict[int, WholeStep] = {}
+
+    def save(self, *steps: int, to_root: bool = True) -> None:
+        for step in steps:
+            commit = self.commits[step] = self.position.next()
+            self.position = self.position.after(commit, str(step))
+            if to_root:
+                role_dir = self.root / f"global_step_{step}" / "actor"
+                make(role_dir, step)
+                manifest = replace(read_manifest(role_dir), commit=commit)
+                (role_dir / file_names.MANIFEST_FILE).write_bytes(encode_manifest(manifest))
+            else:
+                self.on_nodes[step] = WholeStep(step, commit_of(step, [commit]))
+            write_data(self.root, step)
+            write_tracker(self.root, step)
+
+    def go_back(self, step: int) -> None:
+        self.position = self.position.at(step, self.commits[step], str(step))
+
+    def place(self, step: int) -> Place:
+        return Place.of(self.root / f"global_step_{step}" / "actor", "actor")
+
+    @property
+    def steps(self) -> list[int]:
+        return sorted(file_names.step_dirs(self.root))
+
+
+def test_data_of_what_the_nodes_have_stays_below_an_abandoned_step(tmp_path: Path) -> None:
+    life = Life(tmp_path)
+    life.save(100)
+    life.save(102, to_root=False)
+    life.save(200)
+    life.go_back(100)
+    life.save(105, 110, 115, to_root=False)
+    write_tracker(tmp_path, 110)
+    assert bare_steps(life.place(115)) == [105, 102]
+    remove_steps(tmp_path, {102})
+    assert life.steps == [100, 105, 110, 115, 200]
+
+
+def test_what_is_not_verls_alone_stays(tmp_path: Path) -> None:
+    life = Life(tmp_path)
+    life.save(1, 2, 3, to_root=False)
+    life.save(4)
+    (tmp_path / "global_step_1/notes.txt").write_text("best so far")
+    (tmp_path / "global_step_2/.staging").mkdir()
+    assert bare_steps(life.place(4)) == [3]
+
+
+def test_the_step_to_go_back_to_is_the_one_that_was_committed_last(tmp_path: Path) -> None:
+    """Step 3 was saved again after a rollback, and later ones only on the nodes."""
+    life = Life(tmp_path)
+    life.save(1, 2, 3, 4, 5, 6)
+    for step in (3, 4, 5):
+        shutil.rmtree(tmp_path / f"global_step_{step}")
+    life.go_back(2)
+    life.save(3)
+    life.save(4, 5, to_root=False)
+    (tmp_path / "global_step_5/data.pt").unlink()
+    lacking = life.place(5)
+    assert "data.pt is missing" in (why_not_whole(lacking, life.on_nodes) or "")
+    assert step_to_go_back_to(lacking, life.on_nodes) == 4
+    assert "the newest complete step is 4, which" in send_back(lacking, has_copies=False, on_nodes=life.on_nodes)
+
+
+def test_an_abandoned_step_is_the_last_to_go_back_to(tmp_path: Path) -> None:
+    life = Life(tmp_path)
+    life.save(90, 100)
+    life.go_back(90)
+    life.save(95)
+    assert step_to_go_back_to(life.place(95)) == 90
