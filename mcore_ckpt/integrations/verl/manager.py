@@ -196,9 +196,10 @@ class MegatronCheckpointManager:
         if not steps:
             return
         whole, lost = manager.fast_steps_found((self.role,), None)
+        there = {each.step for each in whole} | {each.step for each in lost}
         if dist.get_rank() == 0:
             try:
-                resume.remove_steps(place.root, set(steps) - {each.step for each in (*whole, *lost)})
+                resume.remove_steps(place.root, set(steps) - there)
             except OSError as error:
                 logger.warning("%s: data of steps that only the nodes had stays: %s", place.root, error)
 

@@ -17,6 +17,7 @@ from mcore_ckpt.checkpoint import MANIFEST_FILE, TRACKER_FILE, step_dirs
 from mcore_ckpt.formats import companions_of, first_cut, kind_of, what_is_missing
 from mcore_ckpt.integrations.verl.place import Place
 from mcore_ckpt.steps import (
+    StepStatus,
     WholeStep,
     holds_something,
     list_steps,
@@ -139,7 +140,8 @@ def _whole_steps(place: Place, on_nodes: OnNodes) -> list[tuple[int, Path]]:
     """Returns the other complete steps of a place, the newest first, each with its folder."""
     # Of a step that only the nodes have, the folder in the root has no commit.
     here = [status for status in list_steps(place.root) if status.committed or status.step not in on_nodes]
-    last_first = reversed(oldest_first([*here, *on_nodes.values()]))
+    everywhere: list[StepStatus | WholeStep] = [*here, *on_nodes.values()]
+    last_first = reversed(oldest_first(everywhere))
     there = [step for step in dict.fromkeys(each.step for each in last_first) if _is_whole(place, step, on_nodes)]
     others = ((step, place.in_step(step)) for step in there)
     return [(step, other.step_path) for step, other in others if other is not None and other.step_path is not None]
