@@ -62,7 +62,8 @@ def local_path(path: object, name: str) -> Path:
         raise InvalidArgumentError(f"{name} is empty: use a path, such as '/checkpoints/run'")
     if is_url(text) and not os.path.lexists(text):
         raise InvalidArgumentError(
-            f"{name} is the URL {_shown(text)!r}: use the path of a folder. Only `remote` takes the URL of a store"
+            f"{name} is the URL {_shown(text)!r}: use the path of a folder. Only `remote`, and `--remote` of `mcore-ckpt list`, "
+            "take the URL of a store"
         )
     return Path(text).expanduser()
 
@@ -104,4 +105,5 @@ def _of_path(path: str) -> str:
 def _shown(url: str) -> str:
     """Returns a URL of any form without what may be secret in it."""
     before, at, after = url.partition("?")[0].rpartition("@")
-    return f"{before.partition(':')[0]}:***@{after}" if at else after
+    start = re.match(r"[^:]*:/*", before)
+    return f"{start[0] if start else ''}***@{after}" if at else after

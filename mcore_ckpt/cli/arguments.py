@@ -19,12 +19,10 @@ if TYPE_CHECKING:
 
 
 def expanded_path(text: str) -> Path:
-    """Returns a path with a leading `~` replaced by the home folder, because a shell leaves `--dir=~/x` as it is."""
-    return Path(text).expanduser()
+    """Returns a path with a leading `~` replaced by the home folder, because a shell leaves `--dir=~/x` as it is.
 
-
-def path_to_write(text: str) -> Path:
-    """Returns a path as `expanded_path` does. Refuses a URL, from which a folder such as `s3:` would be made."""
+    Raises ArgumentTypeError for a URL.
+    """
     try:
         return local_path(text, "the path")
     except InvalidArgumentError as error:
@@ -40,6 +38,7 @@ def step_number(text: str) -> int:
 
 def folder_or_model(text: str) -> str:
     """Returns a HuggingFace folder, as `expanded_path` does, or the name of a model on the hub as it is."""
+    expanded_path(text)  # refuses a URL
     return os.path.expanduser(text)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from mcore_ckpt.cli.arguments import add_force, add_json, expanded_path, path_to_write, step_number, taken
+from mcore_ckpt.cli.arguments import add_force, add_json, expanded_path, step_number, taken
 from mcore_ckpt.cli.progress import progress_in, progress_of_bytes
 from mcore_ckpt.cli.tables import result_console
 
@@ -41,7 +41,7 @@ def add_to(subparsers: Subparsers) -> None:
     parser.add_argument(
         "folders", type=expanded_path, nargs="+", metavar="NODEFOLDER", help="the fast tier's folder of one node"
     )
-    parser.add_argument("root", type=path_to_write, metavar="DST", help="folder of steps to write to")
+    parser.add_argument("root", type=expanded_path, metavar="DST", help="folder of steps to write to")
     parser.add_argument(
         "--step", type=step_number, metavar="N", help="step to collect (the newest whole one if not given)"
     )

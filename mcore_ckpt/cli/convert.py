@@ -23,7 +23,6 @@ from mcore_ckpt.cli.arguments import (
     command_agreement,
     expanded_path,
     folder_or_model,
-    path_to_write,
     stage_options,
     step_number,
     taken,
@@ -93,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output_path",
         "--output-path",
-        type=path_to_write,
+        type=expanded_path,
         required=True,
         metavar="DIR",
         help="native: the folder of steps, in which global_steps_0 is made; torch_dist: the folder of the checkpoint; "

@@ -21,7 +21,6 @@ from mcore_ckpt.cli.arguments import (
     command_agreement,
     expanded_path,
     folder_or_model,
-    path_to_write,
     step_number,
     taken,
 )
@@ -56,7 +55,7 @@ def add_to(subparsers: Subparsers) -> None:
     # Each argument can also be given with the flag that verl's merger has for it.
     for name, flag, kind, what in (
         ("source", "--local_dir", expanded_path, "folder of a role, of a step, or of the steps"),
-        ("target", "--target_dir", path_to_write, "folder to make; it may exist if it is empty"),
+        ("target", "--target_dir", expanded_path, "folder to make; it may exist if it is empty"),
     ):
         parser.add_argument(name, type=kind, nargs="?", help=what)
         parser.add_argument(flag, type=kind, dest=f"{name}_flag", metavar="DIR", help=f"the same as {name}")

@@ -12,7 +12,6 @@ from mcore_ckpt.cli.arguments import (
     add_json,
     add_stage_options,
     expanded_path,
-    path_to_write,
     stage_options,
     step_number,
     taken,
@@ -60,7 +59,7 @@ def add_to(subparsers: Subparsers) -> None:
         "source", type=expanded_path, metavar="SRC", help="folder of a role, of a step, or of the steps"
     )
     parser.add_argument(
-        "root", type=path_to_write, metavar="DST", help="folder of steps to write to; not the folder that SRC is in"
+        "root", type=expanded_path, metavar="DST", help="folder of steps to write to; not the folder that SRC is in"
     )
     parser.add_argument(
         "--step", type=step_number, metavar="N", help="step in a folder of steps (the newest complete one if not given)"

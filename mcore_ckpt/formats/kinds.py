@@ -25,6 +25,7 @@ TORCH_DIST_CONFIG = "metadata.json"
 # Older versions of verl saved everything into one folder. Newer ones (its layout 2) have a folder for each of these.
 _VERL_TREES = ("model", "optimizer", "extra")
 _MODEL_FILES = ("model.pt", "model_states.pt")
+FSDP_FILE = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
 _RANK_DIR = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _STEP_DIR = re.compile(r"(?:global_steps?|iter)_(\d{1,18})")
 

@@ -14,7 +14,7 @@ from typing import Literal
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.errors import CheckpointError
-from mcore_ckpt.formats.kinds import is_hf_folder, kind_of, names_in, number_of
+from mcore_ckpt.formats.kinds import FSDP_FILE, is_hf_folder, kind_of, names_in, number_of
 from mcore_ckpt.steps.listing import find_moved_aside
 from mcore_ckpt.tools.nearby import nearby_roots
 
@@ -33,13 +33,10 @@ PathKind = Literal[
     "other",
     "empty",
     "file",
-    "url",
     "unreadable",
     "missing",
 ]
 
-_FSDP_FILE = re.compile(r"model_world_size_[0-9]+_rank_[0-9]+\.pt")
-_URL = re.compile(r"[a-z][a-z0-9+]+:/")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 # How many of the newest steps are looked at to see who wrote a folder of steps.
@@ -159,7 +156,7 @@ def _foreign(path: Path, names: set[str]) -> PathKind | None:
     kind = kind_of(path)
     if kind is not None:
         return kind
-    if any(map(_FSDP_FILE.fullmatch, names)):
+    if any(map(FSDP_FILE.fullmatch, names)):
         return "fsdp"
     if is_hf_folder(path):
         return "huggingface" if "config.json" in names else "adapter"
@@ -213,8 +210,6 @@ def _missing(path: Path) -> PathInfo:
     if find_moved_aside(path) is not None:
         kind: PathKind = "role" if file_names.parse_step(path.name) is None else "step"
         return PathInfo(path, kind, _WORDS[kind])
-    if _URL.match(str(path)):
-        return PathInfo(path, "url", "a URL", "`mcore-ckpt list ROOT --remote URL` shows the steps in a remote store")
     what = "there is no such folder"
     above = next(folder for folder in (*path.absolute().parents, Path("/")) if os.path.lexists(folder))
     if not above.is_dir():

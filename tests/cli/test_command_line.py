@@ -163,9 +163,17 @@ def test_completion_without_shtab(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         (["inspect", ".", "--step", "1.0"], "'1.0' is not a step"),
         (["merge", ".", "s3://bucket/run"], "is the URL 's3://bucket/run': use the path of a folder"),
         (["reshard", ".", "file:/mnt"], "is the URL"),
+        (
+            ["verify", "https://user:SECRET@host/x?token=SECRET"],
+            "is the URL 'https://***@host/x': use the path of a folder",
+        ),
+        (["list", "S3://bucket/run"], "`--remote` of `mcore-ckpt list`, take the URL of a store"),
+        (["merge", ".", "out", "--hf_model_path", "https://user:SECRET@host/x"], "is the URL 'https://***@host/x'"),
     ],
 )
 def test_steps_and_paths_have_their_form(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(arguments)
-    assert words in " ".join(capsys.readouterr().err.split())
+    said = " ".join(capsys.readouterr().err.split())
+    assert words in said
+    assert "SECRET" not in said

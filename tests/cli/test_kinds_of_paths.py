@@ -52,7 +52,6 @@ KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "rot": ("there is no such folder: the closest name is", ()),
     "root/global_steps_4": ("there is no such folder: the closest name is", ()),
     "hf/config.json/x": ("is a file", ()),
-    "s3://bucket/run": ("a URL, which", ()),
     "Qwen/Qwen3-0.6B": ("a model on the hub is only taken as --hf_model_path", ()),
 }
 

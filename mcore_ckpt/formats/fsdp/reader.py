@@ -20,6 +20,7 @@ from mcore_ckpt.formats.contract import CheckpointReader, TensorInfo, weights_of
 from mcore_ckpt.formats.fsdp.adapters import ORIGINAL_MODULE, adapter_name_of, is_peft_adapter, names_of_adapters
 from mcore_ckpt.formats.fsdp.dtensors import DTensorPlacement, placement_of
 from mcore_ckpt.formats.huggingface.reader import without_doubles
+from mcore_ckpt.formats.kinds import FSDP_FILE
 from mcore_ckpt.formats.locate import same_bytes
 from mcore_ckpt.formats.shard_reader import ShardReader, stored_shard
 from mcore_ckpt.formats.torch_save_files import PtDTensor, PtTensor, read_pt
@@ -39,7 +40,6 @@ from mcore_ckpt.sharding.regions import Region, Shape
 
 # What transformers calls nearly every model inside its head.
 _ROOT = "model"
-_FILE = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
 _CONFIG_FILE = "fsdp_config.json"
 # The prefixes that wrappers add to the names of the model's modules: FSDP1, torch.compile, activation checkpointing.
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module)\.")
@@ -190,7 +190,7 @@ def _files(folder: Path) -> dict[int, dict[int, Path]]:
     """Returns the files of FSDP shards, by world size and rank."""
     found: dict[int, dict[int, Path]] = {}
     for path in sorted(folder.glob("model_world_size_*_rank_*.pt")):
-        if match := _FILE.fullmatch(path.name):
+        if match := FSDP_FILE.fullmatch(path.name):
             found.setdefault(int(match[1]), {})[int(match[2])] = path
     return found
 
