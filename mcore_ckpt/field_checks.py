@@ -105,7 +105,7 @@ def check_value(name: str, value: Any, hint: Any, limits: Mapping[str, Any] = _N
     if not _has_type(value, kind):
         raise InvalidArgumentError(f"{name} is {value!r}: {_advice(value, kind, type(None) in kinds, limits)}")
     if kind in (int, float) and not _is_in_range(value, limits):
-        raise InvalidArgumentError(f"{name} is {value!r}: use {_wanted(kind, type(None) in kinds, limits)}")
+        raise InvalidArgumentError(f"{name} is {value!r}: use {_wanted(value, kind, type(None) in kinds, limits)}")
 
 
 def _has_type(value: Any, kind: type) -> bool:
@@ -121,16 +121,18 @@ def _is_in_range(value: Any, limits: Mapping[str, Any]) -> bool:
 
 def _advice(value: Any, kind: type, optional: bool, limits: Mapping[str, Any]) -> str:
     """Returns the right spelling, if there is one."""
-    meant = _meant(value, kind, optional) if isinstance(value, str) else value
+    meant = _meant(value, kind, optional) if isinstance(value, str) else _of_python(value)
     if kind is int and isinstance(meant, float) and meant.is_integer():
         meant = int(meant)
     fits = _has_type(meant, kind) or (meant is None and optional)
     if kind is not str and fits and (kind is bool or meant is None or _is_in_range(meant, limits)):
         in_yaml = {True: " (in YAML: true)", False: " (in YAML: false)", None: " (in YAML: null)"}
         spelled = in_yaml[meant] if meant is None or isinstance(meant, bool) else ""
-        quotes = f"{spelled}, without quotes" if isinstance(value, str) else spelled
-        return f"use {meant!r}{quotes}"
-    return f"use {_wanted(kind, optional, limits)}"
+        if isinstance(value, str):
+            return f"use {meant!r}{spelled}, without quotes"
+        is_known = type(value) in (bool, int, float)
+        return f"use {meant!r}{spelled}" if is_known else f"use {meant!r} (a Python {kind.__name__})"
+    return f"use {_wanted(meant, kind, optional, limits)}"
 
 
 def _meant(text: str, kind: type, optional: bool) -> Any:
@@ -148,15 +150,24 @@ def _meant(text: str, kind: type, optional: bool) -> Any:
     return text
 
 
-def _wanted(kind: type, optional: bool, limits: Mapping[str, Any]) -> str:
-    """Describes the values that a field may have: "1 or more, or None to keep every checkpoint"."""
+def _of_python(value: Any) -> Any:
+    """Returns the number or boolean that a scalar of NumPy or torch holds. Returns other values as they are."""
+    try:
+        return value.item()
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        return value
+
+
+def _wanted(value: Any, kind: type, optional: bool, limits: Mapping[str, Any]) -> str:
+    """Describes the values that a field may have instead: "1 or more, or None to keep every checkpoint"."""
     least, above, of = limits.get("least"), limits.get("above"), limits.get("of", "")
-    text = {bool: "True or False", int: "a whole number", float: "a number", str: "a text"}[kind]
+    text = {bool: "True or False", int: "a whole number", float: "a finite number", str: "a text"}[kind]
     of = f" {of}" if of else ""
+    known = "" if _has_type(value, kind) and math.isfinite(value) else f"{text}: "
     if least is not None:
-        text = f"{least:g} or more{of}"
+        text = f"{known}{least:g} or more{of}"
     elif above is not None:
-        text = f"more than {above:g}{of}"
+        text = f"{known}more than {above:g}{of}"
     return text + (f", or None {limits.get('or_none', '')}".rstrip() if optional else "")
 
 

@@ -9,10 +9,13 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+import numpy as np
 import pytest
+import torch
 
 from mcore_ckpt import CheckpointConfig, FastTier
 from mcore_ckpt.errors import CheckpointError, InvalidArgumentError, InvalidTypeError
+from mcore_ckpt.field_checks import check_value
 from mcore_ckpt.integrations.kit.options import own_config
 from mcore_ckpt.integrations.verl.options import read_options as read_verl
 from mcore_ckpt.recover import recover, resumable_steps
@@ -27,14 +30,17 @@ CLASSES: dict[type, dict[str, Any]] = {
     PreservationPolicy: {"max_to_keep": 3},
 }
 # By type: what is refused, and words of the message. "{good}" is a value that the field may have.
-NUMBER = [("{good}", "use {good}, without quotes"), (True, "use "), ([1], "use "), ({}, "use "), (float("nan"), "use ")]
+NUMBER = [
+    *(("{good}", "use {good}, without quotes"), (True, "use a .* number"), ([1], "use a .* number")),
+    *(({}, "use a .* number"), (float("nan"), "use a .* number")),
+]
 BAD: dict[type, list[tuple[Any, str]]] = {
     bool: [
         *(("False", "use False (in YAML: false), without quotes"), ("yes", "use True (in YAML: true), without quotes")),
         *(("0", "use False"), (0.5, "use True or False"), (1, "use True or False"), (None, "use True or False")),
     ],
-    int: [*NUMBER, (2.0, "use 2"), (1.5, "use "), ("many", "use "), ("10 ", "use 10, without quotes")],
-    float: [*NUMBER, ("600s", "use "), (float("inf"), "use "), (-1.0, "use ")],
+    int: [*NUMBER, (2.0, "use 2"), (1.5, "use a whole number"), ("many", "use "), ("10 ", "use 10, without quotes")],
+    float: [*NUMBER, ("600s", "use "), (float("inf"), "use a finite number"), (-1.0, "use ")],
     str: [(3, "use "), (True, "use "), ("s3:/bucket", "use "), (["a"], "use ")],
     tuple: [
         ("text", "is the string 'text': use a list"),
@@ -81,6 +87,24 @@ def test_a_value_of_another_type_is_refused(cls: Any, given: dict[str, Any], nam
         if name not in ("max_to_keep", "keep_every"):
             with pytest.raises(CheckpointError, match=rf"{name}.*({words})"):
                 own_config(given, (), "options")
+
+
+@pytest.mark.parametrize(
+    ("value", "hint", "advice"),
+    [
+        (np.int64(3), int | None, "use 3 (a Python int)"),
+        (np.int64(0), int | None, "use 1 or more, or None"),
+        (torch.tensor(3), int, "use 3 (a Python int)"),
+        (np.float32(5), float, "use 5.0 (a Python float)"),
+        (np.float32("inf"), float, "use a finite number: 1 or more"),
+        (np.array([3, 4]), int, "use a whole number: 1 or more"),
+        (np.True_, bool, "use True (a Python bool)"),
+    ],
+)
+def test_a_scalar_of_numpy_or_torch_is_answered_with_python_s_own(value: Any, hint: Any, advice: str) -> None:
+    with pytest.raises(InvalidArgumentError) as refused:
+        check_value("keep", value, hint, {"least": 1})
+    assert str(refused.value) == f"keep is {value!r}: {advice}"
 
 
 @pytest.mark.parametrize("cls", CLASSES)
