@@ -163,7 +163,7 @@ class FastSaves:
 
     def _has_its_part(self, step: int) -> bool:
         try:
-            return lack_of(self.tier.role_dir(step)) is None
+            return lack_of(self.tier.role_dir(step), in_node_folder=True) is None
         except OSError as error:
             logger.warning("step %d of the fast tier cannot be looked at, and does not count: %s", step, error)
             return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 from mcore_ckpt.checkpoint import file_names
@@ -35,7 +36,8 @@ def follow_nodes(trainer: Trainer, tier: NodeTier, step: int, role_dir: Path) ->
         return
     step_path = role_dir if file_names.parse_step(role_dir.name) is not None else role_dir.parent
     try:
-        if step_status(tier.role_dir(step).parent).is_complete:  # not while another role's commit is still to come
+        status = replace(step_status(tier.role_dir(step).parent), in_node_folder=True)
+        if status.is_complete:  # not while another role's commit is still to come
             make_folder(step_path)
             tracker.write_tracker(trainer.root, step)
     except OSError as error:

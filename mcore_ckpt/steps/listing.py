@@ -71,6 +71,7 @@ class StepStatus(Weighed):
             until the next trainer puts it back. That of a flat role is beside the step's folder, which may be missing.
         seen: roles whose files this process has looked at in the commit that it is ending.
         says: what the manifests of the committed roles say, and of those that belong to another run.
+        in_node_folder: true in a node's folder of the fast tier, where one node's files are all that a step can have.
     """
 
     step: int
@@ -83,6 +84,7 @@ class StepStatus(Weighed):
     aside: Mapping[str, Path] = field(default_factory=dict, compare=False)
     seen: frozenset[str] = field(default=frozenset(), compare=False)
     says: Mapping[str, ManifestSummary] = field(default_factory=dict, compare=False)
+    in_node_folder: bool = field(default=False, compare=False)
 
     def role_dir(self, role: str) -> Path:
         """Returns the folder of a role in this step."""
@@ -96,7 +98,8 @@ class StepStatus(Weighed):
     @cached_property
     def lacks(self) -> tuple[Lack, ...]:
         """What the committed roles lack of the files that their manifests list."""
-        looks = (lack_of(self.role_dir(role), partial(self._find, role)) for role in sorted(self.committed - self.seen))
+        roles = sorted(self.committed - self.seen)
+        looks = (lack_of(self.role_dir(role), partial(self._find, role), self.in_node_folder) for role in roles)
         return tuple(lack for lack in looks if lack is not None)
 
     def _find(self, role: str) -> Path:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
-from mcore_ckpt.steps.listing import newest_complete
+from mcore_ckpt.steps.listing import StepStatus, newest_complete
 from mcore_ckpt.steps.node_steps import files_here
 
 
@@ -76,13 +76,27 @@ def files_among(manifest: Manifest, here: Iterable[int]) -> NodeFiles:
     )
 
 
-def is_of_node(root: Path) -> bool:
-    """True if the newest complete step below a root was saved into the fast tier. Then a node's folder is the root."""
-    status = newest_complete(root)
-    if status is None:
+def as_in_folder(root: Path, statuses: Sequence[StepStatus]) -> list[StepStatus]:
+    """Returns steps of a folder, of which one node's files are enough if it is a node's folder of the fast tier.
+
+    In a root, a step of the fast tier is one node's part of a step, which somebody has copied there.
+
+    Raises OSError like `newest_complete`.
+    """
+    return [replace(each, in_node_folder=True) for each in statuses] if is_node_folder(root, statuses) else [*statuses]
+
+
+def is_node_folder(root: Path, statuses: Sequence[StepStatus]) -> bool:
+    """True if some of the steps below a root, and the newest whole one, were saved into the fast tier."""
+    if not any(status.committed for status in statuses) or not all(map(_is_placed, statuses)):
         return False
+    whole = newest_complete(root)
+    return whole is None or _is_placed(whole)
+
+
+def _is_placed(status: StepStatus) -> bool:
     with suppress(CheckpointCorruptError, CheckpointNotFoundError):
-        return any(read_manifest(status.role_dir(role)).placement is not None for role in status.committed)
+        return all(read_manifest(status.role_dir(role)).placement is not None for role in status.committed)
     return False
 
 

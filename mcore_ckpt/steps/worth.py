@@ -10,7 +10,7 @@ The look takes one listing of each folder and the sizes of the files. It reads n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -25,6 +25,10 @@ from mcore_ckpt.io.threads import results_of
 
 # How many files a message names.
 _NAMED = 3
+# What a message adds if the files that are here are those of one node.
+_PART = (
+    "; what is here is one node's part of a checkpoint: put the folders of all nodes together with `mcore-ckpt collect`"
+)
 # How often a checkpoint is looked at that is replaced or moved each time.
 _LOOKS = 3
 
@@ -113,21 +117,20 @@ def whole_first(steps: Sequence[Step]) -> Iterator[Step]:
     yield from (step for step in newest_first if step.is_claimed)
 
 
-def lack_of(role_dir: Path, find_again: Callable[[], Path] | None = None) -> Lack | None:
+def lack_of(role_dir: Path, find_again: Callable[[], Path] | None = None, in_node_folder: bool = False) -> Lack | None:
     """Looks whether a role's checkpoint has the files that its manifest lists. Returns None if nothing is missing.
-
-    Of a checkpoint of the fast tier, other nodes have other files. It lacks something if not even the files that one
-    of the nodes has written are here.
 
     Args:
         role_dir: the role's folder.
         find_again: returns the role's folder if a save has replaced or moved it during the look.
+        in_node_folder: True in a node's folder of the fast tier, where other nodes have other files by design. It lacks
+            something if not even the files that one of the nodes has written are here.
 
     Raises OSError: a folder cannot be listed because of an error that may be temporary.
     """
     lack = None
     for _ in range(_LOOKS):
-        data, lack = _look(role_dir)
+        data, lack = _look(role_dir, in_node_folder)
         if lack is None:
             return None
         before, role_dir = role_dir, role_dir if find_again is None else find_again()
@@ -136,7 +139,7 @@ def lack_of(role_dir: Path, find_again: Callable[[], Path] | None = None) -> Lac
     return lack
 
 
-def _look(role_dir: Path) -> tuple[bytes | None, Lack | None]:
+def _look(role_dir: Path, in_node_folder: bool) -> tuple[bytes | None, Lack | None]:
     try:
         path, data = manifest_bytes(role_dir)
         sizes = manifest_text.decode_sizes(data)
@@ -151,7 +154,7 @@ def _look(role_dir: Path) -> tuple[bytes | None, Lack | None]:
     there = sizes_of(role_dir, sizes)
     lack = compare(role_dir, sizes, there)
     if manifest is not None and lack is not None and _has_part_of_a_node(manifest, lack):
-        return data, None
+        return data, None if in_node_folder else replace(lack, problem=lack.problem + _PART)
     return data, lack
 
 

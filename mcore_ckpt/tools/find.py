@@ -22,7 +22,7 @@ from mcore_ckpt.models.reconcile import with_mtp_of
 from mcore_ckpt.models.registry import model_from_config
 from mcore_ckpt.steps.branches import oldest_first
 from mcore_ckpt.steps.listing import StepStatus, find_moved_aside, is_step, list_steps, read_tracker, step_status
-from mcore_ckpt.steps.node_files import check_not_of_one_node
+from mcore_ckpt.steps.node_files import as_in_folder, check_not_of_one_node
 from mcore_ckpt.steps.tracker import warn_if_tracker_differs
 from mcore_ckpt.steps.worth import whole_first
 from mcore_ckpt.tools.what_is import what_is
@@ -205,13 +205,13 @@ def _select(path: Path, step: int | None) -> Selection:
         manifest = read_manifest(path)
         return Selection(_same_step(path, manifest.step, step), (path,))
     if is_step(path):
-        status = step_status(path)
+        (status,) = as_in_folder(path.parent, [step_status(path)])
         _same_step(path, status.step, step)
         return _selection(status)
     moved = find_moved_aside(path)
     if moved is not None:
         return Selection(_same_step(path, read_manifest(moved).step, step), (moved,))
-    statuses = [status for status in list_steps(path) if step in (None, status.step)]
+    statuses = as_in_folder(path, [status for status in list_steps(path) if step in (None, status.step)])
     tried = list(whole_first(oldest_first(statuses)))
     if not tried:
         what = "no complete checkpoint" if step is None else f"no complete checkpoint of step {step}"

@@ -12,6 +12,7 @@ from mcore_ckpt.io import tuning
 from mcore_ckpt.io.threads import results_of
 from mcore_ckpt.steps import leftovers
 from mcore_ckpt.steps.listing import StepStatus, list_steps, read_tracker
+from mcore_ckpt.steps.node_files import as_in_folder
 from mcore_ckpt.steps.retention import PreservationPolicy, RetentionDecision, delete_step, judge, obstacle_to
 
 Progress = Callable[[int, int], None]
@@ -62,8 +63,8 @@ def prune(
     Example:
         >>> prune(Path("checkpoints"), PreservationPolicy(max_to_keep=2), dry_run=True)  # doctest: +SKIP
     """
-    folders = []
-    decisions = [_of_role(each, role) for each in judge(list_steps(root), policy, read_tracker(root))]
+    folders, statuses = [], as_in_folder(root, list_steps(root))
+    decisions = [_of_role(each, role) for each in judge(statuses, policy, read_tracker(root))]
     sizes = results_of([decision.status.place for decision in decisions], _nbytes, tuning.LOOK_THREADS)
     judged = list(zip(decisions, sizes, strict=True))
     done, total = 0, sum(nbytes for decision, nbytes in judged if not decision.stays)

@@ -14,7 +14,7 @@ from mcore_ckpt.io.store import Store
 from mcore_ckpt.steps import branches
 from mcore_ckpt.steps.branches import abandoned, order_of
 from mcore_ckpt.steps.listing import StepStatus, list_steps, newest_steps, read_tracker
-from mcore_ckpt.steps.node_files import NodeFiles
+from mcore_ckpt.steps.node_files import NodeFiles, as_in_folder
 from mcore_ckpt.steps.remote_steps import RemoteRole, RemoteStep, RemoteSteps
 from mcore_ckpt.steps.running_saves import RunningSave, running_saves
 from mcore_ckpt.steps.step_sizes import StepSize, size_of
@@ -113,7 +113,7 @@ def step_list_of(root: Path, remote: str | None = None, last: int | None = None)
         >>> [step.state for step in step_list_of(Path("checkpoints")).steps]
         []
     """
-    found_steps = list_steps(root) if last is None else newest_steps(root, last)
+    found_steps = as_in_folder(root, list_steps(root) if last is None else newest_steps(root, last))
     look_at_all(found_steps)
     statuses = {status.step: status for status in found_steps}
     saves: dict[int, list[RunningSave]] = {}

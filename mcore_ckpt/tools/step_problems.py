@@ -18,7 +18,7 @@ from mcore_ckpt.steps import listing as steps
 from mcore_ckpt.steps import tracker
 from mcore_ckpt.steps.branches import order_of
 from mcore_ckpt.steps.listing import StepStatus
-from mcore_ckpt.steps.node_files import is_of_node
+from mcore_ckpt.steps.node_files import is_node_folder
 from mcore_ckpt.steps.trainer_watch import Life, TrainerWatch, any_life
 
 # A role can be one save behind another role of its trainer, which waits for it in the next save.
@@ -69,12 +69,12 @@ class StepProblems:
     def __init__(self, path: Path, step: int | None = None) -> None:
         is_one = steps.is_step(path)
         self._root = path.parent if is_one else path
-        # The fast tier has no tracker in its nodes' folders.
-        self._with_tracker = not is_one and step is None and not is_of_node(path)
         self._watch = TrainerWatch(self._root)
         self._began = time.monotonic()
         self.statuses = [steps.step_status(path)] if is_one else steps.list_steps(path, step)
         self.statuses = [status for status in self.statuses if step in (None, status.step)]
+        # The fast tier has no tracker in its nodes' folders.
+        self._with_tracker = not is_one and step is None and not is_node_folder(path, self.statuses)
         self._suspects = self._look(self.statuses)
 
     def settle(self) -> Settled:

@@ -23,11 +23,14 @@ from mcore_ckpt.io.store import Store
 from mcore_ckpt.load.candidates import newest_first
 from mcore_ckpt.recover import resumable_steps
 from mcore_ckpt.steps import leftovers, listing, tracker
+from mcore_ckpt.steps.node_files import as_in_folder
 from mcore_ckpt.steps.remote_steps import RemoteSteps
 from mcore_ckpt.steps.retention import PreservationPolicy, delete_old_steps, too_old
 from mcore_ckpt.steps.upload import Upload
 from mcore_ckpt.steps.upload_queue import UploadQueue
 from mcore_ckpt.steps.worth import Worth
+from mcore_ckpt.tools.find import select
+from mcore_ckpt.tools.step_list import step_list_of
 
 
 def of_step(root: Path, step: int) -> Path:
@@ -112,7 +115,7 @@ def test_keep_every_keeps_what_may_be_mended(root: Path) -> None:
 def test_retention_does_not_look_at_steps_that_are_too_old_anyway(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looked_at = []
     look = listing.lack_of
-    monkeypatch.setattr(listing, "lack_of", lambda folder, again: looked_at.append(folder) or look(folder, again))
+    monkeypatch.setattr(listing, "lack_of", lambda folder, *how: looked_at.append(folder) or look(folder, *how))
     assert delete_old_steps(root, PreservationPolicy(max_to_keep=1)) == [1]
     assert looked_at == [of_step(root, 3), of_step(root, 2)]
 
@@ -155,18 +158,39 @@ def test_a_step_that_is_replaced_during_the_look_is_looked_at_again(
     assert status.is_complete
 
 
-def test_a_node_of_the_fast_tier_has_its_own_files(tmp_path: Path) -> None:
-    """The files of the other nodes are elsewhere by design. If its own are gone, its part is nothing."""
-    role_dir = of_step(tmp_path, 1)
-    make(role_dir, 1)
+def leave_part_of_a_node(role_dir: Path) -> None:
+    """Makes of a checkpoint what one of two nodes of the fast tier has of it."""
     manifest = read_manifest(role_dir)
     by_file = tuple((number % 2,) for number in range(len(manifest.files)))
     placed = encode_manifest(replace(manifest, placement=Placement(("a", "b"), by_file)))
     (role_dir / file_names.MANIFEST_FILE).write_bytes(placed)
     (role_dir / manifest.files[1].path).unlink()
-    assert listing.step_status(role_dir.parent).is_complete
-    (role_dir / manifest.files[0].path).unlink()
+
+
+def test_a_node_of_the_fast_tier_has_its_own_files(tmp_path: Path) -> None:
+    """The files of the other nodes are elsewhere by design. If its own are gone, its part is nothing."""
+    role_dir = of_step(tmp_path, 1)
+    make(role_dir, 1)
+    leave_part_of_a_node(role_dir)
+    assert as_in_folder(tmp_path, listing.list_steps(tmp_path))[0].is_complete
     assert listing.step_status(role_dir.parent).worth is Worth.CLAIMED
+    (role_dir / read_manifest(role_dir).files[0].path).unlink()
+    assert as_in_folder(tmp_path, listing.list_steps(tmp_path))[0].worth is Worth.CLAIMED
+
+
+def test_a_part_of_one_node_is_not_whole_in_a_root(tmp_path: Path) -> None:
+    """As after `rsync -a node0/global_steps_3 root/`."""
+    for step in (1, 2, 3):
+        make(of_step(tmp_path, step), step)
+    leave_part_of_a_node(of_step(tmp_path, 3))
+    assert [status.step for status in resumable_steps(tmp_path, [ROLE])] == [2, 1]
+    assert select(tmp_path).step == 2
+    for last in (None, 1):
+        listed = step_list_of(tmp_path, last=last).steps[-1]
+        assert (listed.step, listed.state, listed.newest) == (3, "damaged", False)
+        assert "one node's part of a checkpoint: put the folders of all nodes together" in listed.reason
+    assert main(["prune", str(tmp_path), "--max-to-keep", "1"]) == 0
+    assert [status.step for status in listing.complete_steps(tmp_path)] == [2]
 
 
 def test_a_manifest_that_only_a_full_decoding_understands(tmp_path: Path) -> None:
