@@ -6,25 +6,19 @@ its report. Rank 0 compares them. With `verify_replicas`, these are all bytes of
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from math import prod
 from typing import Any
-from weakref import ReferenceType, ref
 
 import torch
 
 from mcore_ckpt.io import _native
 from mcore_ckpt.ranks.rounds import Record
-from mcore_ckpt.sharding.regions import Region
+from mcore_ckpt.save.replica_lists import ReplicatedTensors
 from mcore_ckpt.state.offloaded import HostCopies, in_host_memory
-from mcore_ckpt.state.optimizers.part import OptimizerPart
-from mcore_ckpt.state.shards import LocalShard, ParameterState
-from mcore_ckpt.state.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -32,126 +26,8 @@ logger = logging.getLogger(__name__)
 # 256 KiB for each list, in some 0.1 ms.
 _TENSORS, _BYTES = 4, 64 << 10
 
-# The bias of a router: `moe_router_enable_expert_bias`, or "quantile_balancing" of 0.19.
-_SAME_BUFFERS = (".expert_bias", ".qb_beta")
-
-
-@dataclass(frozen=True, eq=False)
-class ReplicatedTensors:
-    """Tensors of this rank of which other ranks have the same regions.
-
-    Attributes:
-        label: a digest of the names and regions. Ranks with one label have the same tensors.
-        names: the name of each tensor.
-        tensors: a weak reference to each tensor.
-        names_them: whether this rank tells rank 0 the names, which are the same on all ranks with this label.
-    """
-
-    label: str
-    names: tuple[str, ...]
-    tensors: tuple[ReferenceType[torch.Tensor], ...]
-    names_them: bool
-
-    @staticmethod
-    def of(kind: str, members: Iterable[tuple[str, Region, torch.Tensor]], names_them: bool) -> ReplicatedTensors:
-        """Makes the list. `kind` keeps lists apart that have the same members by chance."""
-        listed = sorted(members, key=lambda member: member[0])
-        places = "\n".join(f"{name} {_place(region)}" for name, region, _ in listed)
-        label = kind + hashlib.sha256(places.encode()).hexdigest()[:12]
-        names, tensors = tuple(name for name, _, _ in listed), tuple(ref(tensor) for _, _, tensor in listed)
-        return ReplicatedTensors(label, names, tensors, names_them)
-
-
-def _place(region: Region) -> str:
-    # All of a region, as text, would take longer than the rest of planning.
-    offset = region.pieces[0].global_offset if region.pieces else ()
-    return f"{region.global_shape} {region.local_shape} {offset} {region.flat}"
-
-
-def may_differ(name: str, is_buffer: bool) -> bool:
-    """True if replicas may have different values of a tensor. Buffers may differ, opaque tensors even in length.
-
-    Two buffers of the router do not differ, because megatron reduces what it computes them from over all data-parallel
-    ranks.
-    """
-    return is_buffer and not name.endswith(_SAME_BUFFERS)
-
-
-def replicated_tensors(
-    trainer: Trainer,
-    model: Sequence[LocalShard],
-    parts: Sequence[OptimizerPart],
-    by_part: Sequence[Sequence[ParameterState]],
-) -> tuple[ReplicatedTensors, ...]:
-    """Returns the lists of this rank's tensors that other ranks have, too. Lists are empty where there are no replicas.
-
-    Args:
-        trainer: this rank's trainer.
-        model: the model's tensors that are saved.
-        parts: the chained optimizers.
-        by_part: the states of each chained optimizer's parameters.
-    """
-    replicas, at, topology = trainer.replicas, trainer.coordinates, trainer.topology
-    first, first_of_experts = (trainer.agreement.rank == ranks[0] for ranks in (replicas.dense, replicas.experts))
-    same = [shard for shard in model if not may_differ(shard.key.name, shard.is_buffer) and not shard.is_quantized]
-    dense = [s for s in same if not s.replica and not (topology.experts_apart and s.expert)]
-    experts = [s for s in same if not s.replica and topology.experts_apart and s.expert]
-    lists: list[tuple[str, Iterable[tuple[str, Region, torch.Tensor]], bool]] = []
-    if len(replicas.dense) > 1:
-        lists.append(("d", map(_member, dense), first))
-        lists.append(("o", _replicated_states(trainer, parts, by_part), first))
-        lists.append(("i", _states_of_instances(parts, by_part), first and trainer.first_instance))
-    if len(replicas.experts) > 1:
-        lists.append(("e", map(_member, experts), first_of_experts))
-    if topology.tp > 1:
-        whole = (s for s in dense if not s.expert and s.region.numel == prod(s.region.global_shape))
-        lists.append(("t", map(_member, whole), first and at.tp == 0))
-    if topology.pp > 1:
-        lists.append(("w", _copies_of_stages(same), first and at.pp == 0))
-    made = (ReplicatedTensors.of(kind, members, names_them) for kind, members, names_them in lists)
-    return tuple(each for each in made if each.names)
-
-
-def _member(shard: LocalShard) -> tuple[str, Region, torch.Tensor]:
-    return shard.key.name, shard.region, shard.tensor
-
-
-def _copies_of_stages(model: Sequence[LocalShard]) -> Iterator[tuple[str, Region, torch.Tensor]]:
-    """Yields the token embedding, of which a later stage has a copy if embeddings are tied or there are MTP layers.
-
-    Of two copies on one stage, only the first is used: megatron gives a stage with MTP layers an output layer that
-    nothing uses.
-    """
-    for shard in model:
-        if shard.key.name.endswith("embedding.word_embeddings.weight"):
-            yield _member(shard)
-            return
-
-
-def _replicated_states(
-    trainer: Trainer, parts: Sequence[OptimizerPart], by_part: Sequence[Sequence[ParameterState]]
-) -> Iterator[tuple[str, Region, torch.Tensor]]:
-    """Yields the states of optimizers that each data-parallel rank has whole."""
-    for part, states in zip(parts, by_part, strict=True):
-        if not part.is_sharded and not part.is_of_owner:
-            apart = trainer.topology.experts_apart
-            yield from _tensors_of(state for state in states if not (apart and state.expert))
-
-
-def _states_of_instances(
-    parts: Sequence[OptimizerPart], by_part: Sequence[Sequence[ParameterState]]
-) -> Iterator[tuple[str, Region, torch.Tensor]]:
-    """Yields the states of sharded optimizers. Only other distributed-optimizer instances have the same regions."""
-    for part, states in zip(parts, by_part, strict=True):
-        if part.is_sharded:
-            yield from _tensors_of(states)
-
-
-def _tensors_of(states: Iterable[ParameterState]) -> Iterator[tuple[str, Region, torch.Tensor]]:
-    for state in states:
-        for kind, tensor in {"param": state.main, **state.moments}.items():
-            yield f"{state.name} ({kind})", state.region, tensor
-
+# At most so many bytes of a GPU's tensor are on the host at a time, if all are compared.
+_PIECE_BYTES = 64 << 20
 
 # -- on every rank ------------------------------------------------------------------------------------------------
 
@@ -205,10 +81,12 @@ def _sample(listed: ReplicatedTensors, attempt: str, everything: bool, copies: H
     for number in numbers:
         at, tensor = chosen.random(), listed.tensors[number]()
         found = None if tensor is None else in_host_memory([tensor.detach()], copies)[0]
-        if found is None or not found.untyped_storage().nbytes() or not found.is_contiguous():
+        if found is None or not found.untyped_storage().nbytes():
             parts.append(None)
         elif everything:
-            parts.append(_crc_of_all(found))
+            parts.append(_crc_of_all(found.contiguous()))
+        elif not found.is_contiguous():
+            parts.append(None)  # a part of it cannot be had without a copy of all of it
         else:
             part = _part_at(found.view(-1), at)
             parts.append(part.to("cpu", non_blocking=True) if part.is_cuda else _crc(part))
@@ -232,10 +110,6 @@ def _crc_of_all(tensor: torch.Tensor) -> int:
     for part in tensor.view(-1).split(_PIECE_BYTES // tensor.itemsize):
         crc = _crc(part.cpu(), crc)
     return crc
-
-
-# At most so many bytes of a GPU's tensor are on the host at a time.
-_PIECE_BYTES = 64 << 20
 
 
 def _crc(part: torch.Tensor, seed: int = 0) -> int:
@@ -321,8 +195,8 @@ class ReplicaWarnings:
             self._told.add(different.tensor)
             last = "; further tensors are only in the reports" if len(self._told) == self.most else ""
             logger.warning(
-                "%s. The checkpoint has each tensor as one of them has it. Find out what has changed one of them, or "
-                "load a checkpoint, which makes them equal%s",
+                "%s. Find out what has changed one of them. A load makes them equal, unless the checkpoint has the "
+                "tensor of each tensor-parallel rank, or none (skip_frozen)%s",
                 different,
                 last,
             )

@@ -152,6 +152,7 @@ def _arguments(trainer: Trainer, remote_url: str | None) -> Record:
         "if_busy": config.if_busy,
         "if_failed": config.if_failed,
         "shared_writes": config.shared_writes,
+        "verify_replicas": config.verify_replicas,
         "vocab_size": trainer.vocab_size,
         "load_replicas": config.load_replicas,
         "remote": remote_url,

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ import torch.distributed as dist
 from agreement import everywhere, gather
 from checkpointing import manager_of
 from layouts import LAYOUTS
-from training import Training, build, parallel, train
+from training import Layout, Training, build, parallel, train
 
+from mcore_ckpt.state.model import model_shards
+from mcore_ckpt.state.optimizer import read_optimizer
 from mcore_ckpt.state.optimizers.chain import optimizer_parts
 from mcore_ckpt.tools.doctor.stored_replicas import stored_replicas
 
@@ -27,19 +30,87 @@ def moment(training: Training) -> torch.Tensor:
     return last["exp_avg"]
 
 
+def state(training: Training, end: str, kind: str) -> torch.Tensor:
+    """The main parameter, or a moment, of the last parameter with this end."""
+    model = model_shards(training.model)
+    every = [s for part in read_optimizer(training.optimizer, model, first_instance=True) for s in part]
+    found = [each for each in every if each.name.endswith(end)][-1]
+    return found.main if kind == "main" else found.moments[kind]
+
+
 Find = Callable[[Training], torch.Tensor]
+NORM, WORDS, FC2 = "final_layernorm.weight", "embedding.word_embeddings.weight", "linear_fc2.weight"
+TP2 = replace(LAYOUTS["tp2"], precision="bf16")
+ETP1 = Layout(2, tp=2, experts=4, etp=1, precision="bf16", distributed_optimizer=False)
 # The layout, the rank that drifts, its tensor, and words of the warning.
-DRIFTS: dict[str, tuple[str, int, Find, str]] = {
-    "data": ("dp2-bf16", 1, lambda t: parameter(t, "linear_fc1.weight"), "linear_fc1.weight: rank 0 and rank 1"),
-    "tensor": ("tp2", 1, lambda t: parameter(t, "final_layernorm.weight"), "final_layernorm.weight: rank 0 and rank 1"),
-    "tied": ("pp2-tied-bf16", 1, lambda t: parameter(t, "output_layer.weight"), "word_embeddings.weight: rank 0 and"),
-    "mtp": ("pp2-mtp", 1, lambda t: parameter(t, "word_embeddings.weight"), "word_embeddings.weight: rank 0 and"),
-    "context": ("cp2", 1, lambda t: parameter(t, "linear_proj.weight"), "linear_proj.weight: rank 0 and rank 1"),
-    "bias": ("dp2-expert-bias", 1, lambda t: parameter(t, "router.weight"), "router.weight: rank 0 and rank 1"),
+DRIFTS: dict[str, tuple[Layout, int, Find, str]] = {
+    "data": (
+        LAYOUTS["dp2-bf16"],
+        1,
+        lambda t: parameter(t, "linear_fc1.weight"),
+        "linear_fc1.weight: rank 0 and rank 1",
+    ),
+    "tensor": (
+        LAYOUTS["tp2"],
+        1,
+        lambda t: parameter(t, "final_layernorm.weight"),
+        "final_layernorm.weight: rank 0 and rank 1",
+    ),
+    "tied": (
+        LAYOUTS["pp2-tied-bf16"],
+        1,
+        lambda t: parameter(t, "output_layer.weight"),
+        "word_embeddings.weight: rank 0 and",
+    ),
+    "mtp": (
+        LAYOUTS["pp2-mtp"],
+        1,
+        lambda t: parameter(t, "word_embeddings.weight"),
+        "word_embeddings.weight: rank 0 and",
+    ),
+    "context": (
+        LAYOUTS["cp2"],
+        1,
+        lambda t: parameter(t, "linear_proj.weight"),
+        "linear_proj.weight: rank 0 and rank 1",
+    ),
+    "bias": (
+        LAYOUTS["dp2-expert-bias"],
+        1,
+        lambda t: parameter(t, "router.weight"),
+        "router.weight: rank 0 and rank 1",
+    ),
 }
-FOUR: dict[str, tuple[str, int, Find, str]] = {
-    "experts": ("ep2-dp4", 3, lambda t: parameter(t, "linear_fc2.weight"), "linear_fc2.weight: rank 1 and rank 3"),
-    "three": ("dp4-buckets", 2, lambda t: parameter(t, "linear_fc1.weight"), "ranks 0, 1, 3 and rank 2"),
+# Optimizer states, of which each rank has its own.
+STATES: dict[str, tuple[Layout, int, Find, str]] = {
+    "tensor-moment": (LAYOUTS["tp2"], 1, lambda t: state(t, NORM, "exp_avg"), f"{NORM} (exp_avg): rank 0 and rank 1"),
+    "tied-main": (
+        LAYOUTS["pp2-tied-bf16"],
+        1,
+        lambda t: state(t, WORDS, "main"),
+        f"{WORDS} (param): rank 0 and rank 1",
+    ),
+    "experts-moment": (ETP1, 1, lambda t: state(t, FC2, "exp_avg"), f"{FC2} (exp_avg): rank 0 and rank 1"),
+}
+MORE_STATES: dict[str, tuple[Layout, int, Find, str]] = {
+    "tensor-main": (TP2, 1, lambda t: state(t, NORM, "main"), f"{NORM} (param): rank 0 and rank 1"),
+    "tied-moment": (
+        LAYOUTS["pp2-tied-bf16"],
+        1,
+        lambda t: state(t, WORDS, "exp_avg"),
+        f"{WORDS} (exp_avg): rank 0 and",
+    ),
+    "mtp-moment": (LAYOUTS["pp2-mtp"], 1, lambda t: state(t, WORDS, "exp_avg"), f"{WORDS} (exp_avg): rank 0 and"),
+    "experts-main": (ETP1, 1, lambda t: state(t, FC2, "main"), f"{FC2} (param): rank 0 and rank 1"),
+}
+FOUR: dict[str, tuple[Layout, int, Find, str]] = {
+    "experts": (
+        LAYOUTS["ep2-dp4"],
+        3,
+        lambda t: parameter(t, "linear_fc2.weight"),
+        "linear_fc2.weight: rank 1 and rank 3",
+    ),
+    "three": (LAYOUTS["dp4-buckets"], 2, lambda t: parameter(t, "linear_fc1.weight"), "ranks 0, 1, 3 and rank 2"),
 }
 
 
@@ -48,12 +119,15 @@ def cases(drifts: dict[str, Any], world: int, *more: pytest.MarkDecorator) -> li
     return [pytest.param(*drift, marks=marks, id=name) for name, drift in drifts.items()]
 
 
-@pytest.mark.parametrize(("layout", "rank", "find", "words"), [*cases(DRIFTS, 2), *cases(FOUR, 4, pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("layout", "rank", "find", "words"),
+    [*cases(DRIFTS, 2), *cases(STATES, 2), *cases(MORE_STATES, 2, pytest.mark.full), *cases(FOUR, 4, pytest.mark.full)],
+)
 def test_a_replica_that_has_drifted_is_named_once(
-    layout: str, rank: int, find: Find, words: str, shared_path: Path, caplog: pytest.LogCaptureFixture
+    layout: Layout, rank: int, find: Find, words: str, shared_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with parallel(LAYOUTS[layout]):
-        training = build(LAYOUTS[layout], seed=1)
+    with parallel(layout):
+        training = build(layout, seed=1)
         train(training, 0, 2)
         manager = manager_of(training, shared_path, verify_replicas=True)
         sound = manager.save(1)
@@ -69,11 +143,11 @@ def test_a_replica_that_has_drifted_is_named_once(
             assert len(texts[1]) == 1
             assert words in texts[1][0]
             assert texts[2] == texts[1]
-            if layout == "tp2":
+            if NORM in words:
                 # What tensor parallelism replicates is stored by each rank.
                 (finding,) = stored_replicas(shared_path)
                 assert "1 of" in finding.fact
-                assert "final_layernorm.weight" in finding.fact
+                assert words.partition(":")[0] in finding.fact
             assert caplog.text.count("although they are replicas") == (1 if dist.get_rank() == 0 else 0)
 
 

@@ -34,7 +34,7 @@ def stored_replicas(root: Path) -> list[Finding]:
                 compared += 1
                 if len({shard.crc32 for shard in shards}) > 1:
                     files = " and ".join(shard.file for shard in shards[:2])
-                    different.append(f"{shards[0].key.name} of {reader.place} in {files}")
+                    different.append(f"{shards[0].key} of {reader.place} in {files}")
     except (CheckpointError, OSError):
         return []
     if not compared:
@@ -49,8 +49,7 @@ def stored_replicas(root: Path) -> list[Finding]:
 
 def _stored_twice(reader: NativeReader) -> Iterator[list[StoredShard]]:
     """Yields the shards of one region that are in several files."""
-    for name in reader.names:
-        key = ShardKey(name, MODEL)
+    for key in (ShardKey(name, kind) for name in reader.names for kind in (MODEL, *reader.kinds(name))):
         files = reader.files(key)
         by_place: dict[str, list[StoredShard]] = {}
         for shard in reader.shards(key, files) if len(files) > 1 else ():
