@@ -74,7 +74,7 @@ static ssize_t faulty_pread(int file, void *data, size_t nbytes, off_t offset) {
     int fault = fault_of("pread", file, offset + nbytes);
     if (fault == FAIL) return -1;
     int sectors = fault_of("pread_sectors", file, offset + nbytes);
-    if (sectors == HALF && nbytes > 8192) return NEXT(pread)(file, data, half(nbytes) - 512, offset);
+    if (sectors == HALF && nbytes > 2048) return NEXT(pread)(file, data, half(nbytes) - 512, offset);
     return NEXT(pread)(file, data, fault == HALF ? half(nbytes) : nbytes, offset);
 }
 ssize_t pread(int file, void *data, size_t nbytes, off_t offset) { return faulty_pread(file, data, nbytes, offset); }

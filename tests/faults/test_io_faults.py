@@ -151,6 +151,8 @@ HARMLESS = [
     Fault("pwritev_direct", errno.EINVAL, OWN),
     Fault("pwritev_direct", errno.EINVAL, SHARED, at=40_000),
     Fault("fallocate", errno.EOPNOTSUPP, OWN),
+    # A page in which another rank's bytes are, too, is read and written back.
+    Fault("pread_sectors", 0, SHARED),
     Fault("write", 0, SMALL),
     Fault("write", 0, MANIFEST),
 ]
