@@ -1,26 +1,29 @@
 """Finds what a trainer keeps in a step beside the roles, and whether all of it is there.
 
 verl's trainers write `data.pt` (PPO) or `data_{dp}.pt` (SFT), and, since 0.9 in its asynchronous modes, the folder
-`transfer_queue` with the prompts in flight. Other programs and later versions write other things. So there is no list
-of names: what belongs to a step is what the last complete steps have.
+`transfer_queue` with the prompts in flight. Other programs and later versions write other things, and users put files
+of their own beside them. So no list of names decides: what belongs to a step is what the last complete steps have. What
+a single one has may be a user's. It counts only if the caller knows that the trainer writes it.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 from mcore_ckpt.checkpoint.file_names import MANIFEST_FILE, is_own
 from mcore_ckpt.formats.kinds import kind_of
 
+logger = logging.getLogger(__name__)
+
 # Numbers and ids, which differ between steps and between ranks.
 _VARIES = re.compile(r"[0-9a-fA-F]{6,}|\d+")
-# Of how many complete steps each must have something, before it counts as a part of a step. With two of them, what a
-# user has put into one step is not missed in the next one.
+# How many complete steps show that what all of them have is the trainer's.
 _STEPS = 2
 
 
@@ -46,57 +49,80 @@ def _is_role(folder: Path) -> bool:
     return (folder / MANIFEST_FILE).exists() or kind_of(folder) is not None
 
 
-def what_is_missing(step_path: Path, others: Sequence[Path]) -> str | None:
+def what_is_missing(step_path: Path, others: Sequence[Path], known: Collection[str] = ()) -> str | None:
     """Returns what a step lacks of what other steps have, or which of its files is cut; None if nothing is missing.
+
+    What the step lacks and may be a user's is logged.
 
     Args:
         step_path: the step's folder.
         others: the folders of complete steps, the newest first.
+        known: the names that the trainer is known to write, each with "#" in place of a number.
 
     Raises OSError: a folder cannot be read.
     """
-    mine = _by_form(companions_of(step_path))
-    for form, name in _expected(others).items():
+    witnesses = [path for path in others if companions_of(path)][:_STEPS]
+    have = [_sound_forms(path) for path in witnesses]
+    expected = {form: name for form, name in next(iter(have), {}).items() if all(form in each for each in have)}
+    sure = {form for form in expected if len(have) == _STEPS or _is_known(form, known)}
+    cut = first_cut(step_path, known, sure)
+    if cut is not None:
+        return f"{cut}: is cut off, because the trainer died while writing it"
+    mine, had = {form for form, _, _ in _entries(step_path)}, " and ".join(path.name for path in witnesses)
+    for form, name in expected.items():
+        if form not in mine and form in sure:
+            advice = "" if _is_known(form, known) else ": if you have put it there yourself, load this step by its path"
+            return f"{step_path}: {name} is missing, which {had} had{advice}"
         if form not in mine:
-            return f"{step_path}: {name} is missing, which the other complete steps have"
-    cut = first_cut(step_path)
-    return None if cut is None else f"{cut}: is cut off, because the trainer died while writing it"
+            logger.warning("%s: lacks %s, which is in %s: is it a file of yours?", step_path, name, had)
+    return None
 
 
-def _expected(others: Sequence[Path]) -> Mapping[str, str]:
-    """Returns the forms of what the last complete steps have, each with the path in the newest of these steps."""
-    found = [forms for path in others if (forms := _by_form(companions_of(path)))][:_STEPS]
-    return {} if not found else {form: name for form, name in found[0].items() if all(form in each for each in found)}
+def first_cut(step_path: Path, known: Collection[str], forms: Collection[str] = ()) -> Path | None:
+    """Returns a file that was cut off while it was written; None if there is none. Raises OSError.
+
+    Args:
+        step_path: the step's folder.
+        known: see `what_is_missing`. Other files may be a user's, and are not looked at.
+        forms: forms of other files to look at.
+    """
+    looked_at = (path for form, _, path in _entries(step_path) if form in forms or _is_known(form, known))
+    return next((path for path in looked_at if not _is_sound(path)), None)
 
 
-def _by_form(entries: Mapping[str, Path]) -> dict[str, str]:
-    """Returns the relative path of each entry, and of each file in a folder whose end can be checked, by its form.
+def _is_known(form: str, known: Collection[str]) -> bool:
+    return form.partition("/")[0] in known
+
+
+def _sound_forms(step_path: Path) -> dict[str, str]:
+    """Returns the forms of what is not cut, each with the first relative path that has it."""
+    found: dict[str, str] = {}
+    for form, name, path in _entries(step_path):
+        if _is_sound(path):
+            found.setdefault(form, name)
+    return found
+
+
+def _entries(step_path: Path) -> Iterator[tuple[str, str, Path]]:
+    """Yields the form, the relative path and the path of each entry, and of each file in it whose end can be checked.
 
     Folders may hold any number of other files: a queue has as many as there are prompts.
     """
-    forms: dict[str, str] = {}
-    for name, path in entries.items():
-        forms.setdefault(_VARIES.sub("#", name), name)
-        for file in _files_below(path) if path.is_dir() else ():
-            relative = f"{name}/{file.relative_to(path)}"
-            forms.setdefault(_VARIES.sub("#", relative), relative)
-    return forms
-
-
-def first_cut(step_path: Path) -> Path | None:
-    """Returns a file of the trainer's that was cut off while it was written; None if there is none. Raises OSError."""
     for path in companions_of(step_path).values():
-        for file in _files_below(path) if path.is_dir() else (path,):
-            check = _CHECKS.get(file.suffix)
-            if check is not None and not check(file):
-                return file
-    return None
+        for file in (path, *_files_below(path)):
+            relative = str(file.relative_to(step_path))
+            yield _VARIES.sub("#", relative), relative, file
 
 
 def _files_below(folder: Path) -> Iterator[Path]:
     for parent, folders, names in os.walk(folder):
         folders.sort()
         yield from (Path(parent) / name for name in sorted(names) if Path(name).suffix in _CHECKS)
+
+
+def _is_sound(path: Path) -> bool:
+    check = None if path.is_dir() else _CHECKS.get(path.suffix)
+    return check is None or check(path)
 
 
 def _ends_like_pickle(file: Path) -> bool:

@@ -81,12 +81,43 @@ def test_what_is_missing_or_cut_is_named(
     assert str(newest) in found
 
 
+KNOWN = ("data.pt", "data_#.pt", "transfer_queue")
+
+
 def test_what_only_one_of_two_steps_has_is_not_missed(tmp_path: Path) -> None:
     """It may be what a user has put there."""
     newest, before, first = [make_step(tmp_path, step, queue=False) for step in (3, 2, 1)]
     (before / "merged").mkdir()
     assert what_is_missing(newest, [before, first]) is None
-    assert "merged is missing" in (what_is_missing(newest, [before]) or "")
+    (first / "merged").mkdir()
+    missing = "merged is missing, which global_step_2 and global_step_1 had: if you have put it there yourself, load"
+    assert missing in (what_is_missing(newest, [before, first]) or "")
+
+
+def test_a_single_step_shows_what_the_trainer_is_known_to_write(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    newest, before = (make_step(tmp_path, step) for step in (20, 10))
+    for name in ("notes.txt", "extra.pt", "eval/scores.json"):
+        (before / name).parent.mkdir(exist_ok=True)
+        (before / name).write_text("best so far")
+    (newest / "eval.json").write_text("{}\n{}\n")
+    assert what_is_missing(newest, [before], KNOWN) is None
+    assert "lacks notes.txt, which is in global_step_10: is it a file of yours?" in caplog.text
+    remove(newest, "transfer_queue")
+    assert what_is_missing(newest, [before], KNOWN) == f"{newest}: transfer_queue is missing, which global_step_10 had"
+    remove(newest, "data_*.pt")
+    assert "data_0.pt is missing" in (what_is_missing(newest, [before], KNOWN) or "")
+
+
+def test_a_users_file_that_looks_cut_in_every_step_is_not(tmp_path: Path) -> None:
+    steps = [make_step(tmp_path, step) for step in (3, 2, 1)]
+    for step in steps:
+        (step / "scores.json").write_text("{}\n{}\n")
+        (step / "extra.json").write_text("{}")
+    assert what_is_missing(steps[0], steps[1:], KNOWN) is None
+    (steps[0] / "extra.json").write_text("{")
+    assert "extra.json: is cut off" in (what_is_missing(steps[0], steps[1:], KNOWN) or "")
 
 
 def test_an_empty_file_is_cut(tmp_path: Path) -> None:
@@ -94,6 +125,6 @@ def test_an_empty_file_is_cut(tmp_path: Path) -> None:
     for name in ("data_0.pt", "transfer_queue/controller_state.pkl", "transfer_queue/metadata.json"):
         content = (step / name).read_bytes()
         (step / name).write_bytes(b"")
-        assert first_cut(step) == step / name
+        assert first_cut(step, KNOWN) == step / name
         (step / name).write_bytes(content)
-    assert first_cut(step) is None
+    assert first_cut(step, KNOWN) is None

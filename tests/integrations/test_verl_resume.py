@@ -4,6 +4,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 from checkpoints import make
 
@@ -93,6 +94,18 @@ def test_the_step_to_go_back_to_is_the_one_that_was_committed_last(tmp_path: Pat
     assert "data.pt is missing" in (why_not_whole(lacking, life.on_nodes) or "")
     assert step_to_go_back_to(lacking, life.on_nodes) == 4
     assert "the newest complete step is 4, which" in send_back(lacking, has_copies=False, on_nodes=life.on_nodes)
+
+
+def test_a_file_of_the_users_in_the_only_other_step_is_not_missed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    life = Life(tmp_path)
+    life.save(10, 20)
+    (tmp_path / "global_step_10/notes.txt").write_text("best so far")
+    assert why_not_whole(life.place(20)) is None
+    assert "lacks notes.txt, which is in global_step_10" in caplog.text
+    (tmp_path / "global_step_20/data.pt").unlink()
+    assert "data.pt is missing, which global_step_10 had" in (why_not_whole(life.place(20)) or "")
 
 
 def test_an_abandoned_step_is_the_last_to_go_back_to(tmp_path: Path) -> None:

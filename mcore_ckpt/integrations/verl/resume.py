@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 # The steps that the nodes of the fast tier have, with all roles.
 OnNodes = Mapping[int, WholeStep]
 _NONE: OnNodes = {}
+# What verl's trainers are known to write into a step.
+_KNOWN = ("data.pt", "data_#.pt", "transfer_queue")
 
 
 def is_checkpoint(folder: Path) -> bool:
@@ -63,7 +65,7 @@ def why_not_whole(place: Place, on_nodes: OnNodes = _NONE) -> str | None:
     status = step_status(place.step_path)
     if place.step not in on_nodes and status.committed and not status.is_complete:
         return status.reason
-    return what_is_missing(place.step_path, [path for _, path in others])
+    return what_is_missing(place.step_path, [path for _, path in others], _KNOWN)
 
 
 def step_to_go_back_to(place: Place, on_nodes: OnNodes = _NONE) -> int | None:
@@ -73,7 +75,7 @@ def step_to_go_back_to(place: Place, on_nodes: OnNodes = _NONE) -> int | None:
     """
     found = _whole_steps(place, on_nodes)
     for number, (step, path) in enumerate(found):
-        if what_is_missing(path, [older for _, older in found[number + 1 :]]) is None:
+        if what_is_missing(path, [older for _, older in found[number + 1 :]], _KNOWN) is None:
             return step
     return None
 
@@ -156,4 +158,4 @@ def _is_whole(place: Place, step: int, on_nodes: OnNodes) -> bool:
     status = step_status(other.step_path)
     # A checkpoint of another program has no manifest that would show whether it is complete. Its presence must suffice.
     is_complete = status.is_complete if status.declared and step not in on_nodes else True
-    return is_complete and first_cut(other.step_path) is None
+    return is_complete and first_cut(other.step_path, _KNOWN) is None
