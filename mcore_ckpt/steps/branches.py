@@ -82,6 +82,18 @@ def oldest_first(steps: Sequence[Step]) -> list[Step]:
     )
 
 
+def by_step(step: int, others: Sequence[Placed]) -> Commit | None:
+    """Returns the commit of a step that no training has saved, such as a tool's: it goes by its step.
+
+    It shares the number of the step before it, or of the first one, so a later step stays the newest. None: there are
+    no others.
+    """
+    given_up = abandoned(others)
+    there = sorted((each for each in others if each.step not in given_up), key=order_of)
+    before = [each for each in there if each.step <= step][-1:] or there[:1]
+    return next((Commit(each.commit.number, None, each.commit.branch[-MOST_RANGES:]) for each in before), None)
+
+
 @dataclass(frozen=True)
 class Position:
     """Where one role's training stands.

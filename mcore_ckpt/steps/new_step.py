@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.manifest import Manifest
+from mcore_ckpt.checkpoint.provenance import Run
 from mcore_ckpt.errors import InvalidArgumentError
-from mcore_ckpt.steps import commit, leftovers, tracker
-from mcore_ckpt.steps.listing import holds_something, step_status
+from mcore_ckpt.steps import branches, commit, leftovers, tracker
+from mcore_ckpt.steps.listing import StepStatus, holds_something, list_steps, step_status
 from mcore_ckpt.steps.new_folder import check_not_pinned, check_space
 from mcore_ckpt.steps.trainer_lock import ToolLocks
 
@@ -24,31 +27,37 @@ class NewStep:
         step: the step's number.
         roles: the roles that the tool writes.
         force: True to replace checkpoints of these roles that the step already has. A pinned step is never replaced.
+        run: the run that the checkpoints are of; None if they are of none, and belong to the root.
 
     Attributes:
         attempt: the id of this write.
 
     Raises:
-        InvalidArgumentError: the step is pinned, has a role already, or has a folder with another name.
+        InvalidArgumentError: the step is pinned, has a role already or one of another run, or has a folder with another
+            name.
         LockedError: a trainer saves below the root, or another tool writes one of the roles.
 
     Example:
         >>> with NewStep(root, 10, ["actor"]) as new:  # doctest: +SKIP
         ...     staging = new.open("actor")
+        ...     new.write_manifest(manifest)
         ...     new.publish()
     """
 
-    def __init__(self, root: Path, step: int, roles: Sequence[str], force: bool = False) -> None:
+    def __init__(
+        self, root: Path, step: int, roles: Sequence[str], force: bool = False, run: Run | None = None
+    ) -> None:
         self._root = root.absolute()
         self._step = step
         self._roles = tuple(roles)
         self._force = force
+        self._run = run
         self._staged: dict[Path, Path] = {}
         self._exit = ExitStack()
         self.attempt = commit.new_attempt()
 
     def __enter__(self) -> NewStep:
-        check_may_write(self._root, self._step, self._roles, self._force)  # before anything is made
+        self._check()  # before anything is made
         with ExitStack() as stack:
             if not self._root.exists():
                 stack.callback(commit.remove_if_empty, self._root)
@@ -56,7 +65,7 @@ class NewStep:
             for role in self._roles:
                 # A killed run may have left its folders. `alone=False`, because tools of older versions hold no lock.
                 leftovers.remove_leftovers(self._root, role, alone=False)
-            check_may_write(self._root, self._step, self._roles, self._force)
+            self._check()
             self._exit = stack.pop_all()
         return self
 
@@ -70,16 +79,33 @@ class NewStep:
         self._staged[role_dir] = commit.open_staging(role_dir, self.attempt)
         return self._staged[role_dir]
 
+    def write_manifest(self, manifest: Manifest) -> None:
+        """Writes the manifest of an opened role, durably.
+
+        A checkpoint of a run keeps its commit. Any other one gets the place that its step has among those below the
+        root, so it is not the newest if there are later ones.
+
+        Raises CommitError or OSError, as `commit.write_manifest` does.
+        """
+        if self._run is None:
+            others = [status for status in list_steps(self._root) if status.committed]
+            manifest = replace(manifest, run=None, commit=branches.by_step(self._step, others))
+        role_dir = file_names.step_dir(self._root, self._step) / manifest.role
+        commit.write_manifest(self._staged[role_dir], manifest)
+
     def publish(self) -> None:
         """Puts all opened roles in place, which have their manifests, and moves the tracker.
 
         Raises InvalidArgumentError if the step has been pinned meanwhile, and OSError.
         """
-        check_may_write(self._root, self._step, self._roles, self._force)
+        self._check()
         for role_dir, staging in self._staged.items():
             commit.publish(staging, role_dir, self.attempt)
         self._staged.clear()
         tracker.move_tracker(self._root)
+
+    def _check(self) -> None:
+        check_may_write(self._root, self._step, self._roles, self._force, self._run)
 
     def __exit__(self, *error: object) -> None:
         for staging in self._staged.values():
@@ -87,11 +113,12 @@ class NewStep:
         self._exit.close()
 
 
-def check_may_write(root: Path, step: int, roles: Sequence[str], force: bool = False) -> None:
-    """Checks that a tool may write roles of a step: it replaces nothing, or what `force` allows.
+def check_may_write(root: Path, step: int, roles: Sequence[str], force: bool = False, run: Run | None = None) -> None:
+    """Checks that a tool may write roles of a step: it replaces nothing, or what `force` allows, and mixes no runs.
 
     Raises:
-        InvalidArgumentError: the step is pinned, has a role already, or has a folder with another name.
+        InvalidArgumentError: the step is pinned, has a role already or one of another run, or has a folder with another
+            name.
         OSError: the step cannot be read.
     """
     new = file_names.step_dir(root, step)
@@ -109,6 +136,19 @@ def check_may_write(root: Path, step: int, roles: Sequence[str], force: bool = F
         if there and not force:
             raise InvalidArgumentError(
                 f"{path / there[0]}: is there already: name another folder to write to, or replace it with --force"
+            )
+    for status in list_steps(root, step):
+        _check_one_run(status, roles, run)
+
+
+def _check_one_run(status: StepStatus, roles: Sequence[str], run: Run | None) -> None:
+    """Raises InvalidArgumentError if a role that stays in a step is of another run than those that are written."""
+    for role, head in status.says.items():
+        is_own = role in status.committed if run is None else head.run is None or head.run.id == run.id
+        if role not in roles and not is_own:
+            raise InvalidArgumentError(
+                f"{status.role_dir(role)}: is of {head.run}, and {roles[0]} of {run or 'the run of this folder'}, and "
+                "no step is of two runs: name another folder to write to"
             )
 
 

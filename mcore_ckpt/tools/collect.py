@@ -16,7 +16,6 @@ from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, C
 from mcore_ckpt.io import tuning
 from mcore_ckpt.io.file_copies import copy_checked
 from mcore_ckpt.io.files import inside, make_folders, sync_folders_below
-from mcore_ckpt.steps import commit
 from mcore_ckpt.steps.branches import oldest_first
 from mcore_ckpt.steps.new_step import NewStep
 from mcore_ckpt.steps.node_files import files_among
@@ -217,14 +216,15 @@ def _write(found: FoundStep, root: Path, force: bool, progress: Progress) -> lis
     files = [file for source in found.roles for file in source.manifest.files]
     counter = _Counter(sum(file.size for file in files), progress)
     reports = []
-    with NewStep(root, found.step, [source.manifest.role for source in found.roles], force) as new:
+    roles, run = [source.manifest.role for source in found.roles], found.roles[0].manifest.run
+    with NewStep(root, found.step, roles, force, run) as new:
         new.check_space(file.size for file in files)
         for source in found.roles:
             staging = new.open(source.manifest.role)
             damaged = _copy_all(source, staging, counter)
             sync_folders_below(staging)
             manifest = replace(source.manifest, placement=None)
-            commit.write_manifest(staging, manifest)
+            new.write_manifest(manifest)
             role_dir = file_names.step_dir(root, found.step) / manifest.role
             reports.append(CollectedRole(manifest.role, role_dir, len(manifest.files), manifest.nbytes, tuple(damaged)))
         new.publish()

@@ -43,12 +43,12 @@ _CONTENTS = ("model",)
 
 @dataclass(frozen=True)
 class _NewCheckpoint:
-    """The checkpoint to write: its folder, its staging folder, the id of the attempt, and its layout."""
+    """The checkpoint to write: its folder, its staging folder, its layout; on the coordinator also the new step."""
 
     role_dir: Path
     staging: Path
-    attempt: str
     target: Target
+    opened: list[NewStep]
 
 
 def convert_to_native(
@@ -94,7 +94,7 @@ def convert_to_native(
     with ExitStack() as stack:  # on the coordinator it holds the new step
         attempt, new = _open(agreement, stack, role_dir, [file.nbytes for file in files], force)
         staging = file_names.staging_dir(role_dir, attempt)
-        nbytes = _write(agreement, reader, files, _NewCheckpoint(role_dir, staging, attempt, target), progress)
+        nbytes = _write(agreement, reader, files, _NewCheckpoint(role_dir, staging, target, new), progress)
         if test:
             _test(agreement, reader, staging)
         decide(agreement, f"putting {role_dir} in place", dict, lambda _: {}, act=lambda: new[0].publish())
@@ -175,9 +175,10 @@ def _write(
         folder.mkdir(FOLDER_MODE)
         assets = [(0, file) for file in written_side_files(folder, copy_side_files(reader.contents.folder, folder))]
         role = new.role_dir.name
-        identity = Identity(STEP, role, (role,), new.attempt, _CONTENTS, {}, model=_facts(reader))
+        (step,) = new.opened
+        identity = Identity(STEP, role, (role,), step.attempt, _CONTENTS, {}, model=_facts(reader))
         sync_folders_below(new.staging)
-        commit.write_manifest(new.staging, build_manifest(identity, new.target, indexed, assets))
+        step.write_manifest(build_manifest(identity, new.target, indexed, assets))
         return {}
 
     decide(agreement, f"writing {new.staging}", work, combine)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_ckpt.checkpoint.provenance import MOST_RANGES, Commit
-from mcore_ckpt.steps.branches import Position, StepCommit, abandoned, commit_of, newest, oldest_first
+from mcore_ckpt.steps.branches import Position, StepCommit, abandoned, by_step, commit_of, newest, oldest_first
 from mcore_ckpt.steps.retention import PreservationPolicy, judge
 from mcore_ckpt.steps.worth import Lack
 
@@ -166,6 +167,34 @@ def test_two_roles_that_commit_at_once_are_ordered_by_their_steps() -> None:
     tied = [Saved(step, (Commit(7, None, ((7, 7),)),)) for step in (30, 20)]
     assert [each.step for each in oldest_first(tied)] == [20, 30]
     assert not abandoned(tied)
+
+
+@pytest.mark.parametrize("numbered", [True, False])
+@pytest.mark.parametrize("step", [5, 10, 15, 30, 40])
+def test_a_step_of_a_tool_goes_by_its_number(step: int, numbered: bool) -> None:
+    root = Root()
+    root.restart(None)
+    for saved in (10, 20, 30):
+        root.save(saved, numbered)
+    root.steps[step] = Saved(step, (by_step(step, list(root.steps.values())),))
+    assert [each.step for each in oldest_first(list(root.steps.values()))] == sorted(root.steps)
+    assert not abandoned(list(root.steps.values()))
+    root.restart(30)
+    root.save(50)
+    assert root.steps[50].commit.number == (4 if numbered else 31)
+    assert not abandoned(list(root.steps.values()))
+
+
+def test_a_step_of_a_tool_is_not_on_a_branch_that_was_given_up() -> None:
+    root = Root()
+    root.restart(None)
+    for step in (10, 20, 30):
+        root.save(step)
+    root.restart(10)
+    root.save(40)
+    root.steps[25] = Saved(25, (by_step(25, list(root.steps.values())),))
+    assert [each.step for each in oldest_first(list(root.steps.values()))] == [20, 30, 10, 25, 40]
+    assert by_step(1, []) is None
 
 
 def test_a_branch_stays_short() -> None:

@@ -2,17 +2,21 @@
 
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 from checkpoints import make, read_version, stage
 
 from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.manifest import encode_manifest
+from mcore_ckpt.checkpoint.provenance import Commit, Run
+from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.errors import InvalidArgumentError, LockedError
 from mcore_ckpt.formats.kinds import is_hf_folder
 from mcore_ckpt.ranks.hosts import this_host
-from mcore_ckpt.steps import commit, owner, pins, tracker, trainer_lock
+from mcore_ckpt.steps import commit, owner, pins, runs, tracker, trainer_lock
+from mcore_ckpt.steps.listing import complete_steps
 from mcore_ckpt.steps.new_folder import Replaceable, check_may_replace, put_in_place
 from mcore_ckpt.steps.new_step import NewStep
 from mcore_ckpt.steps.owner import Owner
@@ -29,6 +33,9 @@ def write(root: Path, step: int = 5, version: int = 2, force: bool = False) -> P
         made, _ = stage(root.with_name("elsewhere") / f"global_steps_{step}" / "actor", version)
         commit.remove_folder(staging)
         made.rename(staging)
+        manifest = read_manifest(staging)
+        (staging / file_names.MANIFEST_FILE).unlink()
+        new.write_manifest(manifest)
         new.publish()
     return role_dir
 
@@ -77,6 +84,40 @@ def test_what_is_there(there: str, words: str, forcible: bool, force: bool, tmp_
         assert sorted(root.rglob("*")) == before
     else:
         assert read_version(write(root, force=force)) == 2
+
+
+def of_run(role_dir: Path, id: str, number: int) -> None:
+    """Makes a checkpoint and lets its manifest say that a run has saved it."""
+    make(role_dir, 1)
+    manifest = replace(read_manifest(role_dir), run=Run(id), commit=Commit(number, None, ((1, number),)))
+    (role_dir / file_names.MANIFEST_FILE).write_bytes(encode_manifest(manifest))
+
+
+def test_a_step_below_later_ones_is_not_the_newest(tmp_path: Path) -> None:
+    for number, step in enumerate((4, 6), 1):
+        of_run(file_names.step_dir(tmp_path, step) / "actor", "a", number)
+    write(tmp_path, 5)
+    assert tracker.read_tracker(tmp_path) == 6
+    assert [status.step for status in complete_steps(tmp_path)] == [4, 5, 6]
+    write(tmp_path, 6, force=True)  # the next commit of a training has the number 3
+    assert [(status.step, status.commit.number) for status in complete_steps(tmp_path)] == [(4, 1), (5, 1), (6, 2)]
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_roles_of_two_runs_do_not_come_into_one_step(force: bool, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    of_run(root / "global_steps_5" / "critic", "a", 1)
+    with pytest.raises(InvalidArgumentError, match=r"critic: is of run a, and actor of run b, and no step is of two"):
+        NewStep(root, 5, ["actor"], force, Run("b")).__enter__()
+    with NewStep(root, 5, ["actor"], force, Run("a")):
+        pass
+    # If the root has a run, what is of none belongs to it.
+    runs.settle(root, root, [], None, None)
+    with pytest.raises(InvalidArgumentError, match="is of run a, and actor of the run of this folder"):
+        write(root, force=force)
+    with NewStep(root, 5, ["critic"], force=True):
+        pass
+    assert os.listdir(root / "global_steps_5") == ["critic"]
 
 
 def test_a_pin_is_seen_even_if_it_comes_meanwhile(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import zipfile
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from small_model import HIDDEN, STEP, VOCABULARY, make, resharded, shapes, store
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import Manifest, WrittenFile
+from mcore_ckpt.checkpoint.provenance import Commit, Run
 from mcore_ckpt.checkpoint.reading import read_index, read_manifest, read_plain
 from mcore_ckpt.errors import (
     CheckpointCorruptError,
@@ -364,8 +366,8 @@ def test_without_megatron_and_a_killed_run_leaves_what_the_next_one_removes(tmp_
         f"    assert main(['reshard', {str(source)!r}, target, '--tp', '2', '--json']) == 0\n"
         f"run({str(tmp_path / 'c')!r})\n"
         "assert not any(name.split('.')[0] == 'megatron' for name in sys.modules), 'megatron'\n"
-        "from mcore_ckpt.tools.reshard import reshard as module\n"
-        "module.commit.write_manifest = lambda *_: os.kill(os.getpid(), 9)\n"
+        "from mcore_ckpt.steps import commit\n"
+        "commit.write_manifest = lambda *_: os.kill(os.getpid(), 9)\n"
         f"run({str(tmp_path / 'b')!r})\n"
     )
     done = subprocess.run([sys.executable, "-c", script], check=False, stdout=subprocess.DEVNULL)
@@ -410,14 +412,16 @@ def test_it_does_not_replace_what_it_reads(tmp_path: Path) -> None:
         resharded(source, tmp_path / "a", tp=2)
 
 
-def make_part(root: Path, roles: tuple[str, ...]) -> Path:
-    """What a framework keeps beside its models."""
-    role_dir, attempt, data = file_names.step_dir(root, STEP) / "recover_info", commit.new_attempt(), b'{"step": 5}'
+def make_part(root: Path, roles: tuple[str, ...], step: int = STEP, number: int = 1) -> Path:
+    """What a framework keeps beside its models, here of a run."""
+    role_dir, attempt, data = file_names.step_dir(root, step) / "recover_info", commit.new_attempt(), b'{"step": 5}'
     staging = commit.open_staging(role_dir, attempt)
     make_folders(staging, "sub/step_info.json")
     write_file(staging / "sub" / "step_info.json", [data])
     file = WrittenFile("sub/step_info.json", "recover_info", len(data), zlib.crc32(data))
-    commit.write_manifest(staging, files_manifest("recover_info", STEP, roles, attempt, [(0, file)], 1))
+    manifest = files_manifest("recover_info", step, roles, attempt, [(0, file)], 1)
+    of_run = replace(manifest, run=Run(root.name), commit=Commit(number, None, ((1, number),)))
+    commit.write_manifest(staging, of_run)
     commit.publish(staging, role_dir, attempt)
     return role_dir
 
@@ -437,3 +441,18 @@ def test_parts_that_are_no_models_go_along(tmp_path: Path) -> None:
     with pytest.raises(CheckpointCorruptError, match="wrong CRC"):
         reshard(select(tmp_path / "a"), tmp_path / "c", WantedLayout(tp=2))
     assert steps.complete_steps(tmp_path / "c") == []
+
+
+def test_a_step_takes_its_place_by_its_number_and_belongs_to_the_root(tmp_path: Path) -> None:
+    """A training that has gone on there goes on from its own newest step."""
+    roles = ("actor", "recover_info")
+    make(tmp_path / "a", tensors_of(shapes()), roles=roles)
+    make_part(tmp_path / "a", roles, number=70)
+    for number, step in enumerate((STEP - 1, STEP + 1), 1):
+        make_part(tmp_path / "b", ("recover_info",), step, number)
+    tracker.update_tracker(tmp_path / "b")
+    reshard(select(tmp_path / "a"), tmp_path / "b", WantedLayout(tp=2))
+    assert [status.step for status in steps.complete_steps(tmp_path / "b")] == [STEP - 1, STEP, STEP + 1]
+    assert tracker.read_tracker(tmp_path / "b") == STEP + 1
+    (status,) = steps.list_steps(tmp_path / "b", STEP)
+    assert [(head.run, head.commit) for head in status.heads] == 2 * [(None, Commit(1, None, ((1, 1),)))]

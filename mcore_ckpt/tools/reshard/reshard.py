@@ -16,7 +16,6 @@ from mcore_ckpt.formats.native.folder import LocalFolder
 from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.io.files import make_folders, sync_folders_below, write_file
 from mcore_ckpt.ranks.topology import Topology
-from mcore_ckpt.steps import commit
 from mcore_ckpt.steps.new_step import NewStep, check_may_write
 from mcore_ckpt.steps.read_lock import reading
 from mcore_ckpt.tools.find import Selection
@@ -205,11 +204,11 @@ def _write_all(
         for copy in copies:
             staging = new.open(copy.manifest.role)
             _copy_files(copy, staging)
-            commit.write_manifest(staging, replace(copy.manifest, roles=roles, attempt=new.attempt))
+            new.write_manifest(replace(copy.manifest, roles=roles, attempt=new.attempt))
         for job in jobs:
             staging = new.open(job.reader.manifest.role)
             manifest = _write_role(job, staging, roles, new.attempt, wrote)
-            commit.write_manifest(staging, manifest)
+            new.write_manifest(manifest)
             reports.append(_report(job, manifest))
         new.publish()
     return reports
