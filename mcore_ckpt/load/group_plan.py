@@ -81,7 +81,7 @@ class GroupPlan:
         Raises:
             CheckpointMismatchError: it is open which group is which, or a schedule differs that must be equal.
         """
-        outcome: Record = {"numbers": [], "kept": [], "replaced": []}
+        outcome: Record = {"numbers": [], "of_moments": [], "kept": [], "replaced": []}
         for of_part in zip(*(record["parts"] for record in records), strict=True):
             known = [PartGroups.from_record(each) for each in of_part if each is not None]
             live = joined(each.live for each in known)
@@ -89,16 +89,26 @@ class GroupPlan:
             groups = [group for group in self.saved.groups if group.number in candidates]
             found = find_counterparts(live, groups, self.saved.members is not None, self.schedules)
             outcome["numbers"].append(dict(found.numbers))
+            outcome["of_moments"].append(dict(found.of_moments))
             outcome["kept"] += found.changes.kept
             outcome["replaced"] += found.changes.replaced
         return outcome
 
     def complete(self, saved: Sequence[SavedPart], outcome: Record) -> tuple[SavedPart, ...]:
         """Returns the saved state of the parts with the counterparts that rank 0 has found."""
-        groups, numbers = self.saved.groups, outcome["numbers"]
         return tuple(
-            state if of_part is None else replace(state, param_groups=in_order(of_part.keys, found, groups))
-            for state, of_part, found in zip(saved, self.parts, numbers, strict=True)
+            state if of_part is None else self._completed(state, of_part.keys, numbers, of_moments)
+            for state, of_part, numbers, of_moments in zip(
+                saved, self.parts, outcome["numbers"], outcome["of_moments"], strict=True
+            )
+        )
+
+    def _completed(
+        self, state: SavedPart, keys: Sequence[str], numbers: Mapping[str, int | None], of_moments: Mapping[str, int]
+    ) -> SavedPart:
+        groups = self.saved.groups
+        return replace(
+            state, param_groups=in_order(keys, numbers, groups), of_moments=in_order(keys, of_moments, groups)
         )
 
 

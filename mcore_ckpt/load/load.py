@@ -72,7 +72,7 @@ class LoadReport:
         new_moments: the kinds of the chained optimizers that start with new moments (`reset_moments`).
         other_model: what the model computes otherwise with the checkpoint's tensors, by field, such as
             "num_attention_heads is 4 in the checkpoint and 2 here" (`strict_model`).
-        kept_groups: the param groups that keep the run's values, because the checkpoint has no such group.
+        kept_groups: the param groups that keep the run's rates, because the checkpoint has no such group.
     """
 
     path: Path | str

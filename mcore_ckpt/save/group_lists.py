@@ -14,7 +14,6 @@ from functools import cached_property
 from typing import Any
 
 from mcore_ckpt.sharding.name_lists import fold, join
-from mcore_ckpt.state.group_fields import EXPERTS
 from mcore_ckpt.state.optimizers.chain import optimizer_parts
 from mcore_ckpt.state.param_groups import group_keys
 from mcore_ckpt.state.shards import ParameterState
@@ -113,6 +112,6 @@ def add_members(
 
 
 def _fields_of(key: str) -> dict[str, Any]:
-    settings, is_of_experts = json.loads(key[key.index("[") :])
+    settings, marks = json.loads(key[key.index("[") :])
     tuples = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
-    return {**tuples, EXPERTS: is_of_experts}
+    return {**tuples, **marks}

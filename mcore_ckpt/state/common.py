@@ -30,6 +30,8 @@ def write_common(
         without_rates = part.param_groups
         if state.param_groups is not None:
             without_rates = write_param_groups(part, state.param_groups, option)
+        if state.of_moments:
+            write_param_groups(part, state.of_moments, "run")
         set_rates(lr_scheduler, without_rates)
         part.write_step(state.step)
         optimizer_state.write_grad_scaler(part, state.grad_scaler)

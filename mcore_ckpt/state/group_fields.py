@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-Rule = Literal["schedule", "optimizer", "rate", "run", "structure"]
+Rule = Literal["schedule", "optimizer", "rate", "class", "mark", "structure"]
 """Whose value counts after a load, and whether groups are told apart by it:
 
 - "schedule": what an LR scheduler reads. The value follows the scheduler's option (`Option`). Tells groups apart.
@@ -19,7 +19,8 @@ Rule = Literal["schedule", "optimizer", "rate", "run", "structure"]
   parameters.
 - "rate": what an LR scheduler computes. The value follows the option, and changes at every step.
 - "optimizer": the checkpoint's value counts, because moments belong to it. Tells groups apart if both groups have it.
-- "run": the run's value counts, because it says how a class of optimizer works, or of which layout the group is.
+- "class": the run's value counts, because it says how a class of optimizer works.
+- "mark": the run's value counts, because it only says of which layout or version the group is.
 """
 
 Option = Literal["run", "checkpoint", "equal"]
@@ -46,7 +47,6 @@ class GroupField:
 FIELDS: dict[str, GroupField] = {
     "wd_mult": GroupField("structure", 1.0, "factor of the weight decay"),
     "lr_mult": GroupField("structure", 1.0, "factor of the learning rate (until megatron-core 0.15)"),
-    "is_decoupled_lr": GroupField("structure", False, "whether the group has `decoupled_lr` (until 0.15)"),
     "default_config": GroupField("structure", None, "whether the learning rate is that of the configuration"),
     "optimizer": GroupField("structure", None, "the optimizer that a group asks for"),
     "max_lr": GroupField("schedule", None, "largest learning rate; without it, the scheduler's"),
@@ -58,20 +58,25 @@ FIELDS: dict[str, GroupField] = {
     "betas": GroupField("optimizer", None, "Adam's decay rates"),
     "eps": GroupField("optimizer", None, "Adam's epsilon"),
     "momentum": GroupField("optimizer", None, "of Muon and SGD"),
-    "is_expert_parallel": GroupField("run", False, "whether the parameters are experts"),
-    "amsgrad": GroupField("run"),
-    "bias_correction": GroupField("run"),
-    "capturable": GroupField("run"),
-    "decoupled_weight_decay": GroupField("run"),
-    "differentiable": GroupField("run"),
-    "foreach": GroupField("run"),
-    "fused": GroupField("run"),
-    "maximize": GroupField("run"),
+    "is_expert_parallel": GroupField("mark", False, "whether the parameters are experts"),
+    # Such a group has a `max_lr` of its own. Since 0.16 the mark is False even so.
+    "is_decoupled_lr": GroupField("mark", False, "whether the group has `decoupled_lr` (until 0.15)"),
+    "amsgrad": GroupField("class"),
+    "bias_correction": GroupField("class"),
+    "capturable": GroupField("class"),
+    "decoupled_weight_decay": GroupField("class"),
+    "differentiable": GroupField("class"),
+    "foreach": GroupField("class"),
+    "fused": GroupField("class"),
+    "maximize": GroupField("class"),
 }
 _OTHER = GroupField("optimizer")
 EXPERTS = "is_expert_parallel"
+_MARKS = tuple(name for name, field in FIELDS.items() if field.rule == "mark")
 # The fields of a param group that say how a class of optimizer works, and not what it computes in megatron's trainings.
-IMPLEMENTATION = tuple(name for name, field in FIELDS.items() if field.rule == "run" and name != EXPERTS)
+IMPLEMENTATION = tuple(name for name, field in FIELDS.items() if field.rule == "class")
+# The run's values of these count, and tell nothing apart.
+_OF_RUN: tuple[Rule, ...] = ("class", "mark")
 # NeMo prefixes some fields with this.
 _PREFIX = "pre_"
 _NO_FIELDS = ("params", "step")
@@ -95,16 +100,21 @@ def settings(group: Group) -> dict[str, Any]:
 
     Fields that a group lacks, or has as None, have their defaults.
     """
-    found = {name: field.default for name, field in FIELDS.items() if field.default is not None and name != EXPERTS}
+    found = {name: field.default for name, field in FIELDS.items() if field.default is not None and name not in _MARKS}
     for key, value in group.items():
-        if key not in _NO_FIELDS and field_of(key).rule != "run" and value is not None:
+        if key not in _NO_FIELDS and field_of(key).rule not in _OF_RUN and value is not None:
             found[name_of(key)] = _comparable(value)
     return found
 
 
 def is_of_experts(group: Group) -> bool:
     """Returns True if megatron keeps the group's parameters, which are experts, apart from the others."""
-    return bool(group.get(EXPERTS, group.get(_PREFIX + EXPERTS)))
+    return marks(group)[EXPERTS]
+
+
+def marks(group: Group) -> dict[str, bool]:
+    """Returns the marks of a group by name. A mark that it lacks is False."""
+    return {name: bool(group.get(name, group.get(_PREFIX + name))) for name in _MARKS}
 
 
 def _comparable(value: Any) -> Any:
@@ -114,6 +124,11 @@ def _comparable(value: Any) -> Any:
         listed = isinstance(value, (list, tuple))
         return [_comparable(item) for item in value] if listed else f"a {type(value).__name__}"
     return float(value)
+
+
+def are_same(one: Any, other: Any) -> bool:
+    """Returns True if two settings are the same: 0 and 0.0 are, and a NaN equals itself."""
+    return one == other or str(one) == str(other)
 
 
 def differing(one: Group, other: Group, rules: tuple[Rule, ...]) -> list[str]:
@@ -126,7 +141,7 @@ def differing(one: Group, other: Group, rules: tuple[Rule, ...]) -> list[str]:
         name
         for name in sorted(one.keys() | other.keys())
         if field_of(name).rule in rules
-        and str(one.get(name)) != str(other.get(name))  # a NaN equals itself
+        and not are_same(one.get(name), other.get(name))
         and (field_of(name).rule == "schedule" or (name in one and name in other))
     ]
 
@@ -135,7 +150,7 @@ def write_group(group: dict[str, Any], saved: Group, option: Option, own_fields:
     """Sets the fields of a live group to those of a saved group for which the saved value counts."""
     for key, value in saved.items():
         field = field_of(key)
-        is_of_run = field.rule == "run" or (option == "run" and field.rule != "optimizer")
+        is_of_run = field.rule in _OF_RUN or (option == "run" and field.rule != "optimizer")
         if key not in (*_NO_FIELDS, *own_fields) and not is_of_run:
             _set(group, _spelling(group, key), value)
     if option == "run":

@@ -9,15 +9,27 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from mcore_ckpt.errors import CheckpointMismatchError
-from mcore_ckpt.state.group_fields import Group, Option, Rule, differing, field_of, is_of_experts, replaced, settings
+from mcore_ckpt.state.group_fields import (
+    Group,
+    Option,
+    Rule,
+    are_same,
+    differing,
+    field_of,
+    is_of_experts,
+    marks,
+    replaced,
+    settings,
+)
 
-_ALL: tuple[Rule, ...] = ("structure", "schedule", "optimizer")
+_SCHEDULE: tuple[Rule, ...] = ("structure", "schedule")
+_ALL: tuple[Rule, ...] = (*_SCHEDULE, "optimizer")
 _ALL_AND_RATES: tuple[Rule, ...] = (*_ALL, "rate")
 
 
@@ -30,14 +42,16 @@ class LiveGroup:
         settings: its settings (`group_fields.settings`).
         is_of_experts: whether megatron keeps its parameters apart, as experts.
         found_in: the numbers of the saved groups that have some of its members.
-        member: the name of one of its members; None if no rank has any.
+        has_members: whether any rank has members of it. Groups without any have no effect.
+        member: the name of one of its members; empty if none is known.
     """
 
     key: str
     settings: Group
     is_of_experts: bool
     found_in: frozenset[int] = frozenset()
-    member: str | None = None
+    has_members: bool = False
+    member: str = ""
 
     def describe(self) -> str:
         """Names the group by what a user can set, and by a member."""
@@ -67,7 +81,7 @@ class SavedGroup:
 
 
 def _shown(known: Group) -> str:
-    shown = [name for name in sorted(known) if field_of(name).rule in ("structure", "schedule")]
+    shown = [name for name in sorted(known) if field_of(name).rule in _SCHEDULE]
     return (
         ", ".join(f"{name} {known[name]}" for name in shown if known[name] != field_of(name).default) or "no own values"
     )
@@ -90,7 +104,7 @@ def live_groups(groups: Iterable[Group]) -> list[LiveGroup]:
 def group_key(group: Group) -> str:
     """Returns a text that differs between groups with different settings, and does not change from step to step."""
     known = {name: value for name, value in settings(group).items() if field_of(name).rule != "rate"}
-    return json.dumps([known, is_of_experts(group)], sort_keys=True)
+    return json.dumps([known, marks(group)], sort_keys=True)
 
 
 def match(live: Sequence[LiveGroup], saved: Sequence[SavedGroup], by_members: bool) -> dict[str, int | None]:
@@ -113,9 +127,9 @@ def match(live: Sequence[LiveGroup], saved: Sequence[SavedGroup], by_members: bo
         else:
             rest.append(group)
     if by_members:
-        choices = _by_settings([group for group in rest if group.member is not None], saved, within_members=True)
-        # Groups without members on any rank have no effect, and no claim.
-        for group in (group for group in rest if group.member is None):
+        choices = _by_settings([group for group in rest if group.has_members], saved, within_members=True)
+        # Groups without members on any rank have no claim.
+        for group in (group for group in rest if not group.has_members):
             choices |= _by_settings([group], saved, within_members=False)
         return found | {key: choice.number for key, choice in choices.items()}
     choices = _by_settings(rest, saved, within_members=False)
@@ -129,7 +143,7 @@ class _Choice:
 
     Attributes:
         number: its number, or None.
-        is_exact: whether all settings are the same.
+        is_exact: whether their schedules are the same. Settings of the optimizer are the checkpoint's in any case.
         open: the saved groups among which the settings leave the choice open.
     """
 
@@ -165,8 +179,8 @@ def _choose(group: LiveGroup, candidates: Sequence[SavedGroup]) -> _Choice:
     if not left:
         return _Choice()
     # Without expert parallelism, megatron keeps experts in the groups of other parameters.
-    number = min(left, key=lambda each: (each.is_of_experts != group.is_of_experts, each.number)).number
-    return _Choice(number, bool(exact))
+    chosen = min(left, key=lambda each: (each.is_of_experts != group.is_of_experts, each.number))
+    return _Choice(chosen.number, not differing(group.settings, chosen.settings, _SCHEDULE))
 
 
 def _without_rivals(
@@ -209,13 +223,34 @@ def _unmatched(group: LiveGroup, saved: Sequence[SavedGroup], left: Sequence[Sav
     )
 
 
+def settings_of_moments(
+    live: Sequence[LiveGroup], saved: Mapping[int, SavedGroup], found: Mapping[str, int | None]
+) -> dict[str, int]:
+    """Returns, for groups without a counterpart, a saved group whose settings of the optimizer count, by key.
+
+    With these, the moments of its members were made. There is none if members come from groups with different ones.
+    """
+    return {
+        group.key: min(group.found_in)
+        for group in live
+        if found[group.key] is None and group.found_in and not _names_differing(_origins(group, saved), ("optimizer",))
+    }
+
+
+def _origins(group: LiveGroup, saved: Mapping[int, SavedGroup]) -> list[SavedGroup]:
+    return [saved[number] for number in sorted(group.found_in)]
+
+
 def _all_equal(groups: Sequence[SavedGroup]) -> bool:
     return not _names_differing(groups)
 
 
-def _names_differing(groups: Sequence[SavedGroup]) -> list[str]:
-    every = {name for each in groups for name in each.settings}
-    return sorted(name for name in every if len({str(each.settings.get(name)) for each in groups}) > 1)
+def _names_differing(groups: Sequence[SavedGroup], rules: tuple[Rule, ...] = _ALL_AND_RATES) -> list[str]:
+    every = {name for each in groups for name in each.settings if field_of(name).rule in rules}
+    first = groups[0].settings if groups else {}
+    return sorted(
+        name for name in every if not all(are_same(first.get(name), each.settings.get(name)) for each in groups)
+    )
 
 
 # -- what a user is told, and what must be equal -----------------------------------------------------------------------
@@ -236,7 +271,7 @@ def check_equal(
     """
     for group, other in _pairs(live, saved, found):
         one, two = {**of_run, **group.settings}, {**of_checkpoint, **other.settings}
-        for name in differing(one, two, ("structure", "schedule")):
+        for name in differing(one, two, _SCHEDULE):
             if one.get(name) != one.get(name):  # a NaN is no wish of the run's
                 continue
             raise CheckpointMismatchError(
@@ -255,16 +290,25 @@ def replacements(
     return [f"the param group {group.describe()}: {', '.join(texts)}" for group, texts in pairs if texts]
 
 
-def kept(live: Sequence[LiveGroup], found: Mapping[str, int | None]) -> list[str]:
-    """Describes the groups that keep the run's values, although they have members."""
-    return [group.describe() for group in live if group.member is not None and found[group.key] is None]
+def kept(live: Sequence[LiveGroup], saved: Mapping[int, SavedGroup], found: Mapping[str, int | None]) -> list[str]:
+    """Describes the groups that keep the run's rates, although they have members, and why they do."""
+    left = (group for group in live if group.has_members and found[group.key] is None)
+    return [f"{group.describe()}{_why_kept(group, _origins(group, saved))}" for group in left]
+
+
+def _why_kept(group: LiveGroup, origins: Sequence[SavedGroup]) -> str:
+    if not origins:
+        return ""
+    names = {name for each in origins for name in differing(group.settings, each.settings, _SCHEDULE)}
+    differ = f" with another {', '.join(sorted(names))}" if names else " that it cannot be told from"
+    return f", whose parameters were in {len(origins)} group{'s' * (len(origins) > 1)}{differ}"
 
 
 def _pairs(
     live: Sequence[LiveGroup], saved: Mapping[int, SavedGroup], found: Mapping[str, int | None]
 ) -> Iterator[tuple[LiveGroup, SavedGroup]]:
     for group in live:
-        number = found[group.key]
+        number = found.get(group.key)
         if number is not None:
             yield group, saved[number]
 
@@ -274,8 +318,10 @@ def joined(by_rank: Iterable[Sequence[LiveGroup]]) -> list[LiveGroup]:
     found: dict[str, LiveGroup] = {}
     for group in (group for groups in by_rank for group in groups):
         known = found.setdefault(group.key, group)
-        members: Collection[str] = {each.member for each in (known, group) if each.member is not None}
         found[group.key] = replace(
-            known, found_in=known.found_in | group.found_in, member=min(members) if members else None
+            known,
+            found_in=known.found_in | group.found_in,
+            has_members=known.has_members or group.has_members,
+            member=min(filter(None, (known.member, group.member)), default=""),
         )
     return list(found.values())

@@ -22,6 +22,7 @@ from mcore_ckpt.state.group_matching import (
     live_groups,
     match,
     replacements,
+    settings_of_moments,
 )
 from mcore_ckpt.state.optimizers.part import STEP, OptimizerPart
 from mcore_ckpt.state.plain import to_plain
@@ -85,6 +86,8 @@ class SavedPart:
         grad_scaler: the gradient scaler's state, or None.
         starts_anew: whether the part takes over main parameters alone, because it needs other moments than the saved.
         candidates: the numbers of the saved groups that may be counterparts (`SavedGroups`).
+        of_moments: for each live group that keeps the run's values, a saved one whose settings of the optimizer count
+            even so, or None.
     """
 
     param_groups: Sequence[Group | None] | None
@@ -92,6 +95,7 @@ class SavedPart:
     grad_scaler: Mapping[str, Any] | None
     starts_anew: bool = False
     candidates: tuple[int, ...] = ()
+    of_moments: Sequence[Group | None] = ()
 
 
 # -- the groups of a checkpoint ----------------------------------------------------------------------------------------
@@ -142,13 +146,13 @@ class SavedGroups:
             candidates: the saved groups that may be counterparts.
         """
         found: list[set[int]] = [set() for _ in groups]
-        names: list[str | None] = [None for _ in groups]
+        names = ["" for _ in groups]
         for place, name, stored in members:
-            names[place] = name if names[place] is None else names[place]
+            names[place] = names[place] or name
             if self.members is not None:
                 found[place] |= self.members.lists_with(stored)
         return tuple(
-            replace(group, found_in=frozenset(numbers.intersection(candidates)), member=name)
+            replace(group, found_in=frozenset(numbers.intersection(candidates)), has_members=bool(name), member=name)
             for group, numbers, name in zip(groups, found, names, strict=True)
         )
 
@@ -167,7 +171,7 @@ class GroupChanges:
     """What a user is told of the groups of a load.
 
     Attributes:
-        kept: describes the groups that keep the run's values, because the checkpoint has none for them.
+        kept: describes the groups that keep the run's rates, because the checkpoint has none for them.
         replaced: describes what the checkpoint sets otherwise than the run asked for.
     """
 
@@ -178,7 +182,7 @@ class GroupChanges:
         """Logs what there is to tell. One rank calls it."""
         if self.kept:
             logger.warning(
-                "%s: has no param group for some of this run's groups, which keep the run's values: the param group %s",
+                "%s: has no param group for some of this run's groups, which keep the run's rates: the param group %s",
                 where,
                 "; the param group ".join(self.kept),
             )
@@ -199,11 +203,14 @@ class GroupMatch:
     """The counterparts of one optimizer's groups.
 
     Attributes:
-        numbers: the number of the saved group by the key of the live one; None if that one keeps the run's values.
+        numbers: the number of the saved group by the key of the live one; None if that one keeps the run's rates.
+        of_moments: for groups that keep the run's rates, the number of the saved group whose settings of the optimizer
+            count even so, by key.
         changes: what a user is told.
     """
 
     numbers: Mapping[str, int | None]
+    of_moments: Mapping[str, int]
     changes: GroupChanges
 
 
@@ -219,8 +226,10 @@ def find_counterparts(
     by_number = {group.number: group for group in saved}
     if schedules.option == "equal":
         check_equal(live, by_number, numbers, schedules.of_run, schedules.of_checkpoint)
+    of_moments = settings_of_moments(live, by_number, numbers)
     texts = replacements(live, by_number, numbers, schedules.option)
-    return GroupMatch(numbers, GroupChanges(tuple(kept(live, numbers)), tuple(texts)))
+    texts += replacements(live, by_number, of_moments, "run")
+    return GroupMatch(numbers, of_moments, GroupChanges(tuple(kept(live, by_number, numbers)), tuple(texts)))
 
 
 def match_groups(
@@ -231,14 +240,14 @@ def match_groups(
     Raises CheckpointMismatchError as `find_counterparts` does.
     """
     groups = [SavedGroup(number, fields) for number, fields in enumerate(saved)]
-    live = [replace(group, member="") for group in read_live_groups(part)]
+    live = [replace(group, has_members=True) for group in read_live_groups(part)]
     found = find_counterparts(live, groups, False, schedules)
     return in_order([group.key for group in live], found.numbers, groups), found.changes
 
 
 def in_order(keys: Iterable[str], numbers: Mapping[str, int | None], saved: Sequence[SavedGroup]) -> list[Group | None]:
     """Returns the counterparts of a part's groups, given by their keys, in the order of this rank."""
-    found = map(numbers.__getitem__, keys)
+    found = map(numbers.get, keys)
     return [None if number is None else saved[number].fields for number in found]
 
 

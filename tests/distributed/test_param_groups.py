@@ -140,10 +140,11 @@ def test_a_new_group_keeps_the_runs_values_and_is_named(
 ) -> None:
     layout = LAYOUTS["plain"]
     with parallel(layout):
-        first = build_with(layout, monkeypatch, {})
+        first = build_with(layout, monkeypatch, {"*": {"betas": (0.8, 0.9)}})
         train(first, 0, 3)
         save(first, shared_path, 3)
-        second = build_with(layout, monkeypatch, {EMBEDDING: {"max_lr": 3e-3}}, seed=2)
+        changed: Own = {"*": {"betas": (0.7, 0.9)}}
+        second = build_with(layout, monkeypatch, changed | {EMBEDDING: {"max_lr": 3e-3}}, seed=2)
         poison_all_but_schedule(second)
         second.scheduler.start_wd = 0.05  # the checkpoint's counts, also for the rates of what is new
         with caplog.at_level(logging.INFO, "mcore_ckpt"):
@@ -151,17 +152,19 @@ def test_a_new_group_keeps_the_runs_values_and_is_named(
         (kept,) = report.kept_groups
         assert "embedding.word_embeddings.weight (" in kept
         assert "max_lr 0.003" in kept
+        assert kept.endswith("whose parameters were in 1 group with another default_config, max_lr")
         assert kept in caplog.text
         assert "loaded step 3 of actor from" in caplog.text
         assert value(second, "embedding", "max_lr") == {3e-3}
         assert value(second, "linear_fc1.weight", "max_lr") == {1e-2}
+        assert value(second, "weight", "betas") == {(0.8, 0.9)}, "moments were made with it"
         (rate,) = value(second, "embedding", "lr")
         assert rate == second.scheduler.get_lr({"max_lr": 3e-3, "min_lr": 1e-4})
         assert value(second, "embedding", "weight_decay") == value(first, "linear_fc1.weight", "weight_decay")
         # And a group that is gone leaves the others alone.
         train(second, 3, 4)
         save(second, shared_path, 4)
-        third = build_with(layout, monkeypatch, {}, seed=2)
+        third = build_with(layout, monkeypatch, changed, seed=2)
         assert reload(third, shared_path).kept_groups == ()
         assert {fields["max_lr"] for fields in groups_of(third).values()} == {1e-2}
 

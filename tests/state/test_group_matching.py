@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from mcore_ckpt.errors import CheckpointMismatchError
 from mcore_ckpt.state.group_fields import FIELDS, Option, write_group
 from mcore_ckpt.state.group_matching import LiveGroup, SavedGroup, check_equal, joined, live_groups, match
+from mcore_ckpt.state.param_groups import Schedules, find_counterparts
 
 PLAIN: dict[str, Any] = {"wd_mult": 1.0, "lr_mult": 1.0, "is_decoupled_lr": False, "is_expert_parallel": False}
 PLAIN |= {"default_config": True, "max_lr": 0.1, "min_lr": 0.0, "betas": (0.9, 0.95), "eps": 1e-8, "lr": 0.05}
@@ -30,15 +31,19 @@ def found(
     """The number of the saved group for each live group. `members`: the saved groups that have each one's members."""
     groups = live_groups(live)
     if members is not None:
-        groups = [replace(g, found_in=frozenset(m), member="w") for g, m in zip(groups, members, strict=True)]
+        groups = [replace(g, found_in=frozenset(m), has_members=True) for g, m in zip(groups, members, strict=True)]
     else:
-        groups = [replace(g, member="w") for g in groups]
+        groups = [replace(g, has_members=True) for g in groups]
     numbers = match(groups, [SavedGroup(n, fields) for n, fields in enumerate(saved)], members is not None)
     return [numbers[group.key] for group in groups]
 
 
 D, WD0, A, B = group(), group(wd_mult=0.0), group(max_lr=0.01), group(max_lr=0.02)
 EXPERT = group(is_expert_parallel=True)
+
+
+def of_0_15(**fields: Any) -> dict[str, Any]:
+    return {key: value for key, value in PLAIN.items() if key != "default_config"} | fields
 
 
 @pytest.mark.parametrize(
@@ -59,6 +64,8 @@ EXPERT = group(is_expert_parallel=True)
         # Nothing says as which it goes on.
         ([group(wd_mult=0.5)], [D, WD0], [{0, 1}], [None]),
         ([group(max_lr=0.3), group(max_lr=0.4)], [A], [{0}, {0}], [None, None]),
+        # It was divided while the run's betas changed, which are the checkpoint's anyway.
+        ([D | {"betas": (0.5, 0.6)}, A | {"betas": (0.5, 0.6)}], [D], [{0}, {0}], [0, None]),
         # Experts get a group of their own with expert parallelism, and lose it without.
         ([D, EXPERT], [D], [{0}, {0}], [0, 0]),
         ([D], [D, EXPERT], [{0, 1}], [0]),
@@ -81,7 +88,12 @@ def test_by_members(
         ([D | {"max_lr": 0.5}, A], [A, D], [1, 0]),
         # Each saved group goes on as another one, so this one is new.
         ([D, A], [D], [0, None]),
-        ([D, WD0, group(is_decoupled_lr=True)], [D, WD0], [0, 1, None]),
+        ([D, WD0, A], [D, WD0], [0, 1, None]),
+        # Of 0.15, which marks the groups that have `decoupled_lr`, and names no configuration.
+        ([D, WD0, A], [of_0_15(), of_0_15(wd_mult=0.0), of_0_15(is_decoupled_lr=True, max_lr=0.01)], [0, 1, 2]),
+        # 0 and 0.0 are the same: they must not be new because another group is exact.
+        ([D | {"min_lr": 0}, A], [A, D], [1, 0]),
+        ([group(start_wd=1), group(start_wd=2)], [group(start_wd=2.0), group(start_wd=1.0)], [1, 0]),
         ([D, A, B, group(max_lr=0.07)], [D, A, B], [0, 1, 2, None]),
         ([D, EXPERT], [D], [0, 0]),
         # Of ms-swift 4.2, which has no `lr_mult`; of NeMo; and by the rates of a torch scheduler.
@@ -175,11 +187,11 @@ def test_ranks_with_other_orders_and_members_agree() -> None:
     """ms-swift lists a rank's own groups first."""
     ranks = [[D, A], [A, D]]
     known = [live_groups(groups) for groups in ranks]
-    known[0][1] = replace(known[0][1], found_in=frozenset({3}), member="b")
-    known[1][0] = replace(known[1][0], found_in=frozenset({5}), member="a")
+    known[0][1] = replace(known[0][1], found_in=frozenset({3}), has_members=True, member="b")
+    known[1][0] = replace(known[1][0], found_in=frozenset({5}), has_members=True, member="a")
     together = {group.key: group for group in joined(known)}
     assert (together[known[0][1].key].found_in, together[known[0][1].key].member) == (frozenset({3, 5}), "a")
-    assert together[known[0][0].key].member is None
+    assert not together[known[0][0].key].has_members
     assert len({group.key for group in live_groups([D, D])}) == 2
 
 
@@ -217,10 +229,38 @@ def test_without_an_option_schedules_must_be_equal() -> None:
         check_equal([group], {0: SavedGroup(0, saved)}, {group.key: 0}, {"end_wd": 0.1}, {"end_wd": 0.1})
 
     check(D | {"end_wd": 0.1}, D)  # as the scheduler has it
+    check(D | {"min_lr": 0, "max_lr": 1}, D | {"min_lr": 0.0, "max_lr": 1.0, "is_decoupled_lr": True})
     check(D, {key: value for key, value in D.items() if key != "lr_mult"} | {"betas": (0.1, 0.2)})
     for changed in ({"end_wd": 0.2}, {"max_lr": 0.2}, {"wd_mult": 0.0}):
         with pytest.raises(CheckpointMismatchError, match=f"{min(changed)}: wanted .*: use the same schedule"):
             check(D | changed, D)
+
+
+@pytest.mark.parametrize(
+    ("live", "saved", "members", "of_moments", "kept"),
+    [
+        # Several became one.
+        (A, [D, WD0], {0, 1}, 0, "whose parameters were in 2 groups with another default_config, max_lr, wd_mult"),
+        (group(wd_mult=0.5), [D, WD0], {0, 1}, 0, "whose parameters were in 2 groups with another wd_mult"),
+        (group(wd_mult=0.5), [D, WD0 | {"eps": 1e-3}], {0, 1}, None, "in 2 groups with another wd_mult"),
+        (D, [D | {"lr": 0.3}, D | {"lr": 0.4}], {0, 1}, 0, "in 2 groups that it cannot be told from"),
+        (A, [D], set(), None, "of w (default_config False, max_lr 0.01, min_lr 0.0)"),
+    ],
+)
+def test_moments_keep_the_settings_that_they_were_made_with(
+    live: dict[str, Any], saved: list[dict[str, Any]], members: set[int], of_moments: int | None, kept: str
+) -> None:
+    """Even if the group goes on as no saved one."""
+    (group,) = live_groups([live | {"betas": (0.1, 0.2)}])
+    group = replace(group, has_members=True, member="w", found_in=frozenset(members))
+    groups = [SavedGroup(number, fields) for number, fields in enumerate(saved)]
+    found = find_counterparts([group], groups, True, Schedules("checkpoint", {}, {}))
+    assert found.numbers == {group.key: None}
+    assert found.of_moments.get(group.key) == of_moments
+    assert found.changes.kept[0].endswith(kept)
+    told = "betas [0.9, 0.95] (the run asked for [0.1, 0.2])"
+    assert [text for text in found.changes.replaced if told in text] == [*found.changes.replaced]
+    assert len(found.changes.replaced) == (of_moments is not None)
 
 
 def test_the_documentation_has_all_fields() -> None:
@@ -230,7 +270,8 @@ def test_the_documentation_has_all_fields() -> None:
         "schedule": "as the schedule",
         "rate": "as the schedule",
         "optimizer": "the checkpoint's",
-        "run": "the run's",
+        "class": "the run's",
+        "mark": "the run's",
     }
     for name, field in FIELDS.items():
         default = "" if field.default is None else f"`{field.default}`"

@@ -258,7 +258,7 @@ def matched(
     groups = SavedGroups.of(saved)
     found = []
     for part, state in zip(parts, match_parts(parts, saved), strict=True):
-        live = [replace(group, member="w") for group in read_live_groups(part)]
+        live = [replace(group, has_members=True) for group in read_live_groups(part)]
         candidates = [group for group in groups.groups if group.number in state.candidates]
         numbers = find_counterparts(live, candidates, False, SCHEDULES).numbers if live else {}
         fields = [None if (n := numbers[each.key]) is None else dict(groups.groups[n].fields) for each in live]

@@ -27,7 +27,7 @@ from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.models.architecture import HfModel
 from mcore_ckpt.models.mcore_config import to_mcore_config
 from mcore_ckpt.sharding.names import is_expert
-from mcore_ckpt.state.group_fields import field_of, is_of_experts, settings
+from mcore_ckpt.state.group_fields import are_same, field_of, marks, settings
 from mcore_ckpt.state.typed_values import from_stored
 
 # The form of `DistributedOptimizer.sharded_state_dict` that loads under any layout. 0.16 to 0.19 accept it.
@@ -50,8 +50,8 @@ _CHECKPOINT_VERSION = 3.0
 _NOT_LOADED = {"SGD", "FusedSGD"}
 # Whether the group's parameters are experts that have process groups of their own.
 _EXPERT_FIELD = "is_expert_parallel"
-# Besides that one, the fields by which megatron finds a group again (`param_group_identifier_keys`, 0.16 to 0.18).
-_IDENTIFIERS = ("wd_mult", "lr_mult", "is_decoupled_lr")
+# Besides the marks, the fields by which megatron finds a group again (`param_group_identifier_keys`, 0.16 to 0.18).
+_IDENTIFIERS = ("wd_mult", "lr_mult")
 # The fields by which param groups show whose they are: torch's own optimizers have the first, FusedAdam the second.
 # Groups with neither are of HybridDeviceOptimizer, whose own fields are not saved (`own_fields`).
 _TORCHS_FIELD, _FUSED_FIELD = "foreach", "bias_correction"
@@ -108,8 +108,8 @@ def _mixed_fields(saved: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     for groups in (each["param_groups"] for each in saved):
         for one, other in combinations(groups, 2):
             known = settings(one), settings(other)
-            fields = {name for name in {*known[0], *known[1]} if str(known[0].get(name)) != str(known[1].get(name))}
-            if is_of_experts(one) == is_of_experts(other) and fields.isdisjoint(_IDENTIFIERS):
+            fields = {name for name in {*known[0], *known[1]} if not are_same(known[0].get(name), known[1].get(name))}
+            if marks(one) == marks(other) and fields.isdisjoint(_IDENTIFIERS):
                 mixed |= {name for name in fields if field_of(name).rule != "rate"}
     return tuple(sorted(mixed))
 
