@@ -101,15 +101,26 @@ def with_tokens(model: HfModel, rows: int, tokens: int | None) -> HfModel:
     """Returns the model with as many rows of its vocabulary as a tokenizer has tokens, if `config.json` states fewer.
 
     Training can add tokens, for which megatron's padding has rows, while the configuration stays that of the base
-    model. As padding, these rows would be cut off. A tokenizer of more tokens than there are rows is another model's.
+    model. As padding, these rows would be cut off.
 
     Args:
         model: the model that `config.json` describes.
         rows: how many rows the stored embedding has.
         tokens: how many rows the tokenizer needs; None if that is unknown.
+
+    Raises:
+        CheckpointMismatchError: the tokenizer has more tokens than there are rows, and `config.json` states fewer, so
+            that rows of tokens would be cut off.
     """
-    if tokens is None or not model.sizes.get("vocab", rows) < tokens <= rows:
+    stated = model.sizes.get("vocab", rows)
+    if tokens is None or min(tokens, rows) <= stated:
         return model
+    if tokens > rows:
+        raise CheckpointMismatchError(
+            f"the tokenizer has {tokens} tokens, but the embedding has only {rows} rows, and vocab_size of config.json "
+            f"is {stated}, so it is unknown which rows belong to tokens: use the tokenizer of this model, or set "
+            "vocab_size to the number of rows to keep"
+        )
     config = model.architecture.with_language_config(model.config, {**model.language_config, "vocab_size": tokens})
     sizes = {**model.sizes, "vocab": tokens}
     return replace(model, config=config, known=replace(model.known, sizes=sizes))

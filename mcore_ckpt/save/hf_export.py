@@ -21,7 +21,7 @@ from mcore_ckpt.errors import CheckpointMismatchError, CommitError, InvalidArgum
 from mcore_ckpt.formats.contract import weights_of
 from mcore_ckpt.formats.huggingface.adapter_folder import plan_adapter_folder, write_adapter_folder
 from mcore_ckpt.formats.huggingface.assets import config_of, save_assets, unknown_fields, write_config
-from mcore_ckpt.formats.huggingface.export_plan import plan_export
+from mcore_ckpt.formats.huggingface.export_plan import ExportPlan, plan_export
 from mcore_ckpt.formats.huggingface.side_files import written_side_files
 from mcore_ckpt.formats.huggingface.tokenizer_size import tokens_of
 from mcore_ckpt.formats.huggingface.writer import write_index, write_weights
@@ -69,6 +69,7 @@ def check_exportable(trainer: Trainer, model: Sequence[LocalShard]) -> None:
     if any(found_as(shard.key.name, head) and shard.region.global_shape[0] == 1 for shard in model):
         described = _as_value_model(described)
     _check_config(trainer, described)
+    described = _with_vocabulary(trainer, described, {shard.key.name: shard.region.global_shape for shard in model})
     wanted = {slab.mcore: slab.region.global_shape for tensor in hf_tensors(described) for slab in tensor.slabs}
     # A HybridModel has the same parts in other layers.
     counterparts = find_counterparts(trainer.layers, layers_of(wanted))
@@ -216,9 +217,10 @@ def described_model(trainer: Trainer) -> HfModel:
 
 def _with_vocabulary(trainer: Trainer, model: HfModel, shapes: Mapping[str, Sequence[int]]) -> HfModel:
     """Returns the model with a row for each token of the tokenizer, of which `hf_config` may know fewer."""
-    embedding = found_as(model.architecture.table.mcore + MCORE_EMBEDDING, shapes)
+    # A pipeline stage may have only one of the two.
+    rows = [found_as(name, shapes) for name in (model.architecture.table.mcore + MCORE_EMBEDDING, model.mcore_head)]
     tokens = max(trainer.config.vocab_size or 0, tokens_of(trainer.processing_class) or 0)
-    return model if embedding is None else with_tokens(model, shapes[embedding][0], tokens or None)
+    return with_tokens(model, max((shapes[name][0] for name in rows if name), default=0), tokens or None)
 
 
 def _as_value_model(model: HfModel) -> HfModel:
@@ -306,8 +308,7 @@ def _export(trainer: Trainer, reader: NativeReader, folder: Path) -> list[Writte
     alpha = None if trainer.adapters is None else trainer.adapters.alpha
     plan = plan_export(model, tensors, alpha=alpha, max_shard_bytes=tuning.HF_FILE_BYTES, least_files=useful)
     if trainer.agreement.is_coordinator:
-        for each in plan.left_out:
-            logger.info("%s: %s", folder, each.text)
+        _tell_left_out(plan, folder)
     folder.mkdir(FOLDER_MODE, exist_ok=True)
     # NaN is allowed, because a training that has diverged must still get its checkpoint.
     weights = write_weights(plan, _own_files(trainer, len(plan.files)), reader, folder, allow_nan=True)
@@ -335,6 +336,7 @@ def _export_adapter(trainer: Trainer, reader: NativeReader, folder: Path) -> lis
     beside = _in_peft(model, adapted, (name for name in tensors if not is_adapter(name)))
     planned = plan_adapter_folder(model, adapted, tensors, trainer.adapters, base=base, beside=beside)
     target = folder / file_names.ADAPTER_DIR
+    _tell_left_out(planned.plan, target)
     target.mkdir(FOLDER_MODE, parents=True)
     written = write_adapter_folder(planned, reader, target, allow_nan=True)
     paths = save_assets(folder, trainer.hf_config, trainer.processing_class, trainer.source_files)
@@ -342,6 +344,11 @@ def _export_adapter(trainer: Trainer, reader: NativeReader, folder: Path) -> lis
     written = [*(replace(file, path=f"{folder.name}/{target.name}/{file.path}") for file in written), *assets]
     sync_names(folder.parent, [file.path for file in written])
     return written
+
+
+def _tell_left_out(plan: ExportPlan, folder: Path) -> None:
+    for each in plan.left_out:
+        logger.info("%s: %s", folder, each.text)
 
 
 def _own_files(trainer: Trainer, count: int) -> list[int]:

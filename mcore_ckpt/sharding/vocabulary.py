@@ -4,8 +4,8 @@ from __future__ import annotations
 
 # Megatron pads to a multiple of make_vocab_size_divisible_by (128 by default) times the tensor-parallel size.
 _LARGEST_DIVISOR = 128
-# The plausible tensor-parallel sizes: up to 64, with no prime factors other than 2, 3 and 5.
-_SOME_TP = tuple(tp for tp in range(1, 65) if 30**6 % tp == 0)
+# The plausible tensor-parallel sizes: up to 64, powers of two, and three or five times as many.
+_SOME_TP = tuple(sorted(odd << power for odd in (1, 3, 5) for power in range(7) if odd << power <= 64))
 _TENSORS = ("word_embeddings.weight", "output_layer.weight", "output_layer.bias")
 
 
@@ -62,7 +62,7 @@ def may_be_padding(tokens: int, rows: int) -> bool:
     """Returns True if a vocabulary of `tokens` tokens can have `rows` rows under any plausible tensor-parallel size.
 
     Example:
-        >>> may_be_padding(131, 136), may_be_padding(131, 384), may_be_padding(100, 136)
+        >>> may_be_padding(131, 136), may_be_padding(131, 384), may_be_padding(131, 200)
         (True, True, False)
     """
     return any(may_be_padded(tokens, rows, tp) for tp in _SOME_TP)

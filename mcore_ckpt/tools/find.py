@@ -65,9 +65,13 @@ class FoundCheckpoint:
         """True if its tensors have HuggingFace's names and values, so that a merge only copies them."""
         return self.kind == "fsdp"
 
+    def config_dirs(self) -> list[Path]:
+        """Returns the folders that can hold its `config.json` and its tokenizer."""
+        return [self.path / name for name in _CONFIG_DIRS]
+
     def config_dir(self) -> Path:
         """Returns the folder that holds its `config.json`. Raises CheckpointNotFoundError if there is none."""
-        folders = [self.path / name for name in _CONFIG_DIRS]
+        folders = self.config_dirs()
         found = next((folder for folder in folders if (folder / "config.json").is_file()), None)
         if found is None:
             raise CheckpointNotFoundError(

@@ -25,6 +25,7 @@ from mcore_ckpt.errors import (
     UnsupportedError,
 )
 from mcore_ckpt.formats.contract import CheckpointReader, TensorInfo, weights_of
+from mcore_ckpt.formats.fsdp.adapters import saved_modules
 from mcore_ckpt.formats.fsdp.reader import read_copied_model
 from mcore_ckpt.formats.huggingface.adapter_folder import AdapterFolder, write_adapter_config, write_adapter_folder
 from mcore_ckpt.formats.huggingface.assets import write_config
@@ -372,7 +373,7 @@ def prepare(request: MergeRequest, found: FoundCheckpoint, ranks: int = 1) -> Me
         if request.adapters is not None and not adapters:
             raise CheckpointMismatchError(f"has no adapters to {request.adapters}: leave out --adapters")
         model = _reconciled(read, config, _weights(found, config_dir, tensors), request)
-        model = _with_vocabulary(model, config_dir, tensors)
+        model = _with_vocabulary(model, found, config_dir, tensors)
         warn_of_missing_code(config_dir, model.config)
         dtype = request.dtype
         # Main parameters are fp32, so they do not show the dtype of the model.
@@ -445,11 +446,28 @@ def _reconciled(
     return reconcile(model, shapes, request.tied, request.value)
 
 
-def _with_vocabulary(model: HfModel, config_dir: Path, tensors: Mapping[str, TensorInfo]) -> HfModel:
-    """Returns the model with a row for each token of the tokenizer, of which `config.json` may know fewer."""
+def _with_vocabulary(
+    model: HfModel, found: FoundCheckpoint, config_dir: Path, tensors: Mapping[str, TensorInfo]
+) -> HfModel:
+    """Returns the model with a row for each token of the tokenizers, of which `config.json` may know fewer.
+
+    Raises CheckpointMismatchError if the tokenizer that would be copied lacks tokens of the checkpoint's own one.
+    """
     table = model.architecture.table
-    embedding = tensors.get(table.hf_embedding) or tensors.get(found_as(table.mcore + MCORE_EMBEDDING, tensors) or "")
-    return model if embedding is None else with_tokens(model, embedding.shape[0], tokens_in(config_dir))
+    trained = {name: tensor.shape for name, tensor in saved_modules(tensors).items()}
+    shapes = {name: info.shape for name, info in tensors.items()} | trained
+    embedding = table.hf_embedding if table.hf_embedding in shapes else found_as(table.mcore + MCORE_EMBEDDING, shapes)
+    if embedding is None:
+        return model
+    own, copied = max(tokens_in(folder) or 0 for folder in found.config_dirs()), tokens_in(config_dir) or 0
+    grown = with_tokens(model, shapes[embedding][0], max(own, copied) or None)
+    if grown is not model and 0 < copied < own:
+        raise CheckpointMismatchError(
+            f"the tokenizer beside the checkpoint has {own} tokens, but the one in --hf_model_path has {copied}, so "
+            "the model would have rows without tokens: copy the checkpoint's tokenizer into that folder, or leave out "
+            "--hf_model_path"
+        )
+    return grown
 
 
 def _configured_dtype(config: Mapping[str, Any]) -> torch.dtype | None:

@@ -224,7 +224,7 @@ def _adapter_folder(
     if job.how != "only":
         return folder
     left_out = account(weights, beside.sources, [(why, lambda name: name not in changed)], no_place_in_peft)
-    return replace(folder, plan=replace(folder.plan, left_out=left_out))
+    return replace(folder, plan=replace(folder.plan, left_out=together(left_out, folder.plan.left_out)))
 
 
 def _changed(
@@ -295,7 +295,7 @@ def _onto_base(
     account(beside, used, [], lambda names: _lacks(job.base_dir, names))
     reasons = [matching(IGNORED, model.ignored_by_user), matching(COMPUTED, model.ignored)]
     left_out = account(of_base, stored, reasons, lambda names: _lacks(job.base_dir, names))
-    return AdaptedPlan(JoinedReader(reader, base), plan, None, together(left_out, base.left_out))
+    return AdaptedPlan(JoinedReader(reader, base), plan, None, together(left_out, base.left_out, plan.left_out))
 
 
 def _own(adapted: HfTensor | None, weights: Container[str]) -> HfTensor | None:

@@ -9,6 +9,7 @@ from mcore_ckpt.formats.contract import CheckpointReader, TensorInfo
 from mcore_ckpt.formats.fsdp.adapters import with_peft_adapters
 from mcore_ckpt.formats.fsdp.reader import fsdp_tensors
 from mcore_ckpt.formats.huggingface.export_plan import ExportOptions, ExportPlan, plan_export, plan_tensors
+from mcore_ckpt.models.accounting import together
 from mcore_ckpt.models.architecture import HfModel
 from mcore_ckpt.models.mapping import HfTensor, hf_mtp_prefix
 from mcore_ckpt.sharding.adapters import is_adapter
@@ -40,7 +41,8 @@ def plan_model(
     if found.has_hf_names:
         copied, left_out = fsdp_tensors(reader, model)
         adapted = copied if alpha is None else with_peft_adapters(copied, tensors, alpha)
-        return replace(plan_copies(options, model, adapted, tensors), left_out=left_out)
+        plan = plan_copies(options, model, adapted, tensors)
+        return replace(plan, left_out=together(left_out, plan.left_out))
     wanted = {name: info for name, info in tensors.items() if alpha is not None or not is_adapter(name)}
     return plan_export(model, wanted, alpha=alpha, **options)
 

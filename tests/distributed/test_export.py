@@ -261,6 +261,16 @@ def test_a_config_of_another_model_is_refused_before_anything_is_saved(shared_pa
                 CheckpointMismatchError,
             )
             assert_names(messages, wanted)
+        # More tokens than rows: which of the rows behind vocab_size belong to tokens is unknown.
+        tokenizer = SimpleNamespace(get_vocab=lambda: {"<new>": 10_000}, save_pretrained=lambda folder: None)
+        arguments = {"hf_config": hf_config(layout), "processing_class": tokenizer}
+        config = CheckpointConfig(timeout_s=TIMEOUT_S, save_contents=CONTENTS)
+        messages = refused(
+            training,
+            lambda: CheckpointManager(shared_path, training.model, training.optimizer, config=config, **arguments),
+            CheckpointMismatchError,
+        )
+        assert_names(messages, f"10001 tokens.* vocab_size of config.json is {VOCAB_SIZE}")
         with everywhere(), pytest.raises(ValueError, match="hf_config"):
             manager_of(training, shared_path, save_contents=CONTENTS)
 

@@ -1,13 +1,14 @@
 """Every tensor of a source is in the result, or is left out for a reason that is told. What is lost is refused."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from bridge_peft import add_peft_to_path
-from mcore_checkpoints import make, mcore_tensors, pad_vocabulary, weights
+from mcore_checkpoints import PADDING, make, mcore_tensors, pad_vocabulary, weights
 from safetensors.torch import load_file, save_file
 from tiny_models import VOCAB, make_hf_folder
 
@@ -24,6 +25,7 @@ from mcore_ckpt.models.accounting import (
     of_states,
     together,
 )
+from mcore_ckpt.sharding.vocabulary import has_vocabulary_rows
 
 add_peft_to_path()
 
@@ -94,6 +96,28 @@ def test_added_tokens_are_no_padding(file: str, tmp_path: Path, capsys: pytest.C
     [(reason, names)] = reasons(report).items()
     assert reason == "padding of the vocabulary, which has 133 tokens"
     assert names == [f"{name}.weight (rows 133 to 135)" for name in ("embedding.word_embeddings", "output_layer")]
+
+
+@pytest.mark.parametrize(
+    ("own", "copied", "wanted"),
+    [(133, None, 133), (133, 131, "has 133 tokens, .* has 131"), (133, 133, 133), (200, None, "200 tokens.* 136 rows")],
+)
+def test_the_tokenizer_beside_the_checkpoint_counts_too(
+    own: int, copied: int | None, wanted: int | str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hf = make_hf_folder(tmp_path / "hf", "qwen3")
+    tensors = mcore_tensors(hf)
+    pad_vocabulary(tensors)
+    role = make(tmp_path / "steps", tensors, config=(hf / "config.json").read_bytes())
+    for folder, tokens in ((role / "huggingface", own), (hf, copied)):
+        if tokens is not None:
+            (folder / "added_tokens.json").write_text(json.dumps({"<new>": tokens - 1}))
+    status, found = run(capsys, "merge", role, tmp_path / "merged", "--hf_model_path", hf)
+    if isinstance(wanted, str):
+        assert status == 1
+        assert re.search(wanted, found)
+    else:
+        assert weights(tmp_path / "merged")["lm_head.weight"].shape[0] == wanted
 
 
 def test_rows_of_tokens_are_not_cut_by_reshard(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -176,11 +200,28 @@ def test_what_was_trained_beside_adapters(
     assert status == 0
     assert {*reasons(report).get(BASE, [])} == (set() if alone else base.keys() - set(names))
     assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_bytes())["modules_to_save"] == modules
-    status, _ = run(capsys, "merge", role, tmp_path / "merged", *source)
+    status, report = run(capsys, "merge", role, tmp_path / "merged", *source)
     assert status == 0
+    padding = [name for name in saved if has_vocabulary_rows(name)]
+    rows = [f"{name} (rows {VOCAB} to {VOCAB + PADDING - 1})" for name in sorted(padding)]
+    assert sorted(reasons(report).get(f"padding of the vocabulary, which has {VOCAB} tokens", [])) == rows
     merged = logits(tmp_path / "merged")
     assert not torch.allclose(merged, logits(hf), atol=1e-2)
     torch.testing.assert_close(logits(hf, tmp_path / "adapter"), merged, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("how", ["merge", "only"])
+def test_trained_rows_that_no_padding_explains_are_refused(
+    how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hf = make_hf_folder(tmp_path / "hf", "qwen3")
+    name = "embedding.word_embeddings.weight"
+    news = {**adapters(), name: torch.ones(VOCAB + 66, 64)}
+    config = (hf / "config.json").read_bytes()
+    role = make(tmp_path / "s", news, config=config, adapters=AdapterSettings(8), stepped=news.keys())
+    status, error = run(capsys, "merge", role, tmp_path / "new", "--adapters", how, "--hf_model_path", hf)
+    assert status == 1
+    assert f"tensor {name}: has shape [197, 64], but config.json requires [131, 64]" in error
 
 
 def test_what_peft_has_no_place_for_is_refused_or_ignored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -173,7 +173,6 @@ def plan_export(
     wanted = [tensor for tensor in wanted if tensor.name not in without]
     weights = {name: info for name, info in tensors.items() if not is_adapter(name)}
     resolved, left_out = _resolve(model, wanted, weights)
-    padding = _check_shapes(wanted, resolved, weights)
     renamed = [
         replace(tensor, slabs=tuple(replace(slab, mcore=resolved.get(slab.mcore, "")) for slab in tensor.slabs))
         for tensor in wanted
@@ -191,7 +190,7 @@ def plan_export(
         has_mtp=has_mtp,
         blocks=blocks,
     )
-    return replace(plan, left_out=together(left_out, padding))
+    return replace(plan, left_out=together(left_out, plan.left_out))
 
 
 def plan_tensors(
@@ -216,7 +215,7 @@ def plan_tensors(
         blocks: as in `plan_export`.
 
     Raises:
-        CheckpointMismatchError: the parts of a tensor have several dtypes.
+        CheckpointMismatchError: a tensor has another shape in the source, or its parts have several dtypes.
         UnsupportedError: safetensors files cannot store a tensor's dtype, or no tensor would be quantized.
         ValueError: there are no tensors, or `max_shard_bytes` or `least_files` is below 1.
     """
@@ -225,6 +224,7 @@ def plan_tensors(
             f"an export needs at least one tensor, byte and file, not {len(wanted)} tensors, "
             f"max_shard_bytes={max_shard_bytes}, least_files={least_files}"
         )
+    padding = _check_shapes(wanted, tensors)
     dtypes = [_dtype(tensor, tensors, dtype) for tensor in wanted]
     elements: Counter[torch.dtype] = Counter()
     for tensor, its_dtype in zip(wanted, dtypes, strict=True):
@@ -245,7 +245,7 @@ def plan_tensors(
         for number, part in enumerate(parts)
     )
     plain = (each.tensor for each in written if each.quantized is None)
-    return ExportPlan(files, main, has_mtp, None if blocks is None else blocks.config(plain))
+    return ExportPlan(files, main, has_mtp, None if blocks is None else blocks.config(plain), tuple(padding))
 
 
 def _stored(tensor: HfTensor, dtype: torch.dtype, blocks: Fp8Blocks | None) -> list[FileTensor]:
@@ -290,18 +290,15 @@ def _resolve(
     return resolved, account(tensors, set(resolved.values()), [of_states()], unknown)
 
 
-def _check_shapes(
-    wanted: Iterable[HfTensor], resolved: Mapping[str, str], tensors: Mapping[str, TensorInfo]
-) -> Iterable[LeftOut]:
+def _check_shapes(wanted: Iterable[HfTensor], tensors: Mapping[str, TensorInfo]) -> Iterable[LeftOut]:
     """Refuses other shapes than those of the model. Returns the padding behind the vocabulary."""
     found: dict[str, LeftOut] = {}
     for tensor in wanted:
         for slab in tensor.slabs:
-            if slab.mcore:
-                stored = resolved[slab.mcore]
+            if stored := slab.mcore:
                 shape, there = slab.region.global_shape, tuple(tensors[stored].shape)
                 padded = (
-                    has_vocabulary_rows(slab.mcore)
+                    has_vocabulary_rows(stored)
                     and len(shape) == len(there)
                     and shape[1:] == there[1:]
                     # A value head has the output layer's name, but one row per output, so it is not padded.
