@@ -340,16 +340,15 @@ class CheckpointManager:
             folder, failure = _full_path(path), self._background.failure()
             fast = self._context.fast
             load = partial(load_state, self._trainer, self._remote, step, folder, failure, verify)
-            load = partial(load, tier=fast and fast.tier, loaded=partial(self._loaded, folder))
+            load = partial(load, tier=fast and fast.tier, loaded=self._loaded)
             return load_and_tell(self._delivery, self._trainer, step, folder, load)
 
-    def _loaded(self, path: Path | None, manifest: Manifest) -> None:
+    def _loaded(self, manifest: Manifest, place: Path | str) -> None:
         """Notes that the training goes on from a checkpoint."""
         if self._context.fast is not None:
             self._context.fast.loaded(manifest)
         if self._trainer.agreement.is_coordinator:
-            is_named = path is not None and self._trainer.root.resolve() not in path.resolve().parents
-            self._context.history.loaded(manifest, is_named)
+            self._context.history.loaded(manifest, place)
 
     def go_on_from(self, other: CheckpointManager) -> None:
         """Continues the commits of another manager of the same root and role, in whose place this one is."""
@@ -395,7 +394,7 @@ class CheckpointManager:
         there = remote_steps(self._remote, self._trainer.root, None, required=not here)
         return next((candidate["step"] for candidate in newest_first(role, here, there)), None)
 
-    def remote_steps(self, roles: Sequence[str], step: int | None = None, required: bool = False) -> list[int]:
+    def remote_steps(self, roles: Sequence[str], step: int | None, required: bool) -> list[RemoteStep]:
         """Returns the complete steps in the remote store that have all these roles, the oldest first.
 
         The result is what this rank sees. Without a store the list is empty.
@@ -408,10 +407,6 @@ class CheckpointManager:
         Raises:
             RemoteError: the store does not answer, and `required` is true.
         """
-        return [found.step for found in self.remote_steps_found(roles, step, required)]
-
-    def remote_steps_found(self, roles: Sequence[str], step: int | None, required: bool) -> list[RemoteStep]:
-        """Returns what `remote_steps` does, with all that is known of each step."""
         there = remote_steps(self._remote, self._trainer.root, step, required)
         return [found for found in there if found.is_complete and set(roles) <= set(found.committed)]
 

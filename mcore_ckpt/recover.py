@@ -160,7 +160,7 @@ def _found(
         here = {status.step: status for status in _resumable_steps(manager.root, roles, step, lacking)}
     except (CheckpointNotFoundError, CheckpointCorruptError) as error:
         here, nothing = {}, error
-    there = manager.remote_steps_found(roles, step, required=not here and not fast)
+    there = manager.remote_steps(roles, step, required=not here and not fast)
     if nothing is not None and not there and not fast:
         raise nothing
     folders = {number: [str(status.role_dir(role)) for role in roles] for number, status in here.items()}

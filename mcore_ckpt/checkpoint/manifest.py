@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from mcore_ckpt.checkpoint import file_names, manifest_text, provenance
 from mcore_ckpt.checkpoint import placement as placements
@@ -134,14 +134,21 @@ class Manifest:
         """The size of all files together, in bytes."""
         return sum(file.size for file in self.files)
 
+    @property
+    def head(self) -> ManifestSummary:
+        """What a listing needs of it."""
+        return ManifestSummary(self.step, self.role, self.roles, self.attempt, self.created, self.run, self.commit)
 
-class ManifestSummary(NamedTuple):
+
+@dataclass(frozen=True)
+class ManifestSummary:
     """What a listing needs of a manifest. Its size does not depend on the number of ranks, tensors and files."""
 
     step: int
     role: str
     roles: tuple[str, ...]
-    attempt: str = ""
+    attempt: str
+    created: str
     run: Run | None = None
     commit: Commit | None = None
 
@@ -197,14 +204,12 @@ def decode_summary(data: bytes) -> ManifestSummary:
     """
     record = manifest_text.decode_summary(data)
     if record is None:
-        manifest = decode_manifest(data)
-        return ManifestSummary(**{name: getattr(manifest, name) for name in ManifestSummary._fields})
+        return decode_manifest(data).head
     _check_format(record, is_intact=True)
     step, role = fields.get_int(record, "step"), fields.get_name(record, "role")
-    attempt = fields.get_name(record, "attempt")
-    summary = ManifestSummary(step, role, fields.get_names(record, "roles"), attempt, *provenance.optional(record))
-    _check_roles(summary.role, summary.roles)
-    return summary
+    roles, attempt = fields.get_names(record, "roles"), fields.get_name(record, "attempt")
+    _check_roles(role, roles)
+    return ManifestSummary(step, role, roles, attempt, fields.get_name(record, "created"), *provenance.optional(record))
 
 
 def _check_format(record: Mapping[str, Any], is_intact: bool) -> None:

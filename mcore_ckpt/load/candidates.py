@@ -47,8 +47,7 @@ def remote_steps(remote: RemoteSteps | None, root: Path, step: int | None, requi
     try:
         if step is None:
             return remote.steps()
-        found = remote.step(step)
-        return [_of_any_run(remote, found) if required and found.is_shared and not found.found else found]
+        return [remote.step(step, of_any_run=required)]
     except RemoteError as error:
         if required:
             raise RemoteError(
@@ -56,13 +55,6 @@ def remote_steps(remote: RemoteSteps | None, root: Path, step: int | None, requi
             ) from None
         logger.warning("only local checkpoints can be loaded, although the store may have newer ones: %s", error)
         return []
-
-
-def _of_any_run(remote: RemoteSteps, found: RemoteStep) -> RemoteStep:
-    """Returns a step of another run, which the caller has asked for by its number."""
-    for problem in found.problems:
-        logger.warning("step %d is loaded because it was asked for by its number: %s", found.step, problem)
-    return RemoteSteps(remote.store).step(found.step)
 
 
 def newest_first(role: str, local: Sequence[StepStatus], remote: Sequence[RemoteStep]) -> list[Record]:

@@ -111,7 +111,7 @@ def load_state(
     failure: Record | None = None,
     verify: str = "read",
     tier: NodeTier | None = None,
-    loaded: Callable[[Manifest], None] = lambda manifest: None,
+    loaded: Callable[[Manifest, Path | str], None] = lambda manifest, place: None,
 ) -> LoadResult:
     """Loads the newest complete checkpoint, or the one that `step` or `path` names.
 
@@ -126,7 +126,7 @@ def load_state(
         failure: the error of an earlier save of this rank, as a record, if no call has raised it yet; None otherwise.
         verify: one of VERIFY_WORDS; see `CheckpointManager.load`.
         tier: this rank's part of the fast tier; None without one.
-        loaded: is called with the manifest of a native checkpoint that was loaded.
+        loaded: is called with the manifest of a native checkpoint that was loaded, and its folder or its URL.
 
     Raises:
         EarlierSaveError: an earlier save of some rank failed. All ranks raise it, and nothing is loaded.
@@ -186,7 +186,7 @@ def load_state(
                 skipped.append(str(error))
                 continue
             nbytes += _load_hf_model(trainer, plan)
-        loaded(plan.manifest)
+        loaded(plan.manifest, folder.place)
         _warn_of_new_layout(trainer, plan)
         warn_of_other_model(trainer, plan.folder, plan.other_model)
         rounded = Counter(fill.rounding for fill in plan.fills if fill.rounding is not None)

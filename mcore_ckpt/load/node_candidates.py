@@ -43,9 +43,9 @@ def to_adopt(found: Sequence[FastCheckpoint], records: Sequence[Record]) -> list
 
     Only those that are whole, because on a node that commits one, it takes the place of an earlier save of the step.
     """
-    whole = {each.attempt for each in found if each.is_whole}
+    whole = {each.attempt for each in found if each.is_complete}
     held = [HeldRole.of(item) for record in records for item in record["held"]]
-    return sorted({each.attempt for each in held if not each.is_committed} & whole)
+    return sorted({each.head.attempt for each in held if not each.is_committed} & whole)
 
 
 def add_fast(tier: NodeTier, role: str, candidates: Sequence[Record], whole: Mapping[int, WholeStep]) -> list[Record]:

@@ -18,7 +18,7 @@ from mcore_ckpt.save.drain import Drains
 from mcore_ckpt.state.trainer import Trainer
 from mcore_ckpt.steps.branches import order_of
 from mcore_ckpt.steps.commit import new_attempt
-from mcore_ckpt.steps.listing import StepStatus, step_status
+from mcore_ckpt.steps.listing import step_status
 from mcore_ckpt.steps.node_steps import FastCheckpoint, HeldRole, fast_checkpoints, held_roles, safest
 from mcore_ckpt.steps.node_tier import NodeTier, open_tier
 from mcore_ckpt.steps.worth import lack_of
@@ -146,7 +146,9 @@ class FastSaves:
         here = [step for step in file_names.step_dirs(self.tier.folder) if self.tier.role_dir(step).is_dir()]
         statuses = {step: step_status(self.tier.role_dir(step).parent) for step in here}
         last = statuses[committed].commit
-        own = [each for each in statuses.values() if _runs_of(each) <= _runs_of(statuses[committed])]
+        saved = next((head.run for head in statuses[committed].heads if head.run is not None), None)
+        ours = self.tier.ownership(saved)
+        own = [each for each in statuses.values() if all(map(ours.owns, each.heads))]
         own.sort(key=order_of, reverse=True)
         on_branch = [each.step for each in own if last.leads_from(each.commit.number)]
         return on_branch, [each.step for each in own if not last.leads_from(each.commit.number)]
@@ -181,10 +183,6 @@ class FastSaves:
         """Ends the threads, and closes this node's server."""
         self.copies.close()
         self.tier.close()
-
-
-def _runs_of(status: StepStatus) -> set[str]:
-    return {head.run.id for head in status.heads if head.run is not None}
 
 
 def open_fast_saves(trainer: Trainer, config: FastTier, topic: str) -> FastSaves:
@@ -225,7 +223,7 @@ def _found_together(
 
     def work() -> Record:
         held = held_roles(tier.folder) if tier.is_lead else []
-        return {"held": [each.to_record() for each in held if each.role == tier.role]}
+        return {"held": [each.to_record() for each in held if each.head.role == tier.role]}
 
     def combine(records: Sequence[Record]) -> Record:
         held = [(number, records[node.lead]["held"]) for number, node in enumerate(tier.nodes.all)]

@@ -10,28 +10,20 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import Manifest, ManifestSummary
-from mcore_ckpt.checkpoint.provenance import Commit, Run, RunParent
+from mcore_ckpt.checkpoint.provenance import Run, RunParent
 from mcore_ckpt.errors import RemoteError
 from mcore_ckpt.io.files import make_folder
 from mcore_ckpt.steps import runs
 from mcore_ckpt.steps.branches import Position, commit_of
 from mcore_ckpt.steps.listing import list_steps, step_status
 from mcore_ckpt.steps.remote_steps import RemoteSteps
+from mcore_ckpt.steps.runs import Ownership, RootRun
 
-
-class Head(Protocol):
-    """What this module needs of a manifest, wherever it is."""
-
-    @property
-    def step(self) -> int: ...
-    @property
-    def role(self) -> str: ...
-    @property
-    def commit(self) -> Commit | None: ...
+# The run of a checkpoint without identity that lies anywhere else. It is nobody's.
+_UNKNOWN = RootRun(Run(""))
 
 
 class RunHistory:
@@ -58,37 +50,48 @@ class RunHistory:
         self._lock = threading.Lock()  # a drain and a save can be at their manifests at once
         self._position = Position()
         self._run: Run | None = None
-        self._took_over: Run | None = None
+        self._took_over: RootRun | None = None
         self._parent: RunParent | None = None
 
     def go_on_from(self, other: RunHistory) -> None:
         """Continues where another manager of the same training has stopped."""
         self._position, self._parent, self._took_over = other._position, other._parent, other._took_over
 
-    def seen(self, heads: Iterable[Head]) -> None:
+    def seen(self, heads: Iterable[ManifestSummary]) -> None:
         """Notes checkpoints that may be nowhere else, such as those in a store or on other nodes."""
         for head in heads:
             number = commit_of(head.step, [head.commit]).number
             self._position = self._position.seen(number, number if head.role == self._role else 0)
 
-    def loaded(self, manifest: Manifest, named: bool) -> None:
+    def loaded(self, manifest: Manifest, place: Path | str) -> None:
         """Notes that the training goes on from a checkpoint.
 
         Args:
             manifest: its manifest.
-            named: True if it was named by a path that is not below the root.
+            place: its folder, or its URL in the store.
         """
-        known = runs.read_root_run(self._home)
-        is_own = not named or (known is not None and manifest.run is not None and manifest.run.id == known.run.id)
-        if is_own:
+        settled = self._elsewhere(place)
+        own = runs.below(self._root) if _is_below(self._root, place) else settled
+        if own.owns(manifest.head):
             self._position = self._position.at(manifest.step, manifest.commit, manifest.attempt)
-            self._took_over = manifest.run
-            self._parent = None if manifest.run is None else manifest.run.parent
+            self._took_over = own.known or (None if manifest.run is None else RootRun(manifest.run))
+            # The copied steps of a copied root name the parent of another run.
+            self._parent = manifest.run.parent if manifest.run is not None and settled.is_of(manifest.run) else None
         else:
             # Numbers of another run say nothing here.
             self._position = replace(self._position, parent=manifest.attempt, branch=())
             self._took_over = None
             self._parent = RunParent("" if manifest.run is None else manifest.run.id, manifest.step)
+
+    def _elsewhere(self, place: Path | str) -> Ownership:
+        """Returns which checkpoints belong to the root at a place that is not below it."""
+        claimed: RootRun | None = None
+        if isinstance(place, str):
+            with suppress(RemoteError):  # it is loaded already, and the other ranks go on
+                claimed = None if self._remote is None else self._remote.claimed()
+        elif not any(_is_below(folder, place) for folder in self._folders):
+            claimed = _UNKNOWN
+        return runs.elsewhere(self._root, self._home, claimed)
 
     def stamp(self, manifest: Manifest, role_dir: Path) -> Manifest:
         """Returns the manifest of a save with its run and its commit. Raises OSError.
@@ -116,7 +119,7 @@ class RunHistory:
     def _settled(self) -> Run:
         if self._run is None:
             make_folder(self._home)
-            heads = [head for folder in self._folders for status in list_steps(folder) for head in status.heads]
+            heads = self._heads()
             self.seen(heads)
             if self._remote is not None and self._position.parent is not None and not heads:
                 # The root is on a new disk. Perhaps only one step was asked for, and the store has later ones.
@@ -124,6 +127,16 @@ class RunHistory:
                     self.seen(head for step in self._remote.steps() for head in step.found.values())
             self._run = runs.settle(self._home, self._root, heads, self._took_over, self._parent).run
         return self._run
+
+    def _heads(self) -> list[ManifestSummary]:
+        """Returns what the manifests of this training say that are in the root, and on this node."""
+        own = runs.elsewhere(self._root, self._home)
+        found = ((folder, head) for folder in self._folders for each in list_steps(folder) for head in each.heads)
+        return [head for folder, head in found if folder == self._root or own.owns(head)]
+
+
+def _is_below(folder: Path, place: Path | str) -> bool:
+    return isinstance(place, Path) and folder.resolve() in place.resolve().parents
 
 
 def _beside(role_dir: Path) -> list[ManifestSummary]:

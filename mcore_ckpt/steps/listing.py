@@ -23,7 +23,7 @@ from mcore_ckpt.io import limits, tuning
 from mcore_ckpt.io.files import read_small
 from mcore_ckpt.io.threads import results_of
 from mcore_ckpt.steps.branches import StepCommit, commit_of, newest, oldest_first
-from mcore_ckpt.steps.runs import check_own, own_ids, whose
+from mcore_ckpt.steps.runs import Ownership, below, whose
 from mcore_ckpt.steps.worth import Lack, Weighed, lack_of, look_at_all
 
 logger = logging.getLogger(__name__)
@@ -162,17 +162,13 @@ def list_steps(root: Path, only: int | Collection[int] | None = None) -> list[St
         wanted = {step for step, look in looks.items() if not look.is_sure}
         if not wanted:
             break
-    return without_others(root, [statuses[step] for step in sorted(statuses)])
+    own = below(root)  # read last, because a run is known before its first commit
+    return [_without_others(statuses[step], own) for step in sorted(statuses)]
 
 
-def without_others(root: Path, statuses: Sequence[StepStatus]) -> list[StepStatus]:
-    """Returns the statuses, in which roles of another run are not committed but a problem, so that nobody uses them."""
-    ids = own_ids(root)
-    return [status if ids is None else _without_others(status, ids) for status in statuses]
-
-
-def _without_others(status: StepStatus, ids: Collection[str]) -> StepStatus:
-    others = {role: head.run for role, head in status.says.items() if head.run is not None and head.run.id not in ids}
+def _without_others(status: StepStatus, own: Ownership) -> StepStatus:
+    """Returns the status, in which roles of another run are not committed but a problem, so that nobody uses them."""
+    others = {role: head.run for role, head in status.says.items() if not own.owns(head)}
     if not others:
         return status
     problems = (f"{status.role_dir(role)}: {whose(run)}" for role, run in sorted(others.items()))
@@ -220,12 +216,13 @@ def _newest_among(
     listed: _Listed, role: str | None, tracked: int | None, seen: Path | None
 ) -> tuple[list[StepStatus], bool]:
     """Returns complete steps with one that has the highest number, and whether all looks were sure."""
-    found, is_found, is_sure, known = list[StepStatus](), False, True, _known(listed.root, listed.folders)
+    found, is_found, is_sure = list[StepStatus](), False, True
+    known, own = _known(listed.root, listed.folders), below(listed.root)
     for number in sorted(listed.folders, reverse=True):
         if not is_found or number == tracked:
             look = _look_at(listed, known, number)
             is_sure = is_sure and look.is_sure
-            (status,) = without_others(listed.root, [look.status.having_seen(seen)])
+            status = _without_others(look.status.having_seen(seen), own)
             # Behind the highest, the tracked one is looked at by `newest`, if it was committed later.
             if (role is None or role in status.committed) and (is_found or status.is_complete):
                 found.append(status)
@@ -427,7 +424,6 @@ def _read_folder(step: int, path: Path, role_dir: Path, known: _Heads, aside: st
     is_flat = role_dir.parent != path  # the step's own folder, or where that was moved aside
     try:
         says = _read_head(role_dir, known).says
-        saved_step, saved_role, roles, *_ = says
     except (FileNotFoundError, NotADirectoryError, CheckpointNotFoundError):
         return None
     except OSError as error:
@@ -437,11 +433,11 @@ def _read_folder(step: int, path: Path, role_dir: Path, known: _Heads, aside: st
             return None  # another program has put a file of that name beside the roles
         role = aside or (path if is_flat else role_dir).name
         return _RoleFolder(role, frozenset((role,)), str(error))
-    role = saved_role if is_flat else aside or role_dir.name
-    declared = frozenset((*roles, saved_role, role))
-    if (saved_step, saved_role) == (step, role):
+    role = says.role if is_flat else aside or role_dir.name
+    declared = frozenset((*says.roles, says.role, role))
+    if (says.step, says.role) == (step, role):
         return _RoleFolder(role, declared, says=says)
-    return _RoleFolder(role, declared, f"{role_dir}: its manifest is of {saved_role} at step {saved_step}")
+    return _RoleFolder(role, declared, f"{role_dir}: its manifest is of {says.role} at step {says.step}")
 
 
 def holds_something(status: StepStatus) -> bool:
@@ -511,7 +507,7 @@ def heads_at(role_dir: Path) -> list[ManifestSummary]:
 
 def check_own_step(path: Path) -> None:
     """Raises CommitError if a step that is about to be replaced or removed belongs to another run. Raises OSError."""
-    check_own(path.parent, path, step_status(path).says.values())
+    below(path.parent).check(path, step_status(path).says.values())
 
 
 def check_one_spelling(root: Path, role_dir: Path, step: int) -> None:

@@ -18,14 +18,7 @@ from typing import Any, NamedTuple
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import Manifest, ManifestSummary
-from mcore_ckpt.checkpoint.provenance import (
-    Commit,
-    Run,
-    decode_commit,
-    decode_run,
-    encoded_commit,
-    encoded_run,
-)
+from mcore_ckpt.checkpoint.provenance import decode_commit, decode_run, encoded_commit, encoded_run
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
 from mcore_ckpt.io.folder_sizes import sizes_of
@@ -43,48 +36,33 @@ class HeldRole:
     """What one node has of one role's checkpoint.
 
     Attributes:
-        step, role, roles, attempt, created: from the manifest.
+        head: what its manifest says of it.
         files: how many files the whole checkpoint has.
         has: the files that are here, with their sizes.
         is_committed: whether the node has committed it. If not, the files are in a staging folder.
         save_count: see `Placement`.
-        run, commit: from the manifest.
     """
 
-    step: int
-    role: str
-    roles: tuple[str, ...]
-    attempt: str
-    created: str
+    head: ManifestSummary
     files: int
     has: Runs
     is_committed: bool
     save_count: int
-    run: Run | None = None
-    commit: Commit | None = None
 
     def to_record(self) -> list[Any]:
         """Returns JSON values, which a rank can send."""
-        run, commit = self.run and encoded_run(self.run), self.commit and encoded_commit(self.commit)
-        return [*list(vars(self).values())[:-2], run, commit]
+        run, commit = self.head.run, self.head.commit
+        *rest, _, _ = vars(self.head).values()
+        encoded = [*rest, run and encoded_run(run), commit and encoded_commit(commit)]
+        return [encoded, self.files, self.has, self.is_committed, self.save_count]
 
     @staticmethod
     def of(record: Sequence[Any]) -> HeldRole:
         """Returns what `to_record` has turned into this record."""
-        step, role, roles, attempt, created, files, has, is_committed, save_count, run, commit = record
-        return HeldRole(
-            step,
-            role,
-            tuple(roles),
-            attempt,
-            created,
-            files,
-            tuple((first, last) for first, last in has),
-            is_committed,
-            save_count,
-            run and decode_run(run),
-            commit and decode_commit(commit),
-        )
+        (step, role, roles, attempt, created, run, commit), files, has, is_committed, save_count = record
+        found = run and decode_run(run), commit and decode_commit(commit)
+        head = ManifestSummary(step, role, tuple(roles), attempt, created, *found)
+        return HeldRole(head, files, tuple((first, last) for first, last in has), is_committed, save_count)
 
 
 @dataclass(frozen=True)
@@ -92,30 +70,40 @@ class FastCheckpoint:
     """One role's checkpoint, as all nodes together have it.
 
     Attributes:
-        step, role, roles, attempt, created, save_count, run: from the manifest.
+        head: what its manifest says of it.
         files: how many files the checkpoint has.
         holders: for each node that has some of it, the node's number and the files that it has.
         is_committed: whether a node has committed it.
         is_staged: whether it is still in the staging folder of a node, which died while it committed.
+        save_count: see `Placement`.
     """
 
-    step: int
-    role: str
-    roles: tuple[str, ...]
-    attempt: str
-    created: str
+    head: ManifestSummary
     files: int
     holders: tuple[tuple[int, Runs], ...]
     is_committed: bool
     is_staged: bool
     save_count: int
-    run: Run | None = None
-    role_commit: Commit | None = None
+
+    @property
+    def step(self) -> int:
+        """The step's number."""
+        return self.head.step
+
+    @property
+    def role(self) -> str:
+        """The role."""
+        return self.head.role
+
+    @property
+    def attempt(self) -> str:
+        """The id of the save."""
+        return self.head.attempt
 
     @property
     def commit(self) -> StepCommit:
         """Its place among all commits."""
-        return commit_of(self.step, [self.role_commit])
+        return commit_of(self.step, [self.head.commit])
 
     @property
     def missing(self) -> list[int]:
@@ -134,19 +122,9 @@ class FastCheckpoint:
         return min(accumulate(changes[:-1]), default=len(self.holders))
 
     @property
-    def is_whole(self) -> bool:
-        """True if it is committed and every file is on some node."""
-        return self.is_committed and not self.missing
-
-    @property
     def is_complete(self) -> bool:
-        """The same, as `branches` calls it."""
-        return self.is_whole
-
-    @property
-    def head(self) -> ManifestSummary:
-        """What its manifest says of it."""
-        return ManifestSummary(self.step, self.role, self.roles, self.attempt, self.run, self.role_commit)
+        """True if it is whole: committed, and every file is on some node."""
+        return self.is_committed and not self.missing
 
 
 def held_roles(folder: Path) -> list[HeldRole]:
@@ -186,19 +164,8 @@ def _held(step: int, folder: Path) -> HeldRole | None:
     except OSError as error:
         logger.warning("%s: is left out: %s", folder, error)
         return None
-    return HeldRole(
-        manifest.step,
-        manifest.role,
-        manifest.roles,
-        manifest.attempt,
-        manifest.created,
-        len(manifest.files),
-        tuple(runs(here)),
-        work is None,
-        manifest.placement.save_count,
-        manifest.run,
-        manifest.commit,
-    )
+    save_count = manifest.placement.save_count
+    return HeldRole(manifest.head, len(manifest.files), tuple(runs(here)), work is None, save_count)
 
 
 def files_here(role_dir: Path, manifest: Manifest) -> list[int]:
@@ -212,25 +179,19 @@ def fast_checkpoints(by_node: Iterable[tuple[int, Sequence[HeldRole]]]) -> list[
     holders: dict[tuple[int, str, str], list[tuple[int, HeldRole]]] = {}
     for node, held in by_node:
         for each in held:
-            holders.setdefault((each.step, each.role, each.attempt), []).append((node, each))
+            holders.setdefault((each.head.step, each.head.role, each.head.attempt), []).append((node, each))
     return sorted(map(_together, holders.values()), key=order_of, reverse=True)
 
 
 def _together(members: Sequence[tuple[int, HeldRole]]) -> FastCheckpoint:
     first = members[0][1]
     return FastCheckpoint(
-        first.step,
-        first.role,
-        first.roles,
-        first.attempt,
-        first.created,
+        first.head,
         first.files,
         tuple((node, held.has) for node, held in members),
         any(held.is_committed for _, held in members),
         not all(held.is_committed for _, held in members),
         first.save_count,
-        first.run,
-        first.commit,
     )
 
 
@@ -240,7 +201,7 @@ def safest(found: Iterable[FastCheckpoint], replicas: int) -> list[FastCheckpoin
     These have `replicas` copies of each file. If none has, because nodes were lost or died before their copies were
     complete, these are the checkpoints with the most copies.
     """
-    whole = [each for each in found if each.is_whole]
+    whole = [each for each in found if each.is_complete]
     wanted = min(replicas + 1, max((each.nodes_of_rarest_file for each in whole), default=0))
     return [each for each in whole if each.nodes_of_rarest_file >= wanted]
 
@@ -248,7 +209,7 @@ def safest(found: Iterable[FastCheckpoint], replicas: int) -> list[FastCheckpoin
 def in_order_of_saves(found: Iterable[FastCheckpoint]) -> list[FastCheckpoint]:
     """Returns the checkpoints of a step, the one that was saved last at the end."""
     # Without numbers, a clock has to decide, but what is still in a staging folder was saved last.
-    return sorted(found, key=lambda each: (each.commit.number, each.is_staged, each.created))
+    return sorted(found, key=lambda each: (each.commit.number, each.is_staged, each.head.created))
 
 
 def newer_than(step: Placed | None, found: Iterable[FastCheckpoint]) -> list[FastCheckpoint]:
@@ -282,10 +243,10 @@ def whole_steps(found: Iterable[FastCheckpoint], roles: Sequence[str]) -> dict[i
     """
     by_step: dict[int, dict[str, FastCheckpoint]] = {}
     for each in in_order_of_saves(found):
-        if each.is_whole:
+        if each.is_complete:
             by_step.setdefault(each.step, {})[each.role] = each
     return {
-        step: WholeStep(step, commit_of(step, (each.role_commit for each in there.values())), there)
+        step: WholeStep(step, commit_of(step, (each.head.commit for each in there.values())), there)
         for step, there in by_step.items()
-        if there.keys() >= {*roles, *(role for each in there.values() for role in each.roles)}
+        if there.keys() >= {*roles, *(role for each in there.values() for role in each.head.roles)}
     }

@@ -24,7 +24,7 @@ from mcore_ckpt.ranks.hosts import this_host
 from mcore_ckpt.ranks.nodes import Node, Nodes
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide, same_everywhere
 from mcore_ckpt.steps.node_steps import FastCheckpoint
-from mcore_ckpt.steps.runs import in_store, read_root_run, whose
+from mcore_ckpt.steps.runs import Ownership, RootRun, elsewhere, whose
 from mcore_ckpt.steps.trainer_lock import TrainerLock
 from mcore_ckpt.steps.transaction import Attempt
 
@@ -69,6 +69,7 @@ class NodeTier:
     unrenamed: list[Attempt] = field(default_factory=list)
     _stores: dict[int, PeerStore] = field(default_factory=dict)
     _published: str | None = None
+    _own: Ownership = field(default_factory=Ownership)
 
     @property
     def is_lead(self) -> bool:
@@ -89,21 +90,25 @@ class NodeTier:
         """The folder that has the identity of the run: the root, or this node's folder if nothing is in the root."""
         return self.folder if self.root is None or self.config.durable_every is None else self.root
 
+    def ownership(self, saved: Run | None = None) -> Ownership:
+        """Returns which checkpoints on the nodes belong to this training.
+
+        Args:
+            saved: its run, as a manifest says it. On rank 0 it can be None: other nodes may not have the root's file.
+        """
+        if self.root is None:
+            return Ownership()
+        if not self._own.is_of(saved):  # one look is enough: a thousand nodes ask at each save
+            self._own = elsewhere(self.root, self.home)
+        return self._own if saved is None or self._own.is_of(saved) else replace(self._own, known=RootRun(saved))
+
     def of_this_run(self, found: Sequence[FastCheckpoint]) -> list[FastCheckpoint]:
         """Returns the checkpoints that do not belong to another run. Only rank 0 calls it."""
-        if self.root is None:
-            return list(found)
-        kept, own = list[FastCheckpoint](), read_root_run(self.home)
-        others: dict[str, Run] = {}
-        for each in found:
-            mine = None if each.run is None else in_store(self.root, each.run, own)
-            if each.run is None or (mine is not None and mine.id == each.run.id):
-                kept.append(each)
-            else:
-                others[each.run.id] = each.run
+        own = self.ownership()
+        others = {each.head.run.id: each.head.run for each in found if each.head.run and not own.owns(each.head)}
         for run in others.values():
             logger.warning("%s on the nodes: has steps that are left out: each %s", self.folder, whose(run))
-        return kept
+        return [each for each in found if own.owns(each.head)]
 
     def store(self, number: int) -> PeerStore:
         """Returns the files of another node."""

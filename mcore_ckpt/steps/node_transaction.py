@@ -25,7 +25,6 @@ from mcore_ckpt.steps import commit
 from mcore_ckpt.steps.node_steps import HeldRole, files_here
 from mcore_ckpt.steps.node_tier import NodeTier
 from mcore_ckpt.steps.owner import write_owner
-from mcore_ckpt.steps.runs import check_same_run
 from mcore_ckpt.steps.transaction import Attempt, failure_among, is_committed, raise_failure, refuse_busy
 
 logger = logging.getLogger(__name__)
@@ -189,7 +188,7 @@ def _place_manifest(attempt: Attempt, tier: NodeTier, data: bytes) -> None:
     manifest = decode_manifest(data)
     with suppress(CheckpointNotFoundError, CheckpointCorruptError):
         head = read_manifest_summary(attempt.role_dir)
-        check_same_run(attempt.role_dir, head, manifest.run)
+        tier.ownership(manifest.run).check(attempt.role_dir, [head])
     own = set(tier.node.ranks)
     written = [
         (file.rank, WrittenFile(file.path, file.kind, file.size, file.crc32))
@@ -282,10 +281,11 @@ def adopt(tier: NodeTier, held: Iterable[HeldRole], attempts: Sequence[str]) -> 
         attempts: the saves that some node has committed.
     """
     for each in held:
-        if each.is_committed or each.attempt not in attempts:
+        step, role, attempt = each.head.step, each.head.role, each.head.attempt
+        if each.is_committed or attempt not in attempts:
             continue
-        role_dir = tier.role_dir(each.step, each.role)
+        role_dir = tier.role_dir(step, role)
         try:
-            commit.publish(file_names.staging_dir(role_dir, each.attempt), role_dir, each.attempt)
+            commit.publish(file_names.staging_dir(role_dir, attempt), role_dir, attempt)
         except OSError as error:
             logger.warning("%s: its save is committed on other nodes, but cannot be renamed here: %s", role_dir, error)

@@ -6,6 +6,7 @@ docs/format.md.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from mcore_ckpt.checkpoint import file_names
-from mcore_ckpt.checkpoint.provenance import Commit, Run
+from mcore_ckpt.checkpoint.manifest import ManifestSummary
 from mcore_ckpt.checkpoint.reading import read_remote_manifest
 from mcore_ckpt.errors import CheckpointCorruptError, RemoteError
 from mcore_ckpt.io import limits, tuning
@@ -21,30 +22,17 @@ from mcore_ckpt.io.store import Store
 from mcore_ckpt.io.threads import for_each
 from mcore_ckpt.steps import runs
 from mcore_ckpt.steps.branches import StepCommit, commit_of
-from mcore_ckpt.steps.runs import RootRun, whose
+from mcore_ckpt.steps.runs import Ownership, RootRun, elsewhere, whose
 from mcore_ckpt.steps.worth import Lack, Weighed, compare
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class RemoteRole:
-    """An attempt of a role at a step that has a manifest.
+class RemoteRole(ManifestSummary):
+    """What the manifest of an uploaded attempt says, and the size of its files in bytes."""
 
-    Attributes:
-        attempt: its id.
-        roles: the roles that the step consists of.
-        created: when it was saved (ISO 8601, UTC).
-        nbytes: the size of its files in bytes.
-        step, role, run, commit: from the manifest.
-    """
-
-    attempt: str
-    roles: tuple[str, ...]
-    created: str
     nbytes: int = 0
-    step: int = 0
-    role: str = ""
-    run: Run | None = None
-    commit: Commit | None = None
 
 
 @dataclass(frozen=True)
@@ -82,7 +70,7 @@ class RemoteStep(Weighed):
     @property
     def declared(self) -> frozenset[str]:
         """The roles that the step consists of, according to the uploaded manifests."""
-        return frozenset(role for found in self.found.values() for role in found.roles)
+        return frozenset(role for found in self.found.values() for role in (*found.roles, found.role))
 
     @property
     def lacks(self) -> tuple[Lack, ...]:
@@ -113,7 +101,7 @@ class RemoteSteps:
 
     def __init__(self, store: Store, root: Path | None = None) -> None:
         self.store, self._root = store, root
-        self._owner: Run | None = None
+        self._claimed: RootRun | None = None
         self._manifests: dict[str, RemoteRole] = {}
 
     def steps(self) -> list[RemoteStep]:
@@ -121,10 +109,12 @@ class RemoteSteps:
         numbers = {
             step
             for name in self.store.names("")
-            if (step := file_names.parse_step(name)) is not None and _is_ours(name, step)
+            if (step := file_names.parse_step(name)) is not None and name == file_names.step_name(step)
         }
-        found: list[RemoteStep] = []
-        for_each(sorted(numbers), lambda step: found.append(self.step(step)), min(tuning.REMOTE_THREADS, len(numbers)))
+        found, own = list[RemoteStep](), self.ownership()
+        for_each(
+            sorted(numbers), lambda step: found.append(self._step(step, own)), min(tuning.REMOTE_THREADS, len(numbers))
+        )
         self._forget_all_but(found)
         return sorted(found, key=lambda step: step.step)
 
@@ -138,35 +128,45 @@ class RemoteSteps:
         }
         self._manifests = {key: known for key, known in dict(self._manifests).items() if key in there}
 
-    def step(self, step: int) -> RemoteStep:
-        """Returns one step; a step without roles if the store does not have it. Raises RemoteError."""
+    def step(self, step: int, of_any_run: bool = False) -> RemoteStep:
+        """Returns one step; a step without roles if the store does not have it. Raises RemoteError.
+
+        With `of_any_run`, a step that another run has alone is returned, too.
+        """
+        found = self._step(step, self.ownership())
+        if not of_any_run or found.found or not found.is_shared:
+            return found
+        for problem in found.problems:
+            logger.warning("step %d is loaded because it was asked for by its number: %s", step, problem)
+        return self._step(step, Ownership())
+
+    def _step(self, step: int, own: Ownership) -> RemoteStep:
         found: dict[str, RemoteRole] = {}
         others: dict[str, tuple[str, ...]] = {}
         problems: list[str] = []
-        is_other, is_shared = self._is_other(), False
+        is_shared = False
         names = self.store.names(file_names.step_name(step))
         for role in filter(file_names.is_role, names):
             attempts = list(filter(file_names.is_attempt, self.store.names(f"{file_names.step_name(step)}/{role}")))
-            claimed = [there for attempt in attempts if (there := self._read_role(step, role, attempt, problems))]
-            foreign = {there.attempt: there.run for there in claimed if is_other(there.run)}
+            heads = [head for attempt in attempts if (head := self._read_role(step, role, attempt, problems))]
+            foreign = {head.attempt: head.run or own.unsigned for head in heads if not own.owns(head)}
             is_shared = is_shared or bool(foreign)
             for attempt, run in foreign.items():
                 key = file_names.remote_dir(step, role, attempt)
-                problems.append(f"{self.store.url_of(key)}: {whose(run or self._owner)}")
-            attempts = [attempt for attempt in attempts if attempt not in foreign]
-            newest = self._newest(step, role, [there for there in claimed if there.attempt not in foreign])
+                problems.append(f"{self.store.url_of(key)}: {whose(run)}")
+            newest = self._newest([head for head in heads if head.attempt not in foreign])
             if newest is not None:
                 found[role] = newest
-            others[role] = tuple(attempt for attempt in attempts if newest is None or attempt != newest.attempt)
-        look = cache(lambda role: self._lack(file_names.remote_dir(step, role, found[role].attempt)))
+            used = {*foreign, newest and newest.attempt}
+            others[role] = tuple(attempt for attempt in attempts if attempt not in used)
+        look = cache(lambda role: self._lack(_key(found[role])))
         return RemoteStep(step, found, others, tuple(problems), file_names.PINNED_FILE in names, look, is_shared)
 
-    def _newest(self, step: int, role: str, claimed: Sequence[RemoteRole]) -> RemoteRole | None:
+    def _newest(self, heads: Sequence[RemoteRole]) -> RemoteRole | None:
         """Returns the newest attempt that has all its files; the newest one if none has, or if there is only one."""
-        ordered = sorted(claimed, key=_order, reverse=True)
+        ordered = sorted(heads, key=_order, reverse=True)
         looked_at = ordered if len(ordered) > 1 else ()
-        keys = ((each, file_names.remote_dir(step, role, each.attempt)) for each in looked_at)
-        return next((each for each, key in keys if self._lack(key) is None), next(iter(ordered), None))
+        return next((head for head in looked_at if self._lack(_key(head)) is None), next(iter(ordered), None))
 
     def _lack(self, key: str) -> Lack | None:
         """Compares an attempt's manifest with a listing of its files. Raises RemoteError."""
@@ -194,16 +194,7 @@ class RemoteSteps:
                 return None
             # The result can be cached, because an attempt never changes once it has a manifest. The manifest of a large
             # run takes long to read.
-            known = RemoteRole(
-                attempt,
-                tuple({*manifest.roles, role}),
-                manifest.created,
-                manifest.nbytes,
-                step,
-                role,
-                manifest.run,
-                manifest.commit,
-            )
+            known = RemoteRole(**vars(manifest.head), nbytes=manifest.nbytes)
             self._manifests[key] = known
         return known
 
@@ -215,49 +206,36 @@ class RemoteSteps:
             return None
         return file_names.parse_tracker(data.decode("ascii", "replace"))
 
-    def owner(self) -> Run | None:
-        """Returns the run that the store belongs to; None if none has claimed it. Raises RemoteError."""
-        if self._owner is None:
-            with suppress(FileNotFoundError, CheckpointCorruptError):
-                known = runs.decode(self.store.read_all(file_names.RUN_FILE, limits.SMALL_BYTES))
-                self._owner = None if known is None else known.run
-        return self._owner
+    def ownership(self) -> Ownership:
+        """Returns which steps of the store belong to the root. Raises RemoteError."""
+        return Ownership() if self._root is None else elsewhere(self._root, claimed=self.claimed())
 
-    def claim(self, run: Run) -> None:
-        """Claims the store for a run, unless it belongs to one already.
+    def claimed(self) -> RootRun | None:
+        """Returns the run that the store belongs to; None if none has claimed it. Raises RemoteError."""
+        if self._claimed is None:
+            with suppress(FileNotFoundError, CheckpointCorruptError):
+                self._claimed = runs.decode(self.store.read_all(file_names.RUN_FILE, limits.SMALL_BYTES))
+        return self._claimed
+
+    def claim(self, own: RootRun) -> None:
+        """Claims the store for the run of a root, unless it belongs to one already.
 
         Raises:
             OtherRunError: the store belongs to another run.
             RemoteError: the store failed.
         """
-        if self.owner() is None:
+        if self.claimed() is None:
             # Their file may be lost, or have been written by two runs at once.
-            there = [role.run for step in RemoteSteps(self.store).steps() for role in step.found.values() if role.run]
-            first = next((other for other in there if other.id != run.id), run)
-            text = runs.encode(RootRun(first))
+            there = [head for step in RemoteSteps(self.store).steps() for head in step.found.values() if head.run]
+            text = runs.encode(_claimant(own, there))
             self.store.persist("claiming", lambda: self.store.replace(file_names.RUN_FILE, text))
-            self._owner = None
-        owner = self.owner()
-        if owner is not None and owner.id != run.id:
+            self._claimed = None
+        claimed = self.claimed()
+        if claimed is not None and claimed.run.id != own.run.id:
             raise OtherRunError(
-                f"{self.store.url} belongs to another run ({owner}), so this one, {run}, neither uploads to it nor "
-                "deletes from it: use another remote for each run"
+                f"{self.store.url} belongs to another run ({claimed.run}), so this one, {own.run}, neither uploads to "
+                "it nor deletes from it: use another remote for each run"
             )
-
-    def _is_other(self) -> Callable[[Run | None], bool]:
-        """Returns a function that tells whether a checkpoint in the store belongs to another run than the root's."""
-        root = self._root
-        if root is None:
-            return lambda run: False
-        owner, own = self.owner(), runs.read_root_run(root)
-
-        def is_other(run: Run | None) -> bool:
-            if run is None and owner is None:
-                return False
-            mine = runs.in_store(root, owner or run, own)
-            return mine is None or (run or owner or mine).id != mine.id
-
-        return is_other
 
     def delete(self, key: str) -> None:
         """Removes a step, or an attempt of a role, from the store. Raises RemoteError."""
@@ -268,10 +246,21 @@ class OtherRunError(RemoteError):
     """The store belongs to another run."""
 
 
+def _claimant(own: RootRun, there: Sequence[RemoteRole]) -> RootRun:
+    """Returns the run that an unclaimed store with these checkpoints belongs to.
+
+    Steps that a run has inherited are in its store, but also in that of the run that saved them. So they count only
+    beside one of its own.
+    """
+    is_own = any(head.run and head.run.id == own.run.id for head in there)
+    ours = Ownership(own if is_own else RootRun(own.run))
+    return next((RootRun(head.run) for head in there if head.run and not ours.owns(head)), own)
+
+
 def _order(role: RemoteRole) -> tuple[int, str, str]:
     # Only for checkpoints without numbers a clock decides.
     return commit_of(role.step, [role.commit]).number, role.created, role.attempt
 
 
-def _is_ours(name: str, step: int) -> bool:
-    return name == file_names.step_name(step)
+def _key(role: RemoteRole) -> str:
+    return file_names.remote_dir(role.step, role.role, role.attempt)

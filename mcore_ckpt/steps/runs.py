@@ -2,7 +2,7 @@
 
 A root has a small file with the identity of its run, which the first save makes. Each manifest has the identity, too,
 and so has the remote store. What is of another run is never loaded unless it is named, never replaced and never
-deleted. Checkpoints without an identity belong to the root that they are in.
+deleted. Checkpoints without an identity belong to the root that they are in. `Ownership` answers for all places.
 
 A root that was moved or mounted elsewhere goes on as the same run. A copy of a root that is still there becomes a new
 run, with the copied steps as its own. See docs/architecture.md.
@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mcore_ckpt.checkpoint import file_names
@@ -36,28 +36,29 @@ class RootRun:
 
     Attributes:
         run: the run.
-        inherits: the ids of other runs whose steps were in the root when the run began. They belong to it, too.
+        inherits: other runs whose steps were in the root when the run began, by their ids. Each has the largest commit
+            number among these steps. They belong to the run, too, and what the others have committed since does not.
     """
 
     run: Run
-    inherits: tuple[str, ...] = ()
+    inherits: Mapping[str, int] = field(default_factory=dict)
 
-    @property
-    def ids(self) -> frozenset[str]:
-        """The ids whose steps in the root belong to the run."""
-        return frozenset({self.run.id, *self.inherits})
+    def owns(self, run: Run, number: int) -> bool:
+        """True if a run's commit with this number belongs to this run."""
+        return run.id == self.run.id or number <= self.inherits.get(run.id, -1)
 
 
 def encode(known: RootRun) -> bytes:
     """Returns the bytes of the file."""
-    return fields.encode({**encoded_run(known.run), "inherits": list(known.inherits)})
+    return fields.encode({**encoded_run(known.run), "inherits": dict(known.inherits)})
 
 
 def decode(data: bytes) -> RootRun | None:
     """Returns what `encode` has encoded; None if the data are damaged."""
     with suppress(fields.FieldError):
         record = fields.decode(data)
-        return RootRun(decode_run(record), fields.get_names(record, "inherits"))
+        inherits = fields.get_dict(record, "inherits")
+        return RootRun(decode_run(record), {id: fields.get_int(inherits, id) for id in inherits})
     return None
 
 
@@ -80,10 +81,64 @@ def is_copied(root: Path, run: Run) -> bool:
     return False
 
 
-def own_ids(root: Path) -> frozenset[str] | None:
-    """Returns the ids of the runs whose steps in a root belong to it. None: all, as in a root without identity."""
-    known = read_root_run(root)
-    return None if known is None or is_copied(root, known.run) else known.ids
+@dataclass(frozen=True)
+class Ownership:
+    """Tells which checkpoints of a place belong to a root: of its own folder, of its store, or of its nodes.
+
+    Attributes:
+        known: the run of the root; None if it has none.
+        path: without a run, the steps that a root of this path has saved belong to it. None: all.
+        unsigned: the run to which checkpoints without identity belong; None: to the root.
+    """
+
+    known: RootRun | None = None
+    path: str | None = None
+    unsigned: Run | None = None
+
+    def owns(self, head: ManifestSummary) -> bool:
+        """True if a checkpoint belongs to the root."""
+        run = head.run or self.unsigned
+        if run is None:
+            return True
+        if self.known is None:
+            return self.path in (None, run.root)
+        return self.known.owns(run, _number(head))
+
+    def is_of(self, run: Run | None) -> bool:
+        """True if it is known that the root has this run."""
+        return run is not None and self.known is not None and self.known.run.id == run.id
+
+    def check(self, folder: Path, heads: Iterable[ManifestSummary]) -> None:
+        """Raises CommitError if a folder that is about to be replaced or removed has a checkpoint of another run."""
+        for head in heads:
+            if not self.owns(head):
+                raise CommitError(
+                    f"{folder}: step {head.step} is there already, and belongs to another run ({head.run}): save to "
+                    "another folder, or move that step away"
+                )
+
+
+def below(root: Path) -> Ownership:
+    """Returns which checkpoints below a root belong to it. All do until something has been saved."""
+    return Ownership(read_root_run(root))
+
+
+def elsewhere(root: Path, home: Path | None = None, claimed: RootRun | None = None) -> Ownership:
+    """Returns which checkpoints in a store, or on nodes, belong to a root.
+
+    A root without identity, such as one on a new disk, takes over what was saved by a root of the same path.
+
+    Args:
+        root: the root.
+        home: the folder that has the identity of its run; None: the root.
+        claimed: the run that the store belongs to; None if none has claimed it.
+    """
+    known, path = read_root_run(home or root), str(root.resolve())
+    if known is not None and is_copied(root, known.run):
+        known = None
+    if known is None and claimed is not None and claimed.run.root == path:
+        known = claimed
+    return Ownership(known, path, None if claimed is None else claimed.run)
 
 
 def whose(run: Run | None) -> str:
@@ -94,43 +149,8 @@ def whose(run: Run | None) -> str:
     )
 
 
-def check_own(root: Path, folder: Path, heads: Iterable[ManifestSummary]) -> None:
-    """Raises CommitError if a folder that is about to be replaced or removed has a checkpoint of another run."""
-    ids = own_ids(root)
-    for head in heads:
-        if ids is not None and head.run is not None and head.run.id not in ids:
-            raise _not_replaced(folder, head)
-
-
-def check_same_run(folder: Path, head: ManifestSummary, run: Run | None) -> None:
-    """Raises CommitError if what is in a folder belongs to another run than what is about to replace it."""
-    if head.run is not None and run is not None and head.run.id != run.id:
-        raise _not_replaced(folder, head)
-
-
-def _not_replaced(folder: Path, head: ManifestSummary) -> CommitError:
-    return CommitError(
-        f"{folder}: step {head.step} is there already, and belongs to another run ({head.run}): save to another "
-        "folder, or move that step away"
-    )
-
-
-def in_store(root: Path, store: Run | None, own: RootRun | None) -> Run | None:
-    """Returns the run whose steps in a store or on nodes belong to a root; None if only those without identity do.
-
-    Args:
-        root: the root.
-        store: the run that the store or the nodes belong to.
-        own: the run of the root. A root without identity, such as one on a new disk, takes over the run of a store that
-            was filled from a root of the same path.
-    """
-    if own is not None and not is_copied(root, own.run):
-        return own.run
-    return store if store is not None and store.root == str(root.resolve()) else None
-
-
 def settle(
-    home: Path, root: Path, heads: Collection[ManifestSummary], took_over: Run | None, parent: RunParent | None
+    home: Path, root: Path, heads: Collection[ManifestSummary], took_over: RootRun | None, parent: RunParent | None
 ) -> RootRun:
     """Returns the run of a root, and writes its file, durably, if it is missing or not true any more.
 
@@ -170,31 +190,60 @@ def _new(
     root: Path,
     known: RootRun | None,
     heads: Collection[ManifestSummary],
-    took_over: Run | None,
+    took_over: RootRun | None,
     parent: RunParent | None,
     here: Run,
 ) -> RootRun:
-    identified = [head for head in heads if head.run is not None]
-    last = max(identified, key=_order, default=None)
-    source = known.run if known is not None else last.run if last is not None else None
-    if source is not None and is_copied(root, source):
-        parent = parent or RunParent(source.id, 0 if last is None else last.step)
-        logger.warning("%s: is a copy of %s, so it goes on as a new run", root, source.root)
-        ids = {head.run.id for head in identified if head.run is not None}
-        inherited = {*ids, source.id, *(known.inherits if known is not None else ())}
-        return RootRun(replace(here, id=uuid.uuid4().hex, parent=parent), tuple(sorted(inherited)))
-    if known is not None:
-        return replace(known, run=_at(here, known.run))
-    if source is not None:
-        inherits = () if source.parent is None or not source.parent.run else (source.parent.run,)
-        return RootRun(_at(here, source), inherits)
-    if took_over is not None:
-        return RootRun(_at(here, took_over))
-    return RootRun(replace(here, id=uuid.uuid4().hex, parent=parent))
+    source = known or _named_by(heads, here.root)
+    if source is None:
+        made = replace(here, id=uuid.uuid4().hex, parent=parent)
+        return RootRun(made) if took_over is None else replace(took_over, run=_at(here, took_over.run))
+    if not is_copied(root, source.run):
+        return replace(source, run=_at(here, source.run))
+    logger.warning("%s: is a copy of %s, so it goes on as a new run", root, source.run.root)
+    own = Ownership(known)
+    owned = [head for head in heads if head.run is not None and own.owns(head)]
+    last = max(owned, key=_order, default=None)
+    parent = parent or RunParent(source.run.id, 0 if last is None else last.step)
+    return RootRun(replace(here, id=uuid.uuid4().hex, parent=parent), _largest_numbers(owned))
+
+
+def _named_by(heads: Iterable[ManifestSummary], path: str) -> RootRun | None:
+    """Returns what a root's file said before it was lost, as far as the manifests say it; None if none has a run.
+
+    It is the run that was last to commit, of those that have saved to this path if there are any, with the runs that
+    it came from.
+    """
+    signed = [(head.run, head) for head in sorted(heads, key=_order) if head.run is not None]
+    if not signed:
+        return None
+    by_run: dict[str, list[tuple[Run, ManifestSummary]]] = {}
+    for run, head in signed:
+        by_run.setdefault(run.id, []).append((run, head))
+    last = max((run for run, _ in reversed(signed)), key=lambda run: run.root == path)
+    came_from, id = list[ManifestSummary](), last.id
+    while there := by_run.pop(id, None):
+        came_from += [head for run, head in there if run.id != last.id]
+        # The oldest one says it. A training that has loaded a step of another run since then names that one, too.
+        parent = there[0][0].parent
+        id = "" if parent is None else parent.run
+    return RootRun(last, _largest_numbers(came_from))
+
+
+def _largest_numbers(heads: Iterable[ManifestSummary]) -> dict[str, int]:
+    numbers: dict[str, int] = {}
+    for head in heads:
+        if head.run is not None:
+            numbers[head.run.id] = max(_number(head), numbers.get(head.run.id, 0))
+    return numbers
+
+
+def _number(head: ManifestSummary) -> int:
+    return commit_of(head.step, [head.commit]).number
 
 
 def _order(head: ManifestSummary) -> tuple[int, int]:
-    return commit_of(head.step, [head.commit]).number, head.step
+    return _number(head), head.step
 
 
 def _at(here: Run, run: Run) -> Run:

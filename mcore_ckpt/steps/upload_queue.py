@@ -184,7 +184,7 @@ class UploadQueue:
         own = read_root_run(self._root)
         try:
             if own is not None:
-                self._remote.claim(own.run)
+                self._remote.claim(own)
         except OtherRunError as error:
             for step, handle in list(self._waiting.items()):
                 self._give_up(step, handle, error)

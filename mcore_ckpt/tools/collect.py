@@ -144,10 +144,10 @@ def _step(
 ) -> FoundStep:
     by_role: dict[str, FastCheckpoint] = {}
     last_first = in_order_of_saves(found)[::-1]
-    for each in sorted(last_first, key=lambda each: (not each.is_whole, not each.is_committed, len(each.missing))):
+    for each in sorted(last_first, key=lambda each: (not each.is_complete, not each.is_committed, len(each.missing))):
         by_role.setdefault(each.role, each)
     sources = {role: _source(each, folders, held) for role, each in sorted(by_role.items())}
-    declared = {role for each in by_role.values() for role in each.roles}
+    declared = {role for each in by_role.values() for role in each.head.roles}
     problems = [f"{role}: is in none of the folders" for role in sorted(declared - by_role.keys())]
     problems += [
         f"{role}: no node has committed it, so its save did not finish, or the nodes that have are not among these"
@@ -162,9 +162,8 @@ def _source(found: FastCheckpoint, folders: Sequence[Path], held: Sequence[Seque
     places = []
     for number, has in found.holders:
         role_dir = file_names.step_dir(folders[number], found.step) / found.role
-        is_committed = any(
-            each.is_committed for each in held[number] if (each.role, each.attempt) == (found.role, found.attempt)
-        )
+        heads = [each.head for each in held[number] if each.is_committed]
+        is_committed = any((head.role, head.attempt) == (found.role, found.attempt) for head in heads)
         places.append((role_dir if is_committed else file_names.staging_dir(role_dir, found.attempt), has))
     return RoleSource(read_manifest(places[0][0]), tuple(places))
 

@@ -15,7 +15,7 @@ from mcore_ckpt.steps import branches
 from mcore_ckpt.steps.branches import abandoned, order_of
 from mcore_ckpt.steps.listing import StepStatus, list_steps, newest_steps, read_tracker
 from mcore_ckpt.steps.node_files import NodeFiles, as_in_folder
-from mcore_ckpt.steps.remote_steps import RemoteRole, RemoteStep, RemoteSteps
+from mcore_ckpt.steps.remote_steps import RemoteStep, RemoteSteps
 from mcore_ckpt.steps.running_saves import RunningSave, running_saves
 from mcore_ckpt.steps.step_sizes import StepSize, size_of
 from mcore_ckpt.steps.trainer_watch import Life, TrainerWatch
@@ -130,9 +130,8 @@ def step_list_of(root: Path, remote: str | None = None, last: int | None = None)
         status = statuses.get(number)
         if status is None and number not in saves:
             assert store is not None
-            heads = list(there[number].found.values())
             listed = _remote_only(store, there[number], number == newest)
-            found.append(_with_commit(listed, heads, number in given_up))
+            found.append(_with_commit(listed, there[number].found.values(), number in given_up))
             continue
         status = status or _not_made_yet(root, number)
         is_newer = newest is None or number > newest or order_of(status) > order_of(everywhere_by[newest])
@@ -142,7 +141,7 @@ def step_list_of(root: Path, remote: str | None = None, last: int | None = None)
     return StepList(root, tuple(found), read_tracker(root))
 
 
-def _with_commit(step: ListedStep, heads: Iterable[ManifestSummary | RemoteRole], abandoned: bool) -> ListedStep:
+def _with_commit(step: ListedStep, heads: Iterable[ManifestSummary], abandoned: bool) -> ListedStep:
     numbers = [head.commit.number for head in heads if head.commit is not None]
     ids = [head.run.id for head in heads if head.run is not None]
     return replace(step, abandoned=abandoned, commit=max(numbers, default=None), run=next(iter(ids), None))

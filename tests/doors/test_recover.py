@@ -59,12 +59,12 @@ class FakeManager:
     on_nodes: list[int] = field(default_factory=list)
     lost: list[tuple[int, str]] = field(default_factory=list)
 
-    def remote_steps_found(self, roles: Sequence[str], step: int | None, required: bool) -> list[RemoteStep]:
+    def remote_steps(self, roles: Sequence[str], step: int | None, required: bool) -> list[RemoteStep]:
         if isinstance(self.stored, RemoteError):
             if required:
                 raise self.stored
             return []
-        there = {role: RemoteRole("0" * 32, BOTH, "") for role in BOTH}
+        there = {role: RemoteRole(0, role, BOTH, "0" * 32, "") for role in BOTH}
         return [RemoteStep(number, there) for number in self.stored if step in (None, number)]
 
     def fast_steps_found(self, roles: Sequence[str], step: int | None) -> tuple[list[WholeStep], list[LostStep]]:

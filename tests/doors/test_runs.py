@@ -15,6 +15,7 @@ import torch
 from mcore_ckpt import CheckpointConfig, CheckpointManager
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import Manifest, encode_manifest
+from mcore_ckpt.checkpoint.provenance import Commit, RunParent
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.errors import CheckpointNotFoundError, CommitError
 from mcore_ckpt.recover import recover, resumable_steps
@@ -231,6 +232,61 @@ def test_a_step_of_another_run_in_a_root(tmp_path: Path, caplog: pytest.LogCaptu
         assert training.manager.load(path=tmp_path / "a" / "global_steps_8" / "actor").step == 8
 
 
+def test_a_copy_of_a_copy_has_the_copy_as_its_parent(tmp_path: Path) -> None:
+    train(tmp_path / "a", 1, 2)
+    for source, copy, step in (("a", "b", 3), ("b", "c", 4)):
+        shutil.copytree(tmp_path / source, tmp_path / copy)
+        train(tmp_path / copy, step, load="auto")
+    known, new = read_root_run(tmp_path / "b"), manifest_of(tmp_path / "c", 4).run
+    assert known is not None
+    assert new is not None
+    assert new.parent == RunParent(known.run.id, 3)
+    for name in ("a", "b"):
+        shutil.rmtree(tmp_path / name)
+    (tmp_path / "c" / file_names.RUN_FILE).unlink()
+    train(tmp_path / "c", 5, load="auto")
+    assert [status.step for status in resumable_steps(tmp_path / "c", ["actor"])] == [5, 4, 3, 2, 1]
+
+
+@pytest.mark.parametrize("where", ["in the root", "elsewhere", "in a store"])
+def test_a_named_step_of_another_run_is_a_parent(tmp_path: Path, where: str) -> None:
+    """Its numbers say nothing in this root, wherever it lies."""
+    remote = f"file://{tmp_path}/store" if where == "in a store" else None
+    train(tmp_path / "b", 7, 8, remote=remote)
+    other = manifest_of(tmp_path / "b", 8)
+    train(tmp_path / "a", 1, 2, 3)
+    step_path = (tmp_path / ("a" if where == "in the root" else "b")) / "global_steps_8"
+    if where == "in the root":
+        shutil.copytree(tmp_path / "b" / "global_steps_8", step_path)
+    with closing(Training(tmp_path / "a", remote=remote)) as training:
+        if where == "in a store":
+            training.manager.load(step=8)
+        else:
+            training.manager.load(path=step_path / "actor")
+        assert training.value == 8
+        training.manager.save(9)
+    saved = manifest_of(tmp_path / "a", 9)
+    assert saved.run is not None
+    assert other.run is not None
+    assert saved.run.parent == RunParent(other.run.id, 8)
+    assert saved.commit == Commit(4, other.attempt, ((4, 4),))
+    assert [step.step for step in step_list_of(tmp_path / "a").steps if step.abandoned] == [1, 2, 3]
+
+
+def test_a_new_root_does_not_become_the_run_of_a_store(tmp_path: Path) -> None:
+    """If it begins with one of its steps, which was asked for by its number."""
+    remote = f"file://{tmp_path}/store"
+    train(tmp_path / "b", 7, remote=remote)
+    with closing(Training(tmp_path / "a", remote=remote)) as training:
+        training.manager.load(step=7)
+        training.manager.save(8)
+    old, new = manifest_of(tmp_path / "b", 7).run, manifest_of(tmp_path / "a", 8).run
+    assert old is not None
+    assert new is not None
+    assert new.id != old.id
+    assert new.parent == RunParent(old.id, 7)
+
+
 def test_two_runs_and_one_store(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     remote = f"file://{tmp_path}/store"
     train(tmp_path / "a", 10, 20, 30, remote=remote, max_to_keep=2)
@@ -253,6 +309,34 @@ def test_two_runs_and_one_store(tmp_path: Path, caplog: pytest.LogCaptureFixture
     shutil.rmtree(tmp_path / "a")
     assert recovered(tmp_path / "a", remote=remote) == (35, 35)
     assert there(tmp_path / "store") == [20, 35]
+
+
+def test_a_copied_root_fills_a_store_of_its_own(tmp_path: Path) -> None:
+    """The copied steps in it are its own as they are in the root, also for a root on a new disk."""
+    remote = f"file://{tmp_path}/store"
+    train(tmp_path / "a", 1, 2)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    train(tmp_path / "b", 3, load="auto", remote=remote, max_to_keep=3)
+    assert there(tmp_path / "store") == [1, 2, 3]
+    listed = {step.step: step.places for step in step_list_of(tmp_path / "b", remote).steps}
+    assert listed == dict.fromkeys((1, 2, 3), ("local", "remote"))
+    shutil.rmtree(tmp_path / "b")
+    train(tmp_path / "b", 4, load=2, remote=remote, max_to_keep=2)
+    assert there(tmp_path / "store") == [2, 4]
+    (tmp_path / "store" / file_names.RUN_FILE).unlink()
+    train(tmp_path / "b", 5, load="auto", remote=remote, max_to_keep=2)
+    assert there(tmp_path / "store") == [4, 5]
+
+
+def test_a_copy_does_not_take_what_the_original_saves_later(tmp_path: Path) -> None:
+    remote = f"file://{tmp_path}/store"
+    train(tmp_path / "a", 1, 2, remote=remote)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    train(tmp_path / "b", 3, load="auto")
+    train(tmp_path / "a", 4, load="auto", remote=remote)
+    assert recovered(tmp_path / "b", remote=remote) == (3, 3)
+    shutil.copytree(tmp_path / "a" / "global_steps_4", tmp_path / "b" / "global_steps_4")
+    assert recovered(tmp_path / "b") == (3, 3)
 
 
 def test_a_store_without_identity_goes_on(tmp_path: Path) -> None:

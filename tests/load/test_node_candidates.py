@@ -9,6 +9,7 @@ import pytest
 import small_model
 
 from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.manifest import ManifestSummary
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.config import FastTier
 from mcore_ckpt.formats.native.folder import LocalFolder
@@ -38,7 +39,7 @@ def held(
     attempt: str = "a", has: Sequence[tuple[int, int]] = ((0, FILES - 1),), step: int = 7, is_committed: bool = True
 ) -> HeldRole:
     created = "2025-01-01T00:00:00+00:00"
-    return HeldRole(step, "actor", ("actor",), attempt, created, FILES, tuple(has), is_committed, 0)
+    return HeldRole(ManifestSummary(step, "actor", ("actor",), attempt, created), FILES, tuple(has), is_committed, 0)
 
 
 def records_of(tier: NodeTier, by_node: dict[int, list[HeldRole]]) -> list[dict[str, Any]]:

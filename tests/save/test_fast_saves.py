@@ -20,6 +20,7 @@ from mcore_ckpt.save.copies import Copies
 from mcore_ckpt.save.drain import DrainHandle, Drains
 from mcore_ckpt.save.fast_saves import FastSaves
 from mcore_ckpt.steps.commit import remove_folder, remove_if_empty
+from mcore_ckpt.steps.runs import Ownership
 from mcore_ckpt.steps.transaction import Attempt
 
 
@@ -31,6 +32,9 @@ class StubTier:
 
     def role_dir(self, step: int, role: str | None = None) -> Path:
         return file_names.step_dir(self.folder, step) / (role or self.role)
+
+    def ownership(self, saved: object) -> Ownership:
+        return Ownership()
 
 
 def saves_in(folder: Path, **choices: Any) -> FastSaves:

@@ -419,6 +419,50 @@ def test_async_saves(job: Job) -> None:
     job.loads(3)
 
 
+# -- whose a step is ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("durable_every", [10, None])
+def test_a_new_root_on_nodes_of_another_run(job: Job, tmp_path: Path, durable_every: int | None) -> None:
+    """It does not become that run, nor a copy of it."""
+    job.start()
+    job.save(1)
+    job.root = tmp_path / "other"
+    job.start(durable_every=durable_every)
+    job.save(2)
+    old, new = (read_manifest(job.role_dir(step)).run for step in (1, 2))
+    assert old is not None
+    assert new is not None
+    assert new.id != old.id
+    assert new.parent is None
+    job.start(durable_every=durable_every)
+    job.loads(2)
+    with pytest.raises(CommitError, match="step 1 is there already, and belongs to another run"):
+        job.save(1)
+    assert job.on_node() == [1, 2]
+
+
+def test_a_copied_root_on_the_nodes_of_the_original(job: Job, tmp_path: Path) -> None:
+    """The steps that were copied are the copy's also on the nodes. The later ones of the original are not."""
+    job.start(durable_every=1)
+    job.save(1)
+    job.save(2)
+    shutil.copytree(job.root, tmp_path / "copy")
+    job.start()
+    job.loads(2)
+    job.save(3)
+    job.root = tmp_path / "copy"
+    job.start(keep=1)
+    job.loads(2)
+    assert job.on_node() == [2, 3]
+    job.save(4)
+    assert job.on_node() == [3, 4]
+    run = read_manifest(job.role_dir(4)).run
+    assert run is not None
+    assert run.parent is not None
+    assert run.parent.step == 2
+
+
 # -- what is refused ------------------------------------------------------------------------------------------
 
 

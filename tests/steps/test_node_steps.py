@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_ckpt.checkpoint import file_names
-from mcore_ckpt.checkpoint.manifest import Manifest, WrittenFile, encode_manifest
+from mcore_ckpt.checkpoint.manifest import Manifest, ManifestSummary, WrittenFile, encode_manifest
 from mcore_ckpt.checkpoint.placement import Placement
 from mcore_ckpt.steps.node_steps import FastCheckpoint, HeldRole, fast_checkpoints, held_roles, safest, whole_steps
 
@@ -50,7 +50,8 @@ def together(*folders: Path) -> list[FastCheckpoint]:
 def test_what_a_node_has(tmp_path: Path) -> None:
     put(tmp_path, manifest(), [0, 1, 3])
     created = "2025-01-01T00:00:00+00:00"
-    held = HeldRole(7, "actor", ("actor",), "a" * 32, created, FILES, ((0, 1), (3, 3)), True, save_count=3)
+    head = ManifestSummary(7, "actor", ("actor",), "a" * 32, created)
+    held = HeldRole(head, FILES, ((0, 1), (3, 3)), True, save_count=3)
     assert held_roles(tmp_path) == [held]
     assert [HeldRole.of(held.to_record()) for held in held_roles(tmp_path)] == held_roles(tmp_path)
 
@@ -130,7 +131,7 @@ def test_a_damaged_manifest_costs_only_its_own_checkpoint(
     else:
         path.write_bytes({"cut": data[:-9], "empty": b"", "nonsense": b"\xff"}[damage])
     with caplog.at_level(logging.WARNING):
-        assert [held.step for held in held_roles(tmp_path)] == [6]
+        assert [held.head.step for held in held_roles(tmp_path)] == [6]
     assert f"{path.parent}: is left out" in caplog.text
 
 
@@ -140,7 +141,7 @@ def test_files_where_folders_should_be(tmp_path: Path) -> None:
     file_names.step_dir(tmp_path, 7).symlink_to(tmp_path / "nowhere")
     file_names.step_dir(tmp_path, 8).write_bytes(b"")
     (file_names.step_dir(tmp_path, 6) / "critic").write_bytes(b"")
-    assert [held.step for held in held_roles(tmp_path)] == [6]
+    assert [held.head.step for held in held_roles(tmp_path)] == [6]
 
 
 @pytest.mark.parametrize(
@@ -184,9 +185,9 @@ def test_a_checkpoint_is_whole_if_all_its_files_are_somewhere_and_it_is_committe
     committed = [is_committed for _, is_committed in nodes]
     assert found.missing == [number for number in range(FILES) if number not in there]
     assert (found.is_committed, found.is_staged) == (any(committed), not all(committed))
-    assert found.is_whole == (any(committed) and len(there) == FILES)
+    assert found.is_complete == (any(committed) and len(there) == FILES)
     assert found.nodes_of_rarest_file == min(sum(n in has for has, _ in nodes) for n in range(FILES))
-    assert set(whole_steps([found], ["actor"])) == ({7} if found.is_whole else set())
+    assert set(whole_steps([found], ["actor"])) == ({7} if found.is_complete else set())
     for number, has in found.holders:
         assert {n for first, last in has for n in range(first, last + 1)} == nodes[number][0]
 
@@ -224,7 +225,7 @@ def test_the_second_of_two_saves_of_a_step_that_some_nodes_have_not_committed(tm
     put(tmp_path / "1", first)
     folders = [tmp_path / "0", tmp_path / "1"]
     found = together(*(reversed(folders) if renumbered else folders))
-    assert [each.is_whole for each in found] == [True, True]
+    assert [each.is_complete for each in found] == [True, True]
     assert whole_steps(found, ["actor"])[7].roles["actor"].attempt == "b" * 32
 
 

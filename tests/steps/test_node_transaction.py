@@ -31,6 +31,7 @@ from mcore_ckpt.steps.node_transaction import (
     remove_staging,
     rename_committed,
 )
+from mcore_ckpt.steps.runs import Ownership
 from mcore_ckpt.steps.transaction import Attempt
 
 STEP = small_model.STEP
@@ -61,6 +62,7 @@ class Node:
             folder=folder,
             role="actor",
             role_dir=lambda step, role: file_names.step_dir(folder, step) / role,
+            ownership=lambda saved: Ownership(),
             unrenamed=[],
         )
 
@@ -202,7 +204,7 @@ def test_adoption_replaces_an_earlier_save_of_the_step(node: Node, whole: Path, 
     node.write(whole, manifest, (1,))
     node.place(manifest)
     adopt(node.tier, held_in(node.tier), [manifest.attempt])
-    assert [(each.attempt, each.is_committed) for each in held_in(node.tier)] == [(manifest.attempt, True)]
+    assert [(each.head.attempt, each.is_committed) for each in held_in(node.tier)] == [(manifest.attempt, True)]
 
 
 def test_what_cannot_be_adopted_is_only_logged(
