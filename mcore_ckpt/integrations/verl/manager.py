@@ -289,11 +289,11 @@ class MegatronCheckpointManager:
         if loaded.step_path is None or loaded.step is None:
             return
         others = [status for status in reversed(list_steps(saved.root)) if status.path != loaded.step_path]
-        # Step numbers of different runs cannot be compared.
-        is_of_other_run = saved.root != loaded.root
+        # Commit numbers of different roots cannot be compared.
+        is_elsewhere = saved.root != loaded.root
         status = step_status(loaded.step_path)
         last = status.commit.number
-        newer = [s for s in others if self.role in s.committed and (is_of_other_run or s.commit.number > last)]
+        newer = [s for s in others if self.role in s.committed and (is_elsewhere or s.commit.number > last)]
         if not any(each.is_complete for each in newer):
             return
         if not loaded.step_path.exists():
