@@ -13,11 +13,12 @@ All errors of public calls derive from CheckpointError:
 | UnsupportedError | `CheckpointManager(...)`, `save`, `load`, `load_hf` |
 | NoRoomError | `save`, and the tools that write a checkpoint or a model; it is also a CommitError |
 | CommitError | `save`, `SaveHandle.wait`; after an async save also the next `save`, `load`, `wait` or `close` |
-| BusyError, LockedError | `save` |
+| BusyError | `save` |
+| LockedError | `save`, and the tools that write a step: `reshard`, `collect` and `convert` |
 | RemoteError | `CheckpointManager(...)`, `load`, `latest_step`, `remote_steps`, `recover`, `load_hf` |
 | AgreementError | `CheckpointManager(...)`, `load`, `agree`, `recover` |
 | InvalidArgumentError | every public call; it is also a ValueError |
-| InvalidTypeError | `CheckpointManager(...)`, `save`; it is also a TypeError |
+| InvalidTypeError | every public call; it is also a TypeError |
 | InvalidStateError | `CheckpointManager(...)`; it is also a RuntimeError |
 
 Public calls also raise these built-in errors:
@@ -78,7 +79,7 @@ class BusyError(CheckpointError):
 
 
 class LockedError(CheckpointError):
-    """Another trainer saves the same role below the same root. Nothing has been done."""
+    """Another trainer, or a tool, writes the same role below the same root. Nothing has been done."""
 
 
 class RemoteError(CheckpointError):

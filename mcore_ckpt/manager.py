@@ -206,7 +206,7 @@ class CheckpointManager:
                 handle has it.
             UnsupportedError: a value cannot be stored without pickling a class. The message names the field.
             BusyError: an earlier save is under way, and `if_busy` is "raise".
-            LockedError: another trainer saves this role below this root. Nothing has been done.
+            LockedError: another trainer, or a tool, writes this role below this root. Nothing has been done.
             InvalidArgumentError: an argument has a value that is not allowed. For example, `path` is the folder of
                 another step or of all steps.
             MemoryError: this rank has too little host memory to copy its state. The other ranks raise a CommitError.

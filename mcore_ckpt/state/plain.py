@@ -63,10 +63,11 @@ def _from_numpy(value: Any, field: str) -> Any:
     raise refuse_type(value, field)
 
 
-def refuse_type(value: Any, field: str) -> UnsupportedError:
-    """Returns the error for a value of a type that cannot be stored."""
+def refuse_type(
+    value: Any, field: str, use: str = "numbers, strings, bytes, tensors, and dicts, lists, tuples or sets of them"
+) -> UnsupportedError:
+    """Returns the error for a value of a type that cannot be stored. `use` names the types that can."""
     cls = type(value)
     return UnsupportedError(
-        f"{field} is a {cls.__module__}.{cls.__qualname__}, which cannot be stored without pickling a class: "
-        "use numbers, strings, bytes, tensors, and dicts, lists or tuples of them"
+        f"{field} is a {cls.__module__}.{cls.__qualname__}, which cannot be stored without pickling a class: use {use}"
     )

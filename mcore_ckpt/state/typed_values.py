@@ -28,6 +28,12 @@ _MOST_DEPTH = 48
 # Readers refuse keys with more parts (`unpickling.check_key`).
 _MOST_KEY_PARTS = 64
 
+# What a user is told to use.
+_TYPES = (
+    "numbers, strings, bytes, tensors, NumPy's numbers, texts and times, and dicts, lists, tuples, sets or deques of "
+    "them"
+)
+
 _FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (bool, int, float, str, list, tuple, dict, set)}
 
 # Kinds of numbers, texts and times that consist of nothing but their bytes. Structured types and objects do not.
@@ -113,7 +119,7 @@ def _checked_key(key: Any, field: str) -> Any:
         if isinstance(part, tuple) and type(part) in (tuple, torch.Size) and seen <= _MOST_KEY_PARTS:
             parts += part
         elif type(part) not in ATOMS and not (numpy is not None and isinstance(part, numpy.generic)):
-            raise refuse_type(key, f"a key of {field}")
+            raise refuse_type(key, f"a key of {field}", "numbers, strings, bytes, or tuples of them")
     return key
 
 
@@ -135,7 +141,7 @@ def _stored_numpy(value: Any, field: str) -> dict[str, Any]:
     is_scalar = numpy is not None and isinstance(value, numpy.generic)
     is_array = numpy is not None and type(value) is numpy.ndarray
     if not (is_scalar or is_array) or not _NUMPY_DTYPE.fullmatch(value.dtype.str):
-        raise refuse_type(value, field)
+        raise refuse_type(value, field, _TYPES)
     name = "numpy.generic" if is_scalar else "numpy.ndarray"
     return {TYPE: name, "dtype": value.dtype.str, "shape": list(value.shape), "data": _tensor_of(value.tobytes())}
 

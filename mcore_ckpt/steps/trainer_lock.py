@@ -113,7 +113,7 @@ class TrainerLock:
             patience_s: the longest wait for a sign of life from a holder on another host, in seconds.
 
         Raises:
-            LockedError: another trainer holds the lock, or may still hold it.
+            LockedError: another trainer or a tool holds the lock, or may still hold it.
             OSError: the lock file cannot be written.
         """
         with _mutex:

@@ -94,7 +94,7 @@ class PathInfo:
 
 
 def what_is(path: Path) -> PathInfo:
-    """Looks at names alone, and at the small file that tells a torch_dist checkpoint. Raises nothing.
+    """Looks at names, and at small parts of the files that tell who wrote a folder (`formats.kind_of`). Raises nothing.
 
     Example:
         >>> what_is(Path("/nowhere")).kind

@@ -134,6 +134,8 @@ def test_tensors_are_copies_and_arrays_can_be_written() -> None:
     ("value", "field", "words"),
     [
         ({"a": [1, Fraction(1, 2)]}, "extra['a'][1]", "fractions.Fraction"),
+        ([Fraction(1, 2)], "extra[0]", "use numbers, strings, bytes, tensors, NumPy's numbers, texts and times, and"),
+        ({Fraction(1, 2): 1}, "a key of extra", "use numbers, strings, bytes, or tuples of them"),
         ({"a": Point(1, 2)}, "extra['a']", "Point"),
         ((Colour.RED,), "extra[0]", "Colour"),
         ({"f": print}, "extra['f']", "builtin_function_or_method"),

@@ -75,7 +75,7 @@ class CheckpointStrategy:
         Raises:
             CommitError: this save failed, or the previous checkpoint is not complete because the driver's role is
                 missing.
-            LockedError: another trainer saves to this folder. Nothing has been done.
+            LockedError: another trainer, or a tool, writes to this folder. Nothing has been done.
             CheckpointError: see CheckpointManager.save.
         """
         _check_tag(tag)
