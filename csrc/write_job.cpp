@@ -104,8 +104,8 @@ void write_patches(File& file, const WriteJob::Patches& patches) {
     for (const auto& [offset, crc] : patches) {
         const std::uint64_t begin = page_floor(offset), after = offset + FileLayout::DESCRIPTOR_BYTES;
         const std::uint64_t end = page_ceil(after);
-        // All of it is there: whoever has written a page has written all of it, and the file is cut at the very end. What
-        // is not read would be written back as zeros, over bytes of another writer.
+        // All of the page is there, because writers write whole pages, and the file is cut at the very end. What is
+        // not read would be written back as zeros, over the bytes of another writer.
         file.read(pages.data(), end - begin, begin, end - begin);
         put_descriptor(offset, crc, begin, end, pages.data());
         file.write(pages.data(), end - begin, begin);
