@@ -218,6 +218,8 @@ class CheckpointConfig:
             object.__setattr__(self, field, _contents(field, getattr(self, field)))
         if self.roles is not None:
             object.__setattr__(self, "roles", tuple(dict.fromkeys(_texts("roles", self.roles, "actor"))))
+            if not self.roles:
+                raise InvalidArgumentError("roles is empty: name the roles of a step, or use None for this one alone")
         object.__setattr__(self, "listeners", _callable(self.listeners))
         if self.fast is not None and not isinstance(self.fast, FastTier):
             raise InvalidTypeError(
@@ -344,7 +346,13 @@ def _named(name: str, where: str) -> Any:
             f"{where} has the listener {name!r}, which is {make!r}: use the path of a class or function that returns a "
             "listener"
         )
-    return _made_by(make)
+    try:
+        return _made_by(make)
+    except Exception as error:
+        raise InvalidArgumentError(
+            f"{where} has the listener {name!r}, which cannot be made without arguments ({error}): make it in Python, "
+            "and pass the object"
+        ) from error
 
 
 @cache  # frameworks read their options again and again

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import sys
 import types
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
@@ -99,12 +100,12 @@ def check_value(name: str, value: Any, hint: Any, limits: Mapping[str, Any] = _N
     if value is None and type(None) in kinds:
         return
     if "choices" in limits:
-        if value not in limits["choices"]:
+        if not isinstance(value, str) or value not in limits["choices"]:
             raise InvalidArgumentError(f"{name} is {value!r}: use one of {', '.join(map(repr, limits['choices']))}")
         return
     if not _has_type(value, kind):
         raise InvalidArgumentError(f"{name} is {value!r}: {_advice(value, kind, type(None) in kinds, limits)}")
-    if kind in (int, float) and not _is_in_range(value, limits):
+    if kind in (int, float) and not _is_in_range(value, kind, limits):
         raise InvalidArgumentError(f"{name} is {value!r}: use {_wanted(value, kind, type(None) in kinds, limits)}")
 
 
@@ -114,9 +115,14 @@ def _has_type(value: Any, kind: type) -> bool:
     return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
 
 
-def _is_in_range(value: Any, limits: Mapping[str, Any]) -> bool:
+def _is_in_range(value: Any, kind: type, limits: Mapping[str, Any]) -> bool:
     least, above = limits.get("least"), limits.get("above")
-    return math.isfinite(value) and (least is None or value >= least) and (above is None or value > above)
+    return _is_finite(value, kind) and (least is None or value >= least) and (above is None or value > above)
+
+
+def _is_finite(value: Any, kind: type) -> bool:
+    # math.isfinite() raises OverflowError for a whole number that no float holds.
+    return abs(value) <= sys.float_info.max if kind is float else abs(value) < math.inf
 
 
 def _advice(value: Any, kind: type, optional: bool, limits: Mapping[str, Any]) -> str:
@@ -125,7 +131,7 @@ def _advice(value: Any, kind: type, optional: bool, limits: Mapping[str, Any]) -
     if kind is int and isinstance(meant, float) and meant.is_integer():
         meant = int(meant)
     fits = _has_type(meant, kind) or (meant is None and optional)
-    if kind is not str and fits and (kind is bool or meant is None or _is_in_range(meant, limits)):
+    if kind is not str and fits and (kind is bool or meant is None or _is_in_range(meant, kind, limits)):
         in_yaml = {True: " (in YAML: true)", False: " (in YAML: false)", None: " (in YAML: null)"}
         spelled = in_yaml[meant] if meant is None or isinstance(meant, bool) else ""
         if isinstance(value, str):
@@ -163,7 +169,7 @@ def _wanted(value: Any, kind: type, optional: bool, limits: Mapping[str, Any]) -
     least, above, of = limits.get("least"), limits.get("above"), limits.get("of", "")
     text = {bool: "True or False", int: "a whole number", float: "a finite number", str: "a text"}[kind]
     of = f" {of}" if of else ""
-    known = "" if _has_type(value, kind) and math.isfinite(value) else f"{text}: "
+    known = "" if _has_type(value, kind) and _is_finite(value, kind) else f"{text}: "
     if least is not None:
         text = f"{known}{least:g} or more{of}"
     elif above is not None:

@@ -196,7 +196,7 @@ def resumable_steps(root: str | Path, roles: Sequence[str], step: int | None = N
         >>> resumable_steps("/no/such/folder", ["actor"])
         []
     """
-    root = local_path(root, "root")
+    root, roles = local_path(root, "root"), file_names.check_roles(roles)
     if step is not None:
         check_value("step", step, int, {"least": 0})
     found = _resumable_steps(root, roles, step)

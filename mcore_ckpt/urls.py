@@ -53,7 +53,8 @@ def local_path(path: object, name: str) -> Path:
 
     Raises:
         InvalidTypeError: it is no path.
-        InvalidArgumentError: it is a URL, from which a folder such as `s3:` would be made.
+        InvalidArgumentError: it is empty; it is a URL, from which a folder such as `s3:` would be made; or it begins
+            with `~` and a name that no user has.
     """
     if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
         raise InvalidTypeError(f"{name} is {path!r}: use a path, such as '/checkpoints/run'")
@@ -65,7 +66,12 @@ def local_path(path: object, name: str) -> Path:
             f"{name} is the URL {_shown(text)!r}: use the path of a folder. Only `remote`, and "
             "`--remote` of `mcore-ckpt list`, take the URL of a store"
         )
-    return Path(text).expanduser()
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise InvalidArgumentError(
+            f"{name} is {text!r}: this machine knows no home folder for {Path(text).parts[0]}: use the whole path"
+        ) from None
 
 
 def is_url(text: str) -> bool:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from mcore_ckpt.errors import CheckpointError, RemoteError
+from mcore_ckpt.errors import CheckpointError, RemoteError, may_pass
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ def persist(
             without another try.
 
     Raises:
-        RemoteError: all tries failed, or `stop` was set.
+        RemoteError: all tries failed, or the first one failed for a reason that stays, or `stop` was set.
         CheckpointError: raised by `work`, without another try.
     """
     pause = REMOTE_PAUSE_S
@@ -55,9 +55,11 @@ def persist(
         except answers:
             raise
         except Exception as error:
-            if number == REMOTE_TRIES:
+            stays = isinstance(error, OSError) and not may_pass(error)
+            if number == REMOTE_TRIES or stays:
+                tries = f"{number} times; the last error" if number > 1 else "once, and stays so"
                 raise RemoteError(
-                    f"{url}: {what} has failed {number} times; the last error: {redacted(error)}. "
+                    f"{url}: {what} has failed {tries}: {redacted(error)}. "
                     "Check that the store can be reached and that this process may use it"
                 ) from None
             logger.info("%s: %s has failed, trying again: %s", url, what, redacted(error))

@@ -21,6 +21,7 @@ from mcore_ckpt.errors import (
     InvalidArgumentError,
     reworded,
 )
+from mcore_ckpt.field_checks import check_value
 from mcore_ckpt.formats.contract import RankPosition
 from mcore_ckpt.formats.huggingface.adapter_reader import AdapterReader, is_adapter_folder, read_adapter_contents
 from mcore_ckpt.formats.huggingface.hub import find_folder_together, with_revision
@@ -69,6 +70,7 @@ from mcore_ckpt.state.unsupported import (
     refuse_unsupported_experts,
     refuse_unsupported_model,
 )
+from mcore_ckpt.urls import local_path
 
 logger = logging.getLogger(__name__)
 
@@ -199,11 +201,16 @@ def load_hf(
         >>> load_hf(model, "Qwen/Qwen3-8B", optimizer=optimizer)  # doctest: +SKIP
     """
     started = time.monotonic()
+    check_value("timeout_s", timeout_s, float, {"above": 0})
     agreement = rendezvous("load_hf", timeout_s, f"loading {path}")
     topic = f"checking {path}"
     try:
-        here = replace(_here(model, optimizer, agreement), strict_model=strict_model)
+        check_value("strict_model", strict_model, bool)
         compiled(ignore)
+        if base is not None:
+            local_path(base, "base")
+        local_path(path, "path")
+        here = replace(_here(model, optimizer, agreement), strict_model=strict_model)
         name = with_revision(path, revision)
     except BaseException as error:
         agreement.fail_next_round(topic, error)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.errors import InvalidArgumentError
+from mcore_ckpt.urls import local_path
 
 
 def find_destination(root: Path, role: str, step: int, path: str | Path | None) -> tuple[Path, bool]:
@@ -20,7 +21,7 @@ def find_destination(root: Path, role: str, step: int, path: str | Path | None) 
     Raises InvalidArgumentError if the folder cannot be used.
     """
     role_dir = (
-        file_names.step_dir(root, step) / role if path is None else Path(os.path.abspath(Path(path).expanduser()))
+        file_names.step_dir(root, step) / role if path is None else Path(os.path.abspath(local_path(path, "path")))
     )
     if role_dir.resolve() in (root.resolve(), *root.resolve().parents):
         raise InvalidArgumentError(

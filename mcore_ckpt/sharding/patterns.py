@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from mcore_ckpt.errors import InvalidArgumentError
 
@@ -14,8 +14,9 @@ def compiled(patterns: Sequence[str], option: str = "ignore") -> list[re.Pattern
     Raises InvalidArgumentError, which names `option`, for what is not a list of regular expressions. A string is none:
     each of its letters would be an expression.
     """
-    if isinstance(patterns, str):
-        raise InvalidArgumentError(f"{option} is the string {patterns!r}: use a list of regular expressions")
+    if isinstance(patterns, str) or not isinstance(patterns, Iterable):
+        kind = "the string " if isinstance(patterns, str) else ""
+        raise InvalidArgumentError(f"{option} is {kind}{patterns!r}: use a list of regular expressions")
     found = []
     for pattern in patterns:
         try:

@@ -15,7 +15,7 @@ import torch
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import StageRecord
 from mcore_ckpt.config import CheckpointConfig
-from mcore_ckpt.errors import InvalidArgumentError
+from mcore_ckpt.errors import InvalidArgumentError, InvalidTypeError
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide, same_everywhere
 from mcore_ckpt.ranks.topology import is_first_optimizer_instance, read_replicas, read_topology
 from mcore_ckpt.state.adapters import adapter_settings, own_adapters, trained_beside
@@ -58,6 +58,8 @@ def read_trainer(
         raise InvalidArgumentError(
             "save_contents has 'hf_model', but there is no hf_config: pass one, or leave the word out"
         )
+    for name, value in objects.items():
+        _check_object(name, value)
     check_megatron()
     groups = process_groups_of(chunks)
     coordinates, topology = read_topology(groups, len(chunks))
@@ -77,6 +79,21 @@ def read_trainer(
         group_keys=group_keys(optimizer_parts(objects["optimizer"])),
         **objects,
     )
+
+
+# What each of a trainer's objects must be able to do, and how one gets such an object.
+_OBJECTS = {
+    "lr_scheduler": (("state_dict", "load_state_dict"), "Megatron's OptimizerParamScheduler"),
+    "hf_config": (("save_pretrained",), "a config of transformers, such as AutoConfig.from_pretrained(...)"),
+    "processing_class": (("save_pretrained",), "a tokenizer or processor of transformers"),
+}
+
+
+def _check_object(name: str, value: Any) -> None:
+    """Raises InvalidTypeError for what is not such an object, because otherwise each save would fail."""
+    can, known_as = _OBJECTS.get(name, ((), ""))
+    if value is not None and not all(callable(getattr(value, each, None)) for each in can):
+        raise InvalidTypeError(f"{name} is {value!r:.200}: pass {known_as}, or None")
 
 
 def complete_together(

@@ -6,8 +6,10 @@ from pathlib import Path
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.errors import CheckpointNotFoundError
+from mcore_ckpt.field_checks import check_value
 from mcore_ckpt.io.files import FILE_MODE, sync_dir
 from mcore_ckpt.steps.listing import StepStatus, list_steps
+from mcore_ckpt.urls import local_path
 
 
 def pin(root: str | Path, step: int) -> None:
@@ -24,7 +26,7 @@ def pin(root: str | Path, step: int) -> None:
     Example:
         >>> pin("checkpoints", 12000)  # doctest: +SKIP
     """
-    status = _status(Path(root).expanduser(), step)
+    status = _status(local_path(root, "root"), step)
     if not status.is_complete:
         raise CheckpointNotFoundError(f"step {step} cannot be pinned: {status.reason}")
     try:
@@ -50,12 +52,13 @@ def unpin(root: str | Path, step: int) -> None:
     Example:
         >>> unpin("checkpoints", 12000)  # doctest: +SKIP
     """
-    status = _status(Path(root).expanduser(), step)
+    status = _status(local_path(root, "root"), step)
     (status.place / file_names.PINNED_FILE).unlink(missing_ok=True)
     sync_dir(status.place)
 
 
 def _status(root: Path, step: int) -> StepStatus:
+    check_value("step", step, int, {"least": 0})
     found = [status for status in list_steps(root) if status.step == step]
     if not found:
         raise CheckpointNotFoundError(

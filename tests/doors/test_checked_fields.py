@@ -40,13 +40,20 @@ BAD: dict[type, list[tuple[Any, str]]] = {
         *(("0", "use False"), (0.5, "use True or False"), (1, "use True or False"), (None, "use True or False")),
     ],
     int: [*NUMBER, (2.0, "use 2"), (1.5, "use a whole number"), ("many", "use "), ("10 ", "use 10, without quotes")],
-    float: [*NUMBER, ("600s", "use "), (float("inf"), "use a finite number"), (-1.0, "use ")],
+    float: [
+        *NUMBER,
+        ("600s", "use "),
+        (float("inf"), "use a finite number"),
+        (-1.0, "use "),
+        (10**400, "use a finite"),
+    ],
     str: [(3, "use "), (True, "use "), ("s3:/bucket", "use "), (["a"], "use ")],
     tuple: [
         ("text", "is the string 'text': use a list"),
         (3, "use a list"),
         ({"a"}, "use a list"),
         ([3], "has 3|\\[0\\]"),
+        ([], "is empty|use "),
     ],
 }
 OWN = {"folder", "domain", "fast", "listeners"}  # objects: see test_config.py

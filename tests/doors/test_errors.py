@@ -83,7 +83,23 @@ CALLS: dict[str, tuple[Callable[[Path], object], type[Exception]]] = {
     "role schedules": (lambda root: RoleSchedules(Frequency()).load_state_dict({"actor": 1}), ValueError),
     "pin": (lambda root: mcore_ckpt.pin(root, 1), CheckpointError),
     "unpin": (lambda root: mcore_ckpt.unpin(root, 1), CheckpointError),
+    "pin nothing": (lambda root: mcore_ckpt.pin("", 1), ValueError),
+    "pin a path": (lambda root: mcore_ckpt.pin(root, None), ValueError),  # type: ignore[arg-type]
+    "no home": (lambda root: CheckpointManager("~no such user/x", Model()), ValueError),
+    "a save to no home": (lambda root: manager_of(root).save(1, path="~no such user/x"), ValueError),
+    "a huge step": (lambda root: manager_of(root).save(10**400), ValueError),
+    "roles as text": (lambda root: resumable_steps(root, "actor"), ValueError),
+    "lr_scheduler": (lambda root: CheckpointManager(root, Model(), lr_scheduler=3), TypeError),
+    "hf_config": (lambda root: CheckpointManager(root, Model(), hf_config="/model"), TypeError),
+    "processing_class": (lambda root: CheckpointManager(root, Model(), processing_class="/model"), TypeError),
     "load_hf": (lambda root: mcore_ckpt.load_hf(Model(), root, source="both"), ValueError),
+    "load_hf strict_model": (lambda root: mcore_ckpt.load_hf(Model(), root, strict_model="False"), ValueError),  # type: ignore[arg-type]
+    "load_hf timeout_s": (lambda root: mcore_ckpt.load_hf(Model(), root, timeout_s="60"), ValueError),  # type: ignore[arg-type]
+    "load_hf ignore": (lambda root: mcore_ckpt.load_hf(Model(), root, ignore=None), ValueError),  # type: ignore[arg-type]
+    "load_hf path": (lambda root: mcore_ckpt.load_hf(Model(), None), TypeError),  # type: ignore[arg-type]
+    "load_hf base": (lambda root: mcore_ckpt.load_hf(Model(), root, base=3), TypeError),  # type: ignore[arg-type]
+    "load_hf URL": (lambda root: mcore_ckpt.load_hf(Model(), "s3://bucket/x"), ValueError),
+    "load_hf optimizer": (lambda root: mcore_ckpt.load_hf(Model(), root, optimizer=3), CheckpointError),
 }
 
 

@@ -1,5 +1,7 @@
 """URLs of remote stores: what is refused, and no message shows a secret."""
 
+from pathlib import Path
+
 import fsspec
 import pytest
 from remote_store import Outage, failing
@@ -46,6 +48,18 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fsspec.core, "url_to_fs", missing)
     with pytest.raises(UnsupportedError, match=r"pip install 'mcore_ckpt\[s3\]'"):
         RemoteSteps(Store("s3://key:secret@bucket/x"))
+
+
+def test_an_error_that_stays_is_not_tried_again(tmp_path: Path) -> None:
+    tries = []
+
+    def work() -> None:
+        tries.append(1)
+        raise PermissionError(13, "Permission denied")
+
+    with pytest.raises(RemoteError, match="listing has failed once, and stays so: .*Permission denied"):
+        Store(f"file://{tmp_path}").persist("listing", work)
+    assert tries == [1]
 
 
 def test_errors_are_of_the_family() -> None:
