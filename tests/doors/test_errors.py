@@ -90,7 +90,7 @@ CALLS: dict[str, tuple[Callable[[Path], object], type[Exception]]] = {
     "a huge step": (lambda root: manager_of(root).save(10**400), ValueError),
     "roles as text": (lambda root: resumable_steps(root, "actor"), ValueError),
     "lr_scheduler": (lambda root: CheckpointManager(root, Model(), lr_scheduler=3), TypeError),
-    "hf_config": (lambda root: CheckpointManager(root, Model(), hf_config="/model"), TypeError),
+    "an hf_config that is a path": (lambda root: CheckpointManager(root, Model(), hf_config="/model"), TypeError),
     "processing_class": (lambda root: CheckpointManager(root, Model(), processing_class="/model"), TypeError),
     "load_hf": (lambda root: mcore_ckpt.load_hf(Model(), root, source="both"), ValueError),
     "load_hf strict_model": (lambda root: mcore_ckpt.load_hf(Model(), root, strict_model="False"), ValueError),  # type: ignore[arg-type]
