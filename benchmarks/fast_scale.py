@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,12 +35,14 @@ from mcore_ckpt.checkpoint.manifest import (
     encode_manifest,
 )
 from mcore_ckpt.config import FastTier
-from mcore_ckpt.load.node_candidates import add_fast, found_on_nodes, spread_folder
+from mcore_ckpt.load.candidates import candidates_of
+from mcore_ckpt.load.node_candidates import found_on_nodes, spread_folder, why_not_whole
 from mcore_ckpt.ranks.key_value_store import pack, unpack
 from mcore_ckpt.ranks.nodes import Nodes
 from mcore_ckpt.save.file_owners import place_files
 from mcore_ckpt.sharding.plan import runs
-from mcore_ckpt.steps.node_steps import HeldRole, whole_steps
+from mcore_ckpt.steps.choice import choose
+from mcore_ckpt.steps.node_steps import HeldRole, node_steps
 from mcore_ckpt.steps.node_tier import NodeTier
 from mcore_ckpt.steps.trainer_lock import TrainerLock
 
@@ -144,7 +147,8 @@ def choice(nodes: Nodes, manifest: Manifest) -> dict[str, Any]:
         for node, report in zip(nodes.all, reports, strict=True):
             records[node.lead] = unpack(report)
         found = found_on_nodes(tier, records)
-        return pack({"candidates": add_fast(tier, "actor", [], whole_steps(found, ("actor",)))})
+        chosen = choose(node_steps(found, ("actor",), partial(why_not_whole, tier)), ("actor",))
+        return pack({"candidates": candidates_of("actor", chosen.steps, tier)})
 
     answered, answer_s = timed(answer)
 

@@ -28,8 +28,8 @@ from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest, WrittenFile, en
 from mcore_ckpt.cli.main import main as command_line
 from mcore_ckpt.formats.native.folder import LocalFolder
 from mcore_ckpt.ranks.topology import RankCoordinates, Topology
-from mcore_ckpt.recover import _resumable_steps
 from mcore_ckpt.steps import commit, leftovers, listing, retention, tracker
+from mcore_ckpt.steps.choice import choose
 from mcore_ckpt.tools.prune import prune
 
 ROLE = "actor"
@@ -137,7 +137,7 @@ OPERATIONS = (
         lambda places, _: retention.too_old(listing.list_steps(places.steps), retention.PreservationPolicy(2), None),
     ),
     Operation("complete steps, bytes included", lambda places, _: listing.complete_steps(places.steps)),
-    Operation("recover's search", lambda places, _: _resumable_steps(places.steps, [ROLE], None)),
+    Operation("recover's search", lambda places, _: choose(listing.list_steps(places.steps), [ROLE])),
     Operation("start of a manager", lambda places, _: leftovers.remove_leftovers(places.steps, ROLE, alone=False)),
     Operation("first save's sweep", lambda places, _: leftovers.remove_leftovers(places.steps, ROLE, alone=True)),
     Operation(

@@ -21,7 +21,7 @@ from mcore_ckpt.errors import CheckpointError, CommitError, InvalidArgumentError
 from mcore_ckpt.field_checks import check_value
 from mcore_ckpt.io.room import NOTHING
 from mcore_ckpt.io.store import Store
-from mcore_ckpt.load.candidates import newest_first, remote_steps
+from mcore_ckpt.load.candidates import remote_steps
 from mcore_ckpt.load.load import VERIFY_WORDS, LoadResult, load_state
 from mcore_ckpt.load.load_events import load_and_tell
 from mcore_ckpt.load.node_candidates import found_on_nodes, own_held, why_not_whole
@@ -44,9 +44,9 @@ from mcore_ckpt.state.trainer import Trainer
 from mcore_ckpt.state.trainer_setup import complete_together, read_trainer
 from mcore_ckpt.steps import leftovers
 from mcore_ckpt.steps import listing as steps
-from mcore_ckpt.steps.branches import StepCommit, newest, oldest_first
+from mcore_ckpt.steps.choice import choose, oldest_first
 from mcore_ckpt.steps.history import RunHistory
-from mcore_ckpt.steps.node_steps import LostStep, WholeStep, newer_than, whole_steps
+from mcore_ckpt.steps.node_steps import NodeStep, node_steps
 from mcore_ckpt.steps.node_tier import promise_room
 from mcore_ckpt.steps.node_transaction import open_on_nodes
 from mcore_ckpt.steps.remote_steps import RemoteStep, RemoteSteps
@@ -388,30 +388,25 @@ class CheckpointManager:
         Raises:
             RemoteError: there is no local step, and the store, which may have one, does not answer.
         """
-        role = self._trainer.role
-        last = newest([each for each in steps.list_steps(self._trainer.root) if role in each.committed])
-        here = [] if last is None else [last]
-        there = remote_steps(self._remote, self._trainer.root, None, required=not here)
-        return next((candidate["step"] for candidate in newest_first(role, here, there)), None)
+        roles, here = (self._trainer.role,), steps.list_steps(self._trainer.root)
+        there = self.remote_steps(None, required=not choose(here, roles).steps)
+        everywhere: list[steps.StepStatus | RemoteStep] = [*there, *here]
+        return next((each.step for each in choose(everywhere, roles).steps), None)
 
-    def remote_steps(self, roles: Sequence[str], step: int | None, required: bool) -> list[RemoteStep]:
-        """Returns the complete steps in the remote store that have all these roles, the oldest first.
-
-        The result is what this rank sees. Without a store the list is empty.
+    def remote_steps(self, step: int | None, required: bool) -> list[RemoteStep]:
+        """Returns the steps in the remote store, the oldest first, as this rank sees them; none without a store.
 
         Args:
-            roles: the roles that a step must have.
             step: the only step to look for. None: all steps.
             required: whether to raise an error if the store does not answer.
 
         Raises:
             RemoteError: the store does not answer, and `required` is true.
         """
-        there = remote_steps(self._remote, self._trainer.root, step, required)
-        return [found for found in there if found.is_complete and set(roles) <= set(found.committed)]
+        return remote_steps(self._remote, self._trainer.root, step, required)
 
-    def fast_steps_found(self, roles: Sequence[str], step: int | None) -> tuple[list[WholeStep], list[LostStep]]:
-        """Returns the steps of the fast tier that are whole with all these roles, and why each newer one is not.
+    def fast_steps_found(self, roles: Sequence[str], step: int | None) -> tuple[list[NodeStep], list[NodeStep]]:
+        """Returns the steps of the fast tier that are whole with all these roles, and what is left of newer ones.
 
         The newest are first. Every rank calls it, and all get the same result. Without a fast tier there are none.
 
@@ -426,18 +421,15 @@ class CheckpointManager:
 
         def combine(records: Sequence[Record]) -> Record:
             found = [each for each in found_on_nodes(tier, records) if step in (None, each.step)]
-            whole = oldest_first(list(whole_steps(found, roles).values()))[::-1]
-            # What no node has committed is a save that was under way, and not a step that was lost.
-            newer = newer_than(whole[0] if whole else None, [each for each in found if each.is_committed])
-            lost = [(each.step, each.commit.number, why_not_whole(tier, each)) for each in newer if each.role in roles]
-            return {"whole": [[each.step, each.commit.number, each.commit.branch] for each in whole], "lost": lost}
+            return {"steps": [each.to_record() for each in node_steps(found, roles, partial(why_not_whole, tier))]}
 
         def work() -> Record:
             return {"held": [held.to_record() for held in own_held(tier)]}
 
         outcome = decide(self._trainer.agreement, "finding steps on the nodes", work, combine)
-        whole = [WholeStep(number, StepCommit(*commit)) for number, *commit in outcome["whole"]]
-        return whole, [LostStep(*each) for each in outcome["lost"]]
+        last_first = oldest_first([NodeStep.of(each) for each in outcome["steps"]], roles)[::-1]
+        whole = [each for each in last_first if each.is_complete]
+        return whole, [each for each in last_first if each not in whole]
 
     def before_step(self) -> None:
         """Makes later work of the current CUDA stream wait until a lazy save has copied the state.

@@ -26,13 +26,13 @@ from mcore_ckpt.errors import (
 from mcore_ckpt.field_checks import check_value
 from mcore_ckpt.load.load import LoadResult
 from mcore_ckpt.manager import CheckpointManager
-from mcore_ckpt.steps.branches import oldest_first, order_of
+from mcore_ckpt.steps.choice import Choice, Step, choose
 from mcore_ckpt.steps.listing import StepStatus, holds_something, list_steps
-from mcore_ckpt.steps.node_steps import WholeStep
+from mcore_ckpt.steps.node_steps import NodeStep
 from mcore_ckpt.steps.read_lock import reading
 from mcore_ckpt.steps.remote_steps import RemoteStep
 from mcore_ckpt.steps.tracker import warn_if_tracker_differs
-from mcore_ckpt.steps.worth import look_at_all, whole_first
+from mcore_ckpt.steps.worth import look_at_all
 from mcore_ckpt.urls import local_path
 
 logger = logging.getLogger(__name__)
@@ -114,20 +114,13 @@ def recover(
     roles = tuple(by_role)
 
     def find() -> dict[str, Any]:
-        fast, lost = first.fast_steps_found(roles, wanted)
-        found = first.agree("finding a step to resume from", request, lambda: _found(first, roles, wanted, fast))
-        return {**found, "lost": [each.reason for each in lost if each.number > found["newest"]]}
+        whole, lost = first.fast_steps_found(roles, wanted)
+        nodes = [*whole, *lost]
+        return first.agree("finding a step to resume from", request, lambda: _found(first, roles, wanted, nodes))
 
     found = retried(find, retries)
-    for reason in found["lost"]:
-        logger.warning("a newer step of the fast tier is lost: %s", reason)
     steps = [(step, list(map(Path, folders))) for step, folders in found["steps"]]
-    if not steps and found["lost"]:
-        raise CheckpointNotFoundError(
-            f"{first.root}: the fast tier had checkpoints, but no step is whole any more: to start from the beginning "
-            f"nevertheless, use resume='off'{_listed('lost', found['lost'])}"
-        )
-    return _newest(by_role, steps, retries, [*found["lost"], *found["passed_over"]]) if steps else Recovery()
+    return _newest(by_role, steps, retries, found["passed_over"]) if steps else Recovery()
 
 
 def _check_resume(resume: object) -> None:
@@ -148,28 +141,24 @@ def _check_resume(resume: object) -> None:
 
 
 def _found(
-    manager: CheckpointManager, roles: tuple[str, ...], step: int | None, fast: Sequence[WholeStep]
+    manager: CheckpointManager, roles: tuple[str, ...], step: int | None, nodes: Sequence[NodeStep]
 ) -> dict[str, Any]:
     """Returns the steps to try, the newest first, each with the folders of its roles below the root.
 
-    `fast` has the steps that the nodes of the fast tier have.
+    `nodes` has the steps of the fast tier.
     """
-    nothing: CheckpointError | None = None
-    lacking: list[StepStatus] = []
-    try:
-        here = {status.step: status for status in _resumable_steps(manager.root, roles, step, lacking)}
-    except (CheckpointNotFoundError, CheckpointCorruptError) as error:
-        here, nothing = {}, error
-    there = manager.remote_steps(roles, step, required=not here and not fast)
-    if nothing is not None and not there and not fast:
-        raise nothing
-    folders = {number: [str(status.role_dir(role)) for role in roles] for number, status in here.items()}
-    everywhere: list[StepStatus | RemoteStep | WholeStep] = [*here.values(), *there, *fast]
-    last_first = oldest_first(everywhere)[::-1]
-    newest = last_first[0].commit.number if last_first else -1
-    steps = [(number, folders.get(number, [])) for number in dict.fromkeys(each.step for each in last_first)]
-    passed_over = [each.reason for each in lacking if each.commit.number > newest]
-    return {"steps": steps, "newest": newest, "passed_over": passed_over}
+    statuses = list_steps(manager.root, step)
+    local: list[StepStatus | RemoteStep | NodeStep] = [*statuses, *nodes]
+    there = manager.remote_steps(step, required=not choose(local, roles).steps)
+    choice = choose([*there, *local], roles)
+    if choice.steps:
+        _warn(manager.root, choice, step)
+    else:
+        _check_nothing(manager.root, choice, step)
+    folders: dict[int, list[str]] = {each.step: [] for each in choice.steps}
+    for status in (each for each in choice.steps if isinstance(each, StepStatus)):
+        folders[status.step] = [str(status.role_dir(role)) for role in roles]
+    return {"steps": list(folders.items()), "passed_over": list(map(choice.reason, choice.passed_over))}
 
 
 def resumable_steps(root: str | Path, roles: Sequence[str], step: int | None = None) -> list[StepStatus]:
@@ -199,34 +188,29 @@ def resumable_steps(root: str | Path, roles: Sequence[str], step: int | None = N
     root, roles = local_path(root, "root"), file_names.check_roles(roles)
     if step is not None:
         check_value("step", step, int, {"least": 0})
-    found = _resumable_steps(root, roles, step)
-    look_at_all(found)
-    return [status for status in found if status.is_complete]
+    choice = choose(list_steps(root, step), roles)
+    if choice.steps:
+        _warn(root, choice, step)
+    else:
+        _check_nothing(root, choice, step)
+    look_at_all(choice.steps)
+    return [status for status in choice.steps if status.is_complete]
 
 
-def _resumable_steps(
-    root: Path, roles: Sequence[str], step: int | None, lacking: list[StepStatus] | None = None
-) -> list[StepStatus]:
-    """Returns the same, but of the steps that are older than the newest whole one, only the manifests are read.
+def _warn(root: Path, choice: Choice[Step], step: int | None) -> None:
+    """Logs which steps are passed over, and that the tracker names another one than is loaded."""
+    choice.warn()
+    if step is None:
+        warn_if_tracker_differs(root, choice.steps)
 
-    There may be thousands of them, which are looked at when they are tried. Newer steps that lack files get into
-    `lacking`, with what they lack.
-    """
-    statuses = list_steps(root, step)
-    for status in statuses if step is None else ():
-        if status.is_of_other_run:
-            logger.warning("a step is left out: %s", status.reason)
-    good = list(whole_first(oldest_first([status for status in statuses if set(roles) <= status.committed])))
-    if good:
-        if step is None:
-            for status in reversed(statuses):
-                if order_of(status) > order_of(good[0]) and status.is_claimed and status.lacks:
-                    logger.warning("a newer step cannot be loaded, taking the next older one: %s", status.reason)
-                    if lacking is not None:
-                        lacking.append(status)
-            warn_if_tracker_differs(root, good)
-        return good
-    reasons = [_reason(status, roles) for status in reversed(statuses) if step is not None or holds_something(status)]
+
+def _check_nothing(root: Path, choice: Choice[Step], step: int | None) -> None:
+    """Raises the error that says why there is no step to load, unless there never was a checkpoint."""
+    reasons = [
+        choice.reason(each)
+        for each in choice.passed_over
+        if step is not None or (holds_something(each) if isinstance(each, StepStatus) else each.claims)
+    ]
     if step is None and not reasons and os.path.lexists(root / file_names.TRACKER_FILE):
         reasons.append(
             f"{root / file_names.TRACKER_FILE}: exists, but there is no step (did another program write this file, or "
@@ -235,23 +219,15 @@ def _resumable_steps(
     if step is None and not reasons and root.is_symlink() and not root.exists():
         reasons.append(f"{root}: is a link to {os.readlink(root)}, which does not exist (is it not mounted?)")
     if step is None and not reasons:
-        return []
-    of = f"complete with {', '.join(roles)}"
+        return
+    of = f"complete with {', '.join(choice.roles)}"
     text = (
         f"there are checkpoints, but no step is {of}: to start from the beginning nevertheless, use resume='off'; to "
         "load a checkpoint of another program, pass its path"
         if step is None
         else f"there is no step {step} that is {of}"
     )
-    # Something is left to mend, so nobody may take this for a new training.
-    lacks_files = any(status.is_claimed and status.lacks for status in statuses)
-    error = CheckpointCorruptError if lacks_files else CheckpointNotFoundError
-    raise error(f"{root}: {text}{_listed('found', reasons)}")
-
-
-def _reason(status: StepStatus, roles: Sequence[str]) -> str:
-    missing = [role for role in roles if role not in status.committed]
-    return f"{status.path}: complete, but without {', '.join(missing)}" if status.is_complete else status.reason
+    raise choice.error(f"{root}: {text}{_listed('found', reasons)}")
 
 
 def _by_role(managers: CheckpointManager | Sequence[CheckpointManager]) -> dict[str, CheckpointManager]:

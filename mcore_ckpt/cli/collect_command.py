@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -57,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
     steps = find_steps([taken(folder, "collect") for folder in args.folders], args.step)
     chosen = choose(steps)
-    lacking = [step for step in steps if not step.is_whole and (chosen is None or step.step > chosen.step)]
+    lacking = list(takewhile(lambda step: step is not chosen, steps))
     if not args.json:
         _show_lacking(lacking)
     report = None

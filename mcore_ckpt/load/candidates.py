@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from mcore_ckpt.checkpoint import file_names
@@ -12,20 +13,20 @@ from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, I
 from mcore_ckpt.formats import kinds
 from mcore_ckpt.formats.native.folder import Folder, LocalFolder
 from mcore_ckpt.formats.native.remote_folder import RemoteFolder
-from mcore_ckpt.load.candidate_order import Candidate, last_first, record_of
-from mcore_ckpt.load.node_candidates import add_fast, spread_folder, why_not_whole
+from mcore_ckpt.load.node_candidates import node_candidate, spread_folder, why_not_whole
 from mcore_ckpt.ranks.rounds import Record
 from mcore_ckpt.state.trainer import Trainer
 from mcore_ckpt.steps import leftovers
-from mcore_ckpt.steps.branches import StepCommit, commit_of, oldest_first
+from mcore_ckpt.steps.choice import Choice, choose
 from mcore_ckpt.steps.listing import StepStatus, find_moved_aside, list_steps
-from mcore_ckpt.steps.node_steps import FastCheckpoint, newer_than, whole_steps
+from mcore_ckpt.steps.node_steps import FastCheckpoint, NodeStep, node_steps
 from mcore_ckpt.steps.node_tier import NodeTier
 from mcore_ckpt.steps.remote_steps import RemoteStep, RemoteSteps
 from mcore_ckpt.steps.tracker import warn_if_tracker_differs
-from mcore_ckpt.steps.worth import whole_first
 
 logger = logging.getLogger(__name__)
+
+AnyStep = StepStatus | RemoteStep | NodeStep
 
 
 def remote_steps(remote: RemoteSteps | None, root: Path, step: int | None, required: bool) -> list[RemoteStep]:
@@ -57,34 +58,35 @@ def remote_steps(remote: RemoteSteps | None, root: Path, step: int | None, requi
         return []
 
 
-def newest_first(role: str, local: Sequence[StepStatus], remote: Sequence[RemoteStep]) -> list[Record]:
-    """Lists the checkpoints of a role, the newest first. Of the same commit, the local one precedes the remote one.
+def candidates_of(role: str, steps: Sequence[AnyStep], tier: NodeTier | None = None) -> list[Record]:
+    """Describes the checkpoints of a role in steps to try, in their order, as JSON values that a rank can send.
 
-    Args:
-        role: the role to load.
-        local: the local steps to try that have the role.
-        remote: all steps in the store.
-
-    Returns:
-        The candidates as JSON values, which can be sent to the other ranks.
+    A save that is on the nodes, and also in the root or the store, is one candidate: its bytes are read from the nodes
+    where they have them.
     """
-    here = [local_candidate(status.step, status.role_dir(role), status.commit) for status in local]
-    there = [
-        {
-            "step": step.step,
-            "folder": file_names.remote_dir(step.step, role, step.found[role].attempt),
-            "remote": True,
-            "commit": record_of(step.commit),
-        }
-        for step in whole_first(oldest_first([step for step in remote if role in step.found]))
-    ]
-    return last_first([*here, *there])
+    found: list[Record] = []
+    on_nodes: dict[str, Record] = {}
+    for step in steps:
+        attempt = next(head.attempt for head in step.heads if head.role == role)
+        if isinstance(step, NodeStep):
+            assert tier is not None, "only the fast tier has steps on nodes"
+            candidate = node_candidate(tier, step.found[role])
+            on_nodes[attempt] = candidate
+        elif isinstance(step, StepStatus):
+            candidate = local_candidate(step.step, step.role_dir(role))
+        else:
+            key = file_names.remote_dir(step.step, role, attempt)
+            candidate = {"step": step.step, "folder": key, "remote": True}
+        if attempt in on_nodes and candidate is not on_nodes[attempt]:
+            on_nodes.pop(attempt).update(candidate, below=candidate["folder"])
+        else:
+            found.append(candidate)
+    return found
 
 
-def local_candidate(step: int, role_dir: Path, commit: StepCommit | None = None) -> Record:
+def local_candidate(step: int, role_dir: Path) -> Record:
     """Describes one local checkpoint as JSON values."""
-    commit = commit or commit_of(step, [])
-    return {"step": step, "folder": str(role_dir), "remote": False, "commit": record_of(commit)}
+    return {"step": step, "folder": str(role_dir), "remote": False}
 
 
 def folder_of(remote: RemoteSteps | None, candidate: Record, role: str = "", tier: NodeTier | None = None) -> Folder:
@@ -127,69 +129,40 @@ def find_candidates(
         CheckpointCorruptError: the same, and files of a committed step are missing.
         RemoteError: there is no local checkpoint, and the store does not answer.
     """
-    whole = whole_steps(fast, (trainer.role,)) if fast else {}
+    nodes = [] if tier is None else node_steps(fast, (trainer.role,), partial(why_not_whole, tier))
     if path is not None:
-        named = _step_of(trainer, path.absolute()) if whole else None
-        if named not in whole:
-            known = [] if tier is None or named is None else _lost(tier, fast, trainer.role, None, named)
-            return _at_path(path.absolute(), known)
+        named = _step_of(trainer, path.absolute()) if nodes else None
+        on_nodes = [each for each in nodes if each.step == named]
+        if not any(each.is_complete for each in on_nodes):
+            return _at_path(path.absolute(), [each.reason for each in on_nodes])
         step = named
-    statuses = list_steps(trainer.root, step)
-    # The newest whole one, and older ones that a load looks at when it tries them.
-    good = list(whole_first(oldest_first([status for status in statuses if trainer.role in status.committed])))
-    there = remote_steps(remote, trainer.root, step, required=not good and not whole)
-    candidates = newest_first(trainer.role, good, there)
-    lost: list[str] = []
-    if tier is not None:
-        fits = {number: roles for number, roles in whole.items() if step in (None, number)}
-        candidates = add_fast(tier, trainer.role, candidates, fits)
-        lost = _lost(tier, fast, trainer.role, candidates[0] if candidates else None, step)
-    if not candidates:
+    roles = (trainer.role,)
+    local: list[AnyStep] = [*list_steps(trainer.root, step), *(each for each in nodes if step in (None, each.step))]
+    there = remote_steps(remote, trainer.root, step, required=not choose(local, roles).steps)
+    choice = choose([*there, *local], roles)
+    passed_over = [choice.reason(each) for each in choice.passed_over]
+    if not choice.steps:
         what = "no complete checkpoint" if step is None else f"no complete checkpoint of step {step}"
-        reasons = "".join(f"\n  {_reason(status, trainer.role)}" for status in reversed(statuses))
-        reasons += "".join(f"\n  {reason}" for reason in lost)
-        if remote is not None:
-            reasons += f"\n  {remote.store.url}: no complete checkpoint either"
-            reasons += "".join(f"\n  {found.reason}" for found in reversed(there))
         advice = f"look at `mcore-ckpt list {trainer.root}`, and check root and role"
-        # Something is left to mend, so nobody may take this for a new training.
-        lacks_files = any(status.is_claimed and status.lacks for status in statuses)
-        error = CheckpointCorruptError if lacks_files else CheckpointNotFoundError
-        raise error(f"{trainer.root}: {what} of {trainer.role}: {advice}{reasons}")
-    if step is None and not candidates[0]["remote"] and "holders" not in candidates[0]:
-        warn_if_tracker_differs(trainer.root, good)
-    passed_over = lost
-    for reason in lost:
-        logger.warning("a newer step is not loaded: %s", reason)
-    for status in reversed(statuses):
-        # A step without any committed role is a save in progress, not a bad checkpoint.
-        if step is None and _is_newer(status, candidates[0]) and (status.committed or status.problems):
-            passed_over.append(_reason(status, trainer.role))
-            if trainer.config.strict and status.is_claimed and status.lacks:
-                raise CheckpointCorruptError(f"{passed_over[-1]}. Nothing has changed. To load another step, name it")
-            kind = "a step" if status.is_of_other_run else "a newer step"
-            logger.warning("%s is not loaded: %s", kind, passed_over[-1])
+        reasons = "".join(f"\n  {reason}" for reason in passed_over)
+        reasons += "" if remote is None else f"\n  {remote.store.url}: no complete checkpoint either"
+        raise choice.error(f"{trainer.root}: {what} of {trainer.role}: {advice}{reasons}")
+    if step is None:
+        _check_newest(trainer, choice)
+    choice.warn()
+    candidates = candidates_of(trainer.role, choice.steps, tier)
     return {"candidates": candidates, "passed_over": passed_over, "foreign": None}
 
 
-def _is_newer(status: StepStatus, chosen: Record) -> bool:
-    if status.is_of_other_run:
-        return True
-    if status.heads:
-        return status.commit.number > int(chosen["commit"][0])
-    return status.step > int(chosen["step"])  # its manifest cannot be read
+def _check_newest(trainer: Trainer, choice: Choice[AnyStep]) -> None:
+    """Raises CheckpointCorruptError if a newer step lacks files and the trainer's config allows no older one instead.
 
-
-def _lost(
-    tier: NodeTier, fast: Sequence[FastCheckpoint], role: str, newest: Record | None, step: int | None
-) -> list[str]:
-    """Says why the fast tier's checkpoints of a role that are newer than a candidate cannot be loaded.
-
-    What no node has committed is a save that was under way, and not a step that was lost.
+    Otherwise it warns if the tracker names another step.
     """
-    chosen = None if newest is None else Candidate.of(newest)
-    found = newer_than(chosen, [each for each in fast if each.is_committed and each.role == role])
-    return [why_not_whole(tier, each) for each in found if step in (None, each.step)]
+    for step in choice.passed_over if trainer.config.strict else ():
+        if step.is_claimed and step.lacks:
+            raise CheckpointCorruptError(f"{choice.reason(step)}. Nothing has changed. To load another step, name it")
+    warn_if_tracker_differs(trainer.root, choice.steps)
 
 
 def _step_of(trainer: Trainer, path: Path) -> int | None:
@@ -201,10 +174,6 @@ def _step_of(trainer: Trainer, path: Path) -> int | None:
                 root = file_names.step_root(path, trainer.role, step)
                 return step if root is not None and root.resolve() == trainer.root.resolve() else None
     return None
-
-
-def _reason(status: StepStatus, role: str) -> str:
-    return status.reason if not status.is_complete else f"{status.path}: complete, but without {role}"
 
 
 def _at_path(path: Path, lost: Sequence[str]) -> Record:

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 
 from mcore_ckpt.checkpoint import file_names
-from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.formats.native.folder import Folder, LocalFolder
 from mcore_ckpt.formats.native.remote_folder import RemoteFolder
 from mcore_ckpt.formats.native.spread_folder import Source, SpreadFolder
-from mcore_ckpt.load.candidate_order import last_first, record_of
 from mcore_ckpt.ranks.rounds import Record
-from mcore_ckpt.steps.node_steps import FastCheckpoint, HeldRole, WholeStep, fast_checkpoints, held_roles
+from mcore_ckpt.steps.node_steps import FastCheckpoint, HeldRole, fast_checkpoints, held_roles
 from mcore_ckpt.steps.node_tier import NodeTier
 
 logger = logging.getLogger(__name__)
@@ -48,50 +45,14 @@ def to_adopt(found: Sequence[FastCheckpoint], records: Sequence[Record]) -> list
     return sorted({each.head.attempt for each in held if not each.is_committed} & whole)
 
 
-def add_fast(tier: NodeTier, role: str, candidates: Sequence[Record], whole: Mapping[int, WholeStep]) -> list[Record]:
-    """Adds the checkpoints of the fast tier to the candidates of the root and the store, the newest first.
-
-    A save that is in the root, too, is one candidate: its bytes are read from the nodes where they have them. At the
-    same step, another save on the nodes precedes one in the root.
-
-    Args:
-        tier: this rank's part of the fast tier.
-        role: the role to load.
-        candidates: those of the root and the store.
-        whole: the whole steps of the fast tier.
-    """
-    left = {step: each.roles[role] for step, each in whole.items()}
-    found = []
-    for candidate in candidates:
-        fast = left.get(candidate["step"])
-        if fast is not None and _attempt_of(candidate) == fast.attempt:
-            candidate = {**candidate, **_spread(fast), "below": candidate["folder"]}
-            del left[candidate["step"]]
-        found.append(candidate)
-    new = [
-        {
-            "step": step,
-            "folder": str(tier.role_dir(step, role)),
-            "remote": False,
-            "commit": record_of(whole[step].commit),
-            **_spread(fast),
-            "below": None,
-        }
-        for step, fast in left.items()
-    ]
-    return last_first([*new, *found])
+def node_candidate(tier: NodeTier, fast: FastCheckpoint) -> Record:
+    """Describes a checkpoint that the nodes have as JSON values. `below` is the folder that has it, too, if one has."""
+    folder = str(tier.role_dir(fast.step, fast.role))
+    return {"step": fast.step, "folder": folder, "remote": False, **_spread(fast), "below": None}
 
 
 def _spread(fast: FastCheckpoint) -> Record:
     return {"attempt": fast.attempt, "holders": [[node, has] for node, has in fast.holders]}
-
-
-def _attempt_of(candidate: Record) -> str | None:
-    if candidate["remote"]:
-        return str(candidate["folder"]).rpartition("/")[2]
-    with suppress(CheckpointError):
-        return read_manifest(Path(candidate["folder"])).attempt
-    return None
 
 
 def spread_folder(tier: NodeTier, role: str, candidate: Record, below: Folder | None) -> SpreadFolder:

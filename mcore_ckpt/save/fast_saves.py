@@ -16,7 +16,7 @@ from mcore_ckpt.ranks.rounds import Agreement, Record, decide
 from mcore_ckpt.save.copies import Copies
 from mcore_ckpt.save.drain import Drains
 from mcore_ckpt.state.trainer import Trainer
-from mcore_ckpt.steps.branches import order_of
+from mcore_ckpt.steps.choice import order_of
 from mcore_ckpt.steps.commit import new_attempt
 from mcore_ckpt.steps.listing import step_status
 from mcore_ckpt.steps.node_steps import FastCheckpoint, HeldRole, fast_checkpoints, held_roles, safest

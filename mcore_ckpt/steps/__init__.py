@@ -7,7 +7,7 @@ Public names, for integrations and commands:
 - how large a step is: `StepSize`, `size_of`;
 - their order: `oldest_first`;
 - what a node of the fast tier has of a checkpoint: `NodeFiles`, `files_of_node`, and a step that the nodes have
-  together: `WholeStep`;
+  together: `NodeStep`;
 - the file that names the newest step: `read_tracker`, `write_tracker`, `move_tracker`, `remove_tracker`;
 - which steps stay: `PreservationPolicy`, `delete_old_steps`, `delete_step`, `discard_step`, `pin`, `unpin`;
 - a role of plain files, such as a data position: `commit_role` with `RoleWriter`, `RoleReader`, `uncommit_role`,
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from mcore_ckpt.public_names import lazy_names
 
 if TYPE_CHECKING:
-    from mcore_ckpt.steps.branches import oldest_first
+    from mcore_ckpt.steps.choice import oldest_first
     from mcore_ckpt.steps.leftovers import remove_leftovers, remove_leftovers_beside
     from mcore_ckpt.steps.listing import (
         StepStatus,
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
         step_status,
     )
     from mcore_ckpt.steps.node_files import NodeFiles, files_of_node
-    from mcore_ckpt.steps.node_steps import WholeStep
+    from mcore_ckpt.steps.node_steps import NodeStep
     from mcore_ckpt.steps.pins import pin, unpin
     from mcore_ckpt.steps.read_lock import reading
     from mcore_ckpt.steps.retention import PreservationPolicy, delete_old_steps, delete_step, discard_step
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "NodeFiles",
+    "NodeStep",
     "PreservationPolicy",
     "RoleReader",
     "RoleWriter",
@@ -58,7 +59,6 @@ __all__ = [
     "StepSize",
     "StepStatus",
     "TrainerLock",
-    "WholeStep",
     "check_own_step",
     "commit_role",
     "complete_steps",
@@ -90,7 +90,7 @@ __all__ = [
 __getattr__ = lazy_names(
     __name__,
     {
-        "branches": ("oldest_first",),
+        "choice": ("oldest_first",),
         "leftovers": ("remove_leftovers", "remove_leftovers_beside"),
         "listing": (
             "StepStatus",
@@ -104,7 +104,7 @@ __getattr__ = lazy_names(
             "step_status",
         ),
         "node_files": ("NodeFiles", "files_of_node"),
-        "node_steps": ("WholeStep",),
+        "node_steps": ("NodeStep",),
         "pins": ("pin", "unpin"),
         "read_lock": ("reading",),
         "retention": ("PreservationPolicy", "delete_old_steps", "delete_step", "discard_step"),

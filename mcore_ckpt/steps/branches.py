@@ -1,8 +1,8 @@
-"""Says which step is the newest, and which steps were given up. Pure: it reads nothing.
+"""Numbers commits, and says which of them a later one has given up. Pure: it reads nothing.
 
-The newest step is the one that was committed last: not the one with the highest number, and no clock decides. Each
-commit has a number that grows with the root, and the numbers of the commits that led to it (its branch). After a
-rollback, or a fresh start in a used root, the steps that are not in the branch of the newest one are abandoned.
+Each commit has a number that grows with the root, and the numbers of the commits that led to it (its branch). After a
+rollback, or a fresh start in a used root, the steps that are not in the branch of the last commit are abandoned. What
+follows from that for loading and deleting says `choice.py`.
 
 Older checkpoints have no numbers. Such a step counts as if its number were its step and all lower numbers were in its
 branch. A trainer that continues below them begins with a larger number, so both kinds have one order.
@@ -10,9 +10,8 @@ branch. A trainer that continues below them begins with a larger number, so both
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
 
 from mcore_ckpt.checkpoint.provenance import MOST_RANGES, Commit, Ranges, merged
 
@@ -33,65 +32,12 @@ class StepCommit:
         return number < self.number and not self.leads_from(number)
 
 
-class Placed(Protocol):
-    """The properties of a step that this module needs. Steps of the root, of a store and of the fast tier have them."""
-
-    @property
-    def step(self) -> int: ...
-    @property
-    def is_complete(self) -> bool: ...
-    @property
-    def commit(self) -> StepCommit: ...
-
-
-Step = TypeVar("Step", bound=Placed)
-
-
 def commit_of(step: int, commits: Iterable[Commit | None]) -> StepCommit:
     """Returns the place of a step whose roles have these commits. None stands for a role without a number."""
     numbered = [commit for commit in commits if commit is not None]
     number = max((commit.number for commit in numbered), default=step)
     ranges = [part for commit in numbered if commit.number == number for part in commit.branch] or [(0, step)]
     return StepCommit(number, merged([*ranges, (number, number)]))
-
-
-def order_of(step: Placed) -> tuple[int, int]:
-    """Returns what sorts steps by their commits. Two trainers can choose one number; then the step decides."""
-    return step.commit.number, step.step
-
-
-def newest(steps: Iterable[Step]) -> Step | None:
-    """Returns the complete step that was committed last; None if no step is complete."""
-    # The last first, because a step is looked at when it is asked whether it is complete.
-    return next((step for step in sorted(steps, key=order_of, reverse=True) if step.is_complete), None)
-
-
-def abandoned(steps: Sequence[Placed]) -> frozenset[int]:
-    """Returns the numbers of the steps that are not in the branch of the newest complete one."""
-    last = newest(steps)
-    return frozenset(
-        () if last is None else (step.step for step in steps if last.commit.has_given_up(step.commit.number))
-    )
-
-
-def oldest_first(steps: Sequence[Step]) -> list[Step]:
-    """Sorts steps by their commits, the abandoned ones before all others. The last one is to be loaded first."""
-    last = newest(steps)
-    return sorted(
-        steps, key=lambda step: (last is None or not last.commit.has_given_up(step.commit.number), *order_of(step))
-    )
-
-
-def by_step(step: int, others: Sequence[Placed]) -> Commit | None:
-    """Returns the commit of a step that no training has saved, such as a tool's: it goes by its step.
-
-    It shares the number of the step before it, or of the first one, so a later step stays the newest. None: there are
-    no others.
-    """
-    given_up = abandoned(others)
-    there = sorted((each for each in others if each.step not in given_up), key=order_of)
-    before = [each for each in there if each.step <= step][-1:] or there[:1]
-    return next((Commit(each.commit.number, None, each.commit.branch[-MOST_RANGES:]) for each in before), None)
 
 
 @dataclass(frozen=True)

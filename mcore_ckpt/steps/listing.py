@@ -22,7 +22,7 @@ from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, C
 from mcore_ckpt.io import limits, tuning
 from mcore_ckpt.io.files import read_small
 from mcore_ckpt.io.threads import results_of
-from mcore_ckpt.steps.branches import StepCommit, commit_of, newest, oldest_first
+from mcore_ckpt.steps.choice import last_commit, newest, oldest_first
 from mcore_ckpt.steps.runs import Ownership, below, whose
 from mcore_ckpt.steps.worth import Lack, Weighed, lack_of, look_at_all
 
@@ -111,9 +111,9 @@ class StepStatus(Weighed):
         return replace(self, seen=seen) if seen else self
 
     @property
-    def commit(self) -> StepCommit:
-        """The place of the step among all commits."""
-        return commit_of(self.step, (head.commit for head in self.heads))
+    def where(self) -> Path:
+        """The step's folder."""
+        return self.path
 
     @property
     def heads(self) -> list[ManifestSummary]:
@@ -189,44 +189,57 @@ def newest_steps(root: Path, count: int) -> list[StepStatus]:
     return oldest_first(statuses)[-count:]
 
 
-def newest_complete(root: Path, role: str | None = None, seen: Path | None = None) -> StepStatus | None:
+def newest_complete(
+    root: Path, role: str | None = None, seen: Path | None = None, committed: int | None = None
+) -> StepStatus | None:
     """Returns the newest complete step, or None. It is fast even if there are thousands.
 
-    It looks at the steps with the highest numbers, until one is complete, and at the one that the tracker names. Only
-    if the tracker was changed by hand or lost after a training has gone back, it can return an abandoned step. To
-    `branches.newest`, of all that `list_steps` returns, this does not happen.
+    It looks at the step with the highest number, at the one that the tracker names and at `committed`. If none of them
+    is complete, or if a later commit has given up those that are, it looks at the others from the highest number down.
+    Only if the tracker was changed by hand or lost after a training has gone back, it can return an abandoned step. To
+    `choice.newest`, of all that `list_steps` returns, this does not happen.
 
     Args:
         root: the folder of the steps.
         role: a role that the step must have; None for any.
         seen: see `StepStatus.having_seen`.
+        committed: a step that was committed just now.
 
     Raises OSError like `list_steps`, for the steps that it looks at.
     """
     found: list[StepStatus] = []
-    tracked = read_tracker(root)
+    likely = {read_tracker(root), committed}
     for listed in _listings(root):
-        found, is_sure = _newest_among(listed, role, tracked, seen)
+        found, is_sure = _newest_among(listed, role, likely, seen)
         if is_sure:
             break
     return newest(found)
 
 
 def _newest_among(
-    listed: _Listed, role: str | None, tracked: int | None, seen: Path | None
+    listed: _Listed, role: str | None, likely: Collection[int | None], seen: Path | None
 ) -> tuple[list[StepStatus], bool]:
-    """Returns complete steps with one that has the highest number, and whether all looks were sure."""
-    found, is_found, is_sure = list[StepStatus](), False, True
-    known, own = _known(listed.root, listed.folders), below(listed.root)
-    for number in sorted(listed.folders, reverse=True):
-        if not is_found or number == tracked:
+    """Returns steps among which is the newest complete one, and whether all looks were sure."""
+    is_sure, known, own = True, _known(listed.root, listed.folders), below(listed.root)
+
+    def looked_at(numbers: Iterable[int]) -> Iterator[StepStatus]:
+        nonlocal is_sure
+        for number in numbers:
             look = _look_at(listed, known, number)
             is_sure = is_sure and look.is_sure
             status = _without_others(look.status.having_seen(seen), own)
-            # Behind the highest, the tracked one is looked at by `newest`, if it was committed later.
-            if (role is None or role in status.committed) and (is_found or status.is_complete):
-                found.append(status)
-                is_found = True
+            if role is None or role in status.committed:
+                yield status
+
+    numbers = sorted(listed.folders, reverse=True)
+    first = [number for number in numbers if number in (*numbers[:1], *likely)]
+    found = list(looked_at(first))
+    last, best = last_commit(found), newest(found)
+    if best is None or last is None or last.has_given_up(best.commit.number):
+        for status in looked_at(number for number in numbers if number not in first):
+            found.append(status)
+            if (last is None or not last.has_given_up(status.commit.number)) and status.is_complete:
+                break
     return found, is_sure
 
 
@@ -297,7 +310,7 @@ def complete_steps(root: Path) -> list[StepStatus]:
     """
     statuses = list_steps(root)
     look_at_all(statuses)
-    return oldest_first([status for status in statuses if status.is_complete])
+    return [status for status in oldest_first(statuses) if status.is_complete]
 
 
 def step_status(path: Path) -> StepStatus:

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import Manifest, ManifestSummary
@@ -23,7 +24,8 @@ from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
 from mcore_ckpt.io.folder_sizes import sizes_of
 from mcore_ckpt.sharding.plan import runs
-from mcore_ckpt.steps.branches import Placed, StepCommit, commit_of, order_of
+from mcore_ckpt.steps.branches import StepCommit, commit_of
+from mcore_ckpt.steps.worth import Lack, Weighed
 
 logger = logging.getLogger(__name__)
 
@@ -127,6 +129,11 @@ class FastCheckpoint:
         return self.is_committed and not self.missing
 
 
+def order_of(step: FastCheckpoint | NodeStep) -> tuple[int, int]:
+    """Returns what sorts checkpoints by their commits, as `choice.order_of` does steps."""
+    return step.commit.number, step.step
+
+
 def held_roles(folder: Path) -> list[HeldRole]:
     """Returns what a node's folder has of every checkpoint. What cannot be read is logged and left out."""
     found = []
@@ -212,30 +219,87 @@ def in_order_of_saves(found: Iterable[FastCheckpoint]) -> list[FastCheckpoint]:
     return sorted(found, key=lambda each: (each.commit.number, each.is_staged, each.head.created))
 
 
-def newer_than(step: Placed | None, found: Iterable[FastCheckpoint]) -> list[FastCheckpoint]:
-    """Returns the checkpoints that were committed after a step."""
-    return [each for each in found if step is None or order_of(each) > order_of(step)]
-
-
 @dataclass(frozen=True)
-class WholeStep:
-    """A step that the nodes have together: its place among all commits, and its roles' checkpoints."""
+class NodeStep(Weighed):
+    """A step that the nodes have together, or what is left of one.
+
+    Attributes:
+        step: the step's number.
+        heads: what the manifests of its roles say.
+        found: the checkpoints of its roles.
+        why: says why it is not whole; None if it is. It may ask other nodes.
+        is_committed: whether a node has committed it.
+    """
 
     step: int
-    commit: StepCommit
-    roles: Mapping[str, FastCheckpoint] = field(default_factory=dict)
-    is_complete: bool = True
+    heads: tuple[ManifestSummary, ...]
+    found: Mapping[str, FastCheckpoint] = field(default_factory=dict)
+    why: Callable[[], str] | None = field(default=None, compare=False)
+    is_committed: bool = True
+    problems: tuple[str, ...] = ()
+    pinned: bool = False
+
+    @property
+    def claims(self) -> tuple[ManifestSummary, ...]:
+        """The same as `heads`; nothing of a save that was under way."""
+        return self.heads if self.is_committed else ()
+
+    @property
+    def declared(self) -> frozenset[str]:
+        """The roles of its manifests."""
+        return frozenset(head.role for head in self.heads)
+
+    @property
+    def committed(self) -> frozenset[str]:
+        """The same if the step is whole; none otherwise, because nothing can be loaded."""
+        return self.declared if self.why is None else frozenset()
+
+    @property
+    def lacks(self) -> tuple[Lack, ...]:
+        """Nothing: what is not whole is not committed."""
+        return ()
+
+    @property
+    def reason(self) -> str:
+        """Why it is not whole."""
+        return "" if self.why is None else self.why()
+
+    def to_record(self) -> list[Any]:
+        """Returns JSON values, which a rank can send."""
+        heads = [[head.role, head.commit and encoded_commit(head.commit)] for head in self.heads]
+        return [self.step, heads, None if self.why is None else self.why()]
+
+    @staticmethod
+    def of(record: Sequence[Any]) -> NodeStep:
+        """Returns what `to_record` has turned into this record, without its checkpoints."""
+        step, heads, reason = record
+        summaries = [
+            ManifestSummary(step, role, (role,), "", "", commit=commit and decode_commit(commit))
+            for role, commit in heads
+        ]
+        return NodeStep(step, tuple(summaries), why=None if reason is None else lambda: str(reason))
 
 
-class LostStep(NamedTuple):
-    """A step that the nodes had, its number among all commits, and why it is not whole."""
+def node_steps(
+    found: Sequence[FastCheckpoint], roles: Sequence[str], why: Callable[[FastCheckpoint], str]
+) -> list[NodeStep]:
+    """Returns the steps that are whole (`whole_steps`), and what is left of those that were committed after them.
 
-    step: int
-    number: int
-    reason: str
+    What no node has committed is a save that was under way, and not a step that was lost.
+
+    Args:
+        found: what the nodes have together.
+        roles: the roles to load.
+        why: says why a checkpoint is not whole.
+    """
+    whole = list(whole_steps(found, roles).values())
+    last = max(map(order_of, whole), default=(-1, -1))
+    committed = [each for each in found if each.is_committed and each.role in roles]
+    newer = [each for each in committed if order_of(each) > last]
+    return [*whole, *(NodeStep(each.step, (each.head,), why=cache(partial(why, each))) for each in newer)]
 
 
-def whole_steps(found: Iterable[FastCheckpoint], roles: Sequence[str]) -> dict[int, WholeStep]:
+def whole_steps(found: Iterable[FastCheckpoint], roles: Sequence[str]) -> dict[int, NodeStep]:
     """Returns the steps of which all declared roles, and the given ones, are whole.
 
     If a role of a step was saved twice, both can be whole, if some nodes were away meanwhile, or died before they had
@@ -246,7 +310,7 @@ def whole_steps(found: Iterable[FastCheckpoint], roles: Sequence[str]) -> dict[i
         if each.is_complete:
             by_step.setdefault(each.step, {})[each.role] = each
     return {
-        step: WholeStep(step, commit_of(step, (each.head.commit for each in there.values())), there)
+        step: NodeStep(step, tuple(each.head for each in there.values()), there)
         for step, there in by_step.items()
         if there.keys() >= {*roles, *(role for each in there.values() for role in each.head.roles)}
     }

@@ -21,7 +21,7 @@ from mcore_ckpt.io import limits, tuning
 from mcore_ckpt.io.store import Store
 from mcore_ckpt.io.threads import for_each
 from mcore_ckpt.steps import runs
-from mcore_ckpt.steps.branches import StepCommit, commit_of
+from mcore_ckpt.steps.branches import commit_of
 from mcore_ckpt.steps.runs import Ownership, RootRun, elsewhere, whose
 from mcore_ckpt.steps.worth import Lack, Weighed, compare
 
@@ -47,6 +47,7 @@ class RemoteStep(Weighed):
         pinned: true if the step is pinned in the store, so that retention keeps it there.
         look: lists what a role lacks of its files. Raises RemoteError.
         is_shared: true if another run has attempts in the step, so that it is not deleted as a whole.
+        replaced: the other attempts of this run that have a manifest.
     """
 
     step: int
@@ -56,11 +57,17 @@ class RemoteStep(Weighed):
     pinned: bool = False
     look: Callable[[str], Lack | None] = field(default=lambda role: None, compare=False, repr=False)
     is_shared: bool = False
+    replaced: tuple[RemoteRole, ...] = ()
 
     @property
-    def commit(self) -> StepCommit:
-        """The place of the step among all commits."""
-        return commit_of(self.step, (role.commit for role in self.found.values()))
+    def heads(self) -> list[RemoteRole]:
+        """What the manifests of the committed roles say."""
+        return list(self.found.values())
+
+    @property
+    def claims(self) -> list[RemoteRole]:
+        """What all manifests say, including those of attempts whose place another one has taken."""
+        return [*self.found.values(), *self.replaced]
 
     @property
     def committed(self) -> frozenset[str]:
@@ -143,6 +150,7 @@ class RemoteSteps:
     def _step(self, step: int, own: Ownership) -> RemoteStep:
         found: dict[str, RemoteRole] = {}
         others: dict[str, tuple[str, ...]] = {}
+        replaced: list[RemoteRole] = []
         problems: list[str] = []
         is_shared = False
         names = self.store.names(file_names.step_name(step))
@@ -154,13 +162,15 @@ class RemoteSteps:
             for attempt, run in foreign.items():
                 key = file_names.remote_dir(step, role, attempt)
                 problems.append(f"{self.store.url_of(key)}: {whose(run)}")
-            newest = self._newest([head for head in heads if head.attempt not in foreign])
+            heads = [head for head in heads if head.attempt not in foreign]
+            newest = self._newest(heads)
+            replaced += [head for head in heads if head != newest]
             if newest is not None:
                 found[role] = newest
             used = {*foreign, newest and newest.attempt}
             others[role] = tuple(attempt for attempt in attempts if attempt not in used)
-        look = cache(lambda role: self._lack(_key(found[role])))
-        return RemoteStep(step, found, others, tuple(problems), file_names.PINNED_FILE in names, look, is_shared)
+        look, is_pinned = cache(lambda role: self._lack(_key(found[role]))), file_names.PINNED_FILE in names
+        return RemoteStep(step, found, others, tuple(problems), is_pinned, look, is_shared, tuple(replaced))
 
     def _newest(self, heads: Sequence[RemoteRole]) -> RemoteRole | None:
         """Returns the newest attempt that has all its files; the newest one if none has, or if there is only one."""

@@ -17,19 +17,19 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.errors import CheckpointCorruptError
 from mcore_ckpt.field_checks import check_fields, checked, limited
 from mcore_ckpt.io.files import sync_dir
-from mcore_ckpt.steps.branches import Placed, abandoned, oldest_first
+from mcore_ckpt.steps.choice import abandoned, oldest_first
 from mcore_ckpt.steps.hidden_step import HiddenStep, hide_step
 from mcore_ckpt.steps.listing import StepStatus, list_steps
 from mcore_ckpt.steps.owner import write_owner
 from mcore_ckpt.steps.read_lock import unread
 from mcore_ckpt.steps.work_folders import is_in_use
-from mcore_ckpt.steps.worth import Lack, look_at_all
+from mcore_ckpt.steps.worth import Weighed, look_at_all
 
 logger = logging.getLogger(__name__)
 
@@ -55,24 +55,7 @@ class PreservationPolicy:
         check_fields(self)
 
 
-class Judged(Placed, Protocol):
-    """The properties of a step that `judge` needs. Local steps (StepStatus) and remote ones (RemoteStep) have them."""
-
-    @property
-    def committed(self) -> Collection[str]: ...
-    @property
-    def problems(self) -> Collection[str]: ...
-    @property
-    def is_claimed(self) -> bool: ...
-    @property
-    def lacks(self) -> tuple[Lack, ...]: ...
-    @property
-    def reason(self) -> str: ...
-    @property
-    def pinned(self) -> bool: ...
-
-
-Step = TypeVar("Step", bound=Judged)
+Step = TypeVar("Step", bound=Weighed)
 
 
 @dataclass(frozen=True)
@@ -145,18 +128,17 @@ def judge(
     return decisions
 
 
-def _newest(statuses: Sequence[Judged], count: int | None) -> tuple[dict[int, list[str]], set[int]]:
+def _newest(statuses: Sequence[Weighed], count: int | None) -> tuple[dict[int, list[str]], set[int]]:
     """Returns the `count` newest complete steps of each role, as a mapping from step to roles; nothing if it is None.
 
     Roles can save at different steps. Abandoned steps come behind all others, so they take no place of theirs. The
     second result are steps that would be among the newest, but lack files.
     """
-    of_role: dict[str, list[Judged]] = defaultdict(list)
-    for status in () if count is None else reversed(oldest_first(statuses)):
-        for role in status.committed if status.is_claimed else ():
-            of_role[role].append(status)
-    found: dict[str, list[Judged]] = {}
-    looked_at: dict[int, Judged] = {}
+    claimed = [] if count is None else [status for status in statuses if status.is_claimed]
+    roles = frozenset(role for status in claimed for role in status.committed)
+    of_role = {role: _last_first(statuses, role) for role in roles}
+    found: dict[str, list[Weighed]] = {}
+    looked_at: dict[int, Weighed] = {}
     while True:
         # First by their manifests, then without those that turned out to lack files.
         found = {role: _may_count(steps, looked_at)[:count] for role, steps in of_role.items()}
@@ -172,12 +154,18 @@ def _newest(statuses: Sequence[Judged], count: int | None) -> tuple[dict[int, li
     return newest, {step for step, each in looked_at.items() if not each.is_complete}
 
 
-def _may_count(steps: Sequence[Judged], looked_at: Collection[int]) -> list[Judged]:
+def _last_first(statuses: Sequence[Weighed], role: str) -> list[Weighed]:
+    """Returns the claimed steps of a role in the order in which a load tries them."""
+    last_first = reversed(oldest_first(statuses, (role,)))
+    return [status for status in last_first if status.is_claimed and role in status.committed]
+
+
+def _may_count(steps: Sequence[Weighed], looked_at: Collection[int]) -> list[Weighed]:
     return [each for each in steps if each.step not in looked_at or each.is_complete]
 
 
 def _why_it_stays(
-    status: Judged,
+    status: Weighed,
     policy: PreservationPolicy,
     newest: dict[int, list[str]],
     oldest_needed: int,

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.io.files import replace_file, sync_dir
-from mcore_ckpt.steps.branches import newest, order_of
+from mcore_ckpt.steps.choice import newest
 from mcore_ckpt.steps.listing import StepStatus, list_steps, newest_complete, read_tracker
+from mcore_ckpt.steps.worth import Weighed
 
 logger = logging.getLogger(__name__)
 
@@ -42,18 +43,13 @@ def update_tracker(root: Path, committed: int | None = None, seen: Path | None =
     last = None
     for _ in range(_TRACKER_LOOKS):
         # At each save, a look at all steps that there ever were would take too long.
-        last = newest(list_steps(root) if committed is None else _last_steps(root, committed, seen))
+        last = newest(list_steps(root)) if committed is None else newest_complete(root, seen=seen, committed=committed)
         if last is None or read_tracker(root) == last.step:
             break
         write_tracker(root, last.step)
         # Look again. Before this write, another role may have completed a newer step and moved the tracker there. Then
         # this write has moved the tracker back.
     return None if last is None else last.step
-
-
-def _last_steps(root: Path, committed: int, seen: Path | None) -> list[StepStatus]:
-    own, found = list_steps(root, committed), newest_complete(root, seen=seen)
-    return [*(status.having_seen(seen) for status in own), *([] if found is None else [found])]
 
 
 def move_tracker(root: Path, committed: int | None = None, seen: Path | None = None) -> None:
@@ -67,19 +63,21 @@ def move_tracker(root: Path, committed: int | None = None, seen: Path | None = N
         logger.warning("the checkpoint is committed, but the tracker could not be updated: %s", error)
 
 
-def warn_if_tracker_differs(root: Path, complete: Sequence[StepStatus]) -> None:
-    """Logs a warning if the tracker does not name the newest complete step. Raises nothing.
+def warn_if_tracker_differs(root: Path, tried: Sequence[Weighed]) -> None:
+    """Logs a warning if the step that is loaded is in the root, and the tracker names another one. Raises nothing.
 
     Args:
         root: the folder of the steps.
-        complete: the complete steps, at least one. Those that are not the newest may be claimed.
+        tried: the steps to load from, at least one, in the order in which they are tried (`choice.Choice.steps`).
     """
-    path, tracked, last = root / file_names.TRACKER_FILE, read_tracker(root), max(complete, key=order_of).step
+    if not isinstance(tried[0], StepStatus):
+        return
+    path, tracked, last = root / file_names.TRACKER_FILE, read_tracker(root), tried[0].step
     if tracked == last or not os.path.lexists(path):
         return
     if tracked is None:
         logger.warning("%s does not name a step; loading the newest complete one, %d", path, last)
-    elif any(status.step == tracked and status.is_complete for status in complete):
+    elif any(each.step == tracked and each.is_complete for each in tried):
         logger.warning(
             "%s names step %d, but the newest complete step is %d: loading the newest. Use load(step=%d) for the other",
             path,

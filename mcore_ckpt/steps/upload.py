@@ -28,7 +28,7 @@ from mcore_ckpt.io.files import drop_from_cache
 from mcore_ckpt.io.room import NOTHING, Need
 from mcore_ckpt.io.store import Store
 from mcore_ckpt.io.threads import for_each
-from mcore_ckpt.steps.branches import newest
+from mcore_ckpt.steps.choice import newest
 from mcore_ckpt.steps.remote_steps import RemoteStep, RemoteSteps
 from mcore_ckpt.steps.retention import PreservationPolicy, too_old
 from mcore_ckpt.steps.worth import lack_of

@@ -22,9 +22,10 @@ from mcore_ckpt.ranks import deadlines
 from mcore_ckpt.steps import listing as steps
 from mcore_ckpt.steps import work_folders
 from mcore_ckpt.steps.remote_steps import OtherRunError, RemoteStep, RemoteSteps
-from mcore_ckpt.steps.retention import Judged, PreservationPolicy, too_old
+from mcore_ckpt.steps.retention import PreservationPolicy, too_old
 from mcore_ckpt.steps.runs import read_root_run
 from mcore_ckpt.steps.upload import Upload, shortage_of, tidy_up
+from mcore_ckpt.steps.worth import Weighed
 
 logger = logging.getLogger(__name__)
 
@@ -227,7 +228,7 @@ class UploadQueue:
         local = [status for status in steps.list_steps(self._root) if self._role in status.committed]
         wanted = {each.step for each in local if each.is_complete and each.commit.number > last} | {*self._waiting}
         # A step that the policy would delete immediately after the upload is not uploaded.
-        both: dict[int, Judged] = {step.step: step for step in there}
+        both: dict[int, Weighed] = {step.step: step for step in there}
         everywhere = [step for _, step in sorted((both | {step.step: step for step in local}).items())]
         wanted -= {step.step for step in too_old(everywhere, self._policy, self._latest)}
         number = {status.step: status.commit.number for status in local}

@@ -9,19 +9,20 @@ The look takes one listing of each folder and the sizes of the files. It reads n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING
 
-from mcore_ckpt.checkpoint import manifest_text
-from mcore_ckpt.checkpoint.manifest import Manifest
+from mcore_ckpt.checkpoint import file_names, manifest_text
+from mcore_ckpt.checkpoint.manifest import Manifest, ManifestSummary
 from mcore_ckpt.checkpoint.reading import manifest_bytes, parse_manifest
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
 from mcore_ckpt.io import tuning
 from mcore_ckpt.io.folder_sizes import sizes_of
 from mcore_ckpt.io.threads import results_of
+from mcore_ckpt.steps.branches import StepCommit, commit_of
 
 # How many files a message names.
 _NAMED = 3
@@ -60,16 +61,46 @@ class Lack:
 
 
 class Weighed:
-    """What listed steps have in common, below a root (`StepStatus`) and in a remote store (`RemoteStep`)."""
+    """One step, in a place: below a root (`StepStatus`), in a remote store (`RemoteStep`), on nodes (`NodeStep`)."""
 
-    if TYPE_CHECKING:  # the attributes of StepStatus and RemoteStep; `lacks` raises OSError or RemoteError
+    if TYPE_CHECKING:  # what the steps of all places have; `lacks` and `reason` raise OSError or RemoteError
 
+        @property
+        def step(self) -> int: ...
         @property
         def committed(self) -> frozenset[str]: ...
         @property
         def declared(self) -> frozenset[str]: ...
         @property
+        def problems(self) -> tuple[str, ...]: ...
+        @property
+        def pinned(self) -> bool: ...
+        @property
+        def heads(self) -> Sequence[ManifestSummary]: ...
+        @property
         def lacks(self) -> tuple[Lack, ...]: ...
+        @property
+        def reason(self) -> str: ...
+
+    @property
+    def where(self) -> Path | str:
+        """What messages call the step."""
+        return file_names.step_name(self.step)
+
+    @property
+    def is_of_other_run(self) -> bool:
+        """True if it has roles that belong to another run."""
+        return False
+
+    @property
+    def commit(self) -> StepCommit:
+        """The place of the step among all commits: that of its committed roles (`heads`)."""
+        return commit_of(self.step, (head.commit for head in self.heads))
+
+    @property
+    def claims(self) -> Sequence[ManifestSummary]:
+        """What all its manifests say, including those of attempts whose place another one has taken."""
+        return self.heads
 
     @property
     def is_claimed(self) -> bool:
@@ -89,32 +120,9 @@ class Weighed:
         return self.worth is Worth.WHOLE
 
 
-Step = TypeVar("Step", bound=Weighed)
-
-
-class _Claimed(Protocol):
-    @property
-    def is_claimed(self) -> bool: ...
-    @property
-    def lacks(self) -> tuple[Lack, ...]: ...
-
-
-def look_at_all(steps: Iterable[_Claimed]) -> None:
+def look_at_all(steps: Iterable[Weighed]) -> None:
     """Looks at the files of all steps that are claimed, many at a time. Raises OSError or RemoteError."""
     results_of([step for step in steps if step.is_claimed], lambda step: step.lacks, tuning.LOOK_THREADS)
-
-
-def whole_first(steps: Sequence[Step]) -> Iterator[Step]:
-    """Yields steps to load from: of those given, the newest last, the newest whole one, then the older claimed ones.
-
-    The older ones are looked at if they are tried. There may be thousands.
-    """
-    newest_first = iter(reversed(steps))
-    for step in newest_first:
-        if step.is_complete:
-            yield step
-            break
-    yield from (step for step in newest_first if step.is_claimed)
 
 
 def lack_of(role_dir: Path, find_again: Callable[[], Path] | None = None, in_node_folder: bool = False) -> Lack | None:

@@ -16,10 +16,18 @@ from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, C
 from mcore_ckpt.io import tuning
 from mcore_ckpt.io.file_copies import copy_checked
 from mcore_ckpt.io.files import inside, make_folders, sync_folders_below
-from mcore_ckpt.steps.branches import oldest_first
+from mcore_ckpt.steps.choice import oldest_first
 from mcore_ckpt.steps.new_step import NewStep
 from mcore_ckpt.steps.node_files import files_among
-from mcore_ckpt.steps.node_steps import FastCheckpoint, HeldRole, Runs, fast_checkpoints, held_roles, in_order_of_saves
+from mcore_ckpt.steps.node_steps import (
+    FastCheckpoint,
+    HeldRole,
+    NodeStep,
+    Runs,
+    fast_checkpoints,
+    held_roles,
+    in_order_of_saves,
+)
 
 Progress = Callable[[int, int], None]
 
@@ -111,7 +119,7 @@ class CollectReport:
 
 
 def find_steps(folders: Sequence[Path], step: int | None = None) -> list[FoundStep]:
-    """Returns what the folders of several nodes have together: the steps, the newest first.
+    """Returns what the folders of several nodes have together: the steps, the newest first, the abandoned ones last.
 
     Args:
         folders: what `FastTier.folder` named on each node.
@@ -130,7 +138,8 @@ def find_steps(folders: Sequence[Path], step: int | None = None) -> list[FoundSt
             f"{there}: none of these folders has {what}: name the folders that the fast tier uses on the nodes "
             "(FastTier.folder), or copies of them"
         )
-    numbers = dict.fromkeys(each.step for each in oldest_first(found)[::-1])
+    placed = [NodeStep(each.step, (each.head,), is_committed=each.is_committed) for each in found]
+    numbers = dict.fromkeys(each.step for each in oldest_first(placed)[::-1])
     return [_step(number, [each for each in found if each.step == number], folders, held) for number in numbers]
 
 

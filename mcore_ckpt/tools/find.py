@@ -20,11 +20,10 @@ from mcore_ckpt.models.config_fields import HfConfig
 from mcore_ckpt.models.mapping import hf_tensors
 from mcore_ckpt.models.reconcile import with_mtp_of
 from mcore_ckpt.models.registry import model_from_config
-from mcore_ckpt.steps.branches import oldest_first
+from mcore_ckpt.steps.choice import choose
 from mcore_ckpt.steps.listing import StepStatus, find_moved_aside, is_step, list_steps, read_tracker, step_status
 from mcore_ckpt.steps.node_files import as_in_folder, check_not_of_one_node
 from mcore_ckpt.steps.tracker import warn_if_tracker_differs
-from mcore_ckpt.steps.worth import whole_first
 from mcore_ckpt.tools.what_is import what_is
 
 Backend = Literal["megatron", "fsdp"]
@@ -216,14 +215,14 @@ def _select(path: Path, step: int | None) -> Selection:
     if moved is not None:
         return Selection(_same_step(path, read_manifest(moved).step, step), (moved,))
     statuses = as_in_folder(path, [status for status in list_steps(path) if step in (None, status.step)])
-    tried = list(whole_first(oldest_first(statuses)))
-    if not tried:
+    choice = choose(statuses)
+    if not choice.steps:
         what = "no complete checkpoint" if step is None else f"no complete checkpoint of step {step}"
         reasons = "".join(f"\n  {status.reason}" for status in reversed(statuses)) or what_is(path).reason
         raise CheckpointNotFoundError(f"{path}: {what}{reasons}")
     if step is None:
-        warn_if_tracker_differs(path, tried[::-1])
-    return _selection(tried[0])
+        warn_if_tracker_differs(path, choice.steps)
+    return _selection(choice.steps[0])
 
 
 def _same_step(path: Path, found: int, wanted: int | None) -> int:

@@ -11,8 +11,8 @@ from typing import Literal
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import ManifestSummary
 from mcore_ckpt.io.store import Store
-from mcore_ckpt.steps import branches
-from mcore_ckpt.steps.branches import abandoned, order_of
+from mcore_ckpt.steps import choice
+from mcore_ckpt.steps.choice import abandoned, order_of
 from mcore_ckpt.steps.listing import StepStatus, list_steps, newest_steps, read_tracker
 from mcore_ckpt.steps.node_files import NodeFiles, as_in_folder
 from mcore_ckpt.steps.remote_steps import RemoteStep, RemoteSteps
@@ -158,7 +158,7 @@ def _to_look_into(statuses: Sequence[StepStatus], last: int | None) -> list[Path
 
 
 def _newest(steps: Iterable[StepStatus | RemoteStep]) -> int | None:
-    last = branches.newest(steps)
+    last = choice.newest(list(steps))
     return None if last is None else last.step
 
 

@@ -16,7 +16,7 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.io import tuning
 from mcore_ckpt.steps import listing as steps
 from mcore_ckpt.steps import tracker
-from mcore_ckpt.steps.branches import order_of
+from mcore_ckpt.steps.choice import order_of
 from mcore_ckpt.steps.listing import StepStatus
 from mcore_ckpt.steps.node_files import is_node_folder
 from mcore_ckpt.steps.trainer_watch import Life, TrainerWatch, any_life

@@ -21,8 +21,7 @@ from mcore_ckpt.errors import (
 from mcore_ckpt.load.load import LoadReport, LoadResult
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide, same_everywhere
 from mcore_ckpt.recover import Recovery, recover, resumable_steps
-from mcore_ckpt.steps.branches import commit_of
-from mcore_ckpt.steps.node_steps import LostStep, WholeStep
+from mcore_ckpt.steps.node_steps import NodeStep
 from mcore_ckpt.steps.remote_steps import RemoteRole, RemoteStep
 from mcore_ckpt.steps.retention import PreservationPolicy, delete_old_steps
 
@@ -59,7 +58,7 @@ class FakeManager:
     on_nodes: list[int] = field(default_factory=list)
     lost: list[tuple[int, str]] = field(default_factory=list)
 
-    def remote_steps(self, roles: Sequence[str], step: int | None, required: bool) -> list[RemoteStep]:
+    def remote_steps(self, step: int | None, required: bool) -> list[RemoteStep]:
         if isinstance(self.stored, RemoteError):
             if required:
                 raise self.stored
@@ -67,9 +66,12 @@ class FakeManager:
         there = {role: RemoteRole(0, role, BOTH, "0" * 32, "") for role in BOTH}
         return [RemoteStep(number, there) for number in self.stored if step in (None, number)]
 
-    def fast_steps_found(self, roles: Sequence[str], step: int | None) -> tuple[list[WholeStep], list[LostStep]]:
-        whole = [WholeStep(number, commit_of(number, [])) for number in self.on_nodes if step in (None, number)]
-        return whole, [LostStep(number, number, reason) for number, reason in self.lost]
+    def fast_steps_found(self, roles: Sequence[str], step: int | None) -> tuple[list[NodeStep], list[NodeStep]]:
+        def on_nodes(number: int, reason: str | None = None) -> NodeStep:
+            return NodeStep.of([number, [[role, None] for role in BOTH], reason])
+
+        whole = [on_nodes(number) for number in self.on_nodes if step in (None, number)]
+        return whole, [on_nodes(number, reason) for number, reason in self.lost]
 
     def agree(self, topic: str, request: Record, answer: Callable[[], Record]) -> Record:
         def combine(records: Any) -> Record:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +22,7 @@ from mcore_ckpt.recover import recover, resumable_steps
 from mcore_ckpt.steps import complete_steps, read_tracker
 from mcore_ckpt.steps.retention import PreservationPolicy
 from mcore_ckpt.steps.runs import read_root_run
+from mcore_ckpt.steps.tracker import update_tracker
 from mcore_ckpt.tools.prune import prune
 from mcore_ckpt.tools.step_list import step_list_of
 
@@ -120,6 +121,51 @@ def test_after_a_rollback_a_crash_brings_back_what_was_saved_last(tmp_path: Path
     train(tmp_path, 100, load="auto")
     assert recovered(tmp_path) == (100, 100)
     assert not any(step.abandoned for step in step_list_of(tmp_path).steps)
+
+
+def lose_a_file(root: Path, step: int) -> None:
+    next(root.glob(f"global_steps_{step}/**/*.pt")).unlink()
+
+
+def test_a_lost_file_does_not_bring_back_what_was_given_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    remote = f"file://{tmp_path}/store"
+    root = tmp_path / "root"
+    train(root, 90, 100, remote=remote)
+    train(root, 95, load=90, remote=remote)
+    (copy,) = (tmp_path / "store" / "global_steps_95" / "actor").iterdir()
+    next(copy.rglob("*.pt")).unlink()
+    # In a store alone, as on a new disk; then in the root, too.
+    assert recovered(tmp_path / "root", remote=remote) == (95, 95)
+    shutil.move(root, tmp_path / "aside")
+    assert recovered(root, remote=remote) == (90, 90)
+    shutil.rmtree(root, ignore_errors=True)
+    shutil.move(tmp_path / "aside", root)
+    lose_a_file(root, 95)
+    assert recovered(root, remote=remote) == recovered(root) == (90, 90)
+    assert "a newer step is not loaded: " in caplog.text
+    with closing(Training(root)) as training:
+        assert training.manager.latest_step() == training.manager.load().step == 90
+    assert update_tracker(root) == update_tracker(root, committed=95) == 90
+    assert {step.step for step in step_list_of(root).steps if step.newest} == {90}
+    # The abandoned step is the last resort, and the last one that retention deletes.
+    shutil.copytree(root, tmp_path / "copy")
+    lose_a_file(tmp_path / "copy", 90)
+    for place, kept in ((root, [90, 95]), (tmp_path / "copy", [90, 95, 100])):
+        prune(place, PreservationPolicy(max_to_keep=1))
+        assert there(place) == kept
+    assert recovered(tmp_path / "copy") == (100, 100)
+
+
+def test_the_commit_of_one_role_gives_up_the_steps_of_both(tmp_path: Path) -> None:
+    roles = ("actor", "critic")
+    for steps, loads, who in (((90, 100, 110), None, roles), ((95,), 90, ("actor",))):
+        with ExitStack() as stack:
+            trainings = [stack.enter_context(closing(Training(tmp_path, role, roles=roles))) for role in roles]
+            recover([training.manager for training in trainings], loads or "off")
+            for training in trainings:
+                training.save(*(steps if training.manager.role in who else ()))
+    assert [status.step for status in resumable_steps(tmp_path, roles)] == [90, 110, 100]
+    assert resumable_steps(tmp_path, ["critic"])[0].step == 110  # it has given up nothing
 
 
 @pytest.mark.parametrize("loads", [90, None], ids=["rollback", "fresh start"])

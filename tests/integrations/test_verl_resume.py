@@ -9,13 +9,13 @@ import torch
 from checkpoints import make
 
 from mcore_ckpt.checkpoint import file_names
-from mcore_ckpt.checkpoint.manifest import encode_manifest
+from mcore_ckpt.checkpoint.manifest import ManifestSummary, encode_manifest
 from mcore_ckpt.checkpoint.provenance import Commit
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.integrations.verl.place import Place
 from mcore_ckpt.integrations.verl.resume import bare_steps, remove_steps, send_back, step_to_go_back_to, why_not_whole
-from mcore_ckpt.steps import WholeStep, write_tracker
-from mcore_ckpt.steps.branches import Position, commit_of
+from mcore_ckpt.steps import NodeStep, write_tracker
+from mcore_ckpt.steps.branches import Position
 
 
 def write_data(root: Path, step: int) -> None:
@@ -31,7 +31,7 @@ class Life:
         self.root = root
         self.position = Position()
         self.commits: dict[int, Commit] = {}
-        self.on_nodes: dict[int, WholeStep] = {}
+        self.on_nodes: dict[int, NodeStep] = {}
 
     def save(self, *steps: int, to_root: bool = True) -> None:
         for step in steps:
@@ -43,7 +43,9 @@ class Life:
                 manifest = replace(read_manifest(role_dir), commit=commit)
                 (role_dir / file_names.MANIFEST_FILE).write_bytes(encode_manifest(manifest))
             else:
-                self.on_nodes[step] = WholeStep(step, commit_of(step, [commit]))
+                self.on_nodes[step] = NodeStep(
+                    step, (ManifestSummary(step, "actor", ("actor",), "", "", commit=commit),)
+                )
             write_data(self.root, step)
             write_tracker(self.root, step)
 

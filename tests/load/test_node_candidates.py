@@ -14,11 +14,14 @@ from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.config import FastTier
 from mcore_ckpt.formats.native.folder import LocalFolder
 from mcore_ckpt.formats.native.remote_folder import RemoteFolder
-from mcore_ckpt.load.candidates import folder_of, local_candidate
-from mcore_ckpt.load.node_candidates import add_fast, found_on_nodes, spread_folder, to_adopt, why_not_whole
+from mcore_ckpt.load.candidates import AnyStep, candidates_of, folder_of
+from mcore_ckpt.load.node_candidates import found_on_nodes, spread_folder, to_adopt, why_not_whole
 from mcore_ckpt.ranks.nodes import Node, Nodes
-from mcore_ckpt.steps.node_steps import FastCheckpoint, HeldRole, whole_steps
+from mcore_ckpt.steps.choice import choose
+from mcore_ckpt.steps.listing import step_status
+from mcore_ckpt.steps.node_steps import FastCheckpoint, HeldRole, node_steps
 from mcore_ckpt.steps.node_tier import NodeTier
+from mcore_ckpt.steps.remote_steps import RemoteRole, RemoteStep
 from mcore_ckpt.steps.trainer_lock import TrainerLock
 
 STEP = small_model.STEP
@@ -54,6 +57,11 @@ def found_in(tier: NodeTier, by_node: dict[int, list[HeldRole]]) -> list[FastChe
     return found_on_nodes(tier, records_of(tier, by_node))
 
 
+def candidates(tier: NodeTier, below: list[AnyStep], found: list[FastCheckpoint]) -> list[dict[str, Any]]:
+    steps = [*below, *node_steps(found, ("actor",), lambda checkpoint: "lost")]
+    return candidates_of("actor", choose(steps, ("actor",)).steps, tier)
+
+
 def test_what_the_leads_tell_is_of_their_nodes(tier: NodeTier) -> None:
     found = found_in(tier, {0: [held(has=[(0, 1)])], 2: [held(has=[(2, 3)]), held("b", step=9)]})
     assert [(each.step, each.attempt, each.holders) for each in found] == [
@@ -80,8 +88,8 @@ def test_the_newest_of_nodes_root_and_store_is_the_first(tier: NodeTier, tmp_pat
     root = small_model.make(tmp_path / "root", small_model.tensors_of())
     (same,) = found_in(tier, {0: [held(read_manifest(root).attempt, step=STEP)]})
     (newer,) = found_in(tier, {0: [held("n", step=9)]})
-    store = {"step": 6, "folder": f"global_steps_6/actor/{'c' * 32}", "remote": True, "commit": [6, [[0, 6]]]}
-    found = add_fast(tier, "actor", [store, local_candidate(STEP, root)], whole_steps([newer, same], ["actor"]))
+    store = RemoteStep(6, {"actor": RemoteRole(6, "actor", ("actor",), "c" * 32, "")})
+    found = candidates(tier, [store, step_status(root.parent)], [newer, same])
     assert [(each["step"], each.get("attempt"), each.get("below")) for each in found] == [
         (9, "n", None),
         (6, None, None),
@@ -96,13 +104,13 @@ def test_the_newest_of_nodes_root_and_store_is_the_first(tier: NodeTier, tmp_pat
 def test_another_save_of_the_same_step_precedes_that_of_the_root(tier: NodeTier, tmp_path: Path) -> None:
     root = small_model.make(tmp_path / "root", small_model.tensors_of())
     (other,) = found_in(tier, {0: [held("other", step=STEP)]})
-    found = add_fast(tier, "actor", [local_candidate(STEP, root)], whole_steps([other], ["actor"]))
+    found = candidates(tier, [step_status(root.parent)], [other])
     assert [each.get("attempt") for each in found] == ["other", None]
 
 
 def test_own_node_then_the_next_ones_then_the_root(tier: NodeTier, tmp_path: Path) -> None:
     (checkpoint,) = found_in(tier, {n: [held(has=[(n, n + 1)])] for n in range(3)})
-    (candidate,) = add_fast(tier, "actor", [], whole_steps([checkpoint], ["actor"]))
+    (candidate,) = candidates(tier, [], [checkpoint])
     below = LocalFolder(tmp_path / "root")
     folder = spread_folder(tier, "actor", candidate, below)
     assert folder.place == tier.role_dir(7) == file_names.step_dir(tier.folder, 7) / "actor"

@@ -385,7 +385,9 @@ def test_recover_does_not_begin_anew_because_all_steps_are_lost(job: Job) -> Non
     job.save(1)
     path = read_manifest(job.role_dir(1)).files[0].path
     (job.role_dir(1) / path).unlink()
-    with pytest.raises(CheckpointNotFoundError, match=r"no step is whole any more: .* use resume='off'"):
+    with pytest.raises(
+        CheckpointNotFoundError, match=r"no step is complete with actor: .* use resume='off'.*\n.*files are on no node"
+    ):
         recover([job.start(durable_every=None)])
     assert recover([job.start(durable_every=None)], "off").step is None
 

@@ -2,41 +2,43 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mcore_ckpt.checkpoint.manifest import ManifestSummary
 from mcore_ckpt.checkpoint.provenance import MOST_RANGES, Commit
-from mcore_ckpt.steps.branches import Position, StepCommit, abandoned, by_step, commit_of, newest, oldest_first
+from mcore_ckpt.steps.branches import Position
+from mcore_ckpt.steps.choice import abandoned, by_step, choose, newest, oldest_first
 from mcore_ckpt.steps.retention import PreservationPolicy, judge
-from mcore_ckpt.steps.worth import Lack
+from mcore_ckpt.steps.worth import Lack, Weighed
 
 
 @dataclass(frozen=True)
-class Saved:
-    """A step as `branches` and `judge` see it."""
+class Saved(Weighed):
+    """A step as `choice` and `judge` see it."""
 
     step: int
     commits: tuple[Commit | None, ...]
-    is_complete: bool = True
+    lacks: tuple[Lack, ...] = ()
     pinned: bool = False
-    committed: frozenset[str] = frozenset({"actor"})
+    declared: frozenset[str] = frozenset({"actor"})
     problems: tuple[str, ...] = ()
     reason: str = ""
 
     @property
-    def is_claimed(self) -> bool:
-        return self.is_complete
+    def committed(self) -> frozenset[str]:
+        return frozenset(head.role for head in self.heads)
 
     @property
-    def lacks(self) -> tuple[Lack, ...]:
-        return ()
-
-    @property
-    def commit(self) -> StepCommit:
-        return commit_of(self.step, self.commits)
+    def heads(self) -> list[ManifestSummary]:
+        roles = sorted(self.declared)
+        return [
+            ManifestSummary(self.step, role, (role,), "", "", commit=own)
+            for role, own in zip(roles, self.commits, strict=True)
+        ]
 
 
 @dataclass
@@ -47,6 +49,21 @@ class Root:
     history: dict[int, list[int]] = field(default_factory=dict)  # by step: the steps that led to it, itself included
     at: int | None = None
     position: Position = field(default_factory=Position)
+
+    @property
+    def last(self) -> int | None:
+        """The step of the last commit of all, unless it was deleted."""
+        last = max(self.steps.values(), key=lambda saved: (saved.commit.number, saved.step), default=None)
+        return None if last is None else last.step
+
+    @property
+    def whole(self) -> list[int]:
+        return sorted(saved.step for saved in self.steps.values() if saved.is_complete)
+
+    @property
+    def loaded(self) -> int | None:
+        """The step that a load takes."""
+        return next((saved.step for saved in choose(list(self.steps.values()), ["actor"]).steps), None)
 
     def restart(self, loads: int | None) -> None:
         last = max((saved.commit.number for saved in self.steps.values()), default=0)
@@ -68,32 +85,40 @@ class Root:
 @settings(deadline=None, max_examples=150)
 @given(st.data(), st.integers(0, 3), st.sampled_from([1, 2, 3, None]))
 def test_the_last_thing_that_was_committed_wins(data: st.DataObject, old: int, keep: int | None) -> None:
-    """Also above steps without numbers, and whatever retention has deleted meanwhile."""
+    """Above steps without numbers, whatever retention has deleted meanwhile, and whatever steps have lost files."""
     root = Root()
     for number in range(old):
         root.save(10 * number, numbered=False)
     root.restart(data.draw(st.sampled_from([None, *sorted(root.steps)])))
     for _ in range(data.draw(st.integers(1, 12))):
-        what = data.draw(st.sampled_from(["save", "save", "save", "restart"]))
-        if what == "restart":
-            root.restart(data.draw(st.sampled_from([None, *sorted(root.steps)])))
+        what = data.draw(st.sampled_from(["save", "save", "restart and save", "damage"]))
+        if what == "restart and save":
+            root.restart(data.draw(st.sampled_from([None, *root.whole])))
+        if what == "damage" and root.whole:
+            damaged = root.steps[data.draw(st.sampled_from([*root.whole, root.last or 0]))]
+            root.steps[damaged.step] = replace(damaged, lacks=(Lack("", "a file is gone"),))
+        elif what != "damage":
+            root.save(data.draw(st.integers(1, 4)) + (-1 if root.at is None else root.at))
+            assert root.loaded == root.at
+        if root.last is None:
             continue
-        step = data.draw(st.integers(1, 4)) + (-1 if root.at is None else root.at)
-        root.save(step)
-        assert (last := newest(list(root.steps.values()))) is not None
-        assert last.step == step
-        branch = [one for one in root.history[step] if one in root.steps]
-        given_up = abandoned(list(root.steps.values()))
-        assert step not in given_up
-        kept = [
-            d for d in judge(sorted(root.steps.values(), key=lambda s: s.step), PreservationPolicy(keep)) if d.stays
-        ]
+        branch = root.history[root.last]
+        # Of the branch, the last one that is whole. Only if none is, of what was given up.
+        assert root.loaded == next((step for step in reversed(branch) if step in root.whole), root.loaded)
+        assert root.loaded in {None, *root.whole}
+        assert (root.loaded is None) == (not root.whole)
+        steps = sorted(root.steps.values(), key=lambda saved: saved.step)
+        given_up = abandoned(steps)
+        assert root.last not in given_up
+        kept = [decision.status for decision in judge(steps, PreservationPolicy(keep)) if decision.stays]
         if keep is not None:
-            # Those of the branch count first, and as many as there are.
-            on_branch = [one for one in branch if one not in given_up]
-            assert len(kept) == min(keep, len(root.steps))
-            assert {d.status.step for d in kept} >= set(on_branch[-keep:])
-        root.steps = {d.status.step: d.status for d in kept}
+            # Those of the branch count first, and as many as there are. What lacks files does not count.
+            on_branch = [step for step in branch if step in root.whole and step not in given_up]
+            assert len([saved for saved in kept if saved.is_complete]) == min(keep, len(root.whole))
+            assert {saved.step for saved in kept} >= set(on_branch[-keep:])
+        loaded = root.loaded
+        root.steps = {saved.step: saved for saved in kept}
+        assert root.loaded == loaded
 
 
 def test_a_rollback_abandons_what_came_after() -> None:

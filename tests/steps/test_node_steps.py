@@ -205,7 +205,7 @@ def test_a_step_needs_all_its_roles_and_those_asked_for(tmp_path: Path) -> None:
     assert whole_steps(together(tmp_path / "0", tmp_path / "1"), ["actor"]) == {}
     put(tmp_path / "2", manifest(role="critic", roles=roles), [2, 3, 4])
     found = together(*(tmp_path / str(number) for number in range(3)))
-    assert set(whole_steps(found, ["actor"])[7].roles) == set(roles)
+    assert set(whole_steps(found, ["actor"])[7].found) == set(roles)
     assert whole_steps(found, ["actor", "ref"]) == {}
     assert set(whole_steps(found, [])) == {7}
 
@@ -226,7 +226,7 @@ def test_the_second_of_two_saves_of_a_step_that_some_nodes_have_not_committed(tm
     folders = [tmp_path / "0", tmp_path / "1"]
     found = together(*(reversed(folders) if renumbered else folders))
     assert [each.is_complete for each in found] == [True, True]
-    assert whole_steps(found, ["actor"])[7].roles["actor"].attempt == "b" * 32
+    assert whole_steps(found, ["actor"])[7].found["actor"].attempt == "b" * 32
 
 
 @pytest.mark.parametrize("renumbered", [False, True])
@@ -235,7 +235,7 @@ def test_the_second_of_two_saves_of_a_step_while_a_node_was_away(tmp_path: Path,
     put(tmp_path / "1", replace(manifest(attempt="b"), created="2025-01-01T00:00:01+00:00"))
     folders = [tmp_path / "0", tmp_path / "1"]
     found = together(*(reversed(folders) if renumbered else folders))
-    assert whole_steps(found, ["actor"])[7].roles["actor"].attempt == "b" * 32
+    assert whole_steps(found, ["actor"])[7].found["actor"].attempt == "b" * 32
 
 
 def test_the_files_of_two_saves_of_a_step_do_not_make_one(tmp_path: Path) -> None:
@@ -250,4 +250,4 @@ def test_of_two_saves_of_a_step_the_one_that_is_whole_counts(tmp_path: Path) -> 
     put(tmp_path / "0", manifest(attempt="a"))
     put(tmp_path / "1", manifest(attempt="b"), [3, 4])
     found = together(tmp_path / "0", tmp_path / "1")
-    assert whole_steps(found, ["actor"])[7].roles["actor"].attempt == "a" * 32
+    assert whole_steps(found, ["actor"])[7].found["actor"].attempt == "a" * 32

@@ -53,7 +53,7 @@ def test_a_tracker_of_garbage_is_none(tmp_path: Path, content: bytes, caplog: py
     (tmp_path / file_names.TRACKER_FILE).write_bytes(content)
     assert tracker.read_tracker(tmp_path) is None
     make(file_names.step_dir(tmp_path, 7) / ROLE, 3)
-    tracker.warn_if_tracker_differs(tmp_path, steps.complete_steps(tmp_path))
+    tracker.warn_if_tracker_differs(tmp_path, steps.complete_steps(tmp_path)[::-1])
     assert "does not name a step; loading the newest complete one, 7" in caplog.text
     assert tracker.update_tracker(tmp_path) == 7
     assert (tmp_path / file_names.TRACKER_FILE).read_bytes() == b"7"
@@ -66,7 +66,7 @@ def test_a_tracker_that_is_no_file(
     make_it(tmp_path / file_names.TRACKER_FILE)
     make(file_names.step_dir(tmp_path, 7) / ROLE, 3)
     assert tracker.read_tracker(tmp_path) is None
-    tracker.warn_if_tracker_differs(tmp_path, steps.complete_steps(tmp_path))
+    tracker.warn_if_tracker_differs(tmp_path, steps.complete_steps(tmp_path)[::-1])
     assert "does not name a step" in caplog.text
     tracker.move_tracker(tmp_path)
     if make_it is folder:
@@ -82,7 +82,7 @@ def test_no_tracker(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert tracker.update_tracker(tmp_path) is None
     assert os.listdir(tmp_path) == []
     make(file_names.step_dir(tmp_path, 7) / ROLE, 3)
-    tracker.warn_if_tracker_differs(tmp_path, steps.complete_steps(tmp_path))
+    tracker.warn_if_tracker_differs(tmp_path, steps.complete_steps(tmp_path)[::-1])
     assert caplog.text == ""
 
 
@@ -91,7 +91,7 @@ def test_a_tracker_that_points_nowhere(tmp_path: Path, content: bytes, caplog: p
     (tmp_path / file_names.TRACKER_FILE).write_bytes(content)
     assert tracker.read_tracker(tmp_path) == 12
     make(file_names.step_dir(tmp_path, 7) / ROLE, 3)
-    tracker.warn_if_tracker_differs(tmp_path, steps.complete_steps(tmp_path))
+    tracker.warn_if_tracker_differs(tmp_path, steps.complete_steps(tmp_path)[::-1])
     assert "names step 12, which is not complete; loading the newest complete step, 7" in caplog.text
 
 
@@ -99,7 +99,7 @@ def test_a_tracker_that_names_an_older_step(tmp_path: Path, caplog: pytest.LogCa
     for step in (7, 12):
         make(file_names.step_dir(tmp_path, step) / ROLE, step)
     (tmp_path / file_names.TRACKER_FILE).write_bytes(b"7")
-    tracker.warn_if_tracker_differs(tmp_path, steps.complete_steps(tmp_path))
+    tracker.warn_if_tracker_differs(tmp_path, steps.complete_steps(tmp_path)[::-1])
     assert "names step 7, but the newest complete step is 12" in caplog.text
     assert "load(step=7)" in caplog.text
 

@@ -20,9 +20,9 @@ from mcore_ckpt.cli.main import main
 from mcore_ckpt.errors import CheckpointCorruptError
 from mcore_ckpt.io.folder_sizes import sizes_below, sizes_of
 from mcore_ckpt.io.store import Store
-from mcore_ckpt.load.candidates import newest_first
 from mcore_ckpt.recover import resumable_steps
 from mcore_ckpt.steps import leftovers, listing, tracker
+from mcore_ckpt.steps.choice import choose
 from mcore_ckpt.steps.node_files import as_in_folder
 from mcore_ckpt.steps.remote_steps import RemoteSteps
 from mcore_ckpt.steps.retention import PreservationPolicy, delete_old_steps, too_old
@@ -235,7 +235,7 @@ def test_a_store_counts_what_it_has(root: Path, tmp_path: Path) -> None:
     assert (second.worth, third.worth, third.is_claimed) == (Worth.WHOLE, Worth.CLAIMED, True)
     assert "missing or cut" in third.reason
     assert [step.step for step in too_old(remote.steps(), PreservationPolicy(1))] == [1]
-    assert [candidate["step"] for candidate in newest_first(ROLE, [], remote.steps())] == [2, 1]
+    assert [step.step for step in choose(remote.steps(), (ROLE,)).steps] == [2, 1]
     # What the store has lost is sent again, and the step counts once more.
     uploads = UploadQueue(remote, root, ROLE, PreservationPolicy(1))
     assert uploads.committed(3).wait(60)

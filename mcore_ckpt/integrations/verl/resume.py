@@ -17,8 +17,8 @@ from mcore_ckpt.checkpoint import MANIFEST_FILE, TRACKER_FILE, step_dirs
 from mcore_ckpt.formats import companions_of, first_cut, kind_of, what_is_missing
 from mcore_ckpt.integrations.verl.place import Place
 from mcore_ckpt.steps import (
+    NodeStep,
     StepStatus,
-    WholeStep,
     holds_something,
     list_steps,
     newest_complete,
@@ -32,7 +32,7 @@ from mcore_ckpt.steps import (
 logger = logging.getLogger(__name__)
 
 # The steps that the nodes of the fast tier have, with all roles.
-OnNodes = Mapping[int, WholeStep]
+OnNodes = Mapping[int, NodeStep]
 _NONE: OnNodes = {}
 # What verl's trainers are known to write into a step.
 _KNOWN = ("data.pt", "data_#.pt", "transfer_queue")
@@ -142,7 +142,7 @@ def _whole_steps(place: Place, on_nodes: OnNodes) -> list[tuple[int, Path]]:
     """Returns the other complete steps of a place, the newest first, each with its folder."""
     # Of a step that only the nodes have, the folder in the root has no commit.
     here = [status for status in list_steps(place.root) if status.committed or status.step not in on_nodes]
-    everywhere: list[StepStatus | WholeStep] = [*here, *on_nodes.values()]
+    everywhere: list[StepStatus | NodeStep] = [*here, *on_nodes.values()]
     last_first = reversed(oldest_first(everywhere))
     there = [step for step in dict.fromkeys(each.step for each in last_first) if _is_whole(place, step, on_nodes)]
     others = ((step, place.in_step(step)) for step in there)

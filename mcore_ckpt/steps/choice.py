@@ -1,0 +1,152 @@
+"""Says which step is the newest, and chooses the steps to load from: of a root, a store and nodes together.
+
+The newest step is the one that was committed last: not the one with the highest number, and no clock decides. The last
+commit also says which steps are abandoned (`branches.py`). Its manifest is enough for that. Whether its files are still
+there decides only what can be loaded. So damage never brings back a step that the training has given up, unless nothing
+else is left.
+
+Nothing is read here, but a step may look at its files when it is asked whether it is complete.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from mcore_ckpt.checkpoint.provenance import MOST_RANGES, Commit
+from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
+from mcore_ckpt.steps.branches import StepCommit, commit_of
+from mcore_ckpt.steps.worth import Weighed
+
+logger = logging.getLogger(__name__)
+
+Step = TypeVar("Step", bound=Weighed)
+
+
+def order_of(step: Weighed) -> tuple[int, int]:
+    """Returns what sorts steps by their commits. Two trainers can choose one number; then the step decides."""
+    return step.commit.number, step.step
+
+
+def last_commit(steps: Iterable[Weighed], roles: Sequence[str] = ()) -> StepCommit | None:
+    """Returns what was committed last, as far as manifests can be read. None if none can be.
+
+    Args:
+        steps: the steps.
+        roles: the roles whose commits count; none for all. Roles that are saved at different steps have own branches.
+    """
+    claims = [
+        (each.step, [claim.commit for claim in each.claims if not roles or claim.role in roles]) for each in steps
+    ]
+    found = [(commit_of(step, commits), step) for step, commits in claims if commits]
+    return max(found, key=lambda each: (each[0].number, each[1]), default=(None, 0))[0]
+
+
+def _order(steps: Sequence[Weighed], roles: Sequence[str]) -> Callable[[Weighed], tuple[bool, int, int]]:
+    last = last_commit(steps, roles)
+    return lambda step: (last is None or not last.has_given_up(step.commit.number), *order_of(step))
+
+
+def oldest_first(steps: Sequence[Step], roles: Sequence[str] = ()) -> list[Step]:
+    """Sorts steps by their commits, the abandoned ones before all others. The last one is to be loaded first.
+
+    The steps of one commit stay in their order. `roles` are those whose commits count; none for all.
+    """
+    return sorted(steps, key=_order(steps, roles))
+
+
+def abandoned(steps: Sequence[Weighed]) -> frozenset[int]:
+    """Returns the numbers of the steps that are not in the branch of the last commit."""
+    last = last_commit(steps)
+    return frozenset(() if last is None else (each.step for each in steps if last.has_given_up(each.commit.number)))
+
+
+def newest(steps: Sequence[Step], roles: Sequence[str] = ()) -> Step | None:
+    """Returns the complete step that is to be loaded first; None if no step is complete."""
+    return next((step for step in reversed(oldest_first(steps, roles)) if step.is_complete), None)
+
+
+def by_step(step: int, others: Sequence[Weighed]) -> Commit | None:
+    """Returns the commit of a step that no training has saved, such as a tool's: it goes by its step.
+
+    It shares the number of the step before it, or of the first one, so a later step stays the newest. None: there are
+    no others.
+    """
+    given_up = abandoned(others)
+    there = sorted((each for each in others if each.step not in given_up), key=order_of)
+    before = [each for each in there if each.step <= step][-1:] or there[:1]
+    return next((Commit(each.commit.number, None, each.commit.branch[-MOST_RANGES:]) for each in before), None)
+
+
+@dataclass(frozen=True)
+class Choice(Generic[Step]):
+    """The steps to load from.
+
+    Attributes:
+        steps: those to try, in this order: the newest whole one, then the older ones, of which nobody has looked at the
+            files, because there may be thousands. Abandoned ones are last.
+        passed_over: those that would be tried before, but cannot be loaded, and those of another run. If there is no
+            step to try, these are all steps.
+        roles: the roles to load.
+    """
+
+    steps: tuple[Step, ...]
+    passed_over: tuple[Step, ...]
+    roles: tuple[str, ...]
+
+    @property
+    def error(self) -> type[CheckpointError]:
+        """The error to raise if there is no step to try.
+
+        If a step lacks files, something is left to mend, so nobody may take this for a new training.
+        """
+        lacks_files = any(step.is_claimed and step.lacks for step in self.passed_over)
+        return CheckpointCorruptError if lacks_files else CheckpointNotFoundError
+
+    def reason(self, step: Step) -> str:
+        """Says why a step is passed over."""
+        missing = [role for role in self.roles if role not in step.committed]
+        return f"{step.where}: complete, but without {', '.join(missing)}" if step.is_complete else step.reason
+
+    def warn(self) -> None:
+        """Logs which steps are passed over, and why."""
+        for step in self.passed_over:
+            if step.is_of_other_run:
+                logger.warning("a step is not loaded: %s", self.reason(step))
+            else:
+                logger.warning("a newer step is not loaded: %s", self.reason(step))
+
+
+def choose(steps: Sequence[Step], roles: Sequence[str] = ()) -> Choice[Step]:
+    """Chooses the steps to load from. Of two of one commit, the one that is later in `steps` is tried first.
+
+    Args:
+        steps: all steps that there are, in all places.
+        roles: the roles that a step must have.
+
+    Raises OSError or RemoteError: the files of a step cannot be looked at.
+    """
+    order = _order(steps, roles)
+    last_first = sorted(steps, key=order)[::-1]
+    tried = tuple(_whole_first([step for step in last_first if step.committed.issuperset(roles)]))
+    if not tried:
+        return Choice((), tuple(last_first), tuple(roles))
+
+    def is_passed_over(step: Step) -> bool:
+        if not step.claims:  # its manifest cannot be read; a step without one is a save in progress
+            return bool(step.problems) and (step.is_of_other_run or step.step > tried[0].step)
+        return step.is_of_other_run or order(step) > order(tried[0])
+
+    return Choice(tried, tuple(filter(is_passed_over, last_first)), tuple(roles))
+
+
+def _whole_first(last_first: Iterable[Step]) -> Iterator[Step]:
+    """Yields the first whole one, and the claimed ones behind it."""
+    steps = iter(last_first)
+    for step in steps:
+        if step.is_complete:
+            yield step
+            break
+    yield from (step for step in steps if step.is_claimed)
