@@ -11,7 +11,7 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import Manifest
 from mcore_ckpt.checkpoint.provenance import Run
 from mcore_ckpt.errors import InvalidArgumentError
-from mcore_ckpt.steps import branches, commit, leftovers, tracker
+from mcore_ckpt.steps import choice, commit, leftovers, tracker
 from mcore_ckpt.steps.listing import StepStatus, holds_something, list_steps, step_status
 from mcore_ckpt.steps.new_folder import check_not_pinned, check_space
 from mcore_ckpt.steps.trainer_lock import ToolLocks
@@ -89,7 +89,7 @@ class NewStep:
         """
         if self._run is None:
             others = [status for status in list_steps(self._root) if status.committed]
-            manifest = replace(manifest, run=None, commit=branches.by_step(self._step, others))
+            manifest = replace(manifest, run=None, commit=choice.by_step(self._step, others))
         role_dir = file_names.step_dir(self._root, self._step) / manifest.role
         commit.write_manifest(self._staged[role_dir], manifest)
 
