@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -118,9 +119,10 @@ def check_may_write(root: Path, step: int, roles: Sequence[str], force: bool = F
 
     Raises:
         InvalidArgumentError: the step is pinned, has a role already or one of another run, or has a folder with another
-            name.
+            name; the root is in a step; or its tracker is another program's.
         OSError: the step cannot be read.
     """
+    _check_root(root, force)
     new = file_names.step_dir(root, step)
     for path in file_names.step_dirs(root).get(step, []):
         check_not_pinned(path)
@@ -139,6 +141,20 @@ def check_may_write(root: Path, step: int, roles: Sequence[str], force: bool = F
             )
     for status in list_steps(root, step):
         _check_one_run(status, roles, run)
+
+
+def _check_root(root: Path, force: bool) -> None:
+    for folder in (root, *root.parents):
+        if file_names.parse_step(folder.name) is not None and folder.is_dir() and step_status(folder).committed:
+            raise InvalidArgumentError(
+                f"{root}: is in the step {folder}, and would be deleted with it: name a folder outside of it"
+            )
+    path = root / file_names.TRACKER_FILE
+    if not force and os.path.lexists(path) and not any(status.committed for status in list_steps(root)):
+        raise InvalidArgumentError(
+            f"{path}: there is no step of this package beside it, so another program's checkpoints are here, and it "
+            "would start from the new step: name another folder, or let the tracker name the new step with --force"
+        )
 
 
 def _check_one_run(status: StepStatus, roles: Sequence[str], run: Run | None) -> None:

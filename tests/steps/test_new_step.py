@@ -120,6 +120,25 @@ def test_roles_of_two_runs_do_not_come_into_one_step(force: bool, tmp_path: Path
     assert os.listdir(root / "global_steps_5") == ["critic"]
 
 
+@pytest.mark.parametrize("tracked", ["10", "release"])
+def test_the_tracker_of_another_program_stays(tracked: str, tmp_path: Path) -> None:
+    (tmp_path / "iter_0000010").mkdir()
+    path = tmp_path / file_names.TRACKER_FILE
+    path.write_text(tracked)
+    with pytest.raises(InvalidArgumentError, match="another program's checkpoints are here"):
+        write(tmp_path)
+    assert path.read_text() == tracked
+    write(tmp_path, force=True)
+    assert path.read_text() == "5"
+
+
+@pytest.mark.parametrize("below", ["", "x", "actor/x"])
+def test_no_root_is_made_in_a_step(below: str, tmp_path: Path) -> None:
+    write(tmp_path)
+    with pytest.raises(InvalidArgumentError, match="would be deleted with it"):
+        write(tmp_path / "global_steps_5" / below, step=6)
+
+
 def test_a_pin_is_seen_even_if_it_comes_meanwhile(tmp_path: Path) -> None:
     role_dir = write(tmp_path, version=1)
     pins.pin(tmp_path, 5)
