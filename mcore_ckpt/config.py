@@ -13,7 +13,7 @@ from typing import Any
 from mcore_ckpt.errors import InvalidArgumentError, InvalidTypeError
 from mcore_ckpt.events import Listener
 from mcore_ckpt.field_checks import check_fields, checked, limited, one_of, options_of
-from mcore_ckpt.urls import checked_url
+from mcore_ckpt.urls import checked_url, local_path
 
 # How long a rank waits for another rank before it gives up, in seconds, unless the caller chooses.
 TIMEOUT_S = 600.0
@@ -67,9 +67,7 @@ class FastTier:
     domain: Callable[[], str] | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.folder, str | os.PathLike) or not isinstance(os.fspath(self.folder), str):
-            raise InvalidTypeError(f"folder of the fast tier is {self.folder!r}: use a path, such as '/dev/shm/run'")
-        if not os.path.isabs(os.path.expanduser(os.fspath(self.folder))):
+        if not local_path(self.folder, "folder of the fast tier").is_absolute():
             raise InvalidArgumentError(
                 f"folder of the fast tier is {os.fspath(self.folder)!r}: use an absolute path, such as /dev/shm/run, "
                 "which is a folder of each node's own"

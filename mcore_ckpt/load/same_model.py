@@ -16,7 +16,7 @@ from mcore_ckpt.errors import CheckpointError, CheckpointMismatchError
 from mcore_ckpt.models.architecture import read_config
 from mcore_ckpt.models.mcore_config import to_mcore_config
 from mcore_ckpt.models.registry import model_from_config
-from mcore_ckpt.state.model_facts import DifferentFact, Facts, described, different_facts, facts_of
+from mcore_ckpt.state.model_facts import DifferentFact, Facts, config_facts, described, different_facts
 from mcore_ckpt.state.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ def facts_of_arguments(arguments: Mapping[str, Any]) -> Facts:
         fields |= {"activation_func": "quick_gelu", "gated_linear_unit": True}
     if not arguments["group_query_attention"]:
         fields["num_query_groups"] = None
-    return facts_of(fields, {})
+    return config_facts(fields, {})
 
 
 def facts_beside(path: Path) -> Facts:
@@ -94,7 +94,7 @@ def facts_beside(path: Path) -> Facts:
         if (folder / "config.json").is_file():
             try:
                 stated = to_mcore_config(model_from_config(read_config(folder)))
-                return facts_of(stated.fields, stated.gpt)
+                return config_facts(stated.fields, stated.gpt)
             except CheckpointError:
                 return {}  # a model that cannot be converted can still be loaded
     return {}

@@ -240,11 +240,11 @@ def read_facts(chunks: Sequence[torch.nn.Module]) -> Facts:
             config = getattr(part, "config", None)
             if config is not None and (not name or config is not of_language):
                 prefix = f"{name}." if name else ""
-                found |= {prefix + fact: value for fact, value in facts_of(config, _arguments(part)).items()}
+                found |= {prefix + fact: value for fact, value in config_facts(config, _arguments(part)).items()}
     return found
 
 
-def facts_of(transformer: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+def config_facts(transformer: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the facts of one language model, or of one tower.
 
     Args:

@@ -18,7 +18,7 @@ from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.errors import InvalidArgumentError, InvalidTypeError
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide, same_everywhere
 from mcore_ckpt.ranks.topology import is_first_optimizer_instance, read_replicas, read_topology
-from mcore_ckpt.state.adapters import adapter_settings, own_adapters, trained_beside
+from mcore_ckpt.state.adapters import adapter_settings, own_adapters, own_trained
 from mcore_ckpt.state.megatron_versions import check_megatron
 from mcore_ckpt.state.model import chunk_layers, model_shards, own_layers, process_groups_of, whole_layers
 from mcore_ckpt.state.model_facts import read_facts
@@ -127,7 +127,7 @@ def complete_together(
         return {
             **_arguments(trainer, remote_url),
             "adapters": own_adapters(chunks),
-            "trained": trained_beside(model),
+            "trained": own_trained(model),
             **own_layers(model, trainer.coordinates),
         }
 

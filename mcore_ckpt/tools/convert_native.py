@@ -26,7 +26,7 @@ from mcore_ckpt.ranks.topology import Topology
 from mcore_ckpt.sharding.placement import share_of
 from mcore_ckpt.sharding.plan import MODEL, ShardKey
 from mcore_ckpt.sharding.regions import Region
-from mcore_ckpt.state.model_facts import Facts, facts_of
+from mcore_ckpt.state.model_facts import Facts, config_facts
 from mcore_ckpt.steps import commit
 from mcore_ckpt.steps.new_step import NewStep, check_may_write
 from mcore_ckpt.tools.convert import ConversionReport, Progress, check_written, left_out_of, open_folder, whole_region
@@ -190,7 +190,7 @@ def _facts(reader: HuggingFaceReader) -> Facts | None:
     if not reader.model.architecture.rules:
         return None
     stated = to_mcore_config(reader.model)
-    return facts_of(stated.fields, stated.gpt)
+    return config_facts(stated.fields, stated.gpt)
 
 
 def _as_record(names: FileNames) -> Record:

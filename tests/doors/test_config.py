@@ -64,7 +64,8 @@ def test_roles_are_a_list_of_names() -> None:
     ("choices", "error", "reason"),
     [
         ({"folder": "relative/run"}, ValueError, "folder of the fast tier is 'relative/run': use an absolute path"),
-        ({"folder": ""}, ValueError, "folder of the fast tier is ''"),
+        ({"folder": ""}, ValueError, "folder of the fast tier is empty"),
+        ({"folder": "s3://run"}, ValueError, "folder of the fast tier is the URL 's3://run': use the path of a folder"),
         ({"replicas": -1}, ValueError, "replicas of the fast tier is -1: use 0 or more"),
         ({"replicas": True}, ValueError, "replicas of the fast tier is True"),
         ({"replicas": None}, ValueError, "replicas of the fast tier is None"),

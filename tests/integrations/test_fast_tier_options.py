@@ -8,7 +8,6 @@ import pytest
 
 from mcore_ckpt import CheckpointConfig, FastTier
 from mcore_ckpt.errors import InvalidArgumentError, UnsupportedError
-from mcore_ckpt.integrations.kit.options import own_config
 from mcore_ckpt.integrations.verl.options import read_options
 
 FAST: dict[str, Any] = {"folder": "/dev/shm/run", "durable_every": 5}
@@ -23,7 +22,7 @@ def test_nested_options_describe_a_fast_tier() -> None:
     for fast in (FAST, wanted):
         assert read_options({"fast": fast})["fast"] == wanted
         assert read_options(SimpleNamespace(fast=fast))["fast"] == wanted
-        assert own_config({"fast": fast}, (), "options").fast == wanted
+        assert CheckpointConfig.from_dict({"fast": fast}, "options").fast == wanted
     assert "fast" not in read_options({"fast": None})
 
 

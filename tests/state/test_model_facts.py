@@ -15,7 +15,7 @@ from tiny_models import NAMES, make_config
 
 from mcore_ckpt.load.same_model import differences_to_live, facts_of_arguments
 from mcore_ckpt.models import model_from_config, to_mcore_config
-from mcore_ckpt.state.model_facts import _DEFAULTS, _TABLE, different_facts, facts_of, read_facts
+from mcore_ckpt.state.model_facts import _DEFAULTS, _TABLE, config_facts, different_facts, read_facts
 
 # A model that each kind of facts is true of.
 BASE: dict[str, dict[str, Any]] = {
@@ -46,7 +46,7 @@ def test_each_fact_is_read_and_compared(kind: str) -> None:
     saved = {**COMMON, **BASE[kind]}
     for name in _TABLE[kind]:
         fields = {**saved, name: saved.get(name, 3)}
-        ours, theirs = (facts_of(SimpleNamespace(**each), {}) for each in (fields, {**fields, name: 5}))
+        ours, theirs = (config_facts(SimpleNamespace(**each), {}) for each in (fields, {**fields, name: 5}))
         if name in ("moe_router_load_balancing_type", "is_hybrid_model", "rope_scaling", "multi_latent_attention"):
             continue  # 3 and 5 are the same, or say what the other facts are
         if name in ("experimental_attention_variant", "position_embedding_type", "rope_type"):
@@ -59,8 +59,8 @@ def test_each_fact_is_read_and_compared(kind: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_config_json_says_what_the_live_model_is(name: str) -> None:
     known = to_mcore_config(model_from_config(make_config(name)))
-    stated = facts_of(known.fields, known.gpt)
-    live = facts_of(known.transformer_config(hidden_dropout=0.1), known.gpt)
+    stated = config_facts(known.fields, known.gpt)
+    live = config_facts(known.transformer_config(hidden_dropout=0.1), known.gpt)
     assert stated["num_attention_heads"] == live["num_attention_heads"]
     assert names_of(stated, live) == names_of(live, stated) == []
 
@@ -72,7 +72,8 @@ def test_the_kind_that_was_seen() -> None:
     live = TransformerConfig(**sizes, num_attention_heads=2, activation_func=torch.nn.functional.silu)
     rope = {"position_embedding_type": "rope", "rotary_base": 10000}
     found = {
-        each.name: (each.saved, each.live) for each in different_facts(facts_of(saved, rope), facts_of(live, rope))
+        each.name: (each.saved, each.live)
+        for each in different_facts(config_facts(saved, rope), config_facts(live, rope))
     }
     assert found == {
         "num_attention_heads": (4, 2),
@@ -87,7 +88,9 @@ def test_a_longer_context_changes_the_base_on_purpose() -> None:
     config = MLATransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4, rope_type="yarn")
     longer = copy.copy(config)
     longer.rotary_base, longer.rotary_scaling_factor = 1000000, 80
-    [scale, base] = sorted(different_facts(facts_of(config, {}), facts_of(longer, {})), key=lambda each: each.saved)
+    [scale, base] = sorted(
+        different_facts(config_facts(config, {}), config_facts(longer, {})), key=lambda each: each.saved
+    )
     assert (base.name, scale.name) == ("rotary_base", "rotary_scaling_factor")
     assert base.may_change
     assert scale.may_change
@@ -116,7 +119,7 @@ def test_several_forms_of_one_value(one: dict[str, Any], other: dict[str, Any]) 
     base = {**COMMON, "num_moe_experts": 8, "num_layers": 4, "hidden_size": 32}
     if "activation_func" in one:
         base |= {"num_moe_experts": None}
-    first, second = (facts_of(SimpleNamespace(**{**base, **each}), {}) for each in (one, other))
+    first, second = (config_facts(SimpleNamespace(**{**base, **each}), {}) for each in (one, other))
     assert names_of(first, second) == names_of(second, first) == []
 
 
@@ -124,14 +127,14 @@ def test_functions_are_named() -> None:
     tanh = partial(torch.nn.functional.gelu, approximate="tanh")
     functions = {tanh: "gelu(approximate=tanh)", squared_relu: "squared_relu", torch.nn.SiLU(): "SiLU"}
     for function, name in functions.items():
-        assert facts_of(SimpleNamespace(activation_func=function), {})["activation_func"] == name
+        assert config_facts(SimpleNamespace(activation_func=function), {})["activation_func"] == name
 
 
 def test_what_only_other_models_read_is_not_compared() -> None:
     dense = {**COMMON, "num_moe_experts": None, "moe_router_topk": 2, "mamba_state_dim": 128}
-    found = facts_of(SimpleNamespace(**dense), {})
+    found = config_facts(SimpleNamespace(**dense), {})
     assert not {"moe_router_topk", "mamba_state_dim", "v_head_dim"} & found.keys()
-    assert not names_of(found, facts_of(SimpleNamespace(**{**dense, "moe_router_topk": 8}), {}))
+    assert not names_of(found, config_facts(SimpleNamespace(**{**dense, "moe_router_topk": 8}), {}))
 
 
 def model(config: dict[str, Any], frequencies: list[float] | None = None, **arguments: Any) -> torch.nn.Module:
@@ -171,9 +174,10 @@ def test_another_head_is_no_other_model() -> None:
     """A critic that starts from a language model: the tensors themselves show it."""
     live = {**COMMON, "share_embeddings_and_output_weights": False}
     trainer: Any = SimpleNamespace(
-        config=SimpleNamespace(load_contents=("model",), strict_model=True), model=facts_of(SimpleNamespace(**live), {})
+        config=SimpleNamespace(load_contents=("model",), strict_model=True),
+        model=config_facts(SimpleNamespace(**live), {}),
     )
-    saved = facts_of(SimpleNamespace(**{**live, "share_embeddings_and_output_weights": True}), {})
+    saved = config_facts(SimpleNamespace(**{**live, "share_embeddings_and_output_weights": True}), {})
     assert names_of(saved, trainer.model) == ["share_embeddings_and_output_weights"]  # for `diff`
     assert not differences_to_live(trainer, saved)
 
@@ -208,9 +212,9 @@ def test_arguments_of_megatron_lm() -> None:
         position_embedding_type="rope",
         rotary_base=10000,
     )
-    assert not names_of(dict(facts_of_arguments(arguments)), facts_of(live, {}))
+    assert not names_of(dict(facts_of_arguments(arguments)), config_facts(live, {}))
     other = {**arguments, "swiglu": False, "squared_relu": True, "norm_epsilon": 1e-5}
-    assert names_of(dict(facts_of_arguments(other)), facts_of(live, {})) == [
+    assert names_of(dict(facts_of_arguments(other)), config_facts(live, {})) == [
         *("layernorm_epsilon", "activation_func", "gated_linear_unit")
     ]
     # Another program has stored a few of them, which say nothing of the others.

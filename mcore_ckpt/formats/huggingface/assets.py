@@ -18,7 +18,7 @@ from mcore_ckpt.formats.huggingface.side_files import (
     CONFIG_FILE,
     GENERATION_CONFIG_FILE,
     QUANTIZATION,
-    LeftOut,
+    Unwanted,
     side_files,
 )
 from mcore_ckpt.io.files import make_folder, sync_file, write_file
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 _SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 
-TOKENIZER = LeftOut(
+TOKENIZER = Unwanted(
     (
         *("tokenizer.json", "vocab*", "merges*.txt", "*.tiktoken", "added_tokens.json", _SPECIAL_TOKENS_FILE),
         *("*.model", "*.model.v*", "tekken.json"),

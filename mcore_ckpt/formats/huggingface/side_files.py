@@ -30,7 +30,7 @@ GENERATION_CONFIG_FILE = "generation_config.json"
 
 
 @dataclass(frozen=True)
-class LeftOut:
+class Unwanted:
     """Files that are not taken. `names` are patterns of names in lower case, and `why` is the reason."""
 
     names: tuple[str, ...]
@@ -41,7 +41,7 @@ class LeftOut:
         return any(fnmatchcase(name.lower(), pattern) for pattern in self.names)
 
 
-WEIGHTS = LeftOut(
+WEIGHTS = Unwanted(
     (
         *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.npz", "*.ot", "*.distcp"),
         *("*.gguf", "*.ggml", "*.llamafile", "*.onnx", "*.onnx_data*", "*.onnx.data", "*.tflite", "*.mlmodel"),
@@ -50,16 +50,16 @@ WEIGHTS = LeftOut(
     "They are weights, or an optimizer's state: the new weights replace them. Those of other programs hold the old "
     "model, and can be larger than the new one.",
 )
-DESCRIPTIONS = LeftOut(
+DESCRIPTIONS = Unwanted(
     ("*.index.json", "*.index.*.json", "adapter_config.json"),
     "They say in which files the old weights are. transformers would look for files that are not there.",
 )
-QUANTIZATION = LeftOut(
+QUANTIZATION = Unwanted(
     ("hf_quant_config.json", "quant*_config.json", "quanto_qmap.json", "kv_cache_scales.json"),
     "They say how the old weights are quantized. Servers would read plain weights as quantized ones. They are kept if "
     "the new weights are quantized in the same way.",
 )
-BOOKKEEPING = LeftOut(
+BOOKKEEPING = Unwanted(
     (".*", "__pycache__", "*.pyc", "*.incomplete"),
     "They belong to git, to the hub's client, to Python or to an editor, not to the model.",
 )

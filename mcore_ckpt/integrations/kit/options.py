@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import Field, fields
 from typing import Any
 
@@ -13,19 +13,6 @@ from mcore_ckpt.errors import UnsupportedError
 def own_fields(said_elsewhere: Collection[str]) -> list[Field[Any]]:
     """Returns the fields of CheckpointConfig for which a framework has no words of its own."""
     return [field for field in fields(CheckpointConfig) if field.name not in said_elsewhere]
-
-
-def own_config(given: Mapping[str, Any], said_elsewhere: Collection[str], where: str) -> CheckpointConfig:
-    """Returns the configuration that a mapping of our options describes.
-
-    Args:
-        given: the options by name, as `CheckpointConfig.from_dict` takes them.
-        said_elsewhere: the options for which the framework has words of its own.
-        where: what the mapping is called there, for messages.
-
-    Raises InvalidArgumentError, InvalidTypeError: an option is unknown or said elsewhere, or a value is not allowed.
-    """
-    return CheckpointConfig.from_dict(given, where, but=said_elsewhere)
 
 
 def refuse_fast(config: CheckpointConfig, where: str, why: str) -> None:

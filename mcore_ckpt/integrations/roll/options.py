@@ -11,7 +11,7 @@ from mcore_ckpt.checkpoint import parse_step
 from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.errors import InvalidArgumentError
 from mcore_ckpt.field_checks import check_value
-from mcore_ckpt.integrations.kit.options import kept_count, own_config, refuse_fast
+from mcore_ckpt.integrations.kit.options import kept_count, refuse_fast
 from mcore_ckpt.steps import PreservationPolicy
 
 PIPELINE_ROLE = "pipeline"  # ROLL's name for the driver's role, and for its folder
@@ -60,7 +60,7 @@ def read_options(checkpoint_config: Mapping[str, Any]) -> RollOptions:
     """Reads a `checkpoint_config`. Raises InvalidArgumentError for unknown options and an unusable `output_dir`."""
     given = dict(checkpoint_config)
     ours = {name: value for name, value in given.items() if name not in _ROLLS}
-    config = own_config(ours, _SAID_ELSEWHERE, "checkpoint_config")
+    config = CheckpointConfig.from_dict(ours, "checkpoint_config", but=_SAID_ELSEWHERE)
     refuse_fast(config, "checkpoint_config", "ROLL's driver commits a role of its own in output_dir")
     output_dir = given.get("output_dir")
     if not output_dir:

@@ -18,7 +18,7 @@ from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.errors import CheckpointMismatchError, CheckpointNotFoundError, UnsupportedError
 from mcore_ckpt.integrations.kit.arguments import COUNTERS, Arguments
 from mcore_ckpt.integrations.kit.loop import Loaded, LoopCheckpoints, Training, restore_counters
-from mcore_ckpt.integrations.kit.options import own_config, refuse_fast
+from mcore_ckpt.integrations.kit.options import refuse_fast
 from mcore_ckpt.integrations.kit.published import published_config, published_tokenizer
 from mcore_ckpt.integrations.kit.together import decided_by_rank_0
 from mcore_ckpt.integrations.megatron.refusals import refuse_partial_loads
@@ -178,7 +178,8 @@ class ActorCheckpoints:
         """Replaces what only a fork has, given its module `backends.megatron_utils.model`."""
 
     def _read_config(self) -> CheckpointConfig:
-        config = own_config(getattr(self._args, "mcore_ckpt", None) or {}, _SAID_ELSEWHERE, "args.mcore_ckpt")
+        given = getattr(self._args, "mcore_ckpt", None) or {}
+        config = CheckpointConfig.from_dict(given, "args.mcore_ckpt", but=_SAID_ELSEWHERE)
         refuse_fast(config, "args.mcore_ckpt", "the driver looks for the data position of each step in --load")
         retains = config.max_to_keep is not None or Arguments(self._args)["save_retain_interval"] is not None
         if retains and self._args.rollout_global_dataset:

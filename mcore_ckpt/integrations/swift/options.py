@@ -10,7 +10,7 @@ from typing import Any
 from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.errors import InvalidArgumentError, UnsupportedError
 from mcore_ckpt.integrations.kit.arguments import Arguments
-from mcore_ckpt.integrations.kit.options import own_config, refuse_fast
+from mcore_ckpt.integrations.kit.options import refuse_fast
 
 # ms-swift says these in its own words: async_save, no_load_optim and the like, save_total_limit, tuner_type.
 _SAID_ELSEWHERE = ("async_save", "load_contents", "max_to_keep", "keep_every", "roles", "skip_frozen")
@@ -31,7 +31,7 @@ def read_config(args: Any) -> CheckpointConfig:
             raise InvalidArgumentError(f"--mcore_ckpt {given!r} is not JSON: {error}") from None
     if not isinstance(given, dict):
         raise InvalidArgumentError(f"--mcore_ckpt {given!r} is not a JSON object, such as '{{\"timeout_s\": 300}}'")
-    config = own_config(given, (*_SAID_ELSEWHERE, *_REFUSED), "--mcore_ckpt")
+    config = CheckpointConfig.from_dict(given, "--mcore_ckpt", but=(*_SAID_ELSEWHERE, *_REFUSED))
     refuse_fast(config, "--mcore_ckpt", "ms-swift puts args.json and the HuggingFace weights beside each checkpoint")
     if getattr(args, "offload_model", False) or getattr(args, "offload_optimizer", False):
         # GRPO and GKD give the memory back after the step, whatever still reads it.

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from mcore_ckpt import Event
+from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.errors import InvalidArgumentError, InvalidTypeError
-from mcore_ckpt.integrations.kit.options import own_config
 from mcore_ckpt.integrations.listeners import LoggingListener
 from mcore_ckpt.integrations.verl.options import read_options
 
@@ -22,7 +22,7 @@ def make_listener() -> Any:
 
 def test_a_name_becomes_one_listener_of_the_process() -> None:
     here = f"{__name__}.make_listener"
-    first, again = (own_config({"listeners": [LOGGING, here]}, (), "options") for _ in range(2))
+    first, again = (CheckpointConfig.from_dict({"listeners": [LOGGING, here]}, "options") for _ in range(2))
     assert isinstance(first.listeners[0], LoggingListener)
     assert first.listeners[1] is made[0]
     # ROLL reads its options at each save. Another listener would have another writer or file.
@@ -34,7 +34,7 @@ def test_a_name_becomes_one_listener_of_the_process() -> None:
 def test_objects_stay_as_they_are() -> None:
     def listener(event: Event) -> None: ...
 
-    assert own_config({"listeners": (listener,)}, (), "options").listeners == (listener,)
+    assert CheckpointConfig.from_dict({"listeners": (listener,)}, "options").listeners == (listener,)
     assert read_options({"listeners": [listener]}) == {"listeners": (listener,)}
 
 
@@ -49,9 +49,9 @@ def test_objects_stay_as_they_are() -> None:
 )
 def test_a_name_that_leads_nowhere_is_named(name: str, text: str) -> None:
     with pytest.raises(InvalidArgumentError, match=text):
-        own_config({"listeners": [name]}, (), "options")
+        CheckpointConfig.from_dict({"listeners": [name]}, "options")
 
 
 def test_a_single_name_is_not_a_list() -> None:
     with pytest.raises(InvalidTypeError, match="use a list"):
-        own_config({"listeners": LOGGING}, (), "options")
+        CheckpointConfig.from_dict({"listeners": LOGGING}, "options")
