@@ -168,8 +168,8 @@ def choice(nodes: Nodes, manifest: Manifest) -> dict[str, Any]:
 
 
 def _held(manifest: Manifest, positions: Sequence[int]) -> list[list[Any]]:
-    held = HeldRole(1, "actor", ("actor",), "a" * 32, manifest.created, len(manifest.files), (), True, 7)
-    return [replace(held, step=step, has=tuple(runs(positions))).to_record() for step in range(STEPS)]
+    heads = [replace(manifest.head, step=step, role="actor", attempt="a" * 32) for step in range(STEPS)]
+    return [HeldRole(head, len(manifest.files), tuple(runs(positions)), True, 7).to_record() for head in heads]
 
 
 def _tier(nodes: Nodes) -> NodeTier:
