@@ -348,11 +348,12 @@ class CheckpointManager:
         if self._context.fast is not None:
             self._context.fast.loaded(manifest)
         if self._trainer.agreement.is_coordinator:
-            self._context.history.loaded(manifest, place)
+            self._context.history.loaded(manifest.head, place)
 
-    def go_on_from(self, other: CheckpointManager) -> None:
-        """Continues the commits of another manager of the same root and role, in whose place this one is."""
-        self._context.history.go_on_from(other._context.history)
+    @property
+    def history(self) -> RunHistory:
+        """From which checkpoint the training goes on. Another manager can go on from there, when this one is closed."""
+        return self._context.history
 
     @property
     def root(self) -> Path:

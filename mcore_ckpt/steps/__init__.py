@@ -12,6 +12,7 @@ Public names, for integrations and commands:
 - which steps stay: `PreservationPolicy`, `delete_old_steps`, `delete_step`, `discard_step`, `pin`, `unpin`;
 - a role of plain files, such as a data position: `commit_role` with `RoleWriter`, `RoleReader`, `uncommit_role`,
   `roles_begun`;
+- from which checkpoint a training goes on: `RunHistory`;
 - locks: `TrainerLock` lets only one trainer at a time save a role, and `reading` prevents the deletion of steps while
   they are read;
 - saves that have not committed: `RunningSave`, `running_saves`;
@@ -26,6 +27,7 @@ from mcore_ckpt.public_names import lazy_names
 
 if TYPE_CHECKING:
     from mcore_ckpt.steps.choice import oldest_first
+    from mcore_ckpt.steps.history import RunHistory
     from mcore_ckpt.steps.leftovers import remove_leftovers, remove_leftovers_beside
     from mcore_ckpt.steps.listing import (
         StepStatus,
@@ -55,6 +57,7 @@ __all__ = [
     "PreservationPolicy",
     "RoleReader",
     "RoleWriter",
+    "RunHistory",
     "RunningSave",
     "StepSize",
     "StepStatus",
@@ -91,6 +94,7 @@ __getattr__ = lazy_names(
     __name__,
     {
         "choice": ("oldest_first",),
+        "history": ("RunHistory",),
         "leftovers": ("remove_leftovers", "remove_leftovers_beside"),
         "listing": (
             "StepStatus",

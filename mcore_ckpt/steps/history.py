@@ -52,10 +52,15 @@ class RunHistory:
         self._run: Run | None = None
         self._took_over: RootRun | None = None
         self._parent: RunParent | None = None
+        self._last: tuple[ManifestSummary, Path | str] | None = None  # what was loaded or saved last, and its place
 
     def go_on_from(self, other: RunHistory) -> None:
-        """Continues where another manager of the same training has stopped."""
-        self._position, self._parent, self._took_over = other._position, other._parent, other._took_over
+        """Goes on from what another manager of the same training has loaded or saved last, in whatever root."""
+        if other._root == self._root:
+            of_role = other._position.of_role if other._role == self._role else 0
+            self._position = self._position.seen(other._position.last, of_role)
+        if other._last is not None:
+            self.loaded(*other._last)
 
     def seen(self, heads: Iterable[ManifestSummary]) -> None:
         """Notes checkpoints that may be nowhere else, such as those in a store or on other nodes."""
@@ -63,25 +68,26 @@ class RunHistory:
             number = commit_of(head.step, [head.commit]).number
             self._position = self._position.seen(number, number if head.role == self._role else 0)
 
-    def loaded(self, manifest: Manifest, place: Path | str) -> None:
+    def loaded(self, head: ManifestSummary, place: Path | str) -> None:
         """Notes that the training goes on from a checkpoint.
 
         Args:
-            manifest: its manifest.
+            head: what its manifest says of it.
             place: its folder, or its URL in the store.
         """
         settled = self._elsewhere(place)
         own = runs.below(self._root) if _is_below(self._root, place) else settled
-        if own.owns(manifest.head):
-            self._position = self._position.at(manifest.step, manifest.commit, manifest.attempt)
-            self._took_over = own.known or (None if manifest.run is None else RootRun(manifest.run))
+        self._last = head, place
+        if own.owns(head):
+            self._position = self._position.at(head.step, head.commit, head.attempt)
+            self._took_over = own.known or (None if head.run is None else RootRun(head.run))
             # The copied steps of a copied root name the parent of another run.
-            self._parent = manifest.run.parent if manifest.run is not None and settled.is_of(manifest.run) else None
+            self._parent = head.run.parent if head.run is not None and settled.is_of(head.run) else None
         else:
             # Numbers of another run say nothing here.
-            self._position = replace(self._position, parent=manifest.attempt, branch=())
+            self._position = replace(self._position, parent=head.attempt, branch=())
             self._took_over = None
-            self._parent = RunParent("" if manifest.run is None else manifest.run.id, manifest.step)
+            self._parent = RunParent(_id(head) or "", head.step)
 
     def _elsewhere(self, place: Path | str) -> Ownership:
         """Returns which checkpoints belong to the root at a place that is not below it."""
@@ -115,6 +121,7 @@ class RunHistory:
         assert manifest.commit is not None
         with self._lock:
             self._position = self._position.after(manifest.commit, manifest.attempt)
+            self._last = manifest.head, file_names.step_dir(self._root, manifest.step)
 
     def _settled(self) -> Run:
         if self._run is None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from agreement import error_of, everywhere, raised_everywhere
+from commits import branch_in, came_from, is_fork_of
 from foreign_checkpoints import save_torch_dist, seed_replicas_alike
 from layouts import LAYOUTS
 from megatron.core import dist_checkpointing, num_microbatches_calculator, parallel_state
@@ -252,6 +253,35 @@ def test_save_retain_interval_keeps_the_newest_and_the_multiples(shared_path: Pa
             loop.save()
             drop_in.maybe_finalize_async_save(blocking=True)
         assert [status.step for status in steps.complete_steps(shared_path)] == [2, 4, 5]
+
+
+@pytest.mark.world(1)
+def test_saves_go_on_from_what_was_loaded(shared_path: Path) -> None:
+    """A resume, a rollback, and a run that begins with a step of another one."""
+    root, other = shared_path / "root", shared_path / "other"
+    with parallel(PLAIN):
+        training = build(PLAIN, seed=1)
+
+        def live(*iterations: int, save: Path = root, **more: Any) -> None:
+            loop = Loop(
+                training, SimpleNamespace(load=str(root), save=str(save), **more), replace(CONFIG, max_to_keep=2)
+            )
+            loop.load()
+            for loop.iteration in iterations:
+                loop.save()
+
+        live(90, 100)
+        live(95, ckpt_step=90)
+        live(96)
+        live(7, save=other, finetune=True)
+
+    def at(step: int, of: Path = root) -> Path:
+        return of / f"global_steps_{step}" / "actor"
+
+    assert [status.step for status in steps.complete_steps(root)] == [95, 96]
+    assert came_from(at(96), at(95))
+    assert branch_in(at(96)) == ((1, 1), (3, 4))
+    assert is_fork_of(at(7, other), at(96))
 
 
 @pytest.mark.world(2)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import yaml
 from adapters import FROZEN, with_adapters
 from agreement import everywhere
+from commits import came_from, is_fork_of
 from document_examples import run_in_shell
 from foreign_checkpoints import save_torch_dist, seed_replicas_alike
 from fused_adam import fused_adam
@@ -26,6 +27,7 @@ from tiers import marks
 from training import Layout, build, parallel, train
 from walk import block, section
 
+from mcore_ckpt import CheckpointManager
 from mcore_ckpt.errors import CheckpointNotFoundError, InvalidArgumentError, UnsupportedError
 from mcore_ckpt.ranks import rendezvous
 from mcore_ckpt.steps import complete_steps
@@ -267,6 +269,36 @@ def test_a_critic_starts_from_a_language_model(fork: str, shared_path: Path, mon
         critic.finish()
         counts = [status.step for status in complete_steps(shared_path / "run_critic")]
         assert counts == ([0] if fork == "miles" else [])  # slime's step has the actor, too
+
+
+@pytest.mark.world(1)
+@pytest.mark.parametrize("fork", ["slime", "miles"])
+def test_saves_go_on_from_what_was_loaded(fork: str, shared_path: Path) -> None:
+    """From the actor's step, in a resume, a rollback and at the beginning; never from the reference model's."""
+    plain, start, root = LAYOUTS["plain"], shared_path / "start", shared_path / "run"
+    with parallel(plain), installed(fork) as patched:
+        training = build(plain, seed=1)
+        manager = CheckpointManager(start, training.model, training.optimizer, training.scheduler)
+        manager.save(7)
+        manager.close()
+
+        def live(*rollouts: int, **more: Any) -> None:
+            reference = {"ref_load": str(start), "ref_ckpt_step": 7}
+            args = arguments(plain, root, fork, **reference, rollout_global_dataset=False, **more)
+            run = Run(plain, args, patched, fork, with_ref=True)
+            run.start()
+            for rollout in rollouts:
+                run.actor.save_model(rollout)
+            run.finish()
+
+        live(0, 1)
+        live(2)
+        live(3, ckpt_step=1)
+    actor = {step: root / f"global_steps_{step}" / "actor" for step in range(4)}
+    assert is_fork_of(actor[0], start / "global_steps_7" / "actor")
+    assert came_from(actor[2], actor[1])
+    assert came_from(actor[3], actor[1])
+    assert [status.step for status in complete_steps(root)] == [2, 0, 1, 3]
 
 
 @each_fork("other layout", "moving over")

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from adapters import FROZEN, with_adapters
 from agreement import everywhere
+from commits import came_from, is_fork_of
 from layouts import LAYOUTS
 from snapshot import assert_same, assert_state, chained, poison, snapshot
 from tiers import marks
@@ -170,6 +171,26 @@ def test_a_checkpoint_of_the_whole_model_loads_into_one_with_adapters(
         train(training, 0, 1)
         resume(training, folder, peft_cls=object())
         assert_state(training, at_save)
+
+
+@pytest.mark.world(1)
+def test_saves_go_on_from_what_was_loaded(shared_path: Path) -> None:
+    """Also into another `default_local_dir` than that of `resume_from_path`."""
+    plain, first, second = LAYOUTS["plain"], shared_path / "first", shared_path / "second"
+    with parallel(plain):
+        training = build(plain, seed=1)
+
+        def live(root: Path, step: int, load: Path | None = None) -> Path:
+            manager = verl_manager(training)
+            if load is not None:
+                manager.load_checkpoint(str(load))
+            manager.save_checkpoint(str(step_folder(root, step) / "actor"), None, step, 3)
+            manager.close()
+            return step_folder(root, step) / "actor"
+
+        before = live(first, 1)
+        assert came_from(live(first, 2, load=before), before)
+        assert is_fork_of(live(second, 2, load=before), before)
 
 
 # -- retention, copies, older workers ----------------------------------------------------------------------

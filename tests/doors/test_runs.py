@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from commits import came_from, is_fork_of
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager
 from mcore_ckpt.checkpoint import file_names
@@ -18,6 +19,7 @@ from mcore_ckpt.checkpoint.manifest import Manifest, encode_manifest
 from mcore_ckpt.checkpoint.provenance import Commit, RunParent
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.errors import CheckpointNotFoundError, CommitError
+from mcore_ckpt.integrations.kit.kept import KeptManager
 from mcore_ckpt.recover import recover, resumable_steps
 from mcore_ckpt.steps import complete_steps, read_tracker
 from mcore_ckpt.steps.retention import PreservationPolicy
@@ -174,6 +176,38 @@ def test_the_new_branch_keeps_as_many_steps_as_asked_for(tmp_path: Path, loads: 
     train(tmp_path, 93, 95, load=loads, max_to_keep=2)
     assert there(tmp_path) == [93, 95]
     assert recovered(tmp_path) == (95, 95)
+
+
+def test_a_manager_goes_on_from_what_another_one_has_loaded(tmp_path: Path) -> None:
+    """The loops of frameworks load with one manager, and save with others."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    trainer = {"model": [Model()], "optimizer": None}
+
+    def live(*saves: tuple[Path, int], load: Path | None = None, step: int | None = None, **choices: Any) -> None:
+        kept = KeptManager()
+        config = CheckpointConfig(save_contents=("model",), load_contents=("model",), **choices)
+        if load is not None:
+            with kept.loader(load, trainer, config) as loader:
+                loader.load(step=step)
+        for root, saved in saves:
+            kept.get(root, trainer, config).save(saved)
+        kept.close()
+
+    def at(root: Path, step: int) -> Path:
+        return file_names.step_dir(root, step) / "actor"
+
+    train(first, 90, 100)
+    live((first, 110), load=first)
+    assert came_from(at(first, 110), at(first, 100))
+    live((first, 95), load=first, step=90, max_to_keep=2)
+    assert came_from(at(first, 95), at(first, 90))
+    assert there(first) == [90, 95]
+    assert recovered(first)[0] == 95
+    # A run that begins with a step of another one. What it saves elsewhere in between does not take it back.
+    live((second, 96), (first, 97), (second, 98), load=first)
+    assert is_fork_of(at(second, 96), at(first, 95))
+    assert came_from(at(first, 97), at(first, 95))
+    assert came_from(at(second, 98), at(second, 96))
 
 
 def test_abandoned_steps_go_when_they_are_too_old_and_pinned_ones_stay(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from commits import branch_in
 from document_examples import (
     ROLL_CHECKPOINTS,
     ROLL_COMPLETE,
@@ -124,6 +125,9 @@ def test_resumed_training_is_bit_identical(trainers: Trainers, reference: dict[s
         assert (root / name / "pipeline" / STATE_FILE).exists()
         assert (root / name / "pipeline" / "rng_state_pipeline.pth").exists()
     assert verify(root, deep=True).is_sound
+    branches = [branch_in(root / f"checkpoint-{step}" / "critic") for step in (2, 4)]
+    assert [len(branch) for branch in branches] == [1, 1]
+    assert branches[0][0][0] == branches[1][0][0]
     assert "loss/critic" in report["history"][4]
 
     by_path = trainers.train(root, resume=str(root / "checkpoint-2"))

@@ -127,11 +127,9 @@ class Checkpointer:
         enable_loggers()
         self.wait_async_saves()
         place, contents = _place(local_path), _contents(with_model, with_optimizer, with_rng)
-        loader = self._make(place, dataclasses.replace(self._config, load_contents=contents, async_save=False))
-        try:
+        config = dataclasses.replace(self._config, load_contents=contents, async_save=False)
+        with self._saving.loader(place.root, self._trainer | {"role": place.role}, config) as loader:
             loader.load(path=place.path)
-        finally:
-            loader.close()
 
     def export(self, path: str | Path, processing_class: Any = None, wait: bool = True) -> None:
         """Writes the model in HuggingFace's format into exactly this folder, which appears once it is complete.

@@ -1,25 +1,31 @@
-"""Keeps one CheckpointManager between saves."""
+"""Keeps one CheckpointManager between saves, and the place of the training among all commits for the whole run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.manager import CheckpointManager
+from mcore_ckpt.steps import RunHistory
 
 
 class KeptManager:
     """Keeps a CheckpointManager, and makes another only if what it was made for has changed.
 
     A manager has a plan and as much host memory as the training state needs. So it is kept between saves, and it is
-    closed before another one is made. Every rank calls the same methods.
+    closed before another one is made. Its saves go on from what was loaded or saved last, by whichever manager. Every
+    rank calls the same methods.
     """
 
     def __init__(self) -> None:
         self.manager: CheckpointManager | None = None
         self._made_for: tuple[Any, ...] = ()
+        # By root, the one that was used last at the end; of loads and saves with an optimizer, and of those without.
+        # slime loads reference models into the model that it trains, but without the optimizer.
+        self._histories: dict[bool, dict[Path, RunHistory]] = {True: {}, False: {}}
 
     def get(self, root: str | Path, trainer: Mapping[str, Any], config: CheckpointConfig) -> CheckpointManager:
         """Returns the manager for a root, a trainer's objects and options.
@@ -36,13 +42,34 @@ class KeptManager:
         objects = [*trainer["model"], trainer.get("optimizer"), trainer.get("lr_scheduler")]
         made_for = (Path(root), trainer.get("role"), config, *map(id, objects))
         if self.manager is None or self._made_for != made_for:
-            before = self.manager
             self.close()
             self.manager = CheckpointManager(root, config=config, **trainer)
-            if before is not None and (before.root, before.role) == (self.manager.root, self.manager.role):
-                self.manager.go_on_from(before)
             self._made_for = made_for
+        histories = self._histories[trainer.get("optimizer") is not None]
+        last = next(reversed(histories.values()), None)
+        before = histories.pop(self.manager.root, last)
+        if before is not None and before is not self.manager.history:
+            self.manager.history.go_on_from(before)
+        histories[self.manager.root] = self.manager.history
         return self.manager
+
+    @contextmanager
+    def loader(
+        self, root: str | Path, trainer: Mapping[str, Any], config: CheckpointConfig
+    ) -> Iterator[CheckpointManager]:
+        """Yields a manager of its own for a load, and closes it. The next save goes on from what it has loaded.
+
+        Args:
+            root, trainer, config: see `get`.
+
+        Raises CheckpointError: see CheckpointManager.
+        """
+        manager = CheckpointManager(root, config=config, **trainer)
+        try:
+            yield manager
+        finally:
+            manager.close()
+        self._histories[trainer.get("optimizer") is not None] = {manager.root: manager.history}
 
     def wait(self) -> None:
         """Waits until no save is under way. Raises CheckpointError if one failed and no earlier call has raised it."""

@@ -212,7 +212,36 @@ class LoopCheckpoints:
             return None
         if found["folder"] != str(args[load_arg]):
             args["finetune"] = True  # as Megatron-LM does, for code that reads the arguments later
-        return _load(found, args, config, training)
+        return self._load(found, args, config, training)
+
+    def _load(self, found: dict[str, Any], args: Arguments, config: CheckpointConfig, training: Training) -> Loaded:
+        config = args.loading(config, training.optimizer is not None)
+        if found["folder"] != str(args["save"]):
+            config = replace(config, fast=None)
+        keeps_rng = args["finetune"] or args["no_load_rng"]
+        theirs = found.get("theirs")
+        if theirs is not None:
+            layout = training.layout()
+            # Megatron-LM saves random number generators by tensor-parallel and pipeline-parallel rank.
+            has_rng = not found["state"]["no_save_rng"] and (found["tp"], found["pp"]) == (layout["tp"], layout["pp"])
+            left_out = {"extra"} if keeps_rng or not has_rng else set()
+            left_out |= {"optimizer"} if found["weights_alone"] else set()
+            words = tuple(word for word in config.load_contents if word not in left_out)
+            config = replace(config, load_contents=words)
+        generators = read_rng()
+        with self._kept.loader(found["folder"], training.arguments(), config) as manager:
+            if theirs is not None and args["verify_integrity"]:
+                check_integrity(theirs)
+            verify = "full" if args["verify_integrity"] else "read"
+            result = manager.load(step=found.get("step"), path=theirs or found.get("path"), verify=verify)
+        state = found["state"] if theirs is not None else _state_of(result)
+        if theirs is None and (keeps_rng or state["no_save_rng"]):
+            # `extra` had to be loaded for the counters, but it has replaced the generators, too.
+            write_rng(generators)
+        same_layout = state.get("layout") == training.layout()
+        if not args["finetune"] and state.get("rerun_state_machine") is not None and same_layout:
+            write_rerun_state(state["rerun_state_machine"])
+        return Loaded(found["folder"], state)
 
     def finalize(self, blocking: bool = False, terminate: bool = False) -> None:
         """Waits for an async save.
@@ -266,39 +295,6 @@ def _find_together(
         return {"folders": folders, "ckpt_step": step}
 
     return finder.agree("finding a checkpoint", request, answer)
-
-
-def _load(found: dict[str, Any], args: Arguments, config: CheckpointConfig, training: Training) -> Loaded:
-    config = args.loading(config, training.optimizer is not None)
-    if found["folder"] != str(args["save"]):
-        config = replace(config, fast=None)
-    keeps_rng = args["finetune"] or args["no_load_rng"]
-    theirs = found.get("theirs")
-    if theirs is not None:
-        layout = training.layout()
-        # Megatron-LM saves random number generators by tensor-parallel and pipeline-parallel rank.
-        has_rng = not found["state"]["no_save_rng"] and (found["tp"], found["pp"]) == (layout["tp"], layout["pp"])
-        left_out = {"extra"} if keeps_rng or not has_rng else set()
-        left_out |= {"optimizer"} if found["weights_alone"] else set()
-        words = tuple(word for word in config.load_contents if word not in left_out)
-        config = replace(config, load_contents=words)
-    generators = read_rng()
-    manager = CheckpointManager(found["folder"], config=config, **training.arguments())
-    try:
-        if theirs is not None and args["verify_integrity"]:
-            check_integrity(theirs)
-        verify = "full" if args["verify_integrity"] else "read"
-        result = manager.load(step=found.get("step"), path=theirs or found.get("path"), verify=verify)
-    finally:
-        manager.close()
-    state = found["state"] if theirs is not None else _state_of(result)
-    if theirs is None and (keeps_rng or state["no_save_rng"]):
-        # `extra` had to be loaded for the counters, but it has replaced the generators, too.
-        write_rng(generators)
-    same_layout = state.get("layout") == training.layout()
-    if not args["finetune"] and state.get("rerun_state_machine") is not None and same_layout:
-        write_rerun_state(state["rerun_state_machine"])
-    return Loaded(found["folder"], state)
 
 
 def _state_of(result: LoadResult) -> dict[str, Any]:

@@ -103,8 +103,9 @@ def configure(
         >>> from types import SimpleNamespace
         >>> configure(SimpleNamespace(save="checkpoints", load="checkpoints"))
     """
-    global _settings
+    global _settings, _checkpoints
     _checkpoints.finalize(terminate=True)
+    _checkpoints = LoopCheckpoints()
     _settings = _Settings(config or CheckpointConfig(), role, hf_config, processing_class, args)
 
 

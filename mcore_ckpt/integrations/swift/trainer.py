@@ -81,7 +81,8 @@ class CheckpointTrainer:
             return iteration
         options = arguments(args, load=folder, exit_on_missing_checkpoint=True, no_load_optim=True, no_load_rng=True)
         config = replace(self._own, load_contents=("extra",))
-        return self._take_over(self._found(self._checkpoints.load(self._training([]), options, config)))
+        training = self._training([], self.optimizer)
+        return self._take_over(self._found(self._checkpoints.load(training, options, config)))
 
     def save_checkpoint(self) -> None:
         """Saves `<output_dir>/checkpoint-{iteration}`, as ms-swift does. Every rank calls it.

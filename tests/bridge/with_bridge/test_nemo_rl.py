@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commits import branch_in
 from document_examples import run_in_shell
 from nemo_run import STEPS, NemoRun
 from snapshot import assert_same
@@ -50,6 +51,7 @@ def test_a_killed_run_goes_on(tmp_path: Path, through: Callable[..., NemoRun]) -
     policy = run.root / "step_5" / "policy"
     assert names(policy) == ["optimizer", "weights"]
     assert names(policy / "weights") == ["latest_checkpointed_iteration.txt", "policy"]
+    assert branch_in(policy / "weights" / "policy") == ((1, 5),)
 
 
 @pytest.mark.shows("NeMo-RL", "moving over", "other layout")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from bridge_run import ITERATIONS, LEFT, BridgeRun
+from commits import branch_in
 from megatron.bridge.training import setup
 from megatron.core.rerun_state_machine import RerunDataIterator
 from resuming_bridge import TRACKER, check_went_on, copied, killed, names_below, resumed
@@ -33,6 +34,7 @@ def test_a_killed_run_goes_on(tmp_path: Path, uninterrupted: Uninterrupted) -> N
     assert names_below(run.root) == {"global_steps_4", "global_steps_6", TRACKER}
     assert tracker.read_tracker(run.root) == ITERATIONS
     assert (run.saved, again.saved) == ([(2, 2), (4, 4)], [(6, 6)])
+    assert branch_in(run.root / "global_steps_6" / "actor") == ((1, 3),)
 
 
 class Stream:

@@ -16,6 +16,7 @@ from adapters import FROZEN, with_adapters
 from areal.utils import logging as areal_logging
 from bridge_peft import BRIDGE
 from children import in_child
+from commits import branch_in
 from simulated import STEPS_PER_EPOCH, Engine, Trainer
 from snapshot import assert_same
 from training import Layout
@@ -103,11 +104,14 @@ def test_a_training_resumes_bit_for_bit(tmp_path: Path, async_save: bool) -> Non
     """Actor and critic, though PPOTrainer hands only its actor to `load`."""
     wanted = uninterrupted(tmp_path)
     in_child(trained, tmp_path / "run", 3, async_save=async_save)
+    before = branch_in(units_of(tmp_path / "run") / "global_steps_1" / "critic")
     found = in_child(trained, tmp_path / "run", 5, seed=7, async_save=async_save)
     assert found["start"] == 2
     assert_same(found["state"], wanted["state"])
     # The one before goes when the next is begun: until then nobody asks whether the newest has become complete.
     assert complete(tmp_path / "run") == ([1, 3] if async_save else [3])
+    ((first, _),) = branch_in(units_of(tmp_path / "run") / "global_steps_3" / "critic")
+    assert first == before[0][0]
 
 
 @pytest.mark.shows("AReaL", "LoRA")
