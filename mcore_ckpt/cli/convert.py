@@ -127,7 +127,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="dtype of weights that are quantized in the folder (the one in its config.json if not given)",
     )
     parser.add_argument("--test", action="store_true", help="read the result back and compare it before it appears")
-    add_force(parser, "a checkpoint in DIR of the same step, or in this format,")
+    add_force(parser, "a checkpoint in DIR of the same step, or in this format, or a tracker of another step,")
     add_json(parser)
     add_ignored_flags(parser)
     parser.set_defaults(run=run)

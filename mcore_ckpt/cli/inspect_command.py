@@ -65,7 +65,8 @@ def add_to(subparsers: Subparsers) -> None:
         "--html",
         type=expanded_path,
         metavar="FILE",
-        help="also write all of it as one page for a browser, which needs no network; replaces FILE",
+        help="also write all of it as one page for a browser, which needs no network; replaces "
+        "such a page in FILE (*.html), and no other file",
     )
     parser.add_argument(
         "--diff",
@@ -96,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     chosen = {folder: manifest for folder, manifest in manifests.items() if args.role in (None, manifest.role)}
     details = {} if args.tensor is None else read_tensor(list(chosen), args.tensor, args.json)
     if args.html is not None:
-        _check_is_outside(args.html)
+        _check_may_write(args.html)
         overview = _overview(Selection(selection.step, tuple(chosen)), other, args.json)
         replace_file(args.html.resolve(), build_page(overview.to_json()))  # a link stays, and what it leads to changes
     if args.json:
@@ -131,16 +132,21 @@ def _check(args: argparse.Namespace) -> None:
         args.diff = taken(args.diff, "diff", "--diff")
 
 
-def _check_is_outside(file: Path) -> None:
-    """Raises InvalidArgumentError if a file is within a checkpoint, or is the tracker beside checkpoints."""
-    from mcore_ckpt.checkpoint import MANIFEST_FILE, TRACKER_FILE
+def _check_may_write(file: Path) -> None:
+    """Raises InvalidArgumentError if a file is within a checkpoint, or is there and is no page of this command."""
+    from mcore_ckpt.checkpoint import MANIFEST_FILE
+    from mcore_ckpt.cli.page.build import is_page
 
     where = file.resolve()
     for folder in where.parents:
         if (folder / MANIFEST_FILE).exists():
             raise InvalidArgumentError(f"--html {file}: is within the checkpoint {folder}: name a file outside of it")
-    if where.name == TRACKER_FILE:
-        raise InvalidArgumentError(f"--html {file}: is the name of a tracker: name another file")
+    if where.suffix != ".html":
+        raise InvalidArgumentError(f"--html {file}: does not end in .html, as a page must: name another file")
+    if where.exists() and not is_page(where):
+        raise InvalidArgumentError(
+            f"--html {file}: is there already, and this command has not made it: name another file"
+        )
 
 
 def _other(path: Path, role: str | None) -> Selection:

@@ -109,10 +109,10 @@ def test_the_page_has_the_data_and_needs_no_network(page: Path, role_dir: Path) 
     assert not re.search(r"(src|href)\s*=|@import|url\(|https?://", found)
 
 
-def test_the_page_replaces_a_file_and_leaves_nothing_beside_it(
+def test_the_page_replaces_a_page_and_leaves_nothing_beside_it(
     role_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "page.html").write_text("old")
+    (tmp_path / "page.html").write_bytes(build_page({}))
     (tmp_path / "link.html").symlink_to("page.html")
     assert main(["inspect", str(role_dir), "--html", str(tmp_path / "link.html"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["step"] == 5
@@ -129,7 +129,10 @@ def test_the_page_replaces_a_file_and_leaves_nothing_beside_it(
         ("/dev/null", "is no regular file"),
         ("{role}/manifest.json", "is within the checkpoint"),
         ("{other}/page.html", "is within the checkpoint"),
-        ("{other}/../../latest_checkpointed_iteration.txt", "is the name of a tracker"),
+        ("{other}/../../latest_checkpointed_iteration.txt", "does not end in .html"),
+        ("{other}/../../.run.json", "does not end in .html"),
+        ("{other}/../../notes.html", "is there already, and this command has not made it"),
+        ("link.html", "does not end in .html"),
     ],
 )
 def test_a_file_that_cannot_be_written(
@@ -138,9 +141,14 @@ def test_a_file_that_cannot_be_written(
     before = read_manifest(role_dir)
     other = file_names.step_dir(tmp_path / "others", 1) / "actor"
     shutil.copytree(role_dir, other)
+    kept = [tmp_path / "others" / name for name in ("latest_checkpointed_iteration.txt", ".run.json", "notes.html")]
+    for path in kept:
+        path.write_text("kept")
+    (tmp_path / "link.html").symlink_to(kept[1])
     assert main(["inspect", str(role_dir), "--html", str(tmp_path / file.format(role=role_dir, other=other))]) == 2
     assert complaint in capsys.readouterr().err
     assert read_manifest(role_dir) == before
+    assert {path.read_text() for path in kept} == {"kept"}
 
 
 # -- in a browser -------------------------------------------------------------------------------------------

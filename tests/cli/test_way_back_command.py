@@ -232,15 +232,28 @@ def test_the_test_finds_what_was_written_wrong(
     assert not (tmp_path / "theirs").exists()
 
 
-def test_a_training_is_not_sent_back_unasked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("layout", "name", "text"),
+    [
+        ("megatron", "latest_checkpointed_iteration.txt", "6"),
+        ("megatron", "latest_checkpointed_iteration.txt", "4"),  # a training that went back
+        ("megatron", "latest_checkpointed_iteration.txt", "release"),
+        ("bridge", "latest_train_state.pt", "of another step"),
+    ],
+)
+def test_a_training_is_sent_to_another_step_only_if_asked(
+    layout: str, name: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source = saved(tmp_path, tensors_of())
     (tmp_path / "theirs").mkdir()
-    tracker.write_tracker(tmp_path / "theirs", 6)
-    assert back(source, tmp_path / "theirs") == 2
-    assert "its tracker names step 6" in capsys.readouterr().err
-    assert [path.name for path in (tmp_path / "theirs").iterdir()] == ["latest_checkpointed_iteration.txt"]
-    assert back(source, tmp_path / "theirs", "--force") == 0
+    (tmp_path / "theirs" / name).write_text(text)
+    assert back(source, tmp_path / "theirs", "--layout", layout) == 2
+    assert f"{name} names another checkpoint" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "theirs").iterdir()] == [name]
+    assert (tmp_path / "theirs" / name).read_text() == text
+    assert back(source, tmp_path / "theirs", "--force", "--layout", layout) == 0
     assert tracker.read_tracker(tmp_path / "theirs") == 5
+    assert (tmp_path / "theirs" / name).read_bytes() != text.encode()
 
 
 def test_a_failing_rename_leaves_the_tracker(
@@ -254,7 +267,7 @@ def test_a_failing_rename_leaves_the_tracker(
         raise OSError("no space left")
 
     monkeypatch.setattr(convert, "put_in_place", fail)
-    assert back(source, tmp_path / "theirs") == 1
+    assert back(source, tmp_path / "theirs", "--force") == 1
     assert "no space left" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "theirs").iterdir()] == ["latest_checkpointed_iteration.txt"]
     assert tracker.read_tracker(tmp_path / "theirs") == 3

@@ -11,9 +11,13 @@ import hashlib
 import json
 from collections.abc import Mapping
 from importlib import resources
+from pathlib import Path
 from string import Template
 from typing import Any
 
+# In the head of each page. No other file has it there.
+_TITLE = b"<title>mcore_ckpt</title>"
+_HEAD_BYTES = 2048
 SCRIPTS = (
     "format.js",
     "geometry.js",
@@ -44,6 +48,12 @@ def build_page(data: Mapping[str, Any]) -> bytes:
         data=base64.b64encode(packed).decode(),
     )
     return page.encode()
+
+
+def is_page(path: Path) -> bool:
+    """True if a file begins as a page does. Raises OSError."""
+    with path.open("rb") as file:
+        return _TITLE in file.read(_HEAD_BYTES)
 
 
 def _part(name: str) -> str:

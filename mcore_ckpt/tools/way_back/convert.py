@@ -26,8 +26,7 @@ from mcore_ckpt.io.file_copies import pieces_of
 from mcore_ckpt.io.files import inside, make_folders, replace_file, sync_folders, write_file
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide, same_everywhere
 from mcore_ckpt.sharding.placement import share_of
-from mcore_ckpt.steps import commit, tracker
-from mcore_ckpt.steps.listing import read_tracker
+from mcore_ckpt.steps import commit
 from mcore_ckpt.steps.new_folder import Replaceable, check_may_replace, open_new_folder, put_in_place
 from mcore_ckpt.steps.read_lock import reading
 from mcore_ckpt.steps.trainer_lock import ToolLocks
@@ -107,12 +106,12 @@ def convert_back(
         hf_model_path: the folder with config.json and tokenizer; None to use those of the checkpoint.
         test: True to read everything back and compare it before the step appears.
         progress: called with the number of bytes that this process has written and the number that it will write.
-        force: True to replace the step in `root`, if it is a converted one, and a tracker that names a newer step. A
+        force: True to replace the step in `root`, if it is a converted one, and a tracker that names another one. A
             pinned step stays.
 
     Raises:
         LockedError: a trainer of this package saves below `root`.
-        InvalidArgumentError: `root` has the step already, its tracker names a newer one, it is the folder that is read,
+        InvalidArgumentError: `root` has the step already, its tracker names another one, it is the folder that is read,
             or the roles do not fit the layout.
         CheckpointError: the checkpoint is damaged, has something that the trainer cannot load, or the step cannot be
             written. All processes raise it, and `root` is as it was, unless the message says that the step is in place
@@ -227,18 +226,27 @@ def _open(agreement: Agreement, stack: ExitStack, job: _Job, path: Path, replace
 
 def _check_free(job: _Job, path: Path, replaceable: Replaceable) -> None:
     check_may_replace(path, replaceable)
-    tracked = read_tracker(path.parent)
-    if tracked is not None and tracked > job.plan.step and not replaceable.force:
-        raise InvalidArgumentError(
-            f"{path.parent}: its tracker names step {tracked}, so a training has gone on from there, and would be sent "
-            f"back to step {job.plan.step}: name another folder, or let the tracker name this step with --force"
-        )
+    for name, data in job.plan.trackers.items():
+        # Which step is the later one is not known: a training may have gone back.
+        if not replaceable.force and _differs(path.parent / name, data):
+            raise InvalidArgumentError(
+                f"{path.parent}: {name} names another checkpoint, and a training that goes on from that one would go "
+                f"on from step {job.plan.step}: name another folder, or let it name this step with --force"
+            )
     for other in file_names.step_dirs(path.parent).get(job.plan.step, []):
         if file_names.parse_step(path.name) is not None and other.name != path.name:
             raise InvalidArgumentError(
                 f"{path.parent}: step {job.plan.step} is there already, as {other}, beside which this tool writes "
                 "nothing: name another folder"
             )
+
+
+def _differs(tracker: Path, data: bytes) -> bool:
+    try:
+        with tracker.open("rb") as file:
+            return file.read(len(data) + 9).strip() != data.strip()
+    except FileNotFoundError:
+        return False
 
 
 # -- write ------------------------------------------------------------------------------------------------
@@ -334,10 +342,8 @@ def _publish(
     def act() -> None:
         put_in_place(staging, path, attempt, replaceable)
         try:
-            if plan.own_tracker is not None:
-                name, data = plan.own_tracker
+            for name, data in plan.trackers.items():
                 replace_file(path.parent / name, data)
-            tracker.write_tracker(path.parent, plan.step)
         except OSError as error:
             raise CommitError(
                 f"{path}: is complete and in place, but the tracker in {path.parent} could not be written: {error}: "

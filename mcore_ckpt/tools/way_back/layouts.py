@@ -100,6 +100,12 @@ class Plan:
     own_tracker: tuple[str, bytes] | None = None
     notes: tuple[str, ...] = ()
 
+    @property
+    def trackers(self) -> dict[str, bytes]:
+        """The bytes of the files beside the step that name it, by name."""
+        own = () if self.own_tracker is None else (self.own_tracker,)
+        return dict((*own, (file_names.TRACKER_FILE, str(self.step).encode())))
+
 
 @dataclass(frozen=True, eq=False)
 class Role:
