@@ -13,7 +13,7 @@ import errno
 import logging
 import os
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,23 +108,12 @@ def judge(
     # While no step is complete, another role may still be saving the first one, so nothing is too old.
     needed = [each.commit.number for each in statuses if each.step in newest or each.step == committed]
     oldest_needed = min(needed) if newest else 0
+    named = dict.fromkeys(spared, "spared by its number") | ({} if committed is None else {committed: "saved last"})
     decisions = []
     for status in statuses:
-        reason = _why_it_stays(status, policy, newest, oldest_needed, committed)
-        if reason is None and status.step in spared:
-            reason = "spared by its number"
-        if reason is None and status.step in lacking:
-            reason = f"does not count, but may be a copy under way: {status.reason}"
-        if reason is not None:
-            decisions.append(RetentionDecision(status, True, reason))
-        elif status.is_claimed:
-            why = f"not among the newest {policy.max_to_keep} of any role"
-            why += ", and abandoned by the newest one" if status.step in given_up else ""
-            decisions.append(RetentionDecision(status, False, why))
-        else:
-            decisions.append(
-                RetentionDecision(status, False, f"older than all needed steps, and not complete: {status.reason}")
-            )
+        stays = _why_it_stays(status, policy, newest, lacking, oldest_needed, named)
+        reason = stays or _why_it_goes(status, policy, status.step in given_up)
+        decisions.append(RetentionDecision(status, stays is not None, reason))
     return decisions
 
 
@@ -168,8 +157,9 @@ def _why_it_stays(
     status: Weighed,
     policy: PreservationPolicy,
     newest: dict[int, list[str]],
+    lacking: Collection[int],
     oldest_needed: int,
-    committed: int | None,
+    named: Mapping[int, str],
 ) -> str | None:
     if status.pinned:
         return "pinned"
@@ -178,14 +168,23 @@ def _why_it_stays(
             return f"not understood, so it is not deleted: {status.reason}"
         if policy.max_to_keep is None or status.commit.number >= oldest_needed:
             return f"may still become complete: {status.reason}"
-        return None  # no trainer can resume from it
+        return named.get(status.step)  # no trainer can resume from it
     if policy.max_to_keep is None:
         return "every complete step stays"
     if status.step in newest:
         return f"among the newest {policy.max_to_keep} of {', '.join(newest[status.step])}"
     if policy.keep_every is not None and status.step % policy.keep_every == 0:
         return f"a multiple of {policy.keep_every}"
-    return "saved last" if status.step == committed else None
+    if status.step in named:
+        return named[status.step]
+    return f"does not count, but may be a copy under way: {status.reason}" if status.step in lacking else None
+
+
+def _why_it_goes(status: Weighed, policy: PreservationPolicy, is_given_up: bool) -> str:
+    if not status.is_claimed:
+        return f"older than all needed steps, and not complete: {status.reason}"
+    by = ", and abandoned by the newest one" if is_given_up else ""
+    return f"not among the newest {policy.max_to_keep} of any role{by}"
 
 
 def delete_old_steps(
