@@ -19,6 +19,7 @@ from mcore_ckpt import CheckpointConfig, CheckpointManager
 from mcore_ckpt.cli.demo.megatron_on_cpu import enable_cpu
 from mcore_ckpt.load.huggingface import load_hf
 from mcore_ckpt.models import HfModel, model_from_config, read_config, to_mcore_config
+from mcore_ckpt.models.reconcile import with_mtp_of
 from mcore_ckpt.ranks.meeting import rendezvous
 from mcore_ckpt.tools.convert_torch_dist import convert_to_torch_dist
 
@@ -36,13 +37,18 @@ def main(root: Path, names: Sequence[str]) -> None:
     enable_cpu()
     do_without_fla()
     for name in names:
-        model = model_from_config(read_config(root / name / "hf"))
+        # Only the tensors of Qwen3-Next show its multi-token prediction.
+        model = with_mtp_of(model_from_config(read_config(root / name / "hf")), tensors_in(root / name / "hf"))
         experts = {"expert_model_parallel_size": world, "expert_tensor_parallel_size": 1}
         sizes = {"tensor_model_parallel_size": world, **(experts if "experts" in model.sizes else {})}
         parallel_state.initialize_model_parallel(**sizes, create_gloo_process_groups=False)
         tensor_parallel.model_parallel_cuda_manual_seed(1)
         there_and_back(root / name, name, model, sizes)
         parallel_state.destroy_model_parallel()
+
+
+def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
 
 
 def there_and_back(root: Path, name: str, hf_model: HfModel, sizes: dict[str, int]) -> None:
@@ -54,8 +60,9 @@ def there_and_back(root: Path, name: str, hf_model: HfModel, sizes: dict[str, in
     assert_same(name, tensors_of(restored), tensors_of(loaded))
     export(root / "steps", loaded, folder)
     exported = root / "steps" / "global_steps_1" / "actor" / "huggingface"
-    assert_same(name, load_file(exported / "model.safetensors"), load_file(folder / "model.safetensors"))
-    assert to_mcore_config(model_from_config(read_config(exported))) == to_mcore_config(hf_model), name
+    assert_same(name, tensors_in(exported), tensors_in(folder))
+    described = with_mtp_of(model_from_config(read_config(exported)), tensors_in(exported))
+    assert to_mcore_config(described) == to_mcore_config(hf_model), name
 
 
 def poisoned(hf_model: HfModel, sizes: dict[str, int]) -> GPTModel:
