@@ -165,8 +165,9 @@ def settle(
 
     Raises OSError.
     """
-    here = Run("", None, str(root.resolve()), this_host().partition(" ")[0])
-    path, known = home / file_names.RUN_FILE, read_root_run(home)
+    path, where = home / file_names.RUN_FILE, str(root.resolve())
+    here = Run(_new_id(path, where), None, where, this_host().partition(" ")[0])
+    known = read_root_run(home)
     if known is not None and not is_copied(root, known.run):
         if known.run.root == here.root:
             return known
@@ -196,7 +197,7 @@ def _new(
 ) -> RootRun:
     source = known or _named_by(heads, here.root)
     if source is None:
-        made = replace(here, id=uuid.uuid4().hex, parent=parent)
+        made = replace(here, parent=parent)
         return RootRun(made) if took_over is None else replace(took_over, run=_at(here, took_over.run))
     if not is_copied(root, source.run):
         return replace(source, run=_at(here, source.run))
@@ -205,7 +206,20 @@ def _new(
     owned = [head for head in heads if head.run is not None and own.owns(head)]
     last = max(owned, key=_order, default=None)
     parent = parent or RunParent(source.run.id, 0 if last is None else last.step)
-    return RootRun(replace(here, id=uuid.uuid4().hex, parent=parent), _largest_numbers(owned))
+    return RootRun(replace(here, parent=parent), _largest_numbers(owned))
+
+
+def _new_id(path: Path, root: str) -> str:
+    """Returns the id of a run that takes the place of the one in a file, or of the first one if there is no file.
+
+    The roles of a copied root may begin at once in several programs. Each replaces the copied file, and all by the
+    same id: it follows from the file, which no other copy shares.
+    """
+    try:
+        stat = path.stat()
+    except OSError:
+        return uuid.uuid4().hex
+    return uuid.uuid5(uuid.NAMESPACE_URL, f"{root} {stat.st_ino} {stat.st_ctime_ns}").hex
 
 
 def _named_by(heads: Iterable[ManifestSummary], path: str) -> RootRun | None:

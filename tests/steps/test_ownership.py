@@ -92,6 +92,23 @@ def test_a_copy_of_a_copy_comes_from_the_copy(tmp_path: Path, caplog: pytest.Log
     assert runs.settle(tmp_path / "c", tmp_path / "c", heads, None, None) == settled
 
 
+def test_two_roles_of_a_copy_begin_at_once_as_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the steps of one of them would be of another run for ever."""
+    root, known = tmp_path / "b", made(tmp_path / "a", RootRun(run("a", tmp_path / "a")))
+    made(root, known)
+    critic: list[RootRun] = []
+
+    def replace_file(path: Path, data: bytes) -> None:
+        monkeypatch.undo()
+        critic.append(runs.settle(root, root, [head(known.run, 1)], None, None))
+        runs.replace_file(path, data)
+
+    monkeypatch.setattr(runs, "replace_file", replace_file)
+    actor = runs.settle(root, root, [head(known.run, 1)], None, None)
+    assert actor == critic[0] == runs.read_root_run(root)
+    assert actor.run.id != "a"
+
+
 def test_a_lost_file_is_made_again_from_the_manifests(tmp_path: Path) -> None:
     """The parents are followed. Neither another run's steps that lie there count, nor what was loaded from it since."""
     a, b = run("a", "/a"), run("b", "/b", RunParent("a", 2))
