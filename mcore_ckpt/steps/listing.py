@@ -1,12 +1,13 @@
 """Lists the steps on disk and finds out which of them are complete.
 
 The manifests say which roles are committed, and what a step is worth says `worth.py`, which looks at the files. The
-tracker is only a hint where to look for the newest.
+tracker is only a hint where to look again for the newest.
 """
 
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -17,11 +18,13 @@ from typing import NamedTuple
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import ManifestSummary
+from mcore_ckpt.checkpoint.provenance import Commit
 from mcore_ckpt.checkpoint.reading import read_manifest_summary
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, CommitError
 from mcore_ckpt.io import limits, tuning
 from mcore_ckpt.io.files import read_small
 from mcore_ckpt.io.threads import results_of
+from mcore_ckpt.steps.branches import commit_of
 from mcore_ckpt.steps.choice import last_commit, newest, oldest_first
 from mcore_ckpt.steps.runs import Ownership, below, whose
 from mcore_ckpt.steps.worth import Lack, Weighed, lack_of, look_at_all
@@ -178,15 +181,15 @@ def _without_others(status: StepStatus, own: Ownership) -> StepStatus:
 def newest_steps(root: Path, count: int) -> list[StepStatus]:
     """Returns the steps that were committed last, complete or not, the oldest of them first.
 
-    It looks at no other steps than those with the highest numbers, and those up to the one that the tracker names: of a
-    training that has gone back.
-
-    Raises OSError like `list_steps`, for the steps that it looks at.
+    It looks at few steps, as `newest_complete` does. Raises OSError like `list_steps`, for the steps that it looks at.
     """
-    numbers, tracked = sorted(_list(root).folders), read_tracker(root)
-    below = [] if tracked is None else [number for number in numbers if number <= tracked]
-    statuses = list_steps(root, {*numbers[-count:], *below[-count:]})
-    return oldest_first(statuses)[-count:]
+    looks: list[_Look] = []
+    likely = {read_tracker(root)}
+    for listed in _listings(root):
+        looks = list(itertools.chain(*itertools.islice(_last_first(listed, likely), count + 1)))
+        if all(look.is_sure for look in looks):
+            break
+    return oldest_first([look.status for look in looks])[-count:]
 
 
 def newest_complete(
@@ -194,53 +197,63 @@ def newest_complete(
 ) -> StepStatus | None:
     """Returns the newest complete step, or None. It is fast even if there are thousands.
 
-    It looks at the step with the highest number, at the one that the tracker names and at `committed`. If none of them
-    is complete, or if a later commit has given up those that are, it looks at the others from the highest number down.
-    Only if the tracker was changed by hand or lost after a training has gone back, it can return an abandoned step. To
-    `choice.newest`, of all that `list_steps` returns, this does not happen.
+    The first call of a process looks at all steps. A later one looks at those whose manifests the process has not read,
+    at those that are likely to have been saved again, and at the others, the last commit first, until one is complete.
 
     Args:
         root: the folder of the steps.
         role: a role that the step must have; None for any.
         seen: see `StepStatus.having_seen`.
-        committed: a step that was committed just now.
+        committed: a step that was committed just now. It is likely to have been saved again, as the tracked one is.
 
     Raises OSError like `list_steps`, for the steps that it looks at.
     """
     found: list[StepStatus] = []
     likely = {read_tracker(root), committed}
     for listed in _listings(root):
-        found, is_sure = _newest_among(listed, role, likely, seen)
+        found, is_sure = list[StepStatus](), True
+        for number, looks in enumerate(_last_first(listed, likely)):
+            is_sure = is_sure and all(look.is_sure for look in looks)
+            last = [look.status.having_seen(seen) for look in looks if role in (None, *look.status.committed)]
+            found += last
+            # What has not been looked at is older than what was looked at last.
+            ordered = oldest_first(found)
+            if number and last and newest(found) in ordered[ordered.index(last[0]) :]:
+                break
         if is_sure:
             break
     return newest(found)
 
 
-def _newest_among(
-    listed: _Listed, role: str | None, likely: Collection[int | None], seen: Path | None
-) -> tuple[list[StepStatus], bool]:
-    """Returns steps among which is the newest complete one, and whether all looks were sure."""
-    is_sure, known, own = True, _known(listed.root, listed.folders), below(listed.root)
+def _last_first(listed: _Listed, likely: Collection[int | None]) -> Iterator[list[_Look]]:
+    """Yields looks at steps: at all that are likely or that this process knows nothing of; then the last commit first.
 
-    def looked_at(numbers: Iterable[int]) -> Iterator[StepStatus]:
-        nonlocal is_sure
-        for number in numbers:
-            look = _look_at(listed, known, number)
-            is_sure = is_sure and look.is_sure
-            status = _without_others(look.status.having_seen(seen), own)
-            if role is None or role in status.committed:
-                yield status
+    A known step that another process saves again is seen as such when it is looked at.
+    """
+    own, known = below(listed.root), _known(listed.root, listed.folders)
+    commits: dict[int, list[Commit | None]] = {}
+    for head in list(known.values()):
+        if own.owns(head.says):
+            commits.setdefault(head.says.step, []).append(head.says.commit)
 
-    numbers = sorted(listed.folders, reverse=True)
-    first = [number for number in numbers if number in (*numbers[:1], *likely)]
-    found = list(looked_at(first))
-    last, best = last_commit(found), newest(found)
-    if best is None or last is None or last.has_given_up(best.commit.number):
-        for status in looked_at(number for number in numbers if number not in first):
-            found.append(status)
-            if (last is None or not last.has_given_up(status.commit.number)) and status.is_complete:
-                break
-    return found, is_sure
+    def look_at(step: int) -> _Look:
+        look = _look_at(listed, known, step)
+        return look._replace(status=_without_others(look.status, own))
+
+    first = [step for step in listed.folders if step not in commits or step in likely]
+    looks = results_of(first, look_at, tuning.LOOK_THREADS)
+    yield looks
+    numbers = {step: commit_of(step, commits[step]).number for step in commits.keys() & listed.folders.keys()}
+    newest_of = max(numbers, key=lambda step: (numbers[step], step), default=None)
+    lasts = [last_commit([look.status for look in looks])]
+    lasts += [] if newest_of is None else [commit_of(newest_of, commits[newest_of])]
+    last = max((each for each in lasts if each is not None), key=lambda each: each.number, default=None)
+
+    def order(step: int) -> tuple[bool, int, int]:
+        return last is None or not last.has_given_up(numbers[step]), numbers[step], step
+
+    for step in sorted(numbers.keys() - set(first), key=order, reverse=True):
+        yield [look_at(step)]
 
 
 def read_tracker(root: Path) -> int | None:

@@ -4,6 +4,7 @@ import errno
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,9 @@ from checkpoints import (
 from privileges import protect, without_privileges
 
 from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.manifest import encode_manifest
+from mcore_ckpt.checkpoint.provenance import Commit
+from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.cli.main import main
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.steps import leftovers, tracker
@@ -87,6 +91,35 @@ def test_the_newest_step_is_found_without_a_look_at_older_ones(tmp_path: Path) -
     assert steps.newest_complete(tmp_path, "critic") is None
     assert [status.step for status in steps.list_steps(tmp_path, 3)] == [3]
     assert steps.list_steps(tmp_path, 4) == []
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_commit_is_the_newest_before_the_tracker_names_it(is_known: bool, tmp_path: Path) -> None:
+    """A training went back to 80 and died between its first commit and the tracker."""
+
+    def commit(step: int, number: int, *branch: tuple[int, int]) -> None:
+        role_dir = file_names.step_dir(tmp_path, step) / ROLE
+        make(role_dir, step)
+        manifest = replace(read_manifest(role_dir), commit=Commit(number, None, branch))
+        (role_dir / file_names.MANIFEST_FILE).write_bytes(encode_manifest(manifest))
+
+    for number, step in enumerate((70, 80, 90, 100), 1):
+        commit(step, number, (1, number))
+    tracker.update_tracker(tmp_path)
+    commit(82, 5, (1, 2), (5, 5))
+    steps._heads.clear()
+    if is_known:
+        steps.list_steps(tmp_path)
+    found = steps.newest_complete(tmp_path)
+    assert found is not None
+    assert found.step == 82
+    assert [status.step for status in steps.newest_steps(tmp_path, 3)] == [70, 80, 82]
+    assert tracker.read_tracker(tmp_path) == 100
+    for file in file_names.step_dir(tmp_path, 82).rglob("*.pt"):
+        file.unlink()
+    found = steps.newest_complete(tmp_path)
+    assert found is not None
+    assert found.step == 80
 
 
 def test_a_folder_under_another_name_does_not_count(tmp_path: Path) -> None:
