@@ -33,7 +33,7 @@ from mcore_ckpt.save.destination import find_destination
 from mcore_ckpt.save.drain import Drain
 from mcore_ckpt.save.fast_saves import FastSaves, open_fast_saves
 from mcore_ckpt.save.guards import Guards, changing_methods
-from mcore_ckpt.save.hf_export import check_exportable
+from mcore_ckpt.save.hf_export import check_exportable, warn_of_config
 from mcore_ckpt.save.host_images import HostImages
 from mcore_ckpt.save.opening import Opening
 from mcore_ckpt.save.plan import estimated_bytes
@@ -596,6 +596,8 @@ def _set_up_together(trainer: Trainer, remote: RemoteSteps | None, lock: Trainer
             return {}
 
         decide(known.agreement, _SETTING_UP, check, lambda _: {})
+    else:
+        warn_of_config(known)
     return known
 
 

@@ -22,6 +22,9 @@ WRITTEN_FILE = ".written.json"
 MODEL_DIR = "model"
 MODEL_FILE = "model_states.pt"
 HUGGINGFACE_DIR = "huggingface"
+# The folders, relative to a role's folder, that can hold config.json and the tokenizer. This package and verl write the
+# first, and verl up to 0.4 wrote the second. Other programs put the files beside the weights, which is the third.
+_CONFIG_DIRS = (HUGGINGFACE_DIR, "hf_config_and_tokenizer", ".", f"../{HUGGINGFACE_DIR}")
 # In HUGGINGFACE_DIR, where verl (0.9) has it, too.
 ADAPTER_DIR = "adapter"
 # In a merged model, where verl's merger (0.9) has it, too.
@@ -284,3 +287,13 @@ def rng_file(pp: int, tp: int, cp: int, dp: int) -> str:
 def extra_file(pp: int, tp: int, cp: int, dp: int) -> str:
     """Returns the path of the file with the extra state that the trainer passed to `save` on one rank."""
     return f"{EXTRA_DIR}/extra_state_pp{pp}_tp{tp}_cp{cp}_dp{dp}.pt"
+
+
+def config_dirs(role_dir: Path) -> list[Path]:
+    """Returns the folders that can hold the `config.json` and the tokenizer of a checkpoint's model."""
+    return [role_dir / name for name in _CONFIG_DIRS]
+
+
+def config_dir(role_dir: Path) -> Path | None:
+    """Returns the first of them that holds a `config.json`; None if there is none."""
+    return next((folder for folder in config_dirs(role_dir) if (folder / "config.json").is_file()), None)

@@ -211,6 +211,8 @@ def _show(report: MergeReport) -> None:
     )
     for each in report.left_out:
         console.print(f"  {each.text}", markup=False)
+    for different in report.other_model:
+        console.print(f"  transformers computes something else: {different}", markup=False)
 
 
 def as_json(report: MergeReport) -> dict[str, Any]:
@@ -225,5 +227,6 @@ def as_json(report: MergeReport) -> dict[str, Any]:
         "multi_token_prediction": report.has_mtp,
         **({} if report.adapters is None else {"adapters": report.adapters}),
         "left_out": [each.as_json() for each in report.left_out],
+        "other_model": list(report.other_model),
         "seconds": report.seconds,
     }

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from mcore_ckpt.checkpoint.halves import join_halves, split_halves
+from mcore_ckpt.checkpoint.model_facts import DifferentFact, Facts
 from mcore_ckpt.errors import CheckpointMismatchError, UnsupportedError
 from mcore_ckpt.load.same_model import differences_to_live
 from mcore_ckpt.load.tensor_fills import describe_rounding, refuse_rounding
@@ -21,7 +22,6 @@ from mcore_ckpt.state import optimizer as optimizer_state
 from mcore_ckpt.state.common import write_common
 from mcore_ckpt.state.main_weights import write_mains
 from mcore_ckpt.state.model import forget_caches, model_shards
-from mcore_ckpt.state.model_facts import DifferentFact, Facts
 from mcore_ckpt.state.optimizers.chain import optimizer_parts
 from mcore_ckpt.state.optimizers.part import OptimizerPart
 from mcore_ckpt.state.param_groups import (

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 
+from mcore_ckpt.checkpoint.model_facts import MAY_CHANGE
 from mcore_ckpt.config import TIMEOUT_S
 from mcore_ckpt.errors import (
     CheckpointCorruptError,
@@ -60,7 +61,6 @@ from mcore_ckpt.state.model import (
     unwrap,
     whole_layers,
 )
-from mcore_ckpt.state.model_facts import MAY_CHANGE
 from mcore_ckpt.state.optimizer import follow_model, read_optimizer
 from mcore_ckpt.state.quantized import has_quantized
 from mcore_ckpt.state.shards import LocalShard, ParameterState

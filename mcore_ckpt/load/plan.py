@@ -15,6 +15,7 @@ import torch
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest
+from mcore_ckpt.checkpoint.model_facts import DifferentFact
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError
 from mcore_ckpt.formats.contract import RankPosition
 from mcore_ckpt.formats.locate import Located, Locator, Wanted
@@ -32,7 +33,6 @@ from mcore_ckpt.ranks.rounds import Record
 from mcore_ckpt.sharding.plan import MODEL, OPAQUE, PARAM, ReadRange, ShardKey
 from mcore_ckpt.state import optimizer as optimizer_state
 from mcore_ckpt.state.model import EXTRA_STATE, model_shards
-from mcore_ckpt.state.model_facts import DifferentFact
 from mcore_ckpt.state.optimizers.chain import optimizer_parts
 from mcore_ckpt.state.param_groups import NO_CHANGES, GroupChanges, SavedPart, group_keys, match_parts
 from mcore_ckpt.state.rng import seed_of

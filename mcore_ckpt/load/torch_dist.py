@@ -23,6 +23,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
 from mcore_ckpt.errors import CheckpointMismatchError, UnsupportedError
 from mcore_ckpt.formats.kinds import step_of, torch_dist_folders
+from mcore_ckpt.formats.torch_dist.arguments import arguments_in, facts_of_arguments
 from mcore_ckpt.formats.torch_dist.files import OPTIMIZER_KEY, TorchDistFiles, WantedPart
 from mcore_ckpt.formats.torch_dist.stored_keys import StoredKeys
 from mcore_ckpt.load.foreign_state import (
@@ -40,7 +41,7 @@ from mcore_ckpt.load.foreign_state import (
     step_missing,
 )
 from mcore_ckpt.load.fresh_adapters import choice_of
-from mcore_ckpt.load.same_model import facts_beside, facts_of_arguments
+from mcore_ckpt.models.stated_facts import facts_beside
 from mcore_ckpt.ranks.rounds import Record, same_everywhere
 from mcore_ckpt.sharding.plan import PARAM
 from mcore_ckpt.sharding.synonyms import synonyms
@@ -139,7 +140,7 @@ def _read(trainer: Trainer, source: _Source) -> ForeignState:
             weights = tuple(_read_weight(source, entry) for entry in entries)
     step = files.common.get("iteration")
     step = step if isinstance(step, int) else step_of(files.path)
-    facts = facts_of_arguments(_arguments(files)) or facts_beside(files.path)
+    facts = facts_of_arguments(arguments_in(files.common)) or facts_beside(files.path)
     state = ForeignState(step, 0, weights, was_quantized=_was_quantized(files), model=facts)
     if "optimizer" in contents:
         state = _with_optimizer(trainer, source, entries, state)
@@ -148,15 +149,9 @@ def _read(trainer: Trainer, source: _Source) -> ForeignState:
     return replace(state, nbytes=files.nbytes, report={"names": files.digest(), "read": files.positions_read()})
 
 
-def _arguments(files: TorchDistFiles) -> Mapping[str, Any]:
-    """Returns the arguments of megatron's trainer, which it stores."""
-    found: Mapping[str, Any] = getattr(files.common.get("args"), "__dict__", {})
-    return found
-
-
 def _was_quantized(files: TorchDistFiles) -> bool:
     """Returns True if the arguments of megatron's trainer say that weights were quantized."""
-    args = _arguments(files)
+    args = arguments_in(files.common)
     return any(bool(args.get(name)) for name in ("fp8_param_gather", "fp8_param", "fp4_param_gather", "fp4_param"))
 
 

@@ -31,7 +31,7 @@ from mcore_ckpt.load.foreign_state import (
     rng_from_megatron,
     step_missing,
 )
-from mcore_ckpt.load.same_model import facts_beside
+from mcore_ckpt.models.stated_facts import facts_beside
 from mcore_ckpt.ranks.rounds import Record, decide
 from mcore_ckpt.ranks.topology import RankCoordinates, Topology
 from mcore_ckpt.state.model import unwrap

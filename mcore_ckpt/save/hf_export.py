@@ -16,6 +16,7 @@ from pathlib import Path
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest, WrittenFile, encode_manifest
+from mcore_ckpt.checkpoint.model_facts import described as text_of
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.errors import CheckpointMismatchError, CommitError, InvalidArgumentError, UnsupportedError
 from mcore_ckpt.formats.contract import weights_of
@@ -35,9 +36,9 @@ from mcore_ckpt.models.accounting import account
 from mcore_ckpt.models.adapters import Beside, no_place_in_peft, peft_tensors, trained_beside, with_adapters
 from mcore_ckpt.models.architecture import HfModel
 from mcore_ckpt.models.mapping import HfTensor, hf_tensors
-from mcore_ckpt.models.mcore_config import check_model
 from mcore_ckpt.models.reconcile import reconcile, with_mtp_of, with_tokens, with_tower_of
 from mcore_ckpt.models.registry import model_from_config
+from mcore_ckpt.models.stated_facts import check_rows
 from mcore_ckpt.models.table import MCORE_EMBEDDING
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide
 from mcore_ckpt.ranks.topology import Topology
@@ -47,7 +48,6 @@ from mcore_ckpt.sharding.plan import MODEL, OPAQUE
 from mcore_ckpt.sharding.regions import Shape
 from mcore_ckpt.sharding.synonyms import found_as
 from mcore_ckpt.sharding.vocabulary import has_vocabulary_rows, may_be_padding
-from mcore_ckpt.state.model import language_model_of, unwrap
 from mcore_ckpt.state.shards import LocalShard
 from mcore_ckpt.state.trainer import Trainer
 from mcore_ckpt.steps import commit
@@ -132,10 +132,22 @@ def _is_padded(name: str, shape: Shape, wanted: Shape) -> bool:
 
 
 _MODEL_KINDS = ("model", "experts")
+_IN_CONFIG = "in hf_config"
 
-# The sizes that determine the order of a tensor's rows, with their names in the table. The tensor's shape does not show
-# this order.
-_ORDER = {"num_attention_heads": "heads", "num_query_groups": "groups", "kv_channels": "head_dim"}
+
+def warn_of_config(trainer: Trainer) -> None:
+    """Warns, on rank 0, if `hf_config` is that of another model. Later exports of the checkpoint depend on it.
+
+    A save that exports refuses it (`check_exportable`). Without an export, the training need not stop.
+    """
+    if trainer.hf_config is None or not trainer.agreement.is_coordinator:
+        return
+    try:
+        _check_config(trainer, described_model(trainer))
+    except CheckpointMismatchError as error:
+        logger.warning("%s. mcore-ckpt merge will refuse the checkpoints unless another one is named", error)
+    except UnsupportedError:
+        return  # nothing is known of the architecture
 
 
 def _check_config(trainer: Trainer, described: HfModel) -> None:
@@ -144,26 +156,13 @@ def _check_config(trainer: Trainer, described: HfModel) -> None:
     A difference that changes the order of rows is an error. Other differences are only logged, because the exported
     weights are right even though transformers computes something else with them.
     """
-    live = language_model_of(unwrap(trainer.chunks[0]))
-    for field, word in _ORDER.items():
-        found = getattr(live.config, field, None)
-        latent = getattr(live.config, "multi_latent_attention", False)
-        if not latent and word in described.sizes and found not in (None, described.sizes[word]):
-            raise CheckpointMismatchError(
-                f"the model's {field} is {found}, but {described.sizes[word]} according to hf_config, which describes "
-                f"{described.describe()}"
-            )
-    if not described.architecture.rules:
-        return
-    try:
-        check_model(live, described)
-    except (CheckpointMismatchError, UnsupportedError) as difference:
-        if trainer.agreement.is_coordinator:
-            logger.warning(
-                "hf_config differs from the trained model, so transformers will compute something else with the "
-                "exported weights: %s",
-                difference,
-            )
+    found = check_rows(trainer.model, described, "in the model", _IN_CONFIG)
+    if found and trainer.agreement.is_coordinator:
+        logger.warning(
+            "hf_config differs from the trained model, so transformers will compute something else with the exported "
+            "weights: %s",
+            text_of(found, "in the model", _IN_CONFIG),
+        )
 
 
 def least_exported_bytes(trainer: Trainer, owned: Iterable[FilePlan]) -> int:

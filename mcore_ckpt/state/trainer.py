@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from mcore_ckpt.checkpoint.manifest import AdapterSettings, StageRecord
+from mcore_ckpt.checkpoint.model_facts import Facts
 from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.ranks.nodes import Nodes
 from mcore_ckpt.ranks.rounds import Agreement
 from mcore_ckpt.ranks.topology import RankCoordinates, Replicas, Topology
 from mcore_ckpt.sharding.counterparts import Layers
-from mcore_ckpt.state.model_facts import Facts
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +35,7 @@ class Trainer:
         first_instance: whether this rank belongs to distributed-optimizer instance 0.
         layers: what the layers of the whole model consist of. Empty until all ranks have told.
         adapters: the settings of the model's low-rank adapters. None if it has none, and until all ranks have told.
-        model: what the model computes with its tensors (`state/model_facts.py`), as far as this rank knows.
+        model: what the model computes with its tensors (`checkpoint/model_facts.py`), as far as this rank knows.
         vocab_size: how many tokens the vocabulary has without padding. None if it is unknown.
         group_keys: what tells the param groups of each chained optimizer apart, as it was when the manager was made
             (`param_groups.group_keys`).

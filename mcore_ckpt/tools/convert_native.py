@@ -20,13 +20,12 @@ from mcore_ckpt.formats.huggingface.side_files import copy_side_files, written_s
 from mcore_ckpt.formats.locate import read_regions
 from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.io.files import FOLDER_MODE, sync_folders_below
-from mcore_ckpt.models.mcore_config import to_mcore_config
+from mcore_ckpt.models.stated_facts import facts_of_model
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide
 from mcore_ckpt.ranks.topology import Topology
 from mcore_ckpt.sharding.placement import share_of
 from mcore_ckpt.sharding.plan import MODEL, ShardKey
 from mcore_ckpt.sharding.regions import Region
-from mcore_ckpt.state.model_facts import Facts, config_facts
 from mcore_ckpt.steps import commit
 from mcore_ckpt.steps.new_step import NewStep, check_may_write
 from mcore_ckpt.tools.convert import ConversionReport, Progress, check_written, left_out_of, open_folder, whole_region
@@ -117,7 +116,7 @@ def _plan(reader: HuggingFaceReader, wanted: WantedLayout) -> tuple[Target, list
     try:
         tensors = list(folder_tensors(reader))
         target = resolve(wanted, saved, any(tensor.expert for tensor in tensors))
-        check_heads(reader.contents.config, tensors, saved.topology, target.topology)
+        check_heads({}, reader.contents.config, tensors, saved.topology, target.topology)
         return target, Planner(reader, saved, _CONTENTS, tensors, target, wanted).files()
     except CheckpointError as error:
         raise type(error)(f"{reader.place}: {error}") from error
@@ -176,21 +175,14 @@ def _write(
         assets = [(0, file) for file in written_side_files(folder, copy_side_files(reader.contents.folder, folder))]
         role = new.role_dir.name
         (step,) = new.opened
-        identity = Identity(STEP, role, (role,), step.attempt, _CONTENTS, {}, model=_facts(reader))
+        facts = facts_of_model(reader.model) or None
+        identity = Identity(STEP, role, (role,), step.attempt, _CONTENTS, {}, model=facts)
         sync_folders_below(new.staging)
         step.write_manifest(build_manifest(identity, new.target, indexed, assets))
         return {}
 
     decide(agreement, f"writing {new.staging}", work, combine)
     return sum(sizes)
-
-
-def _facts(reader: HuggingFaceReader) -> Facts | None:
-    """Returns what the model computes with its tensors. None if the architecture has no rules that say it."""
-    if not reader.model.architecture.rules:
-        return None
-    stated = to_mcore_config(reader.model)
-    return config_facts(stated.fields, stated.gpt)
 
 
 def _as_record(names: FileNames) -> Record:

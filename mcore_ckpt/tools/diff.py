@@ -17,6 +17,7 @@ import torch
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.dtypes import torch_dtype
+from mcore_ckpt.checkpoint.model_facts import different_facts
 from mcore_ckpt.errors import CheckpointCorruptError, InvalidArgumentError
 from mcore_ckpt.formats.contract import TensorInfo
 from mcore_ckpt.formats.native.reader import NativeReader
@@ -26,7 +27,6 @@ from mcore_ckpt.sharding.patterns import compiled
 from mcore_ckpt.sharding.plan import OPAQUE, ReadRange, ShardKey, StoredShard, plan_reads
 from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.sharding.synonyms import found_as
-from mcore_ckpt.state.model_facts import different_facts
 from mcore_ckpt.steps.read_lock import reading
 from mcore_ckpt.tools.contents import keys_of, shards_of
 from mcore_ckpt.tools.differences import EXACT, Differences, DifferentValue, Tolerance, different_values

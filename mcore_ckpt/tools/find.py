@@ -8,18 +8,22 @@ from pathlib import Path
 from typing import Literal
 
 from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.model_facts import Facts
 from mcore_ckpt.checkpoint.reading import read_manifest
-from mcore_ckpt.errors import CheckpointNotFoundError, InvalidArgumentError
+from mcore_ckpt.errors import CheckpointError, CheckpointNotFoundError, InvalidArgumentError
 from mcore_ckpt.formats.contract import CheckpointReader
 from mcore_ckpt.formats.fsdp.reader import is_fsdp, open_fsdp
-from mcore_ckpt.formats.kinds import ForeignKind, kind_of, number_of
+from mcore_ckpt.formats.kinds import ForeignKind, kind_of, number_of, torch_dist_folders
 from mcore_ckpt.formats.native.reader import NativeReader
+from mcore_ckpt.formats.torch_dist.arguments import arguments_in, facts_of_arguments
+from mcore_ckpt.formats.torch_dist.files import TorchDistFiles
 from mcore_ckpt.formats.torch_dist.reader import open_torch_dist
 from mcore_ckpt.formats.verl_ranks.reader import open_verl_ranks
 from mcore_ckpt.models.config_fields import HfConfig
 from mcore_ckpt.models.mapping import hf_tensors
 from mcore_ckpt.models.reconcile import with_mtp_of
 from mcore_ckpt.models.registry import model_from_config
+from mcore_ckpt.models.stated_facts import facts_beside
 from mcore_ckpt.steps.choice import choose
 from mcore_ckpt.steps.listing import StepStatus, find_moved_aside, is_step, list_steps, read_tracker, step_status
 from mcore_ckpt.steps.node_files import as_in_folder, check_not_of_one_node
@@ -28,10 +32,6 @@ from mcore_ckpt.tools.what_is import what_is
 
 Backend = Literal["megatron", "fsdp"]
 Kind = Literal["native", "fsdp"] | ForeignKind
-
-# The folders, relative to the role's folder, that can hold config.json and the tokenizer. This package and verl write
-# the first, and verl up to 0.4 wrote the second. Other programs put the files beside the weights, which is the third.
-_CONFIG_DIRS = (file_names.HUGGINGFACE_DIR, "hf_config_and_tokenizer", ".", f"../{file_names.HUGGINGFACE_DIR}")
 
 
 @dataclass(frozen=True)
@@ -64,18 +64,13 @@ class FoundCheckpoint:
         """True if its tensors have HuggingFace's names and values, so that a merge only copies them."""
         return self.kind == "fsdp"
 
-    def config_dirs(self) -> list[Path]:
-        """Returns the folders that can hold its `config.json` and its tokenizer."""
-        return [self.path / name for name in _CONFIG_DIRS]
-
     def config_dir(self) -> Path:
         """Returns the folder that holds its `config.json`. Raises CheckpointNotFoundError if there is none."""
-        folders = self.config_dirs()
-        found = next((folder for folder in folders if (folder / "config.json").is_file()), None)
+        found = file_names.config_dir(self.path)
         if found is None:
             raise CheckpointNotFoundError(
-                f"{folders[0] / 'config.json'}: missing, so the architecture of the model is not known: name a folder "
-                "that has this file with --hf_model_path"
+                f"{self.path / file_names.HUGGINGFACE_DIR / 'config.json'}: missing, so the architecture of the model "
+                "is not known: name a folder that has this file with --hf_model_path"
             )
         return found
 
@@ -145,6 +140,22 @@ def open_reader(found: FoundCheckpoint, config: HfConfig) -> CheckpointReader:
         {slab.mcore: slab.region.global_shape for slab in slabs},
         {slab.mcore: tuple(section.rows for section in slab.sections) for slab in slabs if slab.sections},
     )
+
+
+def facts_of_checkpoint(found: FoundCheckpoint, reader: CheckpointReader) -> Facts:
+    """Returns what a checkpoint says of what its model computes: itself, or else by the `config.json` that is there."""
+    return _recorded_facts(found, reader) or facts_beside(found.path)
+
+
+def _recorded_facts(found: FoundCheckpoint, reader: CheckpointReader) -> Facts:
+    if isinstance(reader, NativeReader):
+        return reader.manifest.model or {}
+    if found.kind != "torch_dist":
+        return {}
+    try:
+        return facts_of_arguments(arguments_in(TorchDistFiles(found.path, torch_dist_folders(found.path)).common))
+    except CheckpointError:
+        return {}  # the weights can be read without
 
 
 def _fsdp_kind(folder: Path) -> Kind | None:

@@ -17,6 +17,7 @@ import torch
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import WrittenFile
+from mcore_ckpt.checkpoint.model_facts import described
 from mcore_ckpt.errors import (
     CheckpointMismatchError,
     CheckpointNotFoundError,
@@ -45,6 +46,7 @@ from mcore_ckpt.models.config_fields import HfConfig
 from mcore_ckpt.models.quantization import quantization_of
 from mcore_ckpt.models.reconcile import reconcile, with_tokens
 from mcore_ckpt.models.registry import model_from_config
+from mcore_ckpt.models.stated_facts import IN_CONFIG, check_rows, other_facts
 from mcore_ckpt.models.table import MCORE_EMBEDDING
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide, same_everywhere
 from mcore_ckpt.sharding.placement import share_of
@@ -53,7 +55,7 @@ from mcore_ckpt.sharding.synonyms import found_as
 from mcore_ckpt.steps import commit, leftovers
 from mcore_ckpt.steps.new_folder import Replaceable, check_may_replace, check_space, put_in_place
 from mcore_ckpt.steps.read_lock import reading
-from mcore_ckpt.tools.find import Backend, FoundCheckpoint, find_checkpoint, open_reader
+from mcore_ckpt.tools.find import Backend, FoundCheckpoint, facts_of_checkpoint, find_checkpoint, open_reader
 from mcore_ckpt.tools.merge_adapters import (
     AdapterMerge,
     Adapters,
@@ -127,6 +129,7 @@ class MergeReport:
         has_mtp: True if the model has weights of multi-token prediction.
         adapters: what has become of LoRA adapters: "merge", "beside" or "only"; None if the checkpoint has none.
         left_out: what the new model does not have of the checkpoint, by reason.
+        other_model: what `config.json` makes transformers compute otherwise than the model that was trained, by field.
         seconds: how long the merge took.
     """
 
@@ -140,6 +143,7 @@ class MergeReport:
     seconds: float = field(compare=False)
     adapters: Adapters | None = None
     left_out: tuple[LeftOut, ...] = ()
+    other_model: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,6 +159,7 @@ class MergeJob:
         adapters: what becomes of LoRA adapters; None if the checkpoint has none.
         adapter: the folder of the adapter to write.
         left_out: what is not written of the checkpoint, by reason.
+        other_model: what `config.json` makes transformers compute otherwise than the model that was trained, by field.
     """
 
     reader: CheckpointReader
@@ -165,6 +170,7 @@ class MergeJob:
     adapters: Adapters | None = None
     adapter: AdapterFolder | None = None
     left_out: tuple[LeftOut, ...] = ()
+    other_model: tuple[str, ...] = ()
 
     def described(self) -> Record:
         """Returns the part of the plan that all ranks compare, because each of them writes some of the files."""
@@ -270,6 +276,7 @@ def _merge(
         seconds=time.monotonic() - started,
         adapters=job.adapters,
         left_out=job.left_out,
+        other_model=job.other_model,
     )
 
 
@@ -374,6 +381,10 @@ def prepare(request: MergeRequest, found: FoundCheckpoint, ranks: int = 1) -> Me
             raise CheckpointMismatchError(f"has no adapters to {request.adapters}: leave out --adapters")
         model = _reconciled(read, config, _weights(found, config_dir, tensors), request)
         model = _with_vocabulary(model, found, config_dir, tensors)
+        # Tensors with HuggingFace's names are copied, so nothing cuts their rows.
+        compared = other_facts if found.has_hf_names else check_rows
+        others = compared(facts_of_checkpoint(found, reader), model)
+        other_model = tuple(described([each], live=IN_CONFIG) for each in others)
         warn_of_missing_code(config_dir, model.config)
         dtype = request.dtype
         # Main parameters are fp32, so they do not show the dtype of the model.
@@ -391,11 +402,13 @@ def prepare(request: MergeRequest, found: FoundCheckpoint, ranks: int = 1) -> Me
             to_merge = AdapterMerge(how, settings, config_dir, options)
             adapted = plan_with_adapters(to_merge, found, model, reader, tensors)
             left_out = together(left_out, adapted.left_out)
-            return MergeJob(adapted.reader, found.path, config_dir, model, adapted.plan, how, adapted.adapter, left_out)
+            parts = (adapted.plan, how, adapted.adapter, left_out, other_model)
+            return MergeJob(adapted.reader, found.path, config_dir, model, *parts)
         plan = plan_model(options, found, model, reader, tensors)
     except (CheckpointMismatchError, UnsupportedError) as error:
         raise type(error)(f"{found.path}, read with {config_dir / 'config.json'}: {error}") from error
-    return MergeJob(reader, found.path, config_dir, model, plan, left_out=together(left_out, plan.left_out))
+    left_out = together(left_out, plan.left_out)
+    return MergeJob(reader, found.path, config_dir, model, plan, left_out=left_out, other_model=other_model)
 
 
 def _weights(found: FoundCheckpoint, config_dir: Path, tensors: Mapping[str, TensorInfo]) -> Mapping[str, TensorInfo]:
@@ -459,7 +472,10 @@ def _with_vocabulary(
     embedding = table.hf_embedding if table.hf_embedding in shapes else found_as(table.mcore + MCORE_EMBEDDING, shapes)
     if embedding is None:
         return model
-    own, copied = max(tokens_in(folder) or 0 for folder in found.config_dirs()), tokens_in(config_dir) or 0
+    own, copied = (
+        max(tokens_in(folder) or 0 for folder in file_names.config_dirs(found.path)),
+        tokens_in(config_dir) or 0,
+    )
     grown = with_tokens(model, shapes[embedding][0], max(own, copied) or None)
     if grown is not model and 0 < copied < own:
         raise CheckpointMismatchError(

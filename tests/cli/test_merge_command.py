@@ -164,6 +164,7 @@ def test_a_result_for_programs(saved: Path, tmp_path: Path, capsys: pytest.Captu
                 ],
             }
         ],
+        "other_model": [],
     }
     assert json.loads((tmp_path / "merged" / "config.json").read_bytes())["dtype"] == "bfloat16"
     assert {tensor.dtype for tensor in weights(tmp_path / "merged").values()} == {torch.bfloat16}

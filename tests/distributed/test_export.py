@@ -291,6 +291,13 @@ def test_a_config_that_computes_something_else_is_told(shared_path: Path, caplog
         manager_of(training, shared_path, hf_config=hf_config(layout), save_contents=CONTENTS).close()
         with everywhere():
             assert not [record for record in caplog.records if record.name == "mcore_ckpt.save.hf_export"]
+        # Without an export, the checkpoints still keep it, so another order of rows is told, too.
+        config.num_attention_heads, config.num_key_value_heads, config.head_dim = 8, 4, 5
+        manager_of(training, shared_path, hf_config=config).close()
+        told = [record.getMessage() for record in caplog.records if record.name == "mcore_ckpt.save.hf_export"]
+        with everywhere():
+            assert len(told) == (dist.get_rank() == 0)
+            assert all("num_attention_heads" in text and "merge" in text for text in told)
 
 
 @pytest.mark.world(2)

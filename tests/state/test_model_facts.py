@@ -13,9 +13,11 @@ from megatron.core.activations import squared_relu
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from tiny_models import NAMES, make_config
 
-from mcore_ckpt.load.same_model import differences_to_live, facts_of_arguments
+from mcore_ckpt.checkpoint.model_facts import _DEFAULTS, _TABLE, config_facts, different_facts
+from mcore_ckpt.formats.torch_dist.arguments import facts_of_arguments
+from mcore_ckpt.load.same_model import differences_to_live
 from mcore_ckpt.models import model_from_config, to_mcore_config
-from mcore_ckpt.state.model_facts import _DEFAULTS, _TABLE, config_facts, different_facts, read_facts
+from mcore_ckpt.state.live_facts import read_facts
 
 # A model that each kind of facts is true of.
 BASE: dict[str, dict[str, Any]] = {

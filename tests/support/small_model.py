@@ -11,6 +11,7 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.dtypes import torch_dtype
 from mcore_ckpt.checkpoint.index import Alias
 from mcore_ckpt.checkpoint.manifest import AdapterSettings, FileRecord, Manifest, StageRecord, WrittenFile
+from mcore_ckpt.checkpoint.model_facts import Facts
 from mcore_ckpt.checkpoint.plain_files import pickle_plain, write_plain
 from mcore_ckpt.checkpoint.reading import read_index, read_manifest
 from mcore_ckpt.formats.native.file_plan import StructureCache, plan_file
@@ -94,6 +95,7 @@ def make(
     scheduler: dict[str, float] | None = None,
     adapters: AdapterSettings | None = None,
     stepped: Collection[str] | None = None,
+    facts: Facts | None = None,
 ) -> Path:
     """A committed checkpoint of `tp` ranks; `cuts` of tensors that are not cut as their names say.
 
@@ -148,6 +150,7 @@ def make(
         versions={"megatron_core": "0.16.1"},
         contents=("model", "optimizer", "extra"),
         adapters=adapters,
+        model=facts,
         topology=Topology(world_size=tp, tp=tp, etp=tp),
         ranks=tuple(RankCoordinates(tp=rank, etp=rank) for rank in range(tp)),
         stages=(StageRecord(0, 0, tuple(range(LAYERS)), ()),),

@@ -1,5 +1,6 @@
 """Checkpoints of other programs, made of tiny HuggingFace models, become these models again."""
 
+import argparse
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -359,6 +360,34 @@ def test_torch_dist_that_was_cut(tmp_path: Path) -> None:
 
 
 # -- which checkpoint --------------------------------------------------------------------------------------
+
+
+def other_heads(tmp_path: Path) -> Path:
+    """The configuration of a model with the same tensors, of four heads of 16 for eight of 8."""
+    folder = make_hf_folder(tmp_path / "other", "llama")
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    (folder / "config.json").write_text(json.dumps(read_config(folder) | heads))
+    return folder
+
+
+def test_another_order_of_rows(tmp_path: Path) -> None:
+    other, told = other_heads(tmp_path), "num_attention_heads is 8 in the checkpoint and 4 in config.json"
+    refused(verl_of(tmp_path, "llama"), CheckpointMismatchError, told, hf_model_path=other)
+    of_megatron = {"norm_epsilon": 3e-6, "swiglu": True, "squared_relu": False, "position_embedding_type": "rope"}
+    heads = {"num_attention_heads": 8, "group_query_attention": True, "num_query_groups": 4, "kv_channels": 8}
+    folder = save_torch_dist(tmp_path / "iter_0000012", mcore_of(other))
+    torch.save({"args": argparse.Namespace(**of_megatron, **heads)}, folder / "common.pt")
+    refused(folder, CheckpointMismatchError, told, hf_model_path=other)
+
+
+def test_fsdp_with_another_configuration(tmp_path: Path) -> None:
+    """Its tensors are HuggingFace's, so nothing is cut, but transformers would compute something else."""
+    hf = make_hf_folder(tmp_path / "actor" / "huggingface", "llama")
+    torch.save(load_file(hf / "model.safetensors"), tmp_path / "actor" / "model_world_size_1_rank_0.pt")
+    target = tmp_path / "merged"
+    report = merge(MergeRequest(tmp_path / "actor", target, backend="fsdp", hf_model_path=other_heads(tmp_path)))
+    assert "num_attention_heads is 8 in the checkpoint and 4 in config.json" in report.other_model
+    assert_same_model(target, hf)
 
 
 def test_which_folder_is_meant(tmp_path: Path) -> None:

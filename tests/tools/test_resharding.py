@@ -219,6 +219,12 @@ def test_heads_that_do_not_divide_where_rows_do(tmp_path: Path) -> None:
     there = resharded(source, tmp_path / "b", tp=2)
     assert (there / "huggingface" / "config.json").read_bytes() == config
     assert [file.path for file in manifest_of(there).files_of("huggingface")] == ["huggingface/config.json"]
+    # What the manifest says comes before the config of another model.
+    four = {"num_attention_heads": 4, "num_query_groups": 4}
+    assert resharded(make(tmp_path / "c", tensors_of(), config=config, facts=four), tmp_path / "d", tp=4)
+    three = make(tmp_path / "e", tensors_of(), config=config, facts={**four, "num_attention_heads": 3})
+    with pytest.raises(CheckpointMismatchError, match="3 attention heads cannot be divided among tp = 2"):
+        resharded(three, tmp_path / "f", tp=2)
 
 
 def test_cuts_that_contradict_their_names(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Checks that the new tensor-parallel size divides the attention heads, if a HuggingFace config gives their number."""
+"""Checks that the new tensor-parallel size divides the attention heads, if their number is known."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.model_facts import Facts
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError
 from mcore_ckpt.io import json_fields as fields
 from mcore_ckpt.io import limits
@@ -14,16 +15,27 @@ from mcore_ckpt.io.files import inside, read_small
 from mcore_ckpt.ranks.topology import Topology
 from mcore_ckpt.tools.reshard.saved_tensors import SavedTensor
 
-# Maps each weight that tensor parallelism cuts to the heads that it is made of, and these to the field of config.json
-# that gives their number.
+# Maps each weight that tensor parallelism cuts to the heads that it is made of, and these to the fact and the field of
+# config.json that give their number.
 _HEADS = {
-    "linear_qkv.weight": {"attention heads": "num_attention_heads", "key-value heads": "num_key_value_heads"},
-    "mixer.in_proj.weight": {"Mamba heads": "mamba_num_heads", "Mamba groups": "n_groups"},
-    "self_attention.in_proj.weight": {"key heads": "linear_num_key_heads", "value heads": "linear_num_value_heads"},
+    "linear_qkv.weight": {
+        "attention heads": ("num_attention_heads", "num_attention_heads"),
+        "key-value heads": ("num_query_groups", "num_key_value_heads"),
+    },
+    "mixer.in_proj.weight": {
+        "Mamba heads": ("mamba_num_heads", "mamba_num_heads"),
+        "Mamba groups": ("mamba_num_groups", "n_groups"),
+    },
+    "self_attention.in_proj.weight": {
+        "key heads": ("linear_num_key_heads", "linear_num_key_heads"),
+        "value heads": ("linear_num_value_heads", "linear_num_value_heads"),
+    },
 }
 
 
-def check_heads(config: Mapping[str, Any], tensors: Collection[SavedTensor], saved: Topology, new: Topology) -> None:
+def check_heads(
+    facts: Facts, config: Mapping[str, Any], tensors: Collection[SavedTensor], saved: Topology, new: Topology
+) -> None:
     """Checks that the new tensor-parallel size divides the attention heads.
 
     A size that divides the rows of a weight does not always divide its heads. megatron requires that the size divides
@@ -32,7 +44,8 @@ def check_heads(config: Mapping[str, Any], tensors: Collection[SavedTensor], sav
     in a Mamba mixer those of heads and of groups (MambaMixer, 0.18).
 
     Args:
-        config: the model's HuggingFace configuration. A number that is not in the configuration is not checked.
+        facts: what the checkpoint itself says of its model.
+        config: the HuggingFace configuration, for what `facts` do not say. A number that neither has is not checked.
         tensors: the tensors of the checkpoint.
         saved: the saved layout.
         new: the new layout.
@@ -46,8 +59,8 @@ def check_heads(config: Mapping[str, Any], tensors: Collection[SavedTensor], sav
     config = text if isinstance(text, dict) else config
     first = {kind: next((t for t in tensors if t.name.endswith(kind) and t.seen), None) for kind in _HEADS}
     for kind, counted in _HEADS.items():
-        for what, field in counted.items():
-            tensor, count = first[kind], config.get(field)
+        for what, (fact, field) in counted.items():
+            tensor, count = first[kind], facts.get(fact) or config.get(field)
             if tensor is None or not isinstance(count, int) or isinstance(count, bool) or count < 1:
                 continue
             if count % new.tp and (field != "num_key_value_heads" or new.tp % count):

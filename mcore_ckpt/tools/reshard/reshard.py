@@ -177,7 +177,7 @@ def _plan(source: Path, root: Path, step: int, wanted: WantedLayout) -> _Job:
     try:
         tensors = list(saved_tensors(reader))
         target = resolve(wanted, saved, any(tensor.expert for tensor in tensors))
-        check_heads(config_beside(source), tensors, manifest.topology, target.topology)
+        check_heads(manifest.model or {}, config_beside(source), tensors, manifest.topology, target.topology)
         planner = Planner(reader, saved, manifest.contents, tensors, target, wanted)
         planner.check_tokens(tokens_in(source / file_names.HUGGINGFACE_DIR))
         files = planner.files()

@@ -27,11 +27,12 @@ from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.formats.torch_dist.writer import Contents
 from mcore_ckpt.models.architecture import HfModel, read_config
 from mcore_ckpt.models.registry import model_from_config
+from mcore_ckpt.models.stated_facts import check_rows
 from mcore_ckpt.models.table import MCORE_HEAD
 from mcore_ckpt.sharding.adapters import is_adapter
 from mcore_ckpt.sharding.names import is_expert
 from mcore_ckpt.sharding.plan import MODEL, PARAM, ShardKey
-from mcore_ckpt.tools.find import FoundCheckpoint, Selection
+from mcore_ckpt.tools.find import FoundCheckpoint, Selection, facts_of_checkpoint
 from mcore_ckpt.tools.merge import MergeJob, MergeRequest, prepare
 from mcore_ckpt.tools.way_back.random_states import rng_objects
 from mcore_ckpt.tools.way_back.shared_state import (
@@ -174,13 +175,16 @@ def _for_megatron(
 
 
 def _model(role: Role, hf_model_path: Path | None) -> HfModel | None:
-    """Returns the model that config.json describes; None if there is no config.json."""
+    """Returns the model that config.json describes; None if there is no config.json. Refuses that of another model."""
+    found = FoundCheckpoint(role.path, "native")
     try:
-        return model_from_config(read_config(hf_model_path or FoundCheckpoint(role.path, "native").config_dir()))
+        model = model_from_config(read_config(hf_model_path or found.config_dir()))
     except CheckpointNotFoundError:
         if hf_model_path is not None:
             raise
         return None
+    check_rows(facts_of_checkpoint(found, role.reader), model)
+    return model
 
 
 # -- Megatron-Bridge ------------------------------------------------------------------------------------------
@@ -240,7 +244,9 @@ def _for_verl(layout: Layout, selection: Selection, roles: Sequence[Role], hf_mo
         notes += _notes(role.reader, [], bool(rng), "load_contents without extra", shared)
         # verl 0.9.1 cannot load the model from dist_ckpt beside such an optimizer: `dist_checkpointing.load` changes
         # the dict in which `sharded_param_state_fully_reshardable` then looks for the parameters.
-        exports.append(Export(f"{prefix}{weights}", _export(role, hf_model_path)))
+        job = _export(role, hf_model_path)
+        exports.append(Export(f"{prefix}{weights}", job))
+        notes += (f"{prefix}{weights}: transformers computes something else: {each}" for each in job.other_model)
     step_path = roles[0].path if is_step else roles[0].path.parent
     copies = dict(_files_of_verl(step_path))
     if not any(name.startswith("data") for name in copies):

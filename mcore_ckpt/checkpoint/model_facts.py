@@ -1,4 +1,4 @@
-"""Reads what a model computes with the same bytes: the fields of its configuration that its tensors do not show.
+"""Says what a model computes with the same bytes: the fields of its configuration that its tensors do not show.
 
 Four heads of 8 and two heads of 16 have the same tensors, and so have rotary embeddings of two kinds. So a checkpoint
 keeps these facts, and a load compares them. Only attributes are read, of megatron-core 0.15 to 0.19, of the providers
@@ -15,8 +15,6 @@ from functools import partial
 from typing import Any
 
 import torch
-
-from mcore_ckpt.state.model import language_model_of, unwrap
 
 Facts = Mapping[str, Any]
 """Plain values by name. A name in another part than the language model has the part's name in front: `vision_model.`"""
@@ -195,15 +193,13 @@ _OF_LAYERS = {
     *("moe_shared_expert_gate", "mtp_use_repeated_layer"),
 }
 
+_SHOWN_BY_TENSORS = "share_embeddings_and_output_weights"
+
 _FIELDS_OF_LATENT = ("rotary_base", "rotary_percent")
 
-# So many rotary frequencies are kept, evenly spaced: enough to tell any two kinds of scaling apart.
-_FREQUENCIES = 8
 # Frequencies may come from buffers that were cast to bfloat16.
 _FREQUENCY_TOLERANCE = 1e-2
 _TOLERANCE = 1e-6
-# The longest wavelength that `RotaryEmbedding._apply_scaling` does not divide by the whole factor (0.16 to 0.19).
-_LLAMA3_WAVELENGTH = 8192
 
 
 @dataclass(frozen=True)
@@ -225,23 +221,7 @@ class DifferentFact:
     @property
     def text(self) -> str:
         """The difference in words, such as "num_attention_heads is 4 in the checkpoint and 2 here"."""
-        return f"{self.name} is {self.saved} in the checkpoint and {self.live} here"
-
-
-def read_facts(chunks: Sequence[torch.nn.Module]) -> Facts:
-    """Returns the facts of a live model: of its language model, and of the other parts that have a config."""
-    found: dict[str, Any] = {}
-    for chunk in map(unwrap, chunks):
-        whole = getattr(chunk, "thinker", chunk)  # Qwen3-Omni
-        language = language_model_of(whole)
-        parts = {"": language} if language is whole else {"": language, **dict(whole.named_children())}
-        of_language = getattr(language, "config", None)
-        for name, part in parts.items():
-            config = getattr(part, "config", None)
-            if config is not None and (not name or config is not of_language):
-                prefix = f"{name}." if name else ""
-                found |= {prefix + fact: value for fact, value in config_facts(config, _arguments(part)).items()}
-    return found
+        return described([self])
 
 
 def config_facts(transformer: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -287,9 +267,14 @@ def different_facts(saved: Facts, live: Facts) -> Iterator[DifferentFact]:
                     yield DifferentFact(part + each.name, each.saved, each.live, each.may_change)
 
 
-def described(differences: Sequence[DifferentFact]) -> str:
-    """Describes differences for a message."""
-    return "; ".join(each.text for each in differences)
+def hidden_differences(saved: Facts, live: Facts) -> list[DifferentFact]:
+    """Returns the facts that differ and that no tensor shows. A critic has another head than its language model."""
+    return [each for each in different_facts(saved, live) if not each.name.endswith(_SHOWN_BY_TENSORS)]
+
+
+def described(differences: Sequence[DifferentFact], saved: str = "in the checkpoint", live: str = "here") -> str:
+    """Describes differences for a message. `saved` and `live` say where the two values are."""
+    return "; ".join(f"{each.name} is {each.saved} {saved} and {each.live} {live}" for each in differences)
 
 
 def _different(saved: Facts, live: Facts) -> Iterator[DifferentFact]:
@@ -327,44 +312,6 @@ def _by_part(facts: Facts) -> dict[str, dict[str, Any]]:
         part, dot, field = name.rpartition(".")
         found.setdefault(part + dot, {})[field] = value
     return found
-
-
-# -- live models -----------------------------------------------------------------------------------------------
-
-
-def _arguments(model: Any) -> dict[str, Any]:
-    """Returns what a `GPTModel`, `HybridModel` or `MambaModel` keeps of its arguments, and how it rotates."""
-    rotary = getattr(model, "rotary_pos_emb", None)
-    names = ("position_embedding_type", "rotary_base", "rotary_percent", "share_embeddings_and_output_weights")
-    found = {name: getattr(model, name, None) for name in names}
-    found["rope_scaling"] = getattr(model, "rotary_scaling", None)
-    # MambaModel has the second name (0.16).
-    patterns = (getattr(model, name, None) for name in ("hybrid_layer_pattern", "hybrid_override_pattern"))
-    found["hybrid_layer_pattern"] = next((each for each in patterns if each), None)
-    found["seq_len_interpolation_factor"] = getattr(rotary, "seq_len_interpolation_factor", None)
-    frequencies = getattr(rotary, "inv_freq", None)
-    if isinstance(frequencies, torch.Tensor) and frequencies.ndim == 1 and len(frequencies) and not frequencies.is_meta:
-        found |= _of_frequencies(frequencies.tolist(), found)
-    return found
-
-
-def _of_frequencies(frequencies: Sequence[float], known: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what the frequencies show. HybridModel does not keep the base, and no model the factor of the scaling."""
-    count = len(frequencies)
-    at = {round(number * (count - 1) / (_FREQUENCIES - 1)) for number in range(_FREQUENCIES)}
-    found: dict[str, Any] = {"rotary_frequencies": [_rounded(frequencies[index]) for index in sorted(at)]}
-    base = known["rotary_base"]
-    if base is None and count > 1 and frequencies[1] > 0:
-        base = found["rotary_base"] = float(f"{frequencies[1] ** -count:.5g}")
-    if known["rope_scaling"] and isinstance(base, (int, float)) and frequencies[-1] > 0:
-        unscaled = base ** -((count - 1) / count)
-        if 2 * math.pi / unscaled > _LLAMA3_WAVELENGTH:
-            found["rope_scaling_factor"] = float(f"{unscaled / frequencies[-1]:.5g}")
-    return found
-
-
-def _rounded(number: float) -> float:
-    return float(f"{number:.6g}")
 
 
 def _plain(value: Any) -> Any:

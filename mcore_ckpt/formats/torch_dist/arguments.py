@@ -1,0 +1,42 @@
+"""Reads the arguments that Megatron-LM stores in its checkpoints, and what they say of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mcore_ckpt.checkpoint.model_facts import Facts, config_facts
+
+# What Megatron-LM calls its arguments (`core_transformer_config_from_args`, 0.15 to 0.19), if not as the fields.
+_ARGUMENTS = {
+    "norm_epsilon": "layernorm_epsilon",
+    "apply_layernorm_1p": "layernorm_zero_centered_gamma",
+    "num_experts": "num_moe_experts",
+    "use_rope_scaling": "rope_scaling",
+    "rotary_seq_len_interpolation_factor": "seq_len_interpolation_factor",
+}
+# Without these, the arguments are those of another program, and say nothing of the fields that they lack.
+_OF_MEGATRON_LM = {"norm_epsilon", "swiglu", "squared_relu", "position_embedding_type", "group_query_attention"}
+
+
+def arguments_in(common: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the arguments among what all ranks share. There are none if another program has stored it."""
+    found: Mapping[str, Any] = getattr(common.get("args"), "__dict__", {})
+    return found
+
+
+def facts_of_arguments(arguments: Mapping[str, Any]) -> Facts:
+    """Returns the facts that Megatron-LM's arguments state. Returns none if another program has stored them."""
+    if not arguments.keys() >= _OF_MEGATRON_LM:
+        return {}
+    fields = {_ARGUMENTS.get(name, name): value for name, value in arguments.items()}
+    fields |= {"activation_func": "gelu", "gated_linear_unit": False}
+    if arguments["swiglu"]:
+        fields |= {"activation_func": "silu", "gated_linear_unit": True}
+    if arguments["squared_relu"]:
+        fields |= {"activation_func": "squared_relu"}
+    elif arguments.get("quick_geglu"):
+        fields |= {"activation_func": "quick_gelu", "gated_linear_unit": True}
+    if not arguments["group_query_attention"]:
+        fields["num_query_groups"] = None
+    return config_facts(fields, {})

@@ -1,0 +1,69 @@
+"""Reads from `config.json` what a model computes with its tensors, and compares that with what a checkpoint says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mcore_ckpt.checkpoint.file_names import config_dir
+from mcore_ckpt.checkpoint.model_facts import DifferentFact, Facts, config_facts, described, hidden_differences
+from mcore_ckpt.errors import CheckpointError, CheckpointMismatchError, UnsupportedError
+from mcore_ckpt.models.architecture import HfModel, read_config
+from mcore_ckpt.models.mcore_config import to_mcore_config
+from mcore_ckpt.models.registry import model_from_config
+
+# The facts on which the order of a tensor's rows depends, which its shape does not show, with their sizes in the table.
+_ORDER = {
+    "num_attention_heads": "heads",
+    "num_query_groups": "groups",
+    "kv_channels": "head_dim",
+    "linear_num_key_heads": "key_heads",
+    "vision_model.num_attention_heads": "v_heads",
+}
+IN_CONFIG = "in config.json"
+
+
+def facts_of_model(model: HfModel) -> Facts:
+    """Returns what `config.json` states. It is nothing if megatron-core cannot build such a model, or has no rules."""
+    try:
+        stated = to_mcore_config(model)
+    except UnsupportedError:
+        return {}
+    return config_facts(stated.fields, stated.gpt)
+
+
+def facts_beside(path: Path) -> Facts:
+    """Returns the facts that the `config.json` in a checkpoint's folder, or beside it, states. There may be none."""
+    folder = config_dir(path)
+    try:
+        return {} if folder is None else facts_of_model(model_from_config(read_config(folder)))
+    except CheckpointError:
+        return {}  # a checkpoint can be loaded without it
+
+
+def other_facts(saved: Facts, model: HfModel) -> list[DifferentFact]:
+    """Returns in what a model of `config.json` differs from the one that was trained, and no tensor shows.
+
+    Args:
+        saved: what the checkpoint, or the live model, says. With what it does not say, nothing is compared.
+        model: the model that `config.json` describes.
+    """
+    towers = {name: value for name, value in saved.items() if "." in name}  # which rules say nothing of
+    sizes = {fact: model.sizes[size] for fact, size in _ORDER.items() if size in model.sizes}
+    return hidden_differences(saved, {**towers, **(facts_of_model(model) or saved), **sizes})
+
+
+def check_rows(
+    saved: Facts, model: HfModel, saved_in: str = "in the checkpoint", stated_in: str = IN_CONFIG
+) -> list[DifferentFact]:
+    """Returns the same, and checks that both have the rows of their tensors in the same order.
+
+    Raises:
+        CheckpointMismatchError: the orders differ, so tensors would be cut at the wrong rows.
+    """
+    found = other_facts(saved, model)
+    if wrong := [each for each in found if each.name in _ORDER]:
+        raise CheckpointMismatchError(
+            f"{described(wrong, saved_in, stated_in)}, so this {model.describe()} has the rows of its tensors in "
+            "another order: give the configuration of the model that was trained"
+        )
+    return found

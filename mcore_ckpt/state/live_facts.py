@@ -1,0 +1,68 @@
+"""Reads from a live model what it computes with its tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from mcore_ckpt.checkpoint.model_facts import Facts, config_facts
+from mcore_ckpt.state.model import language_model_of, unwrap
+
+# So many rotary frequencies are kept, evenly spaced: enough to tell any two kinds of scaling apart.
+_FREQUENCIES = 8
+# The longest wavelength that `RotaryEmbedding._apply_scaling` does not divide by the whole factor (0.16 to 0.19).
+_LLAMA3_WAVELENGTH = 8192
+
+
+def read_facts(chunks: Sequence[torch.nn.Module]) -> Facts:
+    """Returns the facts of a live model: of its language model, and of the other parts that have a config."""
+    found: dict[str, Any] = {}
+    for chunk in map(unwrap, chunks):
+        whole = getattr(chunk, "thinker", chunk)  # Qwen3-Omni
+        language = language_model_of(whole)
+        parts = {"": language} if language is whole else {"": language, **dict(whole.named_children())}
+        of_language = getattr(language, "config", None)
+        for name, part in parts.items():
+            config = getattr(part, "config", None)
+            if config is not None and (not name or config is not of_language):
+                prefix = f"{name}." if name else ""
+                found |= {prefix + fact: value for fact, value in config_facts(config, _arguments(part)).items()}
+    return found
+
+
+def _arguments(model: Any) -> dict[str, Any]:
+    """Returns what a `GPTModel`, `HybridModel` or `MambaModel` keeps of its arguments, and how it rotates."""
+    rotary = getattr(model, "rotary_pos_emb", None)
+    names = ("position_embedding_type", "rotary_base", "rotary_percent", "share_embeddings_and_output_weights")
+    found = {name: getattr(model, name, None) for name in names}
+    found["rope_scaling"] = getattr(model, "rotary_scaling", None)
+    # MambaModel has the second name (0.16).
+    patterns = (getattr(model, name, None) for name in ("hybrid_layer_pattern", "hybrid_override_pattern"))
+    found["hybrid_layer_pattern"] = next((each for each in patterns if each), None)
+    found["seq_len_interpolation_factor"] = getattr(rotary, "seq_len_interpolation_factor", None)
+    frequencies = getattr(rotary, "inv_freq", None)
+    if isinstance(frequencies, torch.Tensor) and frequencies.ndim == 1 and len(frequencies) and not frequencies.is_meta:
+        found |= _of_frequencies(frequencies.tolist(), found)
+    return found
+
+
+def _of_frequencies(frequencies: Sequence[float], known: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what the frequencies show. HybridModel does not keep the base, and no model the factor of the scaling."""
+    count = len(frequencies)
+    at = {round(number * (count - 1) / (_FREQUENCIES - 1)) for number in range(_FREQUENCIES)}
+    found: dict[str, Any] = {"rotary_frequencies": [_rounded(frequencies[index]) for index in sorted(at)]}
+    base = known["rotary_base"]
+    if base is None and count > 1 and frequencies[1] > 0:
+        base = found["rotary_base"] = float(f"{frequencies[1] ** -count:.5g}")
+    if known["rope_scaling"] and isinstance(base, (int, float)) and frequencies[-1] > 0:
+        unscaled = base ** -((count - 1) / count)
+        if 2 * math.pi / unscaled > _LLAMA3_WAVELENGTH:
+            found["rope_scaling_factor"] = float(f"{unscaled / frequencies[-1]:.5g}")
+    return found
+
+
+def _rounded(number: float) -> float:
+    return float(f"{number:.6g}")
