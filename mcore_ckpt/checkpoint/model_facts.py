@@ -52,7 +52,9 @@ _TABLE: Mapping[str, Mapping[str, Any]] = {
         "is_hybrid_model": False,
         "mtp_use_repeated_layer": False,
         "use_mup": False,
-        # Megatron-Bridge's providers of Gemma and Falcon-H1.
+        # Of the first layer's attention: layer specs give it, and not the config.
+        "attn_mask_type": _UNKNOWN,
+        # Megatron-Bridge's providers of Gemma, Falcon-H1, MiMo, Step-3.5 and Qwen3-Omni.
         "attn_logit_softcapping": None,
         "final_logit_softcapping": None,
         "query_pre_attn_scalar": None,
@@ -67,6 +69,17 @@ _TABLE: Mapping[str, Mapping[str, Any]] = {
         "ssm_in_multiplier": 1.0,
         "ssm_out_multiplier": 1.0,
         "mlp_multipliers": _UNKNOWN,
+        "ssm_multipliers": _UNKNOWN,
+        "attention_value_scale": _UNKNOWN,
+        "hybrid_attention_pattern": _UNKNOWN,
+        "sliding_window_rope_base": _UNKNOWN,
+        "full_attention_rope_base": _UNKNOWN,
+        "full_attention_rope_partial_factor": _UNKNOWN,
+        "num_kv_shared_layers": _UNKNOWN,
+        "layer_types": _UNKNOWN,
+        "rotary_base_per_layer": _UNKNOWN,
+        "swiglu_limits": _UNKNOWN,
+        "position_id_per_seconds": _UNKNOWN,
         # transformers' configs of vision towers.
         "num_heads": None,
         "hidden_act": None,
@@ -154,6 +167,7 @@ _TABLE: Mapping[str, Mapping[str, Any]] = {
         "moe_apply_probs_on_input": False,
         "moe_shared_expert_gate": False,
     },
+    "repeated mtp": {"mtp_num_layers": None},
     "mup": {
         "mup_width_mult": 1.0,
         "mup_embedding_mult": 1.0,
@@ -164,11 +178,13 @@ _TABLE: Mapping[str, Mapping[str, Any]] = {
 }
 _DEFAULTS = {name: default for facts in _TABLE.values() for name, default in facts.items()}
 
+_ROTARY = ("rope", "yarn", "mrope")
+
 _KINDS: Mapping[str, Callable[[_Values], bool]] = {
     "any": lambda of: True,
     "heads": lambda of: not of("multi_latent_attention"),
     "latent": lambda of: bool(of("multi_latent_attention")),
-    "rotary": lambda of: bool(of("multi_latent_attention")) or of("position_embedding_type") in ("rope", "mrope"),
+    "rotary": lambda of: bool(of("multi_latent_attention")) or of("position_embedding_type") in _ROTARY,
     "llama3 rotary": lambda of: bool(of("rope_scaling")),
     "latent yarn": lambda of: bool(of("multi_latent_attention")) and of("rope_type") == "yarn",
     "yarn": lambda of: of("position_embedding_type") == "yarn" and not of("multi_latent_attention"),
@@ -177,20 +193,24 @@ _KINDS: Mapping[str, Callable[[_Values], bool]] = {
     "delta net": lambda of: of("experimental_attention_variant") == "gated_delta_net",
     "hybrid": lambda of: bool(of("is_hybrid_model")),
     "experts": lambda of: bool(of("num_moe_experts")),
+    # The layer is stored once, however often it is run.
+    "repeated mtp": lambda of: bool(of("mtp_use_repeated_layer") and of("mtp_num_layers")),
     "mup": lambda of: bool(of("use_mup")),
 }
 
 # What a longer context changes on purpose, and what only the training reads.
 MAY_CHANGE = frozenset({*_TABLE["rotary"], *_TABLE["llama3 rotary"], *_TABLE["latent yarn"], *_TABLE["yarn"]}) - {
     *("rotary_percent", "rotary_interleaved", "mrope_section", "no_rope_freq")
-} | {"moe_expert_capacity_factor"}
+} | {"sliding_window_rope_base", "full_attention_rope_base", "rotary_base_per_layer", "moe_expert_capacity_factor"}
+# A longer context may also change one of these values into another.
+_MAY_BECOME = {"position_embedding_type": ("rope", "yarn"), "rope_type": ("rope", "yarn")}
 # The frequencies follow from these, so a difference of one of these is told alone.
 _FREQUENCIES_FOLLOW = {"rotary_base", "rotary_percent", "kv_channels", "rope_scaling", "rope_scaling_factor"}
 # A HybridModel has a layer for each part of a GPTModel's layer. A checkpoint of one can be loaded into the other, whose
 # layers are compared when the tensors are matched (`sharding/counterparts.py`).
 _OF_LAYERS = {
     *("is_hybrid_model", "experimental_attention_variant", "window_attn_skip_freq", "moe_layer_freq"),
-    *("moe_shared_expert_gate", "mtp_use_repeated_layer"),
+    *("moe_shared_expert_gate", "mtp_use_repeated_layer", "mtp_num_layers"),
 }
 
 _SHOWN_BY_TENSORS = "share_embeddings_and_output_weights"
@@ -286,7 +306,11 @@ def _different(saved: Facts, live: Facts) -> Iterator[DifferentFact]:
         for name in names:
             ours, theirs = (side(name) for side in sides)
             if name not in not_compared and not _are_alike(name, ours, theirs):
-                yield DifferentFact(name, ours, theirs, name in MAY_CHANGE)
+                yield DifferentFact(name, ours, theirs, _may_change(name, ours, theirs))
+
+
+def _may_change(name: str, ours: Any, theirs: Any) -> bool:
+    return name in MAY_CHANGE or all(each in _MAY_BECOME.get(name, ()) for each in (ours, theirs))
 
 
 def _stored(facts: Facts, name: str) -> Any:
@@ -296,8 +320,6 @@ def _stored(facts: Facts, name: str) -> Any:
 def _are_alike(name: str, left: Any, right: Any) -> bool:
     if left is _UNKNOWN or right is _UNKNOWN:
         return True
-    if name == "activation_func" and None in (left, right):
-        return True  # a function without a name
     if isinstance(left, list) and isinstance(right, list):
         return len(left) == len(right) and all(_are_alike(name, *pair) for pair in zip(left, right, strict=True))
     if isinstance(left, (int, float)) and isinstance(right, (int, float)):
@@ -315,7 +337,7 @@ def _by_part(facts: Facts) -> dict[str, dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Returns a value as JSON has it. A function, an enum and any other object are its name, a lambda is None."""
+    """Returns a value as JSON has it. Of a function, an enum and any other object: the name, or "unknown"."""
     if value is None or value is _UNKNOWN or isinstance(value, (bool, int, str)):
         return value.name if isinstance(value, Enum) else value
     if isinstance(value, float):
@@ -331,7 +353,7 @@ def _plain(value: Any) -> Any:
         given += [f"{name}={_plain(each)}" for name, each in sorted(value.keywords.items())]
         return f"{_plain(value.func)}({', '.join(given)})"
     name = getattr(value, "__name__", None) or getattr(value, "name", None) or type(value).__name__
-    return None if not isinstance(name, str) or "<" in name or not name.isprintable() else name
+    return "unknown" if not isinstance(name, str) or "<" in name or not name.isprintable() else name
 
 
 # -- values that megatron takes in several forms ---------------------------------------------------------------
@@ -362,9 +384,17 @@ def _moe_layer_freq(of: _Values, freq: Any) -> Any:
 
 def _skipping(of: _Values, freq: Any) -> Any:
     count = of("num_layers")
-    if isinstance(freq, int) and isinstance(count, int):
+    if isinstance(freq, int) and isinstance(count, int) and freq:
         return [int((number + 1) % freq != 0) for number in range(count)]
     return freq
+
+
+def _without_rope(of: _Values, freq: Any) -> Any:
+    """Returns the layers that do not rotate, one number for each layer (`TransformerConfig`, 0.16 to 0.19)."""
+    layers = _skipping(of, freq)
+    if isinstance(layers, list) and layers is not freq:
+        layers = [1 - rotates for rotates in layers]
+    return None if isinstance(layers, (list, tuple)) and not any(layers) else layers or None
 
 
 def _window_skips(of: _Values, freq: Any) -> Any:
@@ -389,6 +419,9 @@ _NORMAL_FORMS: Mapping[str, Callable[[_Values, Any], Any]] = {
     "moe_layer_freq": _moe_layer_freq,
     "linear_attention_freq": _skipping,
     "window_attn_skip_freq": _window_skips,
+    "no_rope_freq": _without_rope,
+    # A mask that also hides padding computes the same for what is not padding.
+    "attn_mask_type": lambda of, mask: {"padding_causal": "causal", "padding": "no_mask"}.get(_plain(mask), mask),
     "moe_router_pre_softmax": _pre_softmax,
     "moe_router_load_balancing_type": _sinkhorn,
     "moe_router_topk_scaling_factor": lambda of, factor: None if factor == 1 else factor,

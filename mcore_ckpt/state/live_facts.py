@@ -42,11 +42,19 @@ def _arguments(model: Any) -> dict[str, Any]:
     # MambaModel has the second name (0.16).
     patterns = (getattr(model, name, None) for name in ("hybrid_layer_pattern", "hybrid_override_pattern"))
     found["hybrid_layer_pattern"] = next((each for each in patterns if each), None)
+    found["attn_mask_type"] = _mask_of(model)
     found["seq_len_interpolation_factor"] = getattr(rotary, "seq_len_interpolation_factor", None)
     frequencies = getattr(rotary, "inv_freq", None)
     if isinstance(frequencies, torch.Tensor) and frequencies.ndim == 1 and len(frequencies) and not frequencies.is_meta:
         found |= _of_frequencies(frequencies.tolist(), found)
     return found
+
+
+def _mask_of(model: Any) -> Any:
+    """Returns the kind of mask of the first layer that has attention; None if there is none here."""
+    layers = getattr(getattr(model, "decoder", None), "layers", ())
+    masks = (getattr(getattr(layer, "self_attention", None), "attn_mask_type", None) for layer in layers)
+    return next((mask for mask in masks if mask is not None), None)
 
 
 def _of_frequencies(frequencies: Sequence[float], known: Mapping[str, Any]) -> dict[str, Any]:

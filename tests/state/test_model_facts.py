@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.activations import squared_relu
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from tiny_models import NAMES, make_config
 
@@ -33,6 +34,7 @@ BASE: dict[str, dict[str, Any]] = {
     "delta net": {"experimental_attention_variant": "gated_delta_net"},
     "hybrid": {"is_hybrid_model": True, "hybrid_layer_pattern": "M*-"},
     "experts": {"num_moe_experts": 8},
+    "repeated mtp": {"mtp_use_repeated_layer": True, "mtp_num_layers": 1},
     "mup": {"use_mup": True},
 }
 COMMON = {"num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 8, "position_embedding_type": "rope"}
@@ -86,6 +88,35 @@ def test_the_kind_that_was_seen() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("fields", "one", "other", "may_change"),
+    [
+        ({}, {"position_embedding_type": "rope"}, {"position_embedding_type": "yarn"}, True),
+        ({}, {"position_embedding_type": "yarn"}, {"position_embedding_type": "learned_absolute"}, False),
+        ({"position_embedding_type": "yarn"}, {"rotary_base": 10000}, {"rotary_base": 1000000}, True),
+        ({"position_embedding_type": "yarn"}, {"rotary_percent": 1.0}, {"rotary_percent": 0.5}, False),
+        ({"multi_latent_attention": True}, {"rope_type": "rope"}, {"rope_type": "yarn"}, True),
+        ({}, {"rotary_base_per_layer": [1, 2]}, {"rotary_base_per_layer": [2, 2]}, True),
+        ({}, {"attn_mask_type": AttnMaskType.causal}, {"attn_mask_type": AttnMaskType.padding}, False),
+        ({}, {"activation_func": torch.nn.functional.silu}, {"activation_func": lambda x: x}, False),
+        ({"mtp_use_repeated_layer": True}, {"mtp_num_layers": 1}, {"mtp_num_layers": 2}, False),
+    ],
+)
+def test_what_is_told_and_what_a_longer_context_may_change(
+    fields: dict[str, Any], one: dict[str, Any], other: dict[str, Any], may_change: bool
+) -> None:
+    ours, theirs = (config_facts(SimpleNamespace(**{**COMMON, **fields, **each}), {}) for each in (one, other))
+    [found] = different_facts(ours, theirs)
+    assert (found.name, found.may_change) == (next(iter(one)), may_change)
+
+
+def test_the_mask_is_that_of_the_first_attention() -> None:
+    chunk = model({})
+    layers = [SimpleNamespace(), SimpleNamespace(self_attention=SimpleNamespace(attn_mask_type=AttnMaskType.no_mask))]
+    vars(chunk)["decoder"] = SimpleNamespace(layers=layers)
+    assert read_facts([chunk])["attn_mask_type"] == "no_mask"
+
+
 def test_a_longer_context_changes_the_base_on_purpose() -> None:
     config = MLATransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4, rope_type="yarn")
     longer = copy.copy(config)
@@ -108,7 +139,9 @@ def test_a_longer_context_changes_the_base_on_purpose() -> None:
         ({"softmax_scale": None}, {"softmax_scale": 8**-0.5}),
         ({"num_query_groups": None}, {"num_query_groups": 4}),
         ({"layernorm_epsilon": 1e-5}, {"layernorm_epsilon": 0.00001}),
-        ({"activation_func": torch.nn.functional.silu}, {"activation_func": lambda x: x}),
+        ({"no_rope_freq": 2}, {"no_rope_freq": [0, 1, 0, 1]}),
+        ({"no_rope_freq": None}, {"no_rope_freq": [0, 0, 0, 0]}),
+        ({"attn_mask_type": AttnMaskType.causal}, {"attn_mask_type": AttnMaskType.padding_causal}),
         (
             {"window_size": (1, 0), "window_attn_skip_freq": 2},
             {"window_size": [1, 0], "window_attn_skip_freq": [1, 0] * 2},
@@ -119,8 +152,6 @@ def test_a_longer_context_changes_the_base_on_purpose() -> None:
 )
 def test_several_forms_of_one_value(one: dict[str, Any], other: dict[str, Any]) -> None:
     base = {**COMMON, "num_moe_experts": 8, "num_layers": 4, "hidden_size": 32}
-    if "activation_func" in one:
-        base |= {"num_moe_experts": None}
     first, second = (config_facts(SimpleNamespace(**{**base, **each}), {}) for each in (one, other))
     assert names_of(first, second) == names_of(second, first) == []
 
@@ -128,6 +159,7 @@ def test_several_forms_of_one_value(one: dict[str, Any], other: dict[str, Any]) 
 def test_functions_are_named() -> None:
     tanh = partial(torch.nn.functional.gelu, approximate="tanh")
     functions = {tanh: "gelu(approximate=tanh)", squared_relu: "squared_relu", torch.nn.SiLU(): "SiLU"}
+    functions[lambda x: x] = "unknown"
     for function, name in functions.items():
         assert config_facts(SimpleNamespace(activation_func=function), {})["activation_func"] == name
 
