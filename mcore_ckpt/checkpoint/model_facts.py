@@ -199,7 +199,7 @@ _KINDS: Mapping[str, Callable[[_Values], bool]] = {
 }
 
 # What a longer context changes on purpose, and what only the training reads.
-MAY_CHANGE = frozenset({*_TABLE["rotary"], *_TABLE["llama3 rotary"], *_TABLE["latent yarn"], *_TABLE["yarn"]}) - {
+_MAY_CHANGE = frozenset({*_TABLE["rotary"], *_TABLE["llama3 rotary"], *_TABLE["latent yarn"], *_TABLE["yarn"]}) - {
     *("rotary_percent", "rotary_interleaved", "mrope_section", "no_rope_freq")
 } | {"sliding_window_rope_base", "full_attention_rope_base", "rotary_base_per_layer", "moe_expert_capacity_factor"}
 # A longer context may also change one of these values into another.
@@ -209,7 +209,7 @@ _FREQUENCIES_FOLLOW = {"rotary_base", "rotary_percent", "kv_channels", "rope_sca
 # A HybridModel has a layer for each part of a GPTModel's layer. A checkpoint of one can be loaded into the other, whose
 # layers are compared when the tensors are matched (`sharding/counterparts.py`).
 _OF_LAYERS = {
-    *("is_hybrid_model", "experimental_attention_variant", "window_attn_skip_freq", "moe_layer_freq"),
+    *("is_hybrid_model", "experimental_attention_variant", "moe_layer_freq"),
     *("moe_shared_expert_gate", "mtp_use_repeated_layer", "mtp_num_layers"),
 }
 
@@ -310,7 +310,7 @@ def _different(saved: Facts, live: Facts) -> Iterator[DifferentFact]:
 
 
 def _may_change(name: str, ours: Any, theirs: Any) -> bool:
-    return name in MAY_CHANGE or all(each in _MAY_BECOME.get(name, ()) for each in (ours, theirs))
+    return name in _MAY_CHANGE or all(each in _MAY_BECOME.get(name, ()) for each in (ours, theirs))
 
 
 def _stored(facts: Facts, name: str) -> Any:
@@ -320,12 +320,19 @@ def _stored(facts: Facts, name: str) -> Any:
 def _are_alike(name: str, left: Any, right: Any) -> bool:
     if left is _UNKNOWN or right is _UNKNOWN:
         return True
+    if name == "hybrid_layer_pattern" and isinstance(left, str) and isinstance(right, str):
+        left, right = _of_same_depth(left, right), _of_same_depth(right, left)
     if isinstance(left, list) and isinstance(right, list):
         return len(left) == len(right) and all(_are_alike(name, *pair) for pair in zip(left, right, strict=True))
     if isinstance(left, (int, float)) and isinstance(right, (int, float)):
         tolerance = _FREQUENCY_TOLERANCE if name == "rotary_frequencies" else _TOLERANCE
         return math.isclose(left, right, rel_tol=tolerance)
     return bool(left == right)
+
+
+def _of_same_depth(pattern: str, other: str) -> str:
+    """Returns a pattern without its depths of multi-token prediction if the other has none: a model may lack them."""
+    return pattern if "/" in other else pattern.partition("/")[0]
 
 
 def _by_part(facts: Facts) -> dict[str, dict[str, Any]]:
@@ -398,7 +405,11 @@ def _without_rope(of: _Values, freq: Any) -> Any:
 
 
 def _window_skips(of: _Values, freq: Any) -> Any:
-    freq = _skipping(of, freq)
+    freq, pattern = _skipping(of, freq), of("hybrid_layer_pattern")
+    if isinstance(pattern, str) and isinstance(freq, (list, tuple)):
+        # The layers of a HybridModel that a GPTModel has, too: those with attention.
+        symbols = pattern.partition("/")[0].replace("|", "")
+        freq = [value for symbol, value in zip(symbols, freq, strict=False) if symbol in "*GD+"]
     return None if isinstance(freq, (list, tuple)) and all(freq) else freq
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from mcore_ckpt.checkpoint.model_facts import MAY_CHANGE
+from mcore_ckpt.checkpoint.model_facts import described
 from mcore_ckpt.config import TIMEOUT_S
 from mcore_ckpt.errors import (
     CheckpointCorruptError,
@@ -36,8 +36,8 @@ from mcore_ckpt.load.together import Runs, fill_together, names_left_over, plan_
 from mcore_ckpt.models.accounting import LeftOut
 from mcore_ckpt.models.architecture import HfModel
 from mcore_ckpt.models.mapping import HfTensor, hf_tensors_in
-from mcore_ckpt.models.mcore_config import check_model
 from mcore_ckpt.models.registry import model_from_config
+from mcore_ckpt.models.stated_facts import IN_CONFIG, check_model, check_rows
 from mcore_ckpt.ranks.meeting import rendezvous
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide, same_everywhere
 from mcore_ckpt.ranks.topology import RankCoordinates, Replicas, Topology, read_replicas, read_topology
@@ -50,6 +50,7 @@ from mcore_ckpt.sharding.synonyms import synonyms
 from mcore_ckpt.sharding.towers import in_tower
 from mcore_ckpt.sharding.vocabulary import has_vocabulary_rows, may_be_padded
 from mcore_ckpt.state.adapters import adapter_settings, own_adapters
+from mcore_ckpt.state.live_facts import read_facts
 from mcore_ckpt.state.main_weights import write_weights
 from mcore_ckpt.state.megatron_versions import check_megatron
 from mcore_ckpt.state.model import (
@@ -176,8 +177,9 @@ def load_hf(
             model.
         base: the folder with the `config.json` of an adapter's base model, or the base model's name on the hub. None:
             what `adapter_config.json` names. Not needed for the folder of a model.
-        strict_model: whether rotary base and scaling, which a longer context changes on purpose, must be those of
-            `config.json`, too. If not, a difference is named in a warning. Other differences are always refused.
+        strict_model: whether rotary base and scaling, YaRN among them, which a longer context changes on purpose, must
+            be those of `config.json`, too. If not, a difference is named in a warning. Other differences are always
+            refused.
         timeout_s: how long this rank waits for other ranks before it gives up, in seconds. A rank that waits for a
             download waits DOWNLOAD_TIMEOUT_S.
 
@@ -404,13 +406,14 @@ def _check_config(here: _Here, reader: HuggingFaceReader) -> None:
     """Compares the configurations. Models with equal shapes can differ in the grouping of heads or the activation."""
     if isinstance(reader, AdapterReader):
         _check_scale(here, reader)
+    check_rows(read_facts(here.chunks), reader.model, "in the model")
     for chunk in here.chunks if reader.model.architecture.rules else ():
-        changed = check_model(unwrap(chunk), reader.model, () if here.strict_model else MAY_CHANGE)
+        changed = check_model(unwrap(chunk), reader.model, here.strict_model)
         if changed and chunk is here.chunks[0] and here.agreement.is_coordinator:
             logger.warning(
                 "%s: %s. A longer context changes this on purpose; anything else should not",
                 reader.place,
-                "; ".join(changed),
+                described(changed, IN_CONFIG),
             )
 
 

@@ -31,9 +31,10 @@ and add the module to `models/architectures/__init__.py`. A program outside the 
 
 from mcore_ckpt.models.architecture import Architecture, HfModel, ModelFacts, read_config
 from mcore_ckpt.models.mapping import HfTensor, Slab, hf_tensors
-from mcore_ckpt.models.mcore_config import McoreConfig, check_model, gpt_arguments, to_hf_config, to_mcore_config
+from mcore_ckpt.models.mcore_config import McoreConfig, gpt_arguments, to_hf_config, to_mcore_config
 from mcore_ckpt.models.reconcile import reconcile
 from mcore_ckpt.models.registry import known_architectures, model_from_config, register_architecture
+from mcore_ckpt.models.stated_facts import check_model
 from mcore_ckpt.models.table import Row, Table
 
 __all__ = [

@@ -1,15 +1,12 @@
-"""Translates `config.json` to the arguments of megatron's `TransformerConfig` and of its model's class, and back.
-
-Also checks that a live model is the one that a `config.json` describes.
-"""
+"""Translates `config.json` to the arguments of megatron's `TransformerConfig` and of its model's class, and back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mcore_ckpt.errors import CheckpointMismatchError, UnsupportedError
+from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.models.architecture import Architecture, HfModel
 from mcore_ckpt.models.config_fields import MTP_FIELDS, HfConfig, MissingFieldError, Same, factor_or_none
 
@@ -53,7 +50,7 @@ class McoreConfig:
         from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
         kind = MLATransformerConfig if self.transformer.get("multi_latent_attention") else TransformerConfig
-        _check_known(self.transformer, kind)
+        check_known(self.transformer, kind)
         config = kind(**{**self.transformer, **more})
         for name, value in self.attributes.items():
             setattr(config, name, value)
@@ -185,6 +182,9 @@ def gpt_arguments(model: Any) -> dict[str, Any]:
         "rotary_base": getattr(model, "rotary_base", None),
         "rotary_percent": getattr(model, "rotary_percent", None),
         "rope_scaling": getattr(model, "rotary_scaling", None),
+        "seq_len_interpolation_factor": getattr(
+            getattr(model, "rotary_pos_emb", None), "seq_len_interpolation_factor", None
+        ),
         "share_embeddings_and_output_weights": getattr(model, "share_embeddings_and_output_weights", None),
         "max_sequence_length": getattr(model, "max_sequence_length", None),
         "hybrid_layer_pattern": getattr(model, "hybrid_layer_pattern", None),
@@ -194,85 +194,15 @@ def gpt_arguments(model: Any) -> dict[str, Any]:
 
 # These fields describe the training, not the model. The last one rotates queries and keys, which changes no product.
 _TRAINING_FIELDS = {"attention_dropout", "hidden_dropout", "dsa_indexer_rotate_activation"}
-# check_model does not compare these arguments. A live model's vocabulary is padded, and tied embeddings are checked
-# separately.
-_NOT_COMPARED = {
-    *("params_dtype", "bf16", "fp16", *_TRAINING_FIELDS),
-    *("gpt.vocab_size", "gpt.max_sequence_length", "gpt.share_embeddings_and_output_weights"),
-}
-# A HybridModel has a layer for each part of a GPTModel's layer, and its pattern says which part. Its layers are
-# compared when its tensors are matched (`sharding/counterparts.py`).
-_NOT_COMPARED_IF_HYBRID = {"num_layers", "moe_layer_freq", "linear_attention_freq", "experimental_attention_variant"}
-_NOT_COMPARED_IF_LATENT = {"kv_channels", "gpt.rotary_percent", "gpt.rotary_base"}
 
 
-def check_model(model: Any, hf_model: HfModel, may_change: Collection[str] = ()) -> list[str]:
-    """Raises CheckpointMismatchError unless a live model is the one that a HuggingFace config describes.
-
-    Args:
-        model: an unwrapped `GPTModel` or `HybridModel`, or another module with megatron's `config`. Arguments that this
-            module does not expose are not compared, and neither are the layers of a `HybridModel`. A model without
-            multi-token prediction is accepted.
-        hf_model: the model that the config describes, from `model_from_config`.
-        may_change: names of arguments that may differ.
-
-    Returns:
-        What differs of `may_change`, in words.
-    """
-    differences = []
-    # Megatron-Bridge and mbridge keep the language model in a module that has the vision tower, too.
-    model = getattr(model, "language_model", None) or model
-    wanted = to_mcore_config(hf_model)
-    gpt = gpt_arguments(model)
-    is_latent = wanted.transformer.get("multi_latent_attention")
-    is_hybrid = getattr(model, "hybrid_layer_pattern", None) is not None
-    not_compared = _NOT_COMPARED | (_NOT_COMPARED_IF_LATENT if is_latent else set())
-    not_compared |= _NOT_COMPARED_IF_HYBRID if is_hybrid else set()
-    flat = {**wanted.transformer, **{_ATTRIBUTES + n: v for n, v in wanted.attributes.items()}}
-    flat |= {_GPT + name: value for name, value in wanted.gpt.items()}
-    for name, value in flat.items():
-        if name in not_compared:
-            continue
-        if name in wanted.transformer:
-            _check_known([name], model.config)
-        found = _read(model.config, gpt, name, value)
-        if name == "mtp_num_layers" and not found:
-            continue
-        if name == _PATTERN and found is not None and "/" not in found:
-            value = _without_depths(value)
-        if name == "window_attn_skip_freq" and is_hybrid and found is not None:
-            found = _of_attention(model.hybrid_layer_pattern, found)
-        if found != value and _without_prefix(name) in may_change:
-            differences.append(f"{_without_prefix(name)} is {value!r} in config.json and {found!r} here")
-        elif found != value:
-            raise CheckpointMismatchError(
-                f"the model's {_without_prefix(name)} is {found!r}, but config.json of this {hf_model.describe()} "
-                f"requires {value!r}: build the model with mcore_ckpt.models.to_mcore_config, or load the HuggingFace "
-                "model that it was built for"
-            )
-    if model.share_embeddings_and_output_weights != hf_model.is_tied and not hf_model.is_value:
-        raise CheckpointMismatchError(
-            f"the model's share_embeddings_and_output_weights is {model.share_embeddings_and_output_weights}, but "
-            f"{hf_model.architecture.tied_field} of this {hf_model.describe()} is {hf_model.is_tied}: build the model "
-            "with mcore_ckpt.models.to_mcore_config"
-        )
-    return differences
-
-
-def _check_known(names: Iterable[str], config: Any) -> None:
+def check_known(names: Iterable[str], config: Any) -> None:
     """Raises UnsupportedError if a config, or a class of configs, has no field of one of these names."""
     if missing := [name for name in names if not hasattr(config, name) and name not in getattr(config, _FIELDS, ())]:
         raise UnsupportedError(
             f"this version of megatron-core has no {missing[0]}, which the model needs: install megatron-core 0.19 or "
             "newer"
         )
-
-
-def _of_attention(pattern: str, by_layer: list[int]) -> list[int] | None:
-    """Returns the values of a HybridModel's attention layers. `by_layer` has one for each layer of any kind."""
-    symbols = pattern.partition("/")[0].replace("|", "")
-    found = [value for symbol, value in zip(symbols, by_layer, strict=False) if symbol in "*GD+"]
-    return None if all(found) else found
 
 
 def _without_depths(pattern: str) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from mcore_ckpt.checkpoint.file_names import config_dir
 from mcore_ckpt.checkpoint.model_facts import DifferentFact, Facts, config_facts, described, hidden_differences
 from mcore_ckpt.errors import CheckpointError, CheckpointMismatchError, UnsupportedError
 from mcore_ckpt.models.architecture import HfModel, read_config
-from mcore_ckpt.models.mcore_config import to_mcore_config
+from mcore_ckpt.models.mcore_config import check_known, gpt_arguments, to_mcore_config
 from mcore_ckpt.models.registry import model_from_config
 
 # The facts on which the order of a tensor's rows depends, which its shape does not show, with their sizes in the table.
@@ -65,5 +66,40 @@ def check_rows(
         raise CheckpointMismatchError(
             f"{described(wrong, saved_in, stated_in)}, so this {model.describe()} has the rows of its tensors in "
             "another order: give the configuration of the model that was trained"
+        )
+    return found
+
+
+def check_model(model: Any, hf_model: HfModel, strict: bool = True) -> list[DifferentFact]:
+    """Raises CheckpointMismatchError unless a live model computes what a HuggingFace config describes.
+
+    Args:
+        model: an unwrapped `GPTModel` or `HybridModel`, or another module with megatron's `config`. Arguments that this
+            module does not expose are not compared, nor is what tensors show. A model without multi-token prediction is
+            accepted.
+        hf_model: the model that the config describes, from `model_from_config`.
+        strict: False to return what a longer context changes on purpose, such as the rotary base, and not to refuse it.
+
+    Returns:
+        What differs: the config is `saved`, the model `live`.
+    """
+    # Megatron-Bridge and mbridge keep the language model in a module that has the vision tower, too.
+    model = getattr(model, "language_model", None) or model
+    stated = to_mcore_config(hf_model)
+    check_known(stated.transformer, model.config)
+    live = config_facts(model.config, gpt_arguments(model))
+    found = hidden_differences(config_facts(stated.fields, stated.gpt), live)
+    for each in found:
+        if strict or not each.may_change:
+            raise CheckpointMismatchError(
+                f"the model's {each.name} is {each.live!r}, but config.json of this {hf_model.describe()} requires "
+                f"{each.saved!r}: build the model with mcore_ckpt.models.to_mcore_config, or load the HuggingFace "
+                "model that it was built for"
+            )
+    if model.share_embeddings_and_output_weights != hf_model.is_tied and not hf_model.is_value:
+        raise CheckpointMismatchError(
+            f"the model's share_embeddings_and_output_weights is {model.share_embeddings_and_output_weights}, but "
+            f"{hf_model.architecture.tied_field} of this {hf_model.describe()} is {hf_model.is_tied}: build the model "
+            "with mcore_ckpt.models.to_mcore_config"
         )
     return found

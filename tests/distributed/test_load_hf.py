@@ -276,7 +276,11 @@ REFUSED: dict[str, tuple[Callable[[Path], object], type[CheckpointError], str]] 
     "no-weights": (lambda f: (f / "model.safetensors").unlink(), CheckpointNotFoundError, "model.safetensors"),
     "shape": (_say(intermediate_size=128), CheckpointMismatchError, "must have|ffn_hidden_size"),
     "other-architecture": (lambda f: make_hf_folder(f, "qwen2"), CheckpointMismatchError, "qwen2"),
-    "deeper": (lambda f: make_hf_folder(f, "qwen3", num_hidden_layers=6), CheckpointMismatchError, "num_layers"),
+    "deeper": (
+        lambda f: make_hf_folder(f, "qwen3", num_hidden_layers=6),
+        CheckpointMismatchError,
+        "which no rank of this model has",
+    ),
     "other-groups": (
         lambda f: make_hf_folder(f, "qwen3", num_attention_heads=12, num_key_value_heads=2),
         CheckpointMismatchError,

@@ -1,6 +1,7 @@
 """A checkpoint of a model with the same tensors that computes something else: named by field, or refused."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from training import Layout, Training, build, parallel, train
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.errors import CheckpointMismatchError
 from mcore_ckpt.load.huggingface import load_hf
+from mcore_ckpt.models import known_architectures, register_architecture
 from mcore_ckpt.state.model import unwrap
 from mcore_ckpt.tools.diff import diff
 from mcore_ckpt.tools.find import select
@@ -42,6 +44,15 @@ def test_a_longer_context_loads_from_huggingface(shared_path: Path, caplog: pyte
             chunk.rotary_base = 1000000  # type: ignore[assignment]
         error = error_of(lambda: load_hf(chunks, folder, strict_model=True))
         assert_names(raised_everywhere(CheckpointMismatchError, error), "rotary_base is 1000000, but config.json")
+        # An architecture that has no rules for its config.json still says how many heads cut its rows.
+        known = known_architectures()["qwen2"]
+        register_architecture(replace(known, rules=()))
+        config = unwrap(chunks[0]).config
+        heads, config.num_attention_heads = config.num_attention_heads, 2  # type: ignore[union-attr, assignment]
+        error = error_of(lambda: load_hf(chunks, folder))
+        register_architecture(known)
+        config.num_attention_heads = heads  # type: ignore[union-attr, assignment]
+        assert_names(raised_everywhere(CheckpointMismatchError, error), "num_attention_heads is 2 in the model")
         with caplog.at_level(logging.WARNING, "mcore_ckpt"):
             load_hf(chunks, folder)
         with everywhere():

@@ -18,6 +18,7 @@ from mcore_ckpt.checkpoint.model_facts import _DEFAULTS, _TABLE, config_facts, d
 from mcore_ckpt.formats.torch_dist.arguments import facts_of_arguments
 from mcore_ckpt.load.same_model import differences_to_live
 from mcore_ckpt.models import model_from_config, to_mcore_config
+from mcore_ckpt.models.stated_facts import check_rows
 from mcore_ckpt.state.live_facts import read_facts
 
 # A model that each kind of facts is true of.
@@ -62,8 +63,10 @@ def test_each_fact_is_read_and_compared(kind: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_config_json_says_what_the_live_model_is(name: str) -> None:
-    known = to_mcore_config(model_from_config(make_config(name)))
+    described = model_from_config(make_config(name))
+    known = to_mcore_config(described)
     stated = config_facts(known.fields, known.gpt)
+    assert check_rows(stated, described) == []
     live = config_facts(known.transformer_config(hidden_dropout=0.1), known.gpt)
     assert stated["num_attention_heads"] == live["num_attention_heads"]
     assert names_of(stated, live) == names_of(live, stated) == []

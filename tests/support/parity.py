@@ -27,9 +27,10 @@ from tiny_models import IMAGE_TOKEN, VOCAB, computes_images, has_tower, make_hf_
 from mcore_ckpt.cli.demo.megatron_on_cpu import enable_cpu
 from mcore_ckpt.models.architecture import HfModel
 from mcore_ckpt.models.mapping import hf_tensors
-from mcore_ckpt.models.mcore_config import check_model, to_mcore_config
+from mcore_ckpt.models.mcore_config import to_mcore_config
 from mcore_ckpt.models.reconcile import with_mtp_of
 from mcore_ckpt.models.registry import model_from_config
+from mcore_ckpt.models.stated_facts import check_model
 from mcore_ckpt.sharding.synonyms import canonical
 
 TESTS = Path(__file__).parents[1]
