@@ -31,7 +31,7 @@ def choice_of(
     """
     # All ranks must decide alike, and a pipeline stage can be without adapters.
     has_adapters = trainer.adapters is not None or any(map(_is_adapter, live))
-    if not has_adapters or "model" not in trainer.config.load_contents or any(map(is_adapter, stored)):
+    if not has_adapters or "model" not in trainer.config.load_contents or any(map(_is_adapter, stored)):
         return lambda name, is_frozen: not (trainer.config.skip_frozen and is_frozen)
     if "optimizer" in trainer.config.load_contents:
         raise CheckpointMismatchError(
@@ -46,5 +46,5 @@ def choice_of(
 
 
 def _is_adapter(name: str) -> bool:
-    """As `is_adapter`, but also for a name of PEFT's, which live modules of ROLL have."""
+    """As `is_adapter`, but also for a name of PEFT's, which live modules of ROLL and checkpoints of ms-swift have."""
     return is_adapter(name) or peft_matrix(name) is not None
