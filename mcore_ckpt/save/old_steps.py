@@ -84,9 +84,9 @@ def find_old_steps(context: SaveContext, role_dir: Path, step: int, policy: Pres
 
 def _with_whole(statuses: Sequence[StepStatus], step: int) -> list[StepStatus]:
     """Returns the statuses as they will be when all roles of a step are committed."""
-    return [
-        replace(status, committed=status.committed | status.declared, seen=status.declared)
-        if status.step == step
-        else status
-        for status in statuses
-    ]
+    return [_whole(status) if status.step == step else status for status in statuses]
+
+
+def _whole(status: StepStatus) -> StepStatus:
+    says = {role: head for role, head in status.says.items() if role not in status.missing}
+    return replace(status, committed=status.committed | status.declared, seen=status.declared, says=says)

@@ -133,10 +133,8 @@ class StepStatus(Weighed):
         """Why the step is not complete."""
         if self.problems:
             return "; ".join(self.problems)
-        missing = ", ".join(sorted(self.declared - self.committed))
-        if missing or not self.committed:
-            text = f"not committed by {missing}" if missing else "no manifest of mcore_ckpt in it"
-            return f"{self.path}: {text}"
+        if not self.is_claimed:
+            return f"{self.path}: {self.why_missing('committed') or 'no manifest of mcore_ckpt in it'}"
         return "; ".join(map(str, self.lacks))
 
 

@@ -262,7 +262,9 @@ class NodeStep(Weighed):
     @property
     def reason(self) -> str:
         """Why it is not whole."""
-        return "" if self.why is None else self.why()
+        if self.why is not None:
+            return self.why()
+        return "" if self.is_claimed else f"{self.where} on the nodes: {self.why_missing('committed')}"
 
     def to_record(self) -> list[Any]:
         """Returns JSON values, which a rank can send."""

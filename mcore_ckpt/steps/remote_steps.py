@@ -91,9 +91,8 @@ class RemoteStep(Weighed):
     @property
     def reason(self) -> str:
         """Why the step is not complete."""
-        missing = ", ".join(sorted(self.declared - self.committed))
-        if missing or not self.found:
-            text = f"not uploaded by {missing}" if missing else "no manifest in it"
+        if not self.is_claimed:
+            text = self.why_missing("uploaded") or "no manifest in it"
             return "; ".join(self.problems) or f"{file_names.step_name(self.step)}: {text}"
         return "; ".join(map(str, self.lacks))
 

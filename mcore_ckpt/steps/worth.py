@@ -103,9 +103,30 @@ class Weighed:
         return self.heads
 
     @property
+    def given_up(self) -> frozenset[str]:
+        """The roles of a branch that another role of the step has given up: it has saved the step again, and they not.
+
+        A role without a number, such as one of plain files, tells nothing.
+        """
+        commit = self.commit
+        return frozenset(head.role for head in self.heads if head.commit and commit.has_given_up(head.commit.number))
+
+    @property
+    def missing(self) -> frozenset[str]:
+        """The roles that the step consists of, and that still have to commit to it, or to do so again."""
+        return self.declared - self.committed | self.given_up
+
+    def why_missing(self, verb: str) -> str:
+        """Says which roles are missing, and why. `verb` says what they have not done: "committed" or "uploaded"."""
+        again, never = ", ".join(sorted(self.given_up)), ", ".join(sorted(self.missing - self.given_up))
+        reasons = [f"not {verb} by {never}"] if never else []
+        reasons += [f"not {verb} again by {again}, which is of a branch that was given up"] if again else []
+        return "; ".join(reasons)
+
+    @property
     def is_claimed(self) -> bool:
-        """True if all roles that the step consists of have a manifest. Nobody has looked at their other files."""
-        return bool(self.committed) and self.declared <= self.committed
+        """True if all roles that the step consists of have a manifest, of one branch. It looks at no other files."""
+        return bool(self.committed) and not self.missing
 
     @property
     def worth(self) -> Worth:

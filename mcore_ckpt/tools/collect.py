@@ -163,6 +163,10 @@ def _step(
         for role, each in sorted(by_role.items())
         if not each.is_committed
     ]
+    problems += [
+        f"{role}: is of a branch that another role of the step has given up"
+        for role in sorted(NodeStep(number, tuple(each.head for each in by_role.values())).given_up)
+    ]
     missing = [lacks for role, each in sorted(by_role.items()) for lacks in _missing(sources[role].manifest, each)]
     return FoundStep(number, tuple(sources.values()), tuple(missing), tuple(problems))
 

@@ -136,7 +136,7 @@ class StepProblems:
 
 def life_of_saver(status: StepStatus, lives: Mapping[str, Life]) -> Life:
     """Returns whether a trainer that can commit the missing roles of a step is alive."""
-    missing = status.declared - status.committed
+    missing = status.missing
     if status.problems or not missing:
         return Life.DEAD
     # A role without a lock file is one that no trainer has saved yet, or one of plain files. It may come from the

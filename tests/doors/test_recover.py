@@ -204,6 +204,15 @@ def test_all_steps_are_listed_with_their_reasons(tmp_path: Path) -> None:
     ]
 
 
+def test_a_step_of_the_root_is_not_said_to_be_loaded_if_the_store_has_a_newer_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_steps(tmp_path, [1, 2])
+    (tmp_path / file_names.TRACKER_FILE).write_text("3")
+    assert recover([FakeManager(tmp_path, "actor", stored=[3])]).step == 3  # type: ignore[list-item]
+    assert not caplog.text
+
+
 def test_a_tracker_that_lies_does_not_lead_astray(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     make_steps(tmp_path, [1, 2])
     (tmp_path / file_names.TRACKER_FILE).write_text("1")

@@ -22,9 +22,11 @@ from mcore_ckpt.errors import CheckpointNotFoundError, CommitError
 from mcore_ckpt.integrations.kit.kept import KeptManager
 from mcore_ckpt.recover import recover, resumable_steps
 from mcore_ckpt.steps import complete_steps, read_tracker
+from mcore_ckpt.steps.listing import list_steps
 from mcore_ckpt.steps.retention import PreservationPolicy
 from mcore_ckpt.steps.runs import read_root_run
 from mcore_ckpt.steps.tracker import update_tracker
+from mcore_ckpt.steps.worth import Worth
 from mcore_ckpt.tools.prune import prune
 from mcore_ckpt.tools.step_list import step_list_of
 
@@ -156,6 +158,36 @@ def test_a_lost_file_does_not_bring_back_what_was_given_up(tmp_path: Path, caplo
         prune(place, PreservationPolicy(max_to_keep=1))
         assert there(place) == kept
     assert recovered(tmp_path / "copy") == (100, 100)
+
+
+def test_a_step_of_two_branches_is_not_complete(tmp_path: Path) -> None:
+    """The actor has gone back and saved a step again, and the job died before the critic did."""
+    root, choices = tmp_path / "root", {"roles": ("actor", "critic"), "remote": f"file://{tmp_path}/store"}
+
+    def job(resume: int | str, *saves: str, steps: tuple[int, ...] = (100,)) -> int | None:
+        with ExitStack() as stack:
+            trainings = [stack.enter_context(closing(Training(root, role, **choices))) for role in choices["roles"]]
+            found = recover([training.manager for training in trainings], resume).step
+            for training in trainings:
+                training.save(*(steps if training.manager.role in saves else ()))
+        return found
+
+    job("off", "actor", "critic", steps=(90, 100))
+    job(90, "actor")
+    (mixed,) = list_steps(root, 100)
+    assert (mixed.worth, mixed.missing) == (Worth.PARTIAL, {"critic"})
+    assert "not committed again by critic, which is of a branch that was given up" in mixed.reason
+    shutil.move(root, tmp_path / "aside")
+    assert job("auto") == 90  # of the store
+    shutil.rmtree(root, ignore_errors=True)
+    shutil.move(tmp_path / "aside", root)
+    assert job("auto", "critic") == 90
+    assert job("auto") == 100
+    # It goes like any other old step.
+    job(90, "actor")
+    job(90, "actor", "critic", steps=(110, 120))
+    prune(root, PreservationPolicy(max_to_keep=2))
+    assert there(root) == [110, 120]
 
 
 def test_the_commit_of_one_role_gives_up_the_steps_of_both(tmp_path: Path) -> None:

@@ -15,7 +15,19 @@ from hypothesis import strategies as st
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import Manifest, ManifestSummary, WrittenFile, encode_manifest
 from mcore_ckpt.checkpoint.placement import Placement
-from mcore_ckpt.steps.node_steps import FastCheckpoint, HeldRole, fast_checkpoints, held_roles, safest, whole_steps
+from mcore_ckpt.checkpoint.provenance import Commit
+from mcore_ckpt.steps.choice import choose
+from mcore_ckpt.steps.node_steps import (
+    FastCheckpoint,
+    HeldRole,
+    NodeStep,
+    fast_checkpoints,
+    held_roles,
+    node_steps,
+    safest,
+    whole_steps,
+)
+from mcore_ckpt.tools.collect import find_steps
 
 FILES = 5
 
@@ -208,6 +220,40 @@ def test_a_step_needs_all_its_roles_and_those_asked_for(tmp_path: Path) -> None:
     assert set(whole_steps(found, ["actor"])[7].found) == set(roles)
     assert whole_steps(found, ["actor", "ref"]) == {}
     assert set(whole_steps(found, [])) == {7}
+
+
+def committed(role: str, step: int, number: int, *branch: tuple[int, int]) -> Manifest:
+    made = manifest(step, role, ("actor", "critic"), attempt=f"{number}")
+    return replace(made, commit=Commit(number, None, branch))
+
+
+def chosen(folder: Path) -> list[int]:
+    """What recover tries, on ranks that have got what rank 0 has found."""
+    roles = ("actor", "critic")
+    steps = node_steps(together(folder), roles, lambda checkpoint: "lost")
+    received = [NodeStep.of(json.loads(json.dumps(each.to_record()))) for each in steps]
+    assert [each.step for each in choose(received, roles).steps] == [each.step for each in choose(steps, roles).steps]
+    return [each.step for each in choose(steps, roles).steps]
+
+
+def test_after_a_rollback_the_last_commit_decides_and_not_what_is_whole(tmp_path: Path) -> None:
+    for role in ("actor", "critic"):
+        put(tmp_path, committed(role, 90, 1, (1, 1)))
+        put(tmp_path, committed(role, 100, 2, (1, 2)))
+    assert chosen(tmp_path) == [100, 90]
+    put(tmp_path, committed("actor", 95, 3, (1, 1), (3, 3)), [0])
+    assert chosen(tmp_path) == [90, 100]
+    assert [found.step for found in find_steps([tmp_path])] == [95, 90, 100]
+
+
+def test_a_step_of_two_branches_is_not_whole(tmp_path: Path) -> None:
+    put(tmp_path, committed("actor", 100, 3, (1, 1), (3, 3)))
+    put(tmp_path, committed("critic", 100, 2, (1, 2)))
+    assert chosen(tmp_path) == []
+    (step,) = whole_steps(together(tmp_path), []).values()
+    assert "not committed again by critic" in step.reason
+    (found,) = find_steps([tmp_path])
+    assert found.problems == ("critic: is of a branch that another role of the step has given up",)
 
 
 def test_one_role_declares_the_others(tmp_path: Path) -> None:
