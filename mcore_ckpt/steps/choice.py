@@ -60,7 +60,8 @@ def oldest_first(steps: Sequence[Step], roles: Sequence[str] = ()) -> list[Step]
 def abandoned(steps: Sequence[Weighed]) -> frozenset[int]:
     """Returns the numbers of the steps that are not in the branch of the last commit."""
     last = last_commit(steps)
-    return frozenset(() if last is None else (each.step for each in steps if last.has_given_up(each.commit.number)))
+    given_up = () if last is None else (each for each in steps if each.claims and last.has_given_up(each.commit.number))
+    return frozenset(each.step for each in given_up)
 
 
 def newest(steps: Sequence[Step], roles: Sequence[str] = ()) -> Step | None:

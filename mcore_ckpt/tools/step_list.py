@@ -12,7 +12,8 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import ManifestSummary
 from mcore_ckpt.io.store import Store
 from mcore_ckpt.steps import choice
-from mcore_ckpt.steps.choice import abandoned, order_of
+from mcore_ckpt.steps.branches import StepCommit
+from mcore_ckpt.steps.choice import abandoned, last_commit, order_of
 from mcore_ckpt.steps.listing import StepStatus, list_steps, newest_steps, read_tracker
 from mcore_ckpt.steps.node_files import NodeFiles, as_in_folder
 from mcore_ckpt.steps.remote_steps import RemoteStep, RemoteSteps
@@ -90,11 +91,25 @@ class ListedStep:
 
 @dataclass(frozen=True)
 class StepList:
-    """All steps of a root, the oldest first, and the step that the tracker names."""
+    """The steps of a root.
+
+    Attributes:
+        root: the root.
+        steps: its steps, by their numbers.
+        tracker: the step that the tracker names; None if it names none.
+        last: the last commit; None if no manifest can be read.
+    """
 
     root: Path
     steps: tuple[ListedStep, ...]
     tracker: int | None
+    last: StepCommit | None = None
+
+    def order_of(self, step: ListedStep) -> tuple[bool, int, int]:
+        """Returns what sorts steps by their commits, abandoned ones first, even if they are not there any more."""
+        number = step.step if step.commit is None else step.commit
+        given_up = self.last is not None and bool(step.roles) and self.last.has_given_up(number)
+        return not given_up, number, step.step
 
 
 def step_list_of(root: Path, remote: str | None = None, last: int | None = None) -> StepList:
@@ -138,7 +153,7 @@ def step_list_of(root: Path, remote: str | None = None, last: int | None = None)
         is_saving = _is_saving(status, saves.get(number, ()), root if is_newer else None)
         listed = _local(status, size_of(status), tuple(saves.get(number, ())), is_saving, number == newest, there)
         found.append(_with_commit(listed, status.says.values(), number in given_up))
-    return StepList(root, tuple(found), read_tracker(root))
+    return StepList(root, tuple(found), read_tracker(root), last_commit(everywhere))
 
 
 def _with_commit(step: ListedStep, heads: Iterable[ManifestSummary], abandoned: bool) -> ListedStep:

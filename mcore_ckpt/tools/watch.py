@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,14 +69,16 @@ class Look:
     """What one look at a root has found.
 
     Attributes:
-        steps: the newest steps, the oldest of them first.
+        steps: the newest steps, in the order of their commits; those being saved are last.
         saves: the saves of these steps that have not committed.
         trainers: by role, the process that holds the trainer lock, and whether it is alive.
+        order: returns what sorts steps by their commits, as they are now.
     """
 
     steps: tuple[ListedStep, ...]
     saves: tuple[SaveProgress, ...]
     trainers: Mapping[str, tuple[Owner, Life]]
+    order: Callable[[ListedStep], tuple[bool, int, int]]
 
     @property
     def newest(self) -> int | None:
@@ -127,11 +129,12 @@ class Watch:
 
     def look(self) -> Look:
         """Looks at the root. Raises OSError if it cannot be read."""
-        steps = step_list_of(self._root, last=self._last).steps[-self._last :]
+        found = step_list_of(self._root, last=self._last)
+        steps = sorted(found.steps, key=lambda step: (bool(step.saves), found.order_of(step)))[-self._last :]
         saves = [save for step in steps for save in step.saves]
         self._meters = {save.staging: self._meters.get(save.staging) or _Meter(self._root, save) for save in saves}
         progress = tuple(self._meters[save.staging].measure(save) for save in saves)
-        return Look(steps, progress, self._trainers.trainers())
+        return Look(tuple(steps), progress, self._trainers.trainers(), found.order_of)
 
 
 class _Meter:
@@ -205,7 +208,7 @@ def changes(before: Look | None, after: Look) -> list[Change]:
     known = {step.step: step for step in before.steps}
     for step in after.steps:
         old = known.get(step.step)
-        if old is None and known and step.step < min(known):
+        if old is None and known and after.order(step) < min(map(after.order, before.steps)):
             continue  # it is shown because a newer one is gone
         new_roles = set(step.roles) - set(old.roles if old is not None else ())
         if old is not None and old.created != step.created:
@@ -214,9 +217,10 @@ def changes(before: Look | None, after: Look) -> list[Change]:
         if step.counts and (new_roles or old is None or not old.counts):
             found.append(Change("complete", step))
     there = {step.step for step in after.steps}
-    # A step that is older than all others may only have made room for newer ones.
+    # A step that is older than all others, or comes before them because it is abandoned now, may only have made room.
     gone = [step for step in before.steps if step.roles and step.step not in there]
-    found += (Change("deleted", step.step) for step in gone if not there or step.step > min(there))
+    oldest = min(map(after.order, after.steps), default=(False, -1, -1))
+    found += (Change("deleted", step.step) for step in gone if after.order(step) > oldest)
     return found
 
 

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,10 +14,13 @@ from checkpoint_fixtures import dead_pid
 from checkpoints import ROLE, dead_owner, make, other_host, own, stage
 
 from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.manifest import encode_manifest
+from mcore_ckpt.checkpoint.provenance import Commit
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.cli import watch as command
 from mcore_ckpt.cli.main import main
 from mcore_ckpt.steps import commit
+from mcore_ckpt.steps.tracker import update_tracker
 from mcore_ckpt.steps.trainer_lock import TrainerLock
 from mcore_ckpt.steps.trainer_watch import Life
 from mcore_ckpt.tools import watch as module
@@ -163,6 +167,29 @@ def test_a_step_that_makes_room_is_not_deleted(tmp_path: Path) -> None:
     before = watch.look()
     make(folder(tmp_path, 2), 2)
     assert told(before, watch.look()) == [("committed", 2, ROLE), ("complete", 2, None)]
+
+
+def numbered(root: Path, step: int, number: int, *branch: tuple[int, int]) -> None:
+    role_dir = folder(root, step)
+    make(role_dir, step)
+    manifest = replace(read_manifest(role_dir), commit=Commit(number, None, branch))
+    (role_dir / file_names.MANIFEST_FILE).write_bytes(encode_manifest(manifest))
+    update_tracker(root, step)
+
+
+@pytest.mark.parametrize("start", [None, 60], ids=["a fresh start", "a rollback"])
+def test_after_a_rollback_nothing_is_said_to_be_deleted(tmp_path: Path, start: int | None) -> None:
+    for number, step in enumerate((60, 70, 80, 90, 100), 1):
+        numbered(tmp_path, step, number, (1, number))
+    watch, before = Watch(tmp_path), ((1, 1),) if start else ()
+    looks, new = [watch.look()], [65, 67] if start else [5, 4]
+    for number, step in enumerate(new, 6):
+        numbered(tmp_path, step, number, *before, (6, number))
+        looks.append(watch.look())
+        assert told(*looks[-2:]) == [("committed", step, ROLE), ("complete", step, None)]
+        assert looks[-1].newest == step
+    shutil.rmtree(folder(tmp_path, new[0]).parent)
+    assert told(looks[-1], watch.look()) == [("deleted", new[0], None)]
 
 
 def test_the_last_role_completes_a_step(tmp_path: Path) -> None:
