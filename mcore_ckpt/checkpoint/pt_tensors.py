@@ -78,6 +78,11 @@ class TensorPlace:
         return is_dense(self.shape, self.stride)
 
 
+def is_known(dtype: torch.dtype) -> bool:
+    """Returns True if readers take tensors of a dtype."""
+    return _DTYPE.fullmatch(str(dtype).removeprefix("torch.")) is not None
+
+
 def is_dense(shape: Shape, stride: Shape) -> bool:
     """Returns True if the bytes of a tensor with these strides (in elements) are one contiguous, row-major range."""
     expected = 1

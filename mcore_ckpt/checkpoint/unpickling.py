@@ -21,7 +21,7 @@ _ATOMS = (type(None), bool, int, float, complex, str, bytes)
 
 # How many parts a key can have, including the parts of nested tuples. In checkpoints keys are names and numbers, so few
 # parts are enough.
-_MOST_KEY_PARTS = 64
+MOST_KEY_PARTS = 64
 _MOST_DEPTH = 100
 # How many values a pickle can have for each of its bytes. A reference to an earlier value takes at least two bytes, and
 # that value can be a tuple of a few numbers.
@@ -77,8 +77,8 @@ def check_key(key: Any) -> None:
     while parts:
         part = parts.pop()
         seen += 1
-        if seen > _MOST_KEY_PARTS:
-            raise PickleError(f"a key in the pickle has more than {_MOST_KEY_PARTS} parts")
+        if seen > MOST_KEY_PARTS:
+            raise PickleError(f"a key in the pickle has more than {MOST_KEY_PARTS} parts")
         if isinstance(part, tuple):
             parts += part
         elif dataclasses.is_dataclass(part) and not isinstance(part, type):
@@ -98,7 +98,7 @@ def check_extent(value: Any, nbytes: int, parts_of: Callable[[Any], Iterable[Any
         nbytes: the size of the pickle in bytes.
         parts_of: returns the parts of an object that is not a container.
     """
-    most = _MOST_VALUES_PER_BYTE * nbytes + _MOST_KEY_PARTS
+    most = _MOST_VALUES_PER_BYTE * nbytes + MOST_KEY_PARTS
     seen, level, depth = 0, [value], 0
     while level:
         below: list[Any] = []
@@ -208,7 +208,7 @@ class Unpickler:
         self._memo: dict[int, Any] = {}
         # How many more values can go into sets and into arguments of calls. Without this limit, a pickle could pass the
         # same long text to many calls that copy it, each time with a reference of two bytes.
-        self._left = _MOST_VALUES_PER_BYTE * len(data) + _MOST_KEY_PARTS
+        self._left = _MOST_VALUES_PER_BYTE * len(data) + MOST_KEY_PARTS
 
     def load(self) -> Any:
         """Returns the value of the pickle.

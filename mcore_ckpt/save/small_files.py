@@ -58,7 +58,7 @@ def _pickled(trainer: Trainer, extra_state: Mapping[str, Any] | None) -> Iterato
     if "extra" in trainer.config.save_contents:
         yield file_names.rng_file(*place), ("rng", pickle_unchecked(read_rng()))
     if extra_state is not None:
-        yield file_names.extra_file(*place), ("extra", pickle_unchecked(to_stored(dict(extra_state), "extra_state")))
+        yield file_names.extra_file(*place), ("extra", pickle_unchecked(to_stored(extra_state, "extra_state")))
 
 
 def read_steps(trainer: Trainer) -> list[float | int | None]:

@@ -1,4 +1,4 @@
-"""Stores what a trainer hands over (`extra_state`) so that it comes back with the types that it had.
+"""Stores what a trainer hands over (`extra_state`, schedulers) so that it comes back with the types that it had.
 
 `torch.load(weights_only=True)` makes few types. A value of any other type is stored as a dict whose key `TYPE` names
 the type, beside its parts: `{"mcore_ckpt.type": "deque", "items": [1, 2], "maxlen": None}`. So the file opens on a
@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from mcore_ckpt.checkpoint.unpickling import check_key
+from mcore_ckpt.checkpoint.unpickling import MOST_KEY_PARTS, check_key
 from mcore_ckpt.errors import UnsupportedError
-from mcore_ckpt.state.plain import ATOMS, refuse_type
+from mcore_ckpt.state.plain import copy_tensor, is_atom, is_plain_key, refuse_key, refuse_type
 
 TYPE = "mcore_ckpt.type"
 
@@ -25,8 +25,14 @@ TYPE = "mcore_ckpt.type"
 # takes two levels.
 _MOST_DEPTH = 48
 
-# Readers refuse keys with more parts (`unpickling.check_key`).
-_MOST_KEY_PARTS = 64
+# A container that is in several others is stored for each. If these are in several others again, and so on, a save
+# would never end. So many values may be stored again.
+_MOST_REPEATED = 1 << 20
+
+_FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (bool, int, float, str, list, tuple, dict, set)}
+
+# Kinds of numbers, texts and times that consist of nothing but their bytes. Structured types and objects do not.
+_NUMPY_DTYPE = re.compile(r"[<>|](?:[biu][1248]|f[248]|c(?:8|16)|[SU][1-9]\d{0,8}|[mM]8(?:\[\d{0,9}[A-Za-zμ]{1,7}\])?)")
 
 # What a user is told to use.
 _TYPES = (
@@ -34,13 +40,8 @@ _TYPES = (
     "them"
 )
 
-_FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (bool, int, float, str, list, tuple, dict, set)}
 
-# Kinds of numbers, texts and times that consist of nothing but their bytes. Structured types and objects do not.
-_NUMPY_DTYPE = re.compile(r"[<>|](?:[biu][1248]|f[248]|c(?:8|16)|[SU][1-9]\d{0,8}|[mM]8(?:\[\d{0,9}[A-Za-zμ]{1,7}\])?)")
-
-
-def to_stored(value: Any, field: str, depth: int = 0) -> Any:
+def to_stored(value: Any, field: str) -> Any:
     """Returns a copy of a value that `torch.load(weights_only=True)` opens, and that `from_stored` makes the value of.
 
     Tensors are cloned to the host, so later changes do not affect the copy. A parameter comes back as a plain tensor.
@@ -48,7 +49,6 @@ def to_stored(value: Any, field: str, depth: int = 0) -> Any:
     Args:
         value: the value to copy.
         field: the name of the value, for error messages.
-        depth: how many containers the value is in.
 
     Raises:
         UnsupportedError: the value contains an object of another type, or is nested too deep. The message names the
@@ -58,92 +58,121 @@ def to_stored(value: Any, field: str, depth: int = 0) -> Any:
         >>> to_stored({"window": slice(0, 8)}, "extra_state")
         {'window': {'mcore_ckpt.type': 'slice', 'parts': [0, 8, None]}}
     """
-    if depth > _MOST_DEPTH:
+    return _Writer().stored(value, (field,), 0)
+
+
+Field = tuple[Any, ...]
+"""The name of a part: (name,), or (the field of its container, its key). Texts are made only for errors."""
+
+
+def _text(field: Field) -> str:
+    keys = []
+    while len(field) > 1:
+        field, key = field
+        keys.append(f"[{key!r}]")
+    return "".join((field[0], *reversed(keys)))
+
+
+class _Writer:
+    """Makes stored values of the parts of one value, and counts those that it makes again."""
+
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+        self._repeated = 0
+
+    def stored(self, value: Any, field: Field, depth: int) -> Any:
+        """Returns the stored form of a value that is in `depth` containers."""
+        if is_atom(value):
+            return value
+        kind = type(value)
+        if kind in (torch.Tensor, torch.nn.Parameter):
+            return copy_tensor(value, _text(field))
+        if kind in _CONTAINERS:
+            self._check(value, field, depth)
+        if kind in (dict, OrderedDict) and TYPE not in value and all(map(is_plain_key, value)):
+            return kind((key, self.stored(item, (field, key), depth + 1)) for key, item in value.items())
+        if kind in (list, tuple) or (kind is set and all(map(is_plain_key, value))):
+            return kind(self._items(value, field, depth))
+        if kind in _MAPPINGS:
+            of_keys = (f"a key of {_text(field)}",)
+            keys = [self.stored(_checked_key(key, field), of_keys, depth + 1) for key in value]
+            items = [self.stored(item, (field, key), depth + 1) for key, item in value.items()]
+            return {TYPE: kind.__name__, "keys": keys, "values": items} | _factory_of(value, field)
+        if kind in (set, frozenset):
+            keys = [_checked_key(item, field) for item in value]
+            return {TYPE: kind.__name__, "items": self._items(keys, field, depth)}
+        if kind is deque:
+            return {TYPE: "deque", "items": self._items(value, field, depth), "maxlen": value.maxlen}
+        if kind is torch.Size:
+            return {TYPE: "torch.Size", "items": list(value)}
+        if kind is slice:
+            return {TYPE: "slice", "parts": self._items((value.start, value.stop, value.step), field, depth)}
+        if kind in (bytes, bytearray):  # torch's safe unpickler cannot create empty bytes
+            return {TYPE: kind.__name__, "data": _tensor_of(value)}
+        if kind is torch.Generator and value.device.type == "cpu":
+            return {TYPE: "torch.Generator", "state": value.get_state().clone()}
+        return self._of_numpy(value, field, depth)
+
+    def _items(self, values: Iterable[Any], field: Field, depth: int) -> list[Any]:
+        return [item if is_atom(item) else self.stored(item, (field, i), depth + 1) for i, item in enumerate(values)]
+
+    def _check(self, container: Any, field: Field, depth: int) -> None:
+        if id(container) in self._seen:
+            self._repeated += 3 if type(container) is slice else len(container)
+        self._seen.add(id(container))
+        if depth <= _MOST_DEPTH and self._repeated <= _MOST_REPEATED:
+            return
+        name = _text(field)[:200]
+        if depth > _MOST_DEPTH:
+            raise UnsupportedError(
+                f"{name} is nested more than {_MOST_DEPTH} deep, or contains itself: store flat containers"
+            )
         raise UnsupportedError(
-            f"{field[:200]} is nested more than {_MOST_DEPTH} deep, or contains itself: store flat containers"
+            f"{name} is in containers that contain each other so often that more than {_MOST_REPEATED} values repeat: "
+            "store each container once"
         )
-    kind = type(value)
-    if kind in ATOMS and value != b"":
-        return value
-    if kind in (torch.Tensor, torch.nn.Parameter):
-        return _stored_tensor(value, field)
-    if kind in (dict, OrderedDict) and TYPE not in value and all(_is_plain_key(key) for key in value):
-        return kind((key, to_stored(item, f"{field}[{key!r}]", depth + 1)) for key, item in value.items())
-    if kind in (list, tuple) or (kind is set and all(_is_plain_key(item) for item in value)):
-        return kind(_stored_items(value, field, depth))
-    if kind in _MAPPINGS:
-        keys = [to_stored(_checked_key(key, field), f"a key of {field}", depth + 1) for key in value]
-        items = [to_stored(item, f"{field}[{key!r}]", depth + 1) for key, item in value.items()]
-        return {TYPE: kind.__name__, "keys": keys, "values": items} | _factory_of(value, field)
-    if kind in (set, frozenset):
-        keys = [_checked_key(item, field) for item in value]
-        return {TYPE: kind.__name__, "items": _stored_items(keys, field, depth)}
-    if kind is deque:
-        return {TYPE: "deque", "items": _stored_items(value, field, depth), "maxlen": value.maxlen}
-    if kind is torch.Size:
-        return {TYPE: "torch.Size", "items": list(value)}
-    if kind is slice:
-        return {TYPE: "slice", "parts": _stored_items((value.start, value.stop, value.step), field, depth)}
-    if kind in (bytes, bytearray):  # torch's safe unpickler cannot create empty bytes
-        return {TYPE: kind.__name__, "data": _tensor_of(value)}
-    if kind is torch.Generator and value.device.type == "cpu":
-        return {TYPE: "torch.Generator", "state": value.get_state().clone()}
-    return _stored_numpy(value, field)
+
+    def _of_numpy(self, value: Any, field: Field, depth: int) -> dict[str, Any]:
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and type(value) in (numpy.bytes_, numpy.str_):
+            # As arrays, they would lose zeros at their ends.
+            plain = bytes(value) if isinstance(value, bytes) else str.__str__(value)
+            return {TYPE: f"numpy.{type(value).__name__}", "value": self.stored(plain, field, depth)}
+        is_scalar = numpy is not None and isinstance(value, numpy.generic) and type(value) is value.dtype.type
+        is_array = numpy is not None and type(value) is numpy.ndarray
+        if not (is_scalar or is_array) or not _NUMPY_DTYPE.fullmatch(value.dtype.str):
+            raise refuse_type(value, _text(field), _TYPES)
+        name = "numpy.generic" if is_scalar else "numpy.ndarray"
+        return {TYPE: name, "dtype": value.dtype.str, "shape": list(value.shape), "data": _tensor_of(value.tobytes())}
 
 
-def _stored_items(values: Iterable[Any], field: str, depth: int) -> list[Any]:
-    return [to_stored(item, f"{field}[{i}]", depth + 1) for i, item in enumerate(values)]
-
-
-def _stored_tensor(value: torch.Tensor, field: str) -> torch.Tensor:
-    if value.layout is not torch.strided or value.is_quantized or value.device.type == "meta":
-        raise UnsupportedError(
-            f"{field} is a {value.layout} tensor of {value.dtype} on {value.device}, which cannot be stored: use dense "
-            "tensors with values"
-        )
-    return value.detach().to("cpu", copy=True).contiguous()
-
-
-def _is_plain_key(key: Any) -> bool:
-    parts = key if type(key) is tuple else (key,)
-    return all(type(part) in ATOMS and part != b"" for part in parts)
-
-
-def _checked_key(key: Any, field: str) -> Any:
+def _checked_key(key: Any, field: Field) -> Any:
     """Returns a key if the key that a reader makes of it is equal to it, and may be used as one."""
     numpy = sys.modules.get("numpy")
     parts, seen = [key], 0
     while parts:
         part = parts.pop()
         seen += 1
-        if isinstance(part, tuple) and type(part) in (tuple, torch.Size) and seen <= _MOST_KEY_PARTS:
+        if seen > MOST_KEY_PARTS:
+            raise refuse_key(key, _text(field))
+        if type(part) in (tuple, torch.Size):
             parts += part
-        elif type(part) not in ATOMS and not (numpy is not None and isinstance(part, numpy.generic)):
-            raise refuse_type(key, f"a key of {field}", "numbers, strings, bytes, or tuples of them")
+        elif not is_atom(part) and part != b"" and not (numpy is not None and isinstance(part, numpy.generic)):
+            raise refuse_key(key, _text(field))
     return key
 
 
-def _factory_of(value: Any, field: str) -> dict[str, str | None]:
+def _factory_of(value: Any, field: Field) -> dict[str, str | None]:
     if type(value) is not defaultdict:
         return {}
     factory = value.default_factory
     name = None if factory is None else getattr(factory, "__name__", "")
     if name is not None and _FACTORIES.get(name) is not factory:
         raise UnsupportedError(
-            f"{field} is a defaultdict whose default is made by {factory!r}, which cannot be stored without pickling "
-            f"it: use one of {', '.join(_FACTORIES)}, or pass dict(...)"
+            f"{_text(field)} is a defaultdict whose default is made by {factory!r}, which cannot be stored without "
+            f"pickling it: use one of {', '.join(_FACTORIES)}, or pass dict(...)"
         )
     return {"factory": name}
-
-
-def _stored_numpy(value: Any, field: str) -> dict[str, Any]:
-    numpy = sys.modules.get("numpy")
-    is_scalar = numpy is not None and isinstance(value, numpy.generic)
-    is_array = numpy is not None and type(value) is numpy.ndarray
-    if not (is_scalar or is_array) or not _NUMPY_DTYPE.fullmatch(value.dtype.str):
-        raise refuse_type(value, field, _TYPES)
-    name = "numpy.generic" if is_scalar else "numpy.ndarray"
-    return {TYPE: name, "dtype": value.dtype.str, "shape": list(value.shape), "data": _tensor_of(value.tobytes())}
 
 
 def _tensor_of(data: bytes | bytearray) -> torch.Tensor:
@@ -206,6 +235,15 @@ class _Reader:
         self._taken.add(data.data_ptr())
         return bytearray(data.numpy())
 
+    def text(self, stored: Mapping[str, Any]) -> Any:
+        import numpy
+
+        made = numpy.bytes_ if stored[TYPE] == "numpy.bytes_" else numpy.str_
+        value = self.read(stored["value"])
+        if type(value) not in (bytes, str):
+            raise ValueError(f"made of a {type(value).__name__}")
+        return made(value)
+
     def numpy(self, stored: Mapping[str, Any]) -> Any:
         import numpy
 
@@ -216,6 +254,7 @@ class _Reader:
 
 
 _MAPPINGS: tuple[type, ...] = (dict, OrderedDict, defaultdict, Counter)
+_CONTAINERS: tuple[type, ...] = (*_MAPPINGS, list, tuple, set, frozenset, deque, slice)
 _MAPPINGS_BY_NAME: dict[str, type] = {kind.__name__: kind for kind in _MAPPINGS}
 _MAKERS: dict[str, Callable[[_Reader, Mapping[str, Any]], Any]] = {
     **dict.fromkeys(_MAPPINGS_BY_NAME, _Reader.mapping),
@@ -229,4 +268,6 @@ _MAKERS: dict[str, Callable[[_Reader, Mapping[str, Any]], Any]] = {
     "torch.Generator": lambda reader, stored: torch.Generator().set_state(stored["state"]),
     "numpy.ndarray": _Reader.numpy,
     "numpy.generic": _Reader.numpy,
+    "numpy.bytes_": _Reader.text,
+    "numpy.str_": _Reader.text,
 }

@@ -103,6 +103,13 @@ def test_values_come_back_as_they_were(value: Any) -> None:
         np.array(["2026-01-01", "NaT"], "datetime64[ns]"),
         np.bool_(True),
         np.str_("ä"),
+        np.str_("id\0"),
+        np.bytes_(b"id\0"),
+        np.str_(""),
+        np.bytes_(b""),
+        {np.str_("id\0"): 1, np.bytes_(b"id\0"): 2, np.str_(""): 3, b"": 4},
+        {tuple(range(62)): {tuple(range(63))}},
+        (1 << 2039) - 1,
         {TYPE: "deque"},
         {"tensor": torch.arange(3.0)[::2], "empty": torch.empty(0, 3)},
     ],
@@ -135,7 +142,7 @@ def test_tensors_are_copies_and_arrays_can_be_written() -> None:
     [
         ({"a": [1, Fraction(1, 2)]}, "extra['a'][1]", "fractions.Fraction"),
         ([Fraction(1, 2)], "extra[0]", "use numbers, strings, bytes, tensors, NumPy's numbers, texts and times, and"),
-        ({Fraction(1, 2): 1}, "a key of extra", "use numbers, strings, bytes, or tuples of them"),
+        ({Fraction(1, 2): 1}, "a key of extra", "use numbers of at most 2039 bits, strings, bytes, or tuples"),
         ({"a": Point(1, 2)}, "extra['a']", "Point"),
         ((Colour.RED,), "extra[0]", "Colour"),
         ({"f": print}, "extra['f']", "builtin_function_or_method"),
@@ -150,6 +157,15 @@ def test_tensors_are_copies_and_arrays_can_be_written() -> None:
         ([np.longdouble(1)], "extra[0]", "numpy.longdouble"),
         ([torch.zeros(2).to_sparse()], "extra[0]", "torch.sparse_coo"),
         ([torch.zeros(2, device="meta")], "extra[0]", "meta"),
+        # Readers would refuse these, and a save in the background would find it too late.
+        ([1 << 2039], "extra[0]", "int of 2040 bits"),
+        ({1 << 2039: 1}, "a key of extra", "int that readers"),
+        ([{tuple(range(64)): 1}], "a key of extra[0]", "less than 64"),
+        ([{tuple(range(64))}], "a key of extra[0]", "less than 64"),
+        ([torch.zeros(2, dtype=torch.uint8).view(torch.bits8)], "extra[0]", "torch.bits8"),
+        ([torch.quantize_per_tensor(torch.zeros(2), 1.0, 0, torch.qint8)], "extra[0]", "torch.qint8"),
+        ({"n": torch.nested.nested_tensor([torch.ones(2)], layout=torch.strided)}, "extra['n']", "nested"),
+        (UserDict(), "extra", "UserDict"),
     ],
 )
 def test_the_rest_is_refused_by_field_and_type(value: Any, field: str, words: str) -> None:
@@ -162,6 +178,24 @@ def test_a_value_in_itself_is_refused() -> None:
     value.append(value)
     with pytest.raises(UnsupportedError, match="contains itself"):
         to_stored(value, "extra")
+
+
+def test_containers_that_contain_each_other_again_and_again_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save would never end."""
+    monkeypatch.setattr("mcore_ckpt.state.typed_values._MOST_REPEATED", 5000)
+    value: Any = [1]
+    for _ in range(30):
+        value = [value, value]
+    with pytest.raises(UnsupportedError, match=r"^extra(\[\d\])+ is in containers that contain each other"):
+        to_stored(value, "extra")
+    assert same(reopened([[1, (2, 3)]] * 3), [[1, (2, 3)]] * 3)
+
+
+@pytest.mark.parametrize(
+    "value", [{"a": 1}, OrderedDict(a=1), defaultdict(int, a=1), Counter("aa"), {(1, b""): 1}, {TYPE: 1}], ids=repr
+)
+def test_the_outermost_mapping_keeps_its_type(value: Any) -> None:
+    assert same(from_stored(decode_pt(pickle_plain(to_stored(value, "extra")))), value)
 
 
 def test_the_deepest_value_that_is_stored_can_be_read() -> None:
