@@ -108,7 +108,10 @@ class GroupPlan:
     ) -> SavedPart:
         groups = self.saved.groups
         return replace(
-            state, param_groups=in_order(keys, numbers, groups), of_moments=in_order(keys, of_moments, groups)
+            state,
+            param_groups=in_order(keys, numbers, groups),
+            of_moments=in_order(keys, of_moments, groups),
+            numbers=[numbers[key] for key in keys],
         )
 
 

@@ -400,7 +400,8 @@ def _apply_small_state(trainer: Trainer, plan: LoadPlan) -> None:
     for part, state, keep_main in plan.newly_started:
         part.forget_state_of(state.key, keep_main)
     if plan.common is not None:
-        write_common(trainer.optimizer, trainer.lr_scheduler, plan.common.optimizers, plan.common.lr_scheduler)
+        common, groups = plan.common, len(plan.common.groups.saved.groups)
+        write_common(trainer.optimizer, trainer.lr_scheduler, common.optimizers, common.lr_scheduler, groups)
         optimizer_state.refresh(trainer.optimizer)
     _apply_rng(trainer, plan)
 

@@ -36,7 +36,7 @@ from mcore_ckpt.state.model import EXTRA_STATE, model_shards
 from mcore_ckpt.state.optimizers.chain import optimizer_parts
 from mcore_ckpt.state.param_groups import NO_CHANGES, GroupChanges, SavedPart, group_keys, match_parts
 from mcore_ckpt.state.rng import seed_of
-from mcore_ckpt.state.scheduler import check_scheduler, schedules_of
+from mcore_ckpt.state.scheduler import check_scheduler, saved_scheduler, schedules_of
 from mcore_ckpt.state.shards import LocalShard, ParameterState
 from mcore_ckpt.state.trainer import Trainer
 from mcore_ckpt.state.typed_values import from_stored
@@ -333,11 +333,12 @@ def _read_common(
     common = reader.plain(file_names.COMMON_FILE)
     parts = optimizer_parts(trainer.optimizer)
     optimizers = match_parts(parts, common["optimizers"], trainer.config.reset_moments)
-    check_scheduler(trainer.lr_scheduler, common["lr_scheduler"])
-    schedules = schedules_of(trainer.lr_scheduler, common["lr_scheduler"])
+    scheduler = saved_scheduler(common)
+    check_scheduler(trainer.lr_scheduler, scheduler)
+    schedules = schedules_of(trainer.lr_scheduler, scheduler)
     keys = group_keys(parts, trainer.group_keys)
     groups = plan_groups(common["optimizers"], parts, keys, by_part, optimizers, locator, schedules)
-    return CommonState(optimizers, common["lr_scheduler"], groups)
+    return CommonState(optimizers, scheduler, groups)
 
 
 def _check_sizes(reader: NativeReader, fills: Iterable[TensorFill]) -> None:
@@ -369,6 +370,8 @@ def _read_extra(
 def _extra_state(reader: NativeReader, record: FileRecord) -> dict[str, Any]:
     stored = reader.folder.plain(record)
     try:
-        return dict(from_stored(stored))
+        if isinstance(extra := from_stored(stored), dict):
+            return extra
+        raise ValueError(f"it is a {type(extra).__name__}, not a dict")
     except ValueError as error:
         raise CheckpointCorruptError(f"{reader.place}/{record.path}: extra_state cannot be read: {error}") from None

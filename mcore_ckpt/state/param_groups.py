@@ -88,6 +88,7 @@ class SavedPart:
         candidates: the numbers of the saved groups that may be counterparts (`SavedGroups`).
         of_moments: for each live group that keeps the run's values, a saved one whose settings of the optimizer count
             even so, or None.
+        numbers: for each live group, the number of its saved counterpart, or None.
     """
 
     param_groups: Sequence[Group | None] | None
@@ -96,6 +97,7 @@ class SavedPart:
     starts_anew: bool = False
     candidates: tuple[int, ...] = ()
     of_moments: Sequence[Group | None] = ()
+    numbers: Sequence[int | None] = ()
 
 
 # -- the groups of a checkpoint ----------------------------------------------------------------------------------------

@@ -4,24 +4,41 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
 from types import SimpleNamespace
 from typing import Any
 
-from mcore_ckpt.errors import CheckpointMismatchError
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError
 from mcore_ckpt.state.group_fields import Option
 from mcore_ckpt.state.param_groups import Schedules
 from mcore_ckpt.state.plain import to_plain
+from mcore_ckpt.state.typed_values import from_stored, to_stored
 
 logger = logging.getLogger(__name__)
 
 
 def read_scheduler(scheduler: Any) -> dict[str, Any] | None:
-    """Returns the scheduler's state as plain values, or None if there is no scheduler.
+    """Returns the scheduler's state as it is stored, or None if there is no scheduler.
 
-    Raises UnsupportedError if a field of the state has no plain value.
+    Megatron's has numbers and texts alone, which each version of this package reads.
+
+    Raises UnsupportedError if a field of the state cannot be stored.
     """
-    return None if scheduler is None else to_plain(scheduler.state_dict(), "lr_scheduler.state_dict()")
+    if scheduler is None:
+        return None
+    store: Callable[[Any, str], Any] = to_plain if _is_megatrons(scheduler) else to_stored
+    return store(scheduler.state_dict(), "lr_scheduler.state_dict()")
+
+
+def saved_scheduler(common: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns the state of the LR scheduler in `common.pt`. Raises CheckpointCorruptError if it makes no sense."""
+    try:
+        return from_stored(common["lr_scheduler"])
+    except ValueError as error:
+        raise CheckpointCorruptError(f"{file_names.COMMON_FILE}: lr_scheduler: {error}") from None
 
 
 def check_scheduler(scheduler: Any, state: dict[str, Any] | None) -> None:
@@ -51,14 +68,69 @@ def check_scheduler(scheduler: Any, state: dict[str, Any] | None) -> None:
         ) from None
 
 
-def write_scheduler(scheduler: Any, state: dict[str, Any] | None) -> None:
-    """Sets the scheduler to a saved state. Does nothing if there is no scheduler or no saved state."""
+def write_scheduler(scheduler: Any, state: dict[str, Any] | None, groups: GroupOrder | None = None) -> None:
+    """Sets the scheduler to a saved state. Does nothing if there is no scheduler or no saved state.
+
+    `groups` says how the order of param groups has changed, if it has.
+    """
     if scheduler is None or state is None:
         return
     if _is_megatrons(scheduler):
         # OptimizerParamScheduler.load_state_dict (0.16.1) adds the saved num_steps to the present number.
         scheduler.num_steps = 0
+    elif groups is not None and groups.has_changed:
+        state = groups.applied(state, scheduler.state_dict())
+        logger.warning(
+            "the param groups have another order, or are others, than in the checkpoint: of the LR scheduler's state, "
+            "%s were taken for lists by param group, and put into this run's order",
+            ", ".join(groups.found) or "no values",
+        )
     scheduler.load_state_dict(state)
+
+
+# Lists in the states of torch's schedulers (SequentialLR, ChainedScheduler, OneCycleLR; 2.13) that are not by group.
+_NOT_BY_GROUP = ("_milestones", "_schedulers", "_schedule_phases")
+
+
+class GroupOrder:
+    """Puts lists by param group, such as `base_lrs` of torch's schedulers, into this run's order of groups.
+
+    A list is by group if it is as long as the saved groups are many, and as long in the run as the run's are many.
+
+    Args:
+        numbers: for each group of the run, the number of its saved counterpart; None if it has none.
+        saved: how many groups were saved.
+
+    Attributes:
+        found: the names of the lists that `applied` has found.
+    """
+
+    def __init__(self, numbers: Sequence[int | None], saved: int) -> None:
+        self._numbers, self._saved = numbers, saved
+        self.found: list[str] = []
+
+    @property
+    def has_changed(self) -> bool:
+        return list(self._numbers) != list(range(self._saved))
+
+    def applied(self, saved: Any, live: Any, name: str = "") -> Any:
+        """Returns a saved value with its lists in the run's order. A group without counterpart keeps the run's entry.
+
+        Args:
+            saved: the value.
+            live: the run's value in its place, or None.
+            name: the name of the value.
+        """
+        if type(saved) in (dict, OrderedDict):
+            mine = live if isinstance(live, Mapping) else {}
+            return type(saved)((key, self.applied(item, mine.get(key), str(key))) for key, item in saved.items())
+        if type(saved) not in (list, tuple):
+            return saved
+        own = live if isinstance(live, (list, tuple)) else ()
+        if name in _NOT_BY_GROUP or (len(saved), len(own)) != (self._saved, len(self._numbers)):
+            return type(saved)(self.applied(item, part, name) for item, part in zip_longest(saved, own[: len(saved)]))
+        self.found.append(name)
+        return type(saved)(part if n is None else saved[n] for n, part in zip(self._numbers, own, strict=True))
 
 
 # What a param group without a value of its own takes from megatron's scheduler (`get_lr`, `get_wd`; 0.16 to 0.19).

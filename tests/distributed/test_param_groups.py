@@ -169,6 +169,44 @@ def test_a_new_group_keeps_the_runs_values_and_is_named(
         assert {fields["max_lr"] for fields in groups_of(third).values()} == {1e-2}
 
 
+class PerGroup:
+    """A scheduler that keeps a rate for each group by its place, as torch's do."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer, self.rates, self.steps = optimizer, [group["max_lr"] for group in optimizer.param_groups], 0
+
+    def step(self, increment: int = 1) -> None:
+        self.steps += 1
+        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+            group["lr"] = rate / self.steps
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rates": self.rates, "steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rates, self.steps = list(state["rates"]), state["steps"]
+
+
+@pytest.mark.world(1)
+def test_a_scheduler_that_has_lists_by_group_gets_them_in_the_runs_order(
+    shared_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("training._scheduler", PerGroup)
+    layout, own = LAYOUTS["plain"], {EMBEDDING: {"max_lr": 1e-3}, MATRICES: {"max_lr": 2e-3}}
+    with parallel(layout):
+        first = build_with(layout, monkeypatch, own)
+        train(first, 0, 2)
+        save(first, shared_path, 2)
+        # The order of groups turns, and one is new.
+        run: Own = {EMBEDDING: {"max_lr": 5e-3}, MATRICES: {"max_lr": 2e-3}, "*linear_qkv.weight": {"max_lr": 3e-3}}
+        second = build_with(layout, monkeypatch, run, seed=2)
+        reload(second, shared_path)
+        train(second, 2, 3)
+        for part_of_name, rate in {"embedding": 1e-3, "linear_fc": 2e-3, "qkv.weight": 3e-3, "proj": 1e-2}.items():
+            names = [name for name in groups_of(second) if part_of_name in name and name.endswith("weight")]
+            assert {groups_of(second)[name]["lr"] for name in names} == {rate / 3}, part_of_name
+
+
 def poison_all_but_schedule(training: Training) -> None:
     """As `poison`, but for what the run asks for."""
     groups = [group for optimizer in chained(training.optimizer) for group in optimizer.param_groups]

@@ -2,20 +2,29 @@
 
 import copy
 import io
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.optim import lr_scheduler
 
 from mcore_ckpt.checkpoint.plain_files import pickle_plain
-from mcore_ckpt.errors import CheckpointMismatchError
+from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError
 from mcore_ckpt.state.common import write_common
 from mcore_ckpt.state.param_groups import SavedPart
-from mcore_ckpt.state.scheduler import check_scheduler, read_scheduler, schedules_of, write_scheduler
+from mcore_ckpt.state.scheduler import (
+    GroupOrder,
+    check_scheduler,
+    read_scheduler,
+    saved_scheduler,
+    schedules_of,
+    write_scheduler,
+)
 
 
 def adam() -> torch.optim.Optimizer:
@@ -52,7 +61,9 @@ def rates(scheduler: Any, steps: int) -> list[list[tuple[float, float]]]:
 def stored(scheduler: Any) -> dict[str, Any]:
     state = read_scheduler(scheduler)
     assert state is not None
-    return torch.load(io.BytesIO(pickle_plain(state)), weights_only=True)
+    restored = saved_scheduler({"lr_scheduler": torch.load(io.BytesIO(pickle_plain(state)), weights_only=True)})
+    assert restored is not None
+    return restored
 
 
 def load(scheduler: Any, state: dict[str, Any] | None) -> None:
@@ -169,6 +180,93 @@ def test_torchs_go_on_where_they_were(make: Callable[[torch.optim.Optimizer], An
     for group, rate in zip(other.optimizer.param_groups, saved_rates, strict=True):
         group["lr"] = rate
     assert steps(other, 5) == pytest.approx(steps(original, 5))
+
+
+def test_the_state_of_torchs_keeps_its_types() -> None:
+    """`_get_closed_form_lr` reads the milestones of a Counter."""
+    original, other = (lr_scheduler.MultiStepLR(adam(), [2, 6, 6]) for _ in range(2))
+    load(other, stored(original))
+    assert type(other.milestones) is Counter
+    assert other._get_closed_form_lr() == original._get_closed_form_lr()
+    with pytest.raises(CheckpointCorruptError, match=r"common.pt: lr_scheduler: .*unheard"):
+        saved_scheduler({"lr_scheduler": {"mcore_ckpt.type": "unheard of"}})
+
+
+def test_megatrons_state_is_plain() -> None:
+    """Older versions of this package read it."""
+    state = read_scheduler(megatrons(max_lr=np.float64(0.5)))
+    assert state is not None
+    assert {type(value) for value in state.values()} == {int, float, str}
+    assert saved_scheduler({"lr_scheduler": state}) == state
+
+
+class Scaled:
+    def __init__(self, by: float) -> None:
+        self.by = by
+
+    def __call__(self, step: int) -> float:
+        return self.by
+
+
+def turned(rates: Sequence[float], make: Callable[[torch.optim.Optimizer], Any]) -> Any:
+    """A scheduler of groups with these rates."""
+    return make(torch.optim.Adam([{"params": [torch.nn.Parameter(torch.zeros(2))], "lr": rate} for rate in rates]))
+
+
+@pytest.mark.parametrize(
+    ("make", "by_group"),
+    [
+        (lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [2, 6]), ["base_lrs", "_last_lr"]),
+        (
+            lambda optimizer: lr_scheduler.LambdaLR(optimizer, [Scaled(1), Scaled(2)]),
+            ["base_lrs", "lr_lambdas", "_last_lr"],
+        ),
+        (sequential, ["base_lrs", "_last_lr"]),
+        (lambda optimizer: lr_scheduler.OneCycleLR(optimizer, [0.1, 0.2], 9), ["base_lrs", "_last_lr"]),
+        (
+            lambda optimizer: lr_scheduler.ReduceLROnPlateau(
+                optimizer, min_lr=[group["lr"] for group in optimizer.param_groups]
+            ),
+            ["min_lrs", "_last_lr"],
+        ),
+    ],
+    ids=["multistep", "lambda", "sequential", "one-cycle", "plateau"],
+)
+def test_lists_by_group_follow_their_groups(
+    make: Callable[[torch.optim.Optimizer], Any], by_group: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """torch's schedulers keep them by place."""
+    saved, live = (turned(rates, make) for rates in ((0.1, 0.2), (0.2, 0.1)))
+    before = copy.deepcopy(saved.state_dict())
+    write_scheduler(live, stored(saved), GroupOrder([1, 0], 2))
+    after = live.state_dict()
+    for name in before:
+        wanted = before[name][::-1] if name in by_group else before[name]
+        assert name == "_schedulers" or after[name] == wanted, name
+    assert "base_lrs" not in by_group or "base_lrs" in caplog.text
+    caplog.clear()
+    write_scheduler(live, stored(saved), GroupOrder([0, 1], 2))
+    assert (live.state_dict(), caplog.text) == (before, "")
+
+
+@pytest.mark.parametrize(
+    ("numbers", "saved", "wanted"),
+    [
+        ([2, 0, 1], [1, 2, 3], [3, 1, 2]),
+        ([0, None, 1], [1, 2], [1, -2, 2]),  # a new group
+        ([1], [1, 2], [2]),  # one is gone
+        ([None, 0], [1, 2], [-1, 1]),
+        ([1, 0], [1, 2, 3, 4], [1, 2, 3, 4]),  # of something else
+    ],
+)
+def test_a_group_without_counterpart_keeps_the_runs_entry(
+    numbers: list[int | None], saved: list[int], wanted: list[int]
+) -> None:
+    count = 2 if len(saved) == 4 else len(saved)
+    order, live = GroupOrder(numbers, count), [-1, -2, -3][: len(numbers)]
+    assert order.applied({"deep": [{"x": saved}], "n": 1}, {"deep": [{"x": live}]}) == {"deep": [{"x": wanted}], "n": 1}
+    assert order.applied({"x": tuple(saved)}, {"x": live}) == {"x": tuple(wanted)}
+    assert order.applied({"x": saved, "_milestones": saved}, {}) == {"x": saved, "_milestones": saved}
 
 
 def test_a_schedule_whose_state_is_missing_is_refused() -> None:

@@ -28,6 +28,7 @@ from mcore_ckpt.models.architecture import HfModel
 from mcore_ckpt.models.mcore_config import to_mcore_config
 from mcore_ckpt.sharding.names import is_expert
 from mcore_ckpt.state.group_fields import are_same, field_of, marks, settings
+from mcore_ckpt.state.scheduler import saved_scheduler
 from mcore_ckpt.state.typed_values import from_stored
 
 # The form of `DistributedOptimizer.sharded_state_dict` that loads under any layout. 0.16 to 0.19 accept it.
@@ -96,7 +97,7 @@ def read_shared_state(reader: NativeReader) -> SharedState:
     was_offloaded = any(not {_TORCHS_FIELD, _FUSED_FIELD} & {*group} for group in groups)
     # `ChainedOptimizer.load_state_dict` wants the state itself if there is one optimizer in the chain.
     optimizer = parts[0] if len(parts) == 1 else dict(enumerate(parts))
-    return SharedState(optimizer, common["lr_scheduler"], was_offloaded, _mixed_fields(saved))
+    return SharedState(optimizer, saved_scheduler(common), was_offloaded, _mixed_fields(saved))
 
 
 def _mixed_fields(saved: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
