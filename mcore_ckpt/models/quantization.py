@@ -12,6 +12,7 @@ from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.models.config_fields import HfConfig
 
 _FIELD = "quantization_config"
+_FIELDS = (_FIELD, "compression_config")  # the second is what llm-compressor wrote at first
 _METHODS = ("fp8", "mxfp4", "compressed-tensors")
 # Models with a vision tower have the configuration of their language model in one of these fields.
 _NESTED = ("text_config", "llm_config")
@@ -36,7 +37,7 @@ def quantization_of(config: HfConfig) -> Quantization | None:
     Raises UnsupportedError for a form that cannot be read.
     """
     for part in (config, *(config.get(name) for name in _NESTED)):
-        fields = part.get(_FIELD) if isinstance(part, Mapping) else None
+        fields = next(filter(None, map(part.get, _FIELDS)), None) if isinstance(part, Mapping) else None
         if fields:
             method = fields.get("quant_method") if isinstance(fields, Mapping) else fields
             if method not in _METHODS or not isinstance(fields, Mapping):
@@ -50,11 +51,11 @@ def quantization_of(config: HfConfig) -> Quantization | None:
 
 
 def without_quantization(config: HfConfig) -> dict[str, Any]:
-    """Returns the config of the same model with plain weights."""
+    """Returns the config of the same model with plain weights. Any of its sections can say how some are quantized."""
     return {
-        name: without_quantization(value) if name in _NESTED and isinstance(value, Mapping) else value
+        name: without_quantization(value) if isinstance(value, Mapping) else value
         for name, value in config.items()
-        if name != _FIELD
+        if name not in _FIELDS
     }
 
 

@@ -16,8 +16,8 @@ from mcore_ckpt.checkpoint.dtypes import torch_dtype
 from mcore_ckpt.errors import CheckpointMismatchError
 from mcore_ckpt.formats.huggingface.hub import find_folder_together
 from mcore_ckpt.formats.huggingface.reader import FolderContents, HuggingFaceReader, read_contents
-from mcore_ckpt.formats.huggingface.side_files import warn_of_missing_code
-from mcore_ckpt.models.accounting import NOT_LISTED, LeftOut, together
+from mcore_ckpt.formats.huggingface.side_files import find_side_files, not_read, warn_of_missing_code
+from mcore_ckpt.models.accounting import LeftOut, together
 from mcore_ckpt.models.mcore_config import to_mcore_config
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide
 from mcore_ckpt.sharding.cuts import Cut
@@ -51,11 +51,10 @@ class ConversionReport:
     left_out: tuple[LeftOut, ...] = ()
 
 
-def left_out_of(reader: HuggingFaceReader) -> tuple[LeftOut, ...]:
-    """Returns what a conversion does not take from a folder, files of weights that nothing names included."""
-    read = reader.contents.sizes.keys() | {path.name for path in reader.place.glob("*.safetensors") if path.is_dir()}
-    files = sorted(path.name for path in reader.place.glob("*.safetensors") if path.name not in read)
-    return together(reader.left_out, [LeftOut(NOT_LISTED, tuple(files))] if files else [])
+def left_out_of(reader: HuggingFaceReader, destination: Path) -> tuple[LeftOut, ...]:
+    """Returns what a conversion does not take from a folder: tensors, files of weights, and files beside them."""
+    beside = find_side_files(reader.place, destination=destination)
+    return together(reader.left_out, not_read(reader.place, reader.contents.sizes), beside.left_out)
 
 
 def check_together(agreement: Agreement, path: Path, replaceable: Replaceable) -> None:

@@ -98,7 +98,9 @@ def convert_to_native(
             _test(agreement, reader, staging)
         decide(agreement, f"putting {role_dir} in place", dict, lambda _: {}, act=lambda: new[0].publish())
     seconds = time.monotonic() - started
-    return ConversionReport(reader.place, role_dir, reader.model.describe(), nbytes, seconds, left_out_of(reader))
+    return ConversionReport(
+        reader.place, role_dir, reader.model.describe(), nbytes, seconds, left_out_of(reader, role_dir)
+    )
 
 
 def folder_tensors(reader: HuggingFaceReader) -> Iterator[SavedTensor]:

@@ -112,7 +112,7 @@ def convert_to_torch_dist(
             commit.discard(staging)
         raise
     seconds = time.monotonic() - started
-    return ConversionReport(reader.place, path, reader.model.describe(), nbytes, seconds, left_out_of(reader))
+    return ConversionReport(reader.place, path, reader.model.describe(), nbytes, seconds, left_out_of(reader, path))
 
 
 # -- plan -------------------------------------------------------------------------------------------------

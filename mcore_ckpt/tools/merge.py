@@ -34,7 +34,12 @@ from mcore_ckpt.formats.huggingface.export_plan import MAX_SHARD_BYTES, ExportOp
 from mcore_ckpt.formats.huggingface.fp8_blocks import Fp8Blocks
 from mcore_ckpt.formats.huggingface.hub import find_folder, find_folder_together
 from mcore_ckpt.formats.huggingface.safetensors_files import read_folder
-from mcore_ckpt.formats.huggingface.side_files import CONFIG_FILE, copy_side_files, warn_of_missing_code
+from mcore_ckpt.formats.huggingface.side_files import (
+    CONFIG_FILE,
+    copy_side_files,
+    find_side_files,
+    warn_of_missing_code,
+)
 from mcore_ckpt.formats.huggingface.stored_weights import DequantizingReader
 from mcore_ckpt.formats.huggingface.tokenizer_size import tokens_in
 from mcore_ckpt.formats.huggingface.writer import write_index, write_weights
@@ -313,7 +318,7 @@ def _open(
 
     def work() -> Record:
         try:
-            jobs.append(prepare(request, found, ranks))
+            jobs.append(_with_side_files(prepare(request, found, ranks), target))
         except UnknownTensorsError as error:
             raise CheckpointMismatchError(f"{error}, or leave out these tensors with --ignore") from error
         return jobs[0].described()
@@ -331,6 +336,14 @@ def _open(
         shutil.rmtree(file_names.staging_dir(target, attempt), ignore_errors=True)
         raise
     return outcome["attempt"], jobs[0]
+
+
+def _with_side_files(job: MergeJob, target: Path) -> MergeJob:
+    """Adds what is not copied of the files beside the weights to the report."""
+    if job.adapters == "only":
+        return job
+    found = find_side_files(job.config_dir, destination=target, quantized=_is_quantized_as_before(job))
+    return replace(job, left_out=together(job.left_out, found.left_out))
 
 
 def _decide(

@@ -22,6 +22,7 @@ from mcore_ckpt.formats.fsdp.adapters import adapted_weights, is_peft_adapter, s
 from mcore_ckpt.formats.huggingface.adapter_folder import AdapterFolder, plan_adapter_folder
 from mcore_ckpt.formats.huggingface.export_plan import ExportOptions, ExportPlan
 from mcore_ckpt.formats.huggingface.safetensors_files import read_folder
+from mcore_ckpt.formats.huggingface.side_files import not_read
 from mcore_ckpt.formats.huggingface.stored_weights import DequantizingReader
 from mcore_ckpt.formats.joined_reader import JoinedReader
 from mcore_ckpt.io import json_fields as fields
@@ -293,9 +294,10 @@ def _onto_base(
     plan = plan_copies(job.options, model, merged, {**tensors, **stored})
     beside += [tensor.slabs[0].mcore for tensor in trained.values()]
     account(beside, used, [], lambda names: _lacks(job.base_dir, names))
+    unread = not_read(job.base_dir, {each.path.name for each in weights.values()})
     reasons = [matching(IGNORED, model.ignored_by_user), matching(COMPUTED, model.ignored)]
     left_out = account(of_base, stored, reasons, lambda names: _lacks(job.base_dir, names))
-    return AdaptedPlan(JoinedReader(reader, base), plan, None, together(left_out, base.left_out, plan.left_out))
+    return AdaptedPlan(JoinedReader(reader, base), plan, None, together(left_out, base.left_out, plan.left_out, unread))
 
 
 def _own(adapted: HfTensor | None, weights: Container[str]) -> HfTensor | None:

@@ -162,7 +162,12 @@ def test_a_result_for_programs(saved: Path, tmp_path: Path, capsys: pytest.Captu
                 "tensors": [
                     f"{name}.weight (rows 131 to 135)" for name in ("embedding.word_embeddings", "output_layer")
                 ],
-            }
+            },
+            {"reason": "they say how other weights are quantized", "tensors": ["hf_quant_config.json"]},
+            {
+                "reason": "old weights, as another program or an adapter has them",
+                "tensors": ["model.Q8_0.gguf", "onnx/model.onnx_data", "original/consolidated.00.pth"],
+            },
         ],
         "other_model": [],
     }

@@ -22,6 +22,7 @@ from mcore_ckpt.formats.huggingface.safetensors_files import read_file
 from mcore_ckpt.formats.huggingface.stored_weights import StoredWeights
 from mcore_ckpt.formats.locate import read_regions
 from mcore_ckpt.io import tuning
+from mcore_ckpt.models.quantization import quantization_of, without_quantization
 from mcore_ckpt.sharding.cuts import Cut
 from mcore_ckpt.sharding.plan import MODEL, ReadRange, ShardKey
 from mcore_ckpt.sharding.regions import Region
@@ -301,3 +302,13 @@ def test_files_with_scales_must_be_there_too(folders: dict[str, Path], tmp_path:
         CheckpointCorruptError, match=r"model-00002-of-00002.safetensors: cannot be opened on this rank"
     ):
         reader.check_visible(["model-00001-of-00002.safetensors"])
+
+
+def test_a_plain_config_says_nowhere_how_weights_are_quantized() -> None:
+    stated = {"quant_method": "compressed-tensors"}
+    for field in ("quantization_config", "compression_config"):
+        deep = {"a": 1, "thinker_config": {"text_config": {"b": 2, field: stated}, field: stated}, field: stated}
+        assert without_quantization(deep) == {"a": 1, "thinker_config": {"text_config": {"b": 2}}}
+        found = quantization_of({"text_config": {field: stated}})
+        assert found is not None
+        assert found.method == "compressed-tensors"

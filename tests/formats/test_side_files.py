@@ -26,6 +26,12 @@ PUBLISHED = {
     "encoding/deep/encode.py": b"raise SystemExit",
     "modeling_own.py": b"raise SystemExit",
     "original/params.json": b"{}",
+    # What looks like weights, but is not the model's: of a speech model, and of a module of sentence-transformers.
+    "spk_dict.pt": b"own",
+    "mel_filters.npz": b"own",
+    "2_Dense/config.json": b"{}",
+    "2_Dense/model.safetensors": b"own",
+    "release/notes.json": b"{}",
 }
 NOT_TAKEN = (
     *("model-00001-of-00002.safetensors", "model.safetensors.index.json", "model.safetensors.index.fp8.json"),
@@ -35,8 +41,15 @@ NOT_TAKEN = (
     # A training's checkpoints below the model's folder: each would hold the files of all before it.
     *("runs/global_steps_4/actor/manifest.json", "runs/latest_checkpointed_iteration.txt"),
     *("mcore/iter_0000005/metadata.json", "mcore/latest_checkpointed_iteration.txt"),
+    *("checkpoint-500/trainer_state.json", "iter_0000001/common.json", "old/release/mp_rank_00/model_optim_rng.pt"),
+    *("optimizer.pt", "mtp.safetensors"),
 )
-QUANTIZATION = ("hf_quant_config.json", "quantize_config.json")
+TOLD = (
+    *("original/consolidated.00.pth", "onnx/model.onnx", "onnx/model.onnx_data", "a.gguf", "optimizer.pt", "runs/"),
+    *("adapter_config.json", "adapter_model.safetensors", "mcore/", "checkpoint-500", "iter_0000001", "old/release/"),
+    *("mtp.safetensors", "Readme.md", "gone", "folder"),
+)
+QUANTIZATION = ("hf_quant_config.json", "quantize_config.json", "quant_model_description.json")
 
 
 @pytest.fixture
@@ -79,6 +92,18 @@ def test_a_copy_has_all_but_what_the_weights_make_untrue(source: Path, tmp_path:
     assert files_in(below).keys() == {*PUBLISHED, *QUANTIZATION}, (
         "the copy does not hold itself, and keeps quantization files"
     )
+
+
+def test_what_is_left_out_is_told(source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (source / "Readme.md").write_text("another file than README.md")
+    (source / "gone").symlink_to("nowhere")
+    (source / "folder").symlink_to("encoding")
+    found = taking.find_side_files(source, destination=tmp_path, quantized=False)
+    assert {name for each in found.left_out for name in each.tensors} == {*TOLD, *QUANTIZATION}
+    assert {*found.names} == {*PUBLISHED}
+    copy_side_files(source, tmp_path)
+    assert "gone: is left out, because it is a link to nowhere, which does not exist" in caplog.text
+    assert "folder: is left out, because it is a link to a folder" in caplog.text
 
 
 def test_a_save_takes_them_from_where_its_config_came(source: Path, tmp_path: Path) -> None:

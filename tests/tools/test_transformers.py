@@ -116,7 +116,7 @@ def folders(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactor
             continue
         base = tmp_path_factory.mktemp(name)
         original = IN_BF16.get(name, name)
-        source = make_hf_folder(base / "source", original, **OVERRIDES.get(original, {}))
+        source = make_hf_folder(base / "source", original, **OVERRIDES.get(original, {}), vocab_size=len(tokenizer) + 1)
         # As a save with hf_model does.
         save_assets(source, None, tokenizer, {})
         dtype = torch.bfloat16 if name in IN_BF16 else None

@@ -19,6 +19,7 @@ from mcore_ckpt.formats.huggingface.side_files import (
     GENERATION_CONFIG_FILE,
     QUANTIZATION,
     Unwanted,
+    find_side_files,
     side_files,
 )
 from mcore_ckpt.io.files import make_folder, sync_file, write_file
@@ -139,6 +140,8 @@ def _read_source(hf_config: Any, processing_class: Any, destination: Path, files
         return
     try:
         files.update(side_files(folder, destination=destination, is_strict=False))
+        for each in find_side_files(folder, destination=destination).left_out:
+            logger.info("%s: %s", folder, each.text)
     except OSError as error:  # a save must not be lost because a folder cannot be listed
         logger.warning("%s: some files beside the weights are left out: %s", folder, error)
 

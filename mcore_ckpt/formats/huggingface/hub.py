@@ -243,7 +243,9 @@ class _HubFiles:
 
     def _download_others(self, folder: Path) -> None:
         """Downloads the other files beside the weights, those of subfolders too."""
-        left_out = [prefix + name for each in LEFT_OUT for name in each.names for prefix in ("", "*/")]
+        # A pattern cannot say how large a file is, so weights of other modules do not come.
+        names = (*(name for each in LEFT_OUT for name in each.names), "*.safetensors", "*.bin")
+        left_out = [prefix + name for name in names for prefix in ("", "*/")]
         try:
             self._download(folder.name, ["*"], [*left_out, "*/.*/*", ".*/*"])
         except CheckpointNotFoundError as error:

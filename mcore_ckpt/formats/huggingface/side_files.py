@@ -1,7 +1,8 @@
 """Says which files of a HuggingFace model's folder stand beside its weights, and copies them as they are.
 
 Merges, conversions and saves take all files of the folder, in subfolders too, except those that the lists below name.
-So a file of a kind that nobody has thought of is kept, and nothing is invented that the folder does not have.
+So a file of a kind that nobody has thought of is kept, and nothing is invented that the folder does not have. What is
+left out stands in the report of a merge or conversion.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import errno
 import logging
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -19,9 +20,11 @@ from typing import Any
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import WrittenFile
 from mcore_ckpt.errors import CheckpointCorruptError
+from mcore_ckpt.formats.huggingface.safetensors_files import INDEX_FILE, read_weight_map
 from mcore_ckpt.io import limits
 from mcore_ckpt.io.checksums import crc32
 from mcore_ckpt.io.files import linked_file, make_folders, read_small, write_file
+from mcore_ckpt.models import accounting
 
 logger = logging.getLogger(__name__)
 
@@ -31,88 +34,188 @@ GENERATION_CONFIG_FILE = "generation_config.json"
 
 @dataclass(frozen=True)
 class Unwanted:
-    """Files that are not taken. `names` are patterns of names in lower case, and `why` is the reason."""
+    """Files that are not taken.
+
+    Attributes:
+        names: patterns of names in lower case.
+        why: the reason.
+        told: what reports say of them. Empty for what nobody misses: the new weights stand for them, or they belong to
+            no model.
+        only_on_top: True if the same names in a subfolder are those of another module, which stays as it is.
+    """
 
     names: tuple[str, ...]
     why: str
+    told: str = ""
+    only_on_top: bool = False
 
-    def has(self, name: str) -> bool:
+    def has(self, name: str, is_on_top: bool = True) -> bool:
         """Returns True if a file or folder of this name is left out."""
-        return any(fnmatchcase(name.lower(), pattern) for pattern in self.names)
+        return (is_on_top or not self.only_on_top) and any(fnmatchcase(name.lower(), each) for each in self.names)
+
+
+_SUFFIXES = ("safetensors", "bin", "pt", "pth", "ckpt", "h5", "msgpack", "ot")
+
+
+def _with_suffixes(*stems: str) -> tuple[str, ...]:
+    return tuple(f"{stem}.{suffix}" for stem in stems for suffix in _SUFFIXES)
 
 
 WEIGHTS = Unwanted(
-    (
-        *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.npz", "*.ot", "*.distcp"),
-        *("*.gguf", "*.ggml", "*.llamafile", "*.onnx", "*.onnx_data*", "*.onnx.data", "*.tflite", "*.mlmodel"),
-        *("*.mlpackage", "*.pte", "*.engine", "*.nemo", "openvino_model*"),
-    ),
-    "They are weights, or an optimizer's state: the new weights replace them. Those of other programs hold the old "
-    "model, and can be larger than the new one.",
+    _with_suffixes("model*", "pytorch_model*", "tf_model*", "flax_model*", "rust_model*", "consolidated*"),
+    "They are the old weights of the model, which the new ones replace.",
+    only_on_top=True,
 )
 DESCRIPTIONS = Unwanted(
-    ("*.index.json", "*.index.*.json", "adapter_config.json"),
+    ("*.index.json", "*.index.*.json"),
     "They say in which files the old weights are. transformers would look for files that are not there.",
+    only_on_top=True,
+)
+NOT_LISTED = Unwanted(
+    ("*.safetensors",),
+    "Some programs read each such file beside the weights as a part of the model.",
+    accounting.NOT_LISTED,
+    only_on_top=True,
+)
+COPIES = Unwanted(
+    (
+        *_with_suffixes("consolidated*", "adapter_model*"),
+        *("adapter_config.json", "*.gguf", "*.ggml", "*.llamafile", "*.onnx", "*.onnx_data*", "*.onnx.data"),
+        *("*.tflite", "*.mlmodel", "*.mlpackage", "*.pte", "*.engine", "*.nemo", "*.distcp", "openvino_model*"),
+    ),
+    "They hold the old weights for another program, or old adapters, and can be larger than the new weights.",
+    "old weights, as another program or an adapter has them",
+)
+OF_TRAINING = Unwanted(
+    (*_with_suffixes("optimizer*", "scheduler*", "rng_state*"), file_names.TRACKER_FILE),
+    "They are the state of a training. Folders of its steps are left out, too.",
+    "states and steps of a training",
 )
 QUANTIZATION = Unwanted(
-    ("hf_quant_config.json", "quant*_config.json", "quanto_qmap.json", "kv_cache_scales.json"),
+    ("hf_quant_config.json", "quant*.json", "kv_cache_scales.json"),
     "They say how the old weights are quantized. Servers would read plain weights as quantized ones. They are kept if "
     "the new weights are quantized in the same way.",
+    "they say how other weights are quantized",
 )
 BOOKKEEPING = Unwanted(
     (".*", "__pycache__", "*.pyc", "*.incomplete"),
     "They belong to git, to the hub's client, to Python or to an editor, not to the model.",
 )
-LEFT_OUT = (WEIGHTS, DESCRIPTIONS, BOOKKEEPING)
+LEFT_OUT = (BOOKKEEPING, WEIGHTS, DESCRIPTIONS, COPIES, OF_TRAINING, NOT_LISTED)
 """What is never taken. Exports of other weights also leave out `QUANTIZATION`."""
 
 # Files of a checkpoint of megatron or of this package, which can have config.json and a tokenizer beside them.
-_OF_CHECKPOINTS = (file_names.MANIFEST_FILE, "metadata.json", "run_config.yaml", "latest_*.txt")
-_MEGATRON_STEP = re.compile(r"iter_[0-9]{7}|release")
+_OF_CHECKPOINTS = (
+    *(file_names.MANIFEST_FILE, "metadata.json", "run_config.yaml", "latest_*.txt", "*.distcp"),
+    *_with_suffixes("*"),
+)
+_OF_RANKS = ("mp_rank_*", "*_world_size_*_rank_*.pt")
+_MEGATRON_STEP = re.compile(r"iter_[0-9]{7}")
 _MOST_DEPTH = 8
+_SAME_NAMES = "names that differ from another's only in upper and lower case"
+_UNFIT = "no files that can be copied"
+_TOO_MUCH = "behind the limit of what is copied beside weights"
 
 
-def side_files(
-    folder: Path, *, destination: Path, without: Collection[str] = (), is_strict: bool = True
-) -> Iterator[tuple[str, bytes]]:
-    """Yields the path of each file beside the weights, relative to the folder, and its bytes. It executes no code.
+@dataclass(frozen=True)
+class SideFiles:
+    """The files beside the weights of a model.
 
-    Links into the hub's cache are followed. Folders that hold checkpoints are not entered, and neither are those that
-    `destination` is in, because a model's folder can have a training's checkpoints below it.
+    Attributes:
+        folder: the model's folder.
+        names: the paths of the files to take, relative to the folder.
+        left_out: the others, by reason, without what nobody misses.
+        warnings: what is unusual about some of them.
+    """
+
+    folder: Path
+    names: tuple[str, ...]
+    left_out: tuple[accounting.LeftOut, ...]
+    warnings: tuple[str, ...]
+
+
+def find_side_files(
+    folder: Path, *, destination: Path, without: Collection[str] = (), quantized: bool = True
+) -> SideFiles:
+    """Finds the files beside a model's weights by their names and sizes. It opens only the index.
+
+    Folders that hold checkpoints are not entered, and neither are those that `destination` is in, because a model's
+    folder can have a training's checkpoints below it. Links to folders are not followed.
 
     Args:
         folder: the folder of the model.
         destination: where the files will be written.
-        without: the paths of files to leave out.
+        without: the paths of files that the caller writes itself.
+        quantized: False to leave out the files that say how the old weights are quantized.
+
+    Raises:
+        OSError: a folder cannot be listed.
+    """
+    kinds = LEFT_OUT if quantized else (*LEFT_OUT, QUANTIZATION)
+    names: dict[str, str] = {}
+    left_out: dict[str, list[str]] = {}
+    warnings: list[str] = []
+    total = 0
+    known = {*without, *_listed(folder)}
+    for name, kind in _entries(folder, "", Path(os.path.realpath(destination)), kinds):
+        if name in known:
+            continue
+        if kind is not None:
+            left_out.setdefault(kind.told, []).append(name)
+        elif name.casefold() in names:  # a manifest must not list two paths that some file systems take for one
+            left_out.setdefault(_SAME_NAMES, []).append(name)
+        elif problem := _problem(folder / name):
+            left_out.setdefault(_UNFIT, []).append(name)
+            shown = str(folder / name) if name.isprintable() else repr(str(folder / name))
+            warnings.append(f"{shown}: is left out, because it {problem}")
+        elif (total := total + _size(folder / name)) > limits.HF_ASSETS_BYTES or len(names) >= limits.HF_ASSETS:
+            if _TOO_MUCH not in left_out:
+                warnings.append(
+                    f"{folder}: has more than {limits.HF_ASSETS} files or {limits.HF_ASSETS_BYTES} bytes beside its "
+                    f"weights: {name} and what follows it are left out; move what is not part of the model to another "
+                    "folder"
+                )
+            left_out.setdefault(_TOO_MUCH, []).append(name)
+        else:
+            names[name.casefold()] = name
+    found = tuple(accounting.LeftOut(told, tuple(which)) for told, which in left_out.items() if told)
+    return SideFiles(folder, tuple(names.values()), found, tuple(warnings))
+
+
+def side_files(
+    folder: Path, *, destination: Path, without: Collection[str] = (), is_strict: bool = True, quantized: bool = True
+) -> Iterator[tuple[str, bytes]]:
+    """Yields the path and the bytes of each file that `find_side_files` finds. It executes no code.
+
+    Links into the hub's cache are followed.
+
+    Args:
+        folder: as in `find_side_files`.
+        destination: as in `find_side_files`.
+        without: as in `find_side_files`.
         is_strict: True to raise for a file that cannot be read; False to leave it out with a warning, as a save must,
             which would otherwise be lost.
+        quantized: as in `find_side_files`.
 
     Raises:
         OSError: a file cannot be read, or a link leads out of the model.
     """
-    total, seen = 0, set[str]()
-    for name in _names(folder, "", Path(os.path.realpath(destination))):
-        # A manifest must not list two paths that some file systems take for one.
-        if name in without or name.casefold() in seen:
-            continue
+    found = find_side_files(folder, destination=destination, without=without, quantized=quantized)
+    for warning in found.warnings:
+        logger.warning("%s", warning)
+    for name in found.names:
         try:
-            data = _read(folder, name)
+            yield name, _read(folder, name)
         except OSError as error:
             if is_strict:
                 raise
             logger.warning("%s: is left out, because it cannot be read: %s", folder / name, error)
-            continue
-        total += len(data or b"")
-        if len(seen) >= limits.HF_ASSETS or total > limits.HF_ASSETS_BYTES:
-            logger.warning(
-                "%s: has more than %d files or %d bytes beside its weights: %s and what follows it are left out; move "
-                "what is not part of the model to another folder",
-                *(folder, limits.HF_ASSETS, limits.HF_ASSETS_BYTES, name),
-            )
-            return
-        if data is not None:
-            seen.add(name.casefold())
-            yield name, data
+
+
+def not_read(folder: Path, read: Container[str]) -> tuple[accounting.LeftOut, ...]:
+    """Returns the safetensors files of a model's folder that were not read, although they may be a part of it."""
+    files = sorted(path.name for path in folder.glob("*.safetensors") if path.name not in read and not path.is_dir())
+    return (accounting.LeftOut(accounting.NOT_LISTED, tuple(files)),) if files else ()
 
 
 def copy_side_files(source: Path, folder: Path, without: Collection[str] = (), quantized: bool = True) -> list[Path]:
@@ -128,11 +231,10 @@ def copy_side_files(source: Path, folder: Path, without: Collection[str] = (), q
         The paths of the files written.
     """
     written = []
-    for name, data in side_files(source, destination=folder, without=without):
-        if quantized or not QUANTIZATION.has(Path(name).name):
-            make_folders(folder, name)
-            write_file(folder / name, [data])
-            written.append(folder / name)
+    for name, data in side_files(source, destination=folder, without=without, quantized=quantized):
+        make_folders(folder, name)
+        write_file(folder / name, [data])
+        written.append(folder / name)
     return written
 
 
@@ -161,56 +263,82 @@ def warn_of_missing_code(folder: Path, config: Mapping[str, Any], warn: Callable
                 return
 
 
-def _names(folder: Path, below: str, destination: Path) -> Iterator[str]:
-    """Yields the paths of the files to take, those of subfolders last."""
+def _listed(folder: Path) -> Collection[str]:
+    """Returns the files of weights that the model's index lists."""
+    try:
+        return read_weight_map(folder / INDEX_FILE).values()
+    except (OSError, CheckpointCorruptError):  # nothing is read from them here
+        return ()
+
+
+def _entries(
+    folder: Path, below: str, destination: Path, kinds: Sequence[Unwanted]
+) -> Iterator[tuple[str, Unwanted | None]]:
+    """Yields the paths of files, those of subfolders last, and why each is left out; None if it is not.
+
+    A folder that is left out is one path.
+    """
     with os.scandir(folder / below) as found:
-        entries = sorted(found, key=lambda entry: entry.name)
-    is_checkpoint = _has_checkpoint({entry.name for entry in entries})
-    if below and is_checkpoint:
+        entries = sorted(found, key=lambda entry: (entry.is_dir(follow_symlinks=False), entry.name))
+    names = {entry.name for entry in entries}
+    is_checkpoint = _is_checkpoint(names)
+    if below and (is_checkpoint or file_names.TRACKER_FILE in names):
+        yield below, OF_TRAINING
         return
-    taken = [entry for entry in entries if not any(each.has(entry.name) for each in LEFT_OUT)]
-    for entry in taken:
-        if is_checkpoint and any(fnmatchcase(entry.name, pattern) for pattern in _OF_CHECKPOINTS):
+    for entry in entries:
+        path, is_folder = below + entry.name, entry.is_dir(follow_symlinks=False)
+        kind = next((each for each in kinds if each.has(entry.name, not below)), None)
+        if is_checkpoint and (is_folder or any(fnmatchcase(entry.name, each) for each in _OF_CHECKPOINTS)):
             continue
-        if not entry.is_dir(follow_symlinks=False):
-            yield below + entry.name
-    if is_checkpoint or below.count("/") >= _MOST_DEPTH:
-        return
-    for entry in taken:
-        # A link to a folder can lead back to a folder above it.
-        if entry.is_dir(follow_symlinks=False) and not destination.is_relative_to(os.path.realpath(entry.path)):
-            yield from _names(folder, f"{below}{entry.name}/", destination)
+        if is_folder and destination.is_relative_to(os.path.realpath(entry.path)):
+            continue
+        if is_folder and kind is None and _is_step(entry.name):
+            kind = OF_TRAINING
+        if is_folder and kind is None and below.count("/") < _MOST_DEPTH:
+            yield from _entries(folder, f"{path}/", destination, kinds)
+        elif kind is not None or not is_folder:
+            yield path, kind
 
 
-def _has_checkpoint(names: set[str]) -> bool:
-    """Returns True if a folder with these names in it is a checkpoint, or holds steps."""
+def _is_step(name: str) -> bool:
+    return file_names.parse_step(name) is not None or _MEGATRON_STEP.fullmatch(name) is not None
+
+
+def _is_checkpoint(names: Collection[str]) -> bool:
+    """Returns True if a folder with these names in it is a checkpoint."""
     own = {file_names.HUGGINGFACE_DIR, file_names.OPTIMIZER_DIR, file_names.RNG_DIR}
     return (
         ".metadata" in names
-        or file_names.TRACKER_FILE in names
         or (file_names.MANIFEST_FILE in names and not own.isdisjoint(names))
-        or any(file_names.parse_step(name) is not None or _MEGATRON_STEP.fullmatch(name) for name in names)
+        or any(fnmatchcase(name, each) for name in names for each in _OF_RANKS)
     )
 
 
-def _read(folder: Path, name: str) -> bytes | None:
-    """Reads a file that will be published. Returns None for what is no file of a model, which it warns of.
-
-    Raises OSError, also if a link leads to a file outside of the model.
-    """
-    path = folder / name
-    if not path.is_file() or "\\" in name or not name.isprintable():
-        logger.warning("%r: is left out, because it is no regular file with a plain name", str(path))
-        return None
-    size = path.stat().st_size
-    if size > limits.HF_ASSET_BYTES:
-        logger.warning(
-            "%s: is left out, because it has %d bytes, more than the %d of a file beside weights: copy it by hand if "
-            "it belongs to the model",
-            *(path, size, limits.HF_ASSET_BYTES),
+def _problem(path: Path) -> str | None:
+    """Says why a file cannot be published; None if it can."""
+    if "\\" in path.name or not str(path).isprintable():
+        return "has no plain name"
+    if path.is_symlink() and not path.exists():
+        return f"is a link to {os.readlink(path)}, which does not exist"
+    if path.is_dir():
+        return "is a link to a folder"
+    if not path.is_file():
+        return "is no regular file"
+    if (size := _size(path)) > limits.HF_ASSET_BYTES:
+        return (
+            f"has {size} bytes, more than the {limits.HF_ASSET_BYTES} of a file beside weights: copy it by hand if it "
+            "belongs to the model"
         )
-        return None
+    return None
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size
+
+
+def _read(folder: Path, name: str) -> bytes:
+    """Reads a file that will be published. Raises OSError, also if a link leads to a file outside of the model."""
     try:
         return read_small(linked_file(folder, name), limits.HF_ASSET_BYTES)
     except CheckpointCorruptError as error:
-        raise OSError(errno.EINVAL, str(error), str(path)) from None
+        raise OSError(errno.EINVAL, str(error), str(folder / name)) from None
