@@ -65,7 +65,7 @@ def of_0_15(**fields: Any) -> dict[str, Any]:
         ([group(wd_mult=0.5)], [D, WD0], [{0, 1}], [None]),
         ([group(max_lr=0.3), group(max_lr=0.4)], [A], [{0}, {0}], [None, None]),
         # It was divided while the run's betas changed, which are the checkpoint's anyway.
-        ([D | {"betas": (0.5, 0.6)}, A | {"betas": (0.5, 0.6)}], [D], [{0}, {0}], [0, None]),
+        ([D | {"betas": (0.5, 0.6)}, D | {"betas": (0.5, 0.6), "end_wd": 0.5}], [D], [{0}, {0}], [0, None]),
         # Experts get a group of their own with expert parallelism, and lose it without.
         ([D, EXPERT], [D], [{0}, {0}], [0, 0]),
         ([D], [D, EXPERT], [{0, 1}], [0]),
