@@ -109,6 +109,7 @@ class ForeignState:
         was_quantized: whether the checkpoint says that matrices were quantized, and have what their few bits stand for.
         model: what the checkpoint's model computes with its tensors, as far as the checkpoint says.
         groups: what a user is told of the param groups.
+        saved_groups: how many param groups the checkpoint has; 0 if they were not read.
         report: this rank's report as JSON values, which rank 0 checks together with those of the other ranks, or None.
     """
 
@@ -122,6 +123,7 @@ class ForeignState:
     was_quantized: bool = False
     model: Facts = field(default_factory=dict)
     groups: GroupChanges = NO_CHANGES
+    saved_groups: int = 0
     report: Record | None = None
 
 
@@ -241,9 +243,14 @@ def _checked(trainer: Trainer, path: Path, state: ForeignState) -> ForeignState:
     check_scheduler(trainer.lr_scheduler, state.scheduler)
     schedules = schedules_of(trainer.lr_scheduler, state.scheduler)
     parts = optimizer_parts(trainer.optimizer)
-    matched = [_matched(part, saved, schedules) for part, saved in zip(parts, state.parts, strict=True)]
+    sizes = [len(saved.param_groups or ()) for saved in state.parts]
+    matched = [
+        _matched(part, saved, schedules, sum(sizes[:number]))
+        for number, (part, saved) in enumerate(zip(parts, state.parts, strict=True))
+    ]
     kept, replaced = (tuple(chain(*texts)) for texts in zip(*((g.kept, g.replaced) for _, g in matched), strict=True))
-    return replace(state, parts=tuple(saved for saved, _ in matched), groups=GroupChanges(kept, replaced))
+    found = tuple(saved for saved, _ in matched)
+    return replace(state, parts=found, groups=GroupChanges(kept, replaced), saved_groups=sum(sizes))
 
 
 def _roundings(state: ForeignState) -> Iterator[str | None]:
@@ -254,12 +261,15 @@ def _roundings(state: ForeignState) -> Iterator[str | None]:
             yield describe_rounding(kind, loaded.dtype, kept, form.is_scaled)
 
 
-def _matched(part: OptimizerPart, saved: SavedPart, schedules: Schedules) -> tuple[SavedPart, GroupChanges]:
+def _matched(part: OptimizerPart, saved: SavedPart, schedules: Schedules, first: int) -> tuple[SavedPart, GroupChanges]:
+    """Returns the saved state of a part in the order of its groups. `first` is the number of the first saved group."""
     stored = [group for group in saved.param_groups or () if group is not None]
     if saved.param_groups is None and part.inner is not None:
         return saved, GroupChanges(tuple(group.describe() for group in read_live_groups(part)))
-    groups, changes = match_groups(part, stored, schedules)
-    return replace(saved, param_groups=groups), changes
+    places, changes = match_groups(part, stored, schedules)
+    groups = [None if place is None else stored[place] for place in places]
+    numbers = [None if place is None else first + place for place in places]
+    return replace(saved, param_groups=groups, numbers=numbers), changes
 
 
 def _weights_of(state: ForeignState) -> list[torch.Tensor]:
@@ -365,7 +375,7 @@ def _apply(trainer: Trainer, state: ForeignState) -> None:
         for parameter in state.parameters:
             _apply_parameter(parameter)
     if "optimizer" in contents:
-        write_common(trainer.optimizer, trainer.lr_scheduler, state.parts, state.scheduler)
+        write_common(trainer.optimizer, trainer.lr_scheduler, state.parts, state.scheduler, state.saved_groups)
         optimizer_state.refresh(trainer.optimizer)
     if state.rng is not None:
         write_rng(state.rng)

@@ -236,15 +236,15 @@ def find_counterparts(
 
 def match_groups(
     part: OptimizerPart, saved: Sequence[Group], schedules: Schedules
-) -> tuple[list[Group | None], GroupChanges]:
-    """Finds the counterparts of a part's groups among groups whose members are not known, as in foreign checkpoints.
+) -> tuple[list[int | None], GroupChanges]:
+    """Finds the places of a part's counterparts among groups whose members are not known, as in foreign checkpoints.
 
     Raises CheckpointMismatchError as `find_counterparts` does.
     """
     groups = [SavedGroup(number, fields) for number, fields in enumerate(saved)]
     live = [replace(group, has_members=True) for group in read_live_groups(part)]
     found = find_counterparts(live, groups, False, schedules)
-    return in_order([group.key for group in live], found.numbers, groups), found.changes
+    return [found.numbers[group.key] for group in live], found.changes
 
 
 def in_order(keys: Iterable[str], numbers: Mapping[str, int | None], saved: Sequence[SavedGroup]) -> list[Group | None]:

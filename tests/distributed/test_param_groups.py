@@ -191,6 +191,8 @@ class PerGroup:
 def test_a_scheduler_that_has_lists_by_group_gets_them_in_the_runs_order(
     shared_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    import megatron.core.optimizer as megatron_optimizer
+
     monkeypatch.setattr("training._scheduler", PerGroup)
     layout, own = LAYOUTS["plain"], {EMBEDDING: {"max_lr": 1e-3}, MATRICES: {"max_lr": 2e-3}}
     with parallel(layout):
@@ -205,6 +207,16 @@ def test_a_scheduler_that_has_lists_by_group_gets_them_in_the_runs_order(
         for part_of_name, rate in {"embedding": 1e-3, "linear_fc": 2e-3, "qkv.weight": 3e-3, "proj": 1e-2}.items():
             names = [name for name in groups_of(second) if part_of_name in name and name.endswith("weight")]
             assert {groups_of(second)[name]["lr"] for name in names} == {rate / 3}, part_of_name
+
+        # Megatron's own checkpoints have the groups in the order of the run that saved them.
+        save_torch_dist(first, shared_path / "theirs", "dp_reshardable")
+        make = megatron_optimizer._get_param_groups
+        monkeypatch.setattr(megatron_optimizer, "_get_param_groups", lambda *args, **named: make(*args, **named)[::-1])
+        third = build_with(layout, monkeypatch, own, seed=2)
+        manager = manager_of(third, shared_path / "unused", load_contents=("model", "optimizer"))
+        manager.load(path=shared_path / "theirs")
+        manager.close()
+        assert third.scheduler.rates == [group["max_lr"] for group in third.optimizer.param_groups]
 
 
 def poison_all_but_schedule(training: Training) -> None:
