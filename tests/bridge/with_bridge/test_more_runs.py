@@ -58,7 +58,7 @@ def test_a_strangers_walk(tmp_path: Path, left_by_bridge: BridgeRun) -> None:
     command = block(text, "bash", "mcore-ckpt convert")
     (tmp_path / "BACK").mkdir()
     shutil.copy(left_by_bridge.root / "latest_train_state.pt", tmp_path / "BACK")  # of an older way back
-    typed = run_in_shell(f"set -e\nmcore-ckpt list CHECKPOINTS\n{command}", tmp_path, {})
+    typed = run_in_shell(f"set -e\nmcore-ckpt list CHECKPOINTS\n{command.strip()} --force", tmp_path, {})
     assert typed.returncode == 0, typed.stderr
     assert "global_steps_5" in typed.stdout
     back = replace(over, folder=tmp_path / "back", root=tmp_path / "BACK", ours=False, killed_at=None).check()
