@@ -349,6 +349,8 @@ class CheckpointManager:
             self._context.fast.loaded(manifest)
         if self._trainer.agreement.is_coordinator:
             self._context.history.loaded(manifest.head, place)
+            if self._trainer.optimizer is not None:  # it trains
+                self._context.history.hold()
 
     @property
     def history(self) -> RunHistory:
@@ -485,6 +487,7 @@ class CheckpointManager:
         finally:
             if fast is not None:
                 fast.close()
+            self._context.history.release()
             # Release the lock last, because the role's next trainer removes half-uploaded steps as leftovers.
             self._context.lock.release()
         self._delivery.close()

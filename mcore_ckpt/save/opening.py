@@ -40,6 +40,7 @@ class Opening:
         # that is a refusal's look at old steps.
         timeout_s = self._trainer.config.timeout_s
         self._take_lock(saving, need, timeout_s)
+        self._context.history.release()
         if not self._has_opened:
             leftovers.remove_leftovers(self._trainer.root, self._trainer.role, alone=True)
         self._has_opened = True

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from mcore_ckpt.io.files import make_folder
 from mcore_ckpt.steps import runs
 from mcore_ckpt.steps.branches import Position, commit_of
 from mcore_ckpt.steps.listing import list_steps, step_status
+from mcore_ckpt.steps.read_lock import reading
 from mcore_ckpt.steps.remote_steps import RemoteSteps
 from mcore_ckpt.steps.runs import Ownership, RootRun
 
@@ -53,6 +54,7 @@ class RunHistory:
         self._took_over: RootRun | None = None
         self._parent: RunParent | None = None
         self._last: tuple[ManifestSummary, Path | str] | None = None  # what was loaded or saved last, and its place
+        self._held = ExitStack()
 
     def go_on_from(self, other: RunHistory) -> None:
         """Goes on from what another manager of the same training has loaded or saved last, in whatever root."""
@@ -61,6 +63,26 @@ class RunHistory:
             self._position = self._position.seen(other._position.last, of_role)
         if other._last is not None:
             self.loaded(*other._last)
+        self.release()
+        self._held = other._held.pop_all()
+
+    def hold(self) -> None:
+        """Keeps what was loaded from being deleted or replaced, until `release`, if it is in the root.
+
+        A training that has not saved yet has no trainer lock, and a program that only loads needs none. So this is a
+        read lock, which other trainings do not notice.
+        """
+        self.release()
+        if self._last is not None:
+            # What was loaded from the nodes may be in the root, too.
+            step = file_names.step_dir(self._root, self._last[0].step) / self._role
+            place = self._last[1]
+            is_here = isinstance(place, Path) and _is_below(self._root, place)
+            self._held.enter_context(reading([Path(place) if is_here else step]))
+
+    def release(self) -> None:
+        """Ends `hold`. The training has its trainer lock now, or is over."""
+        self._held.close()
 
     def seen(self, heads: Iterable[ManifestSummary]) -> None:
         """Notes checkpoints that may be nowhere else, such as those in a store or on other nodes."""

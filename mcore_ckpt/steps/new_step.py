@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import Manifest
 from mcore_ckpt.checkpoint.provenance import Run
-from mcore_ckpt.errors import InvalidArgumentError
+from mcore_ckpt.errors import InvalidArgumentError, LockedError
 from mcore_ckpt.steps import choice, commit, leftovers, tracker
 from mcore_ckpt.steps.listing import StepStatus, holds_something, list_steps, step_status
 from mcore_ckpt.steps.new_folder import check_not_pinned, check_space
+from mcore_ckpt.steps.read_lock import unread
 from mcore_ckpt.steps.trainer_lock import ToolLocks
 
 
@@ -36,7 +37,8 @@ class NewStep:
     Raises:
         InvalidArgumentError: the step is pinned, has a role already or one of another run, or has a folder with another
             name.
-        LockedError: a trainer saves below the root, or another tool writes one of the roles.
+        LockedError: a trainer saves below the root, another tool writes one of the roles, or what would be replaced is
+            being read.
 
     Example:
         >>> with NewStep(root, 10, ["actor"]) as new:  # doctest: +SKIP
@@ -67,6 +69,8 @@ class NewStep:
                 # A killed run may have left its folders. `alone=False`, because tools of older versions hold no lock.
                 leftovers.remove_leftovers(self._root, role, alone=False)
             self._check()
+            with self._unread():
+                pass
             self._exit = stack.pop_all()
         return self
 
@@ -97,13 +101,28 @@ class NewStep:
     def publish(self) -> None:
         """Puts all opened roles in place, which have their manifests, and moves the tracker.
 
-        Raises InvalidArgumentError if the step has been pinned meanwhile, and OSError.
+        Raises InvalidArgumentError if the step has been pinned meanwhile, LockedError if somebody has begun to read it,
+        and OSError.
         """
         self._check()
-        for role_dir, staging in self._staged.items():
-            commit.publish(staging, role_dir, self.attempt)
+        with self._unread():
+            for role_dir, staging in self._staged.items():
+                commit.publish(staging, role_dir, self.attempt)
         self._staged.clear()
         tracker.move_tracker(self._root)
+
+    @contextmanager
+    def _unread(self) -> Iterator[None]:
+        """Raises LockedError if somebody reads what is replaced, or goes on from it. Nobody begins to in the block."""
+        step_path = file_names.step_dir(self._root, self._step)
+        replaced = [step_path / role for role in self._roles if (step_path / role / file_names.MANIFEST_FILE).exists()]
+        with unread(replaced) as alone:
+            if not alone:
+                raise LockedError(
+                    f"{step_path}: is being read, or a training has loaded it and has not saved since. A tool does not "
+                    "replace it then: wait until that has ended, or name another folder to write to"
+                )
+            yield
 
     def _check(self) -> None:
         check_may_write(self._root, self._step, self._roles, self._force, self._run)

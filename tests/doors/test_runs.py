@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from mcore_ckpt.integrations.kit.kept import KeptManager
 from mcore_ckpt.recover import recover, resumable_steps
 from mcore_ckpt.steps import complete_steps, read_tracker
 from mcore_ckpt.steps.listing import list_steps
+from mcore_ckpt.steps.read_lock import unread
 from mcore_ckpt.steps.retention import PreservationPolicy
 from mcore_ckpt.steps.runs import read_root_run
 from mcore_ckpt.steps.tracker import update_tracker
@@ -502,3 +504,32 @@ def test_the_fields_are_in_the_manifest(tmp_path: Path) -> None:
     assert len(record["run"]["id"]) == 32
     assert record["run"]["root"] == str(tmp_path)
     assert record["format_version"] == 1
+
+
+def is_free(role_dir: Path) -> bool:
+    with unread([role_dir]) as alone:
+        return alone
+
+
+def test_what_a_training_has_loaded_is_held_until_it_saves(tmp_path: Path) -> None:
+    """It has no trainer lock before its first save. A manager without an optimizer only reads."""
+    train(tmp_path, 1, 2)
+    role_dir = file_names.step_dir(tmp_path, 2) / "actor"
+    with closing(Training(tmp_path)) as training:
+        training.manager.load()
+        assert is_free(role_dir)
+        training.manager._trainer = replace(training.manager._trainer, optimizer=object())  # megatron's need a GPU
+        training.manager._loaded(read_manifest(role_dir), role_dir)
+        assert not is_free(role_dir)
+        training.save(3)
+        assert is_free(role_dir)
+        training.manager.history.hold()
+    assert is_free(file_names.step_dir(tmp_path, 3) / "actor")
+    with closing(Training(tmp_path)) as loader, closing(Training(tmp_path)) as training:
+        loader.manager.load(step=2)
+        loader.manager.history.hold()
+        training.manager.history.go_on_from(loader.manager.history)
+        loader.close()
+        assert not is_free(role_dir)
+        training.save(4)
+        assert is_free(role_dir)

@@ -20,6 +20,7 @@ from mcore_ckpt.steps.listing import complete_steps
 from mcore_ckpt.steps.new_folder import Replaceable, check_may_replace, put_in_place
 from mcore_ckpt.steps.new_step import NewStep
 from mcore_ckpt.steps.owner import Owner
+from mcore_ckpt.steps.read_lock import reading
 from mcore_ckpt.steps.trainer_lock import ToolLocks, TrainerLock
 
 ANOTHER = Owner(this_host(), os.getppid(), owner._start_of(os.getppid()) or 0)
@@ -163,6 +164,20 @@ def test_a_living_trainer_of_any_role_excludes_a_tool(role: str, tmp_path: Path)
     file_names.trainer_file(tmp_path, role).write_text(json.dumps(asdict(dead)))
     write(tmp_path)
     assert not [name for name in os.listdir(tmp_path) if "trainer" in name]
+
+
+def test_what_is_being_read_is_not_replaced(tmp_path: Path) -> None:
+    role_dir = write(tmp_path, version=1)
+    with reading([role_dir]):
+        with pytest.raises(LockedError, match="or a training has loaded it and has not saved since"):
+            write(tmp_path, force=True)
+        write(tmp_path, step=6)
+    with NewStep(tmp_path, 5, ["actor"], force=True) as new:
+        new.open("actor")
+        with reading([role_dir]), pytest.raises(LockedError, match="is being read"):
+            new.publish()
+    assert read_version(role_dir) == 1
+    assert read_version(write(tmp_path, force=True)) == 2
 
 
 def test_a_tool_excludes_a_trainer_of_its_role_and_no_tool_of_another(tmp_path: Path) -> None:

@@ -69,7 +69,10 @@ class KeptManager:
             yield manager
         finally:
             manager.close()
-        self._histories[trainer.get("optimizer") is not None] = {manager.root: manager.history}
+        trains = trainer.get("optimizer") is not None
+        if trains:
+            manager.history.hold()
+        self._histories[trains] = {manager.root: manager.history}
 
     def wait(self) -> None:
         """Waits until no save is under way. Raises CheckpointError if one failed and no earlier call has raised it."""
