@@ -288,6 +288,8 @@ def _onto_base(
     beside = [name for name in tensors if name not in adapters_in(found, tensors)]
     trained = saved_modules(tensors) if found.has_hf_names else {}
     for name, each in stored.items():
+        if name in trained:
+            _check_shape(name, each.shape, trained[name])
         own = trained.get(name) or _own(adapted.get(name), beside)
         merged.append(_of_base(name, each.shape, adapted.get(name)) if own is None else own)
     used = {slab.mcore for tensor in merged for slab in tensor.slabs}
@@ -317,14 +319,19 @@ def _lacks(base: Path, names: Sequence[str]) -> CheckpointMismatchError:
     )
 
 
+def _check_shape(name: str, shape: Shape, wanted: HfTensor) -> None:
+    if wanted.shape != shape:
+        raise CheckpointMismatchError(
+            f"tensor {name}: has shape {list(shape)} in the base model, but the checkpoint requires "
+            f"{list(wanted.shape)}: name the folder of the base model with --hf_model_path"
+        )
+
+
 def _of_base(name: str, shape: Shape, adapted: HfTensor | None) -> HfTensor:
     """Returns a tensor of the base model, with the adapters of its slabs."""
     whole = Region.whole(shape)
-    if adapted is not None and adapted.shape != shape:
-        raise CheckpointMismatchError(
-            f"tensor {name}: has shape {list(shape)} in the base model, but the checkpoint requires "
-            f"{list(adapted.shape)}: name the folder of the base model with --hf_model_path"
-        )
+    if adapted is not None:
+        _check_shape(name, shape, adapted)
     if adapted is None or not has_adapter(adapted):
         return HfTensor(name, shape, (Slab(0, name, whole),))
     if any(slab.change is not None for slab in adapted.slabs):

@@ -32,6 +32,7 @@ from mcore_ckpt.formats.fsdp.reader import fsdp_tensors, is_fsdp, open_fsdp, rea
 from mcore_ckpt.formats.locate import read_regions
 from mcore_ckpt.models.accounting import COMPUTED, COPIES
 from mcore_ckpt.models.architecture import HfModel
+from mcore_ckpt.models.mapping import hf_mtp_prefix
 from mcore_ckpt.sharding.regions import Region
 
 TESTS = Path(__file__).parents[1]
@@ -120,6 +121,7 @@ def test_nothing_of_torch_distributed_is_needed(saved: Path) -> None:
 import sys
 from pathlib import Path
 from mcore_ckpt.models.architecture import HfModel
+from mcore_ckpt.models.mapping import hf_mtp_prefix
 from mcore_ckpt.formats.fsdp.reader import open_fsdp
 open_fsdp(Path({str(saved / "hsdp")!r}))
 assert "torch.distributed.tensor" not in sys.modules and "megatron" not in sys.modules
@@ -145,6 +147,16 @@ def test_an_architecture_without_a_table_is_copied(saved: Path) -> None:
     for tensor in tensors:
         (slab,) = tensor.slabs
         assert (slab.start, slab.mcore, slab.region) == (0, tensor.name, Region.whole(tensor.shape))
+
+
+def test_what_a_config_says_of_an_unknown_architecture(tmp_path: Path) -> None:
+    tensors = {name: torch.ones(7, 2) for name in ("model.embed_tokens.weight", "model.layers.1.a.weight")}
+    reader = open_fsdp(save(tmp_path / "a", tensors))
+    model = unknown_model(num_hidden_layers=2, vocab_size=7)
+    assert model.describe() == "nobody_knows of 2 layers"
+    assert not any(tensor.name.startswith(hf_mtp_prefix(model)) for tensor in fsdp_tensors(reader, model)[0])
+    with pytest.raises(CheckpointMismatchError, match=r"embed_tokens.weight: has 7 rows, but vocab_size .* is 6"):
+        fsdp_tensors(reader, unknown_model(vocab_size=6))
 
 
 def test_only_what_there_is_no_table_for_is_copied_unseen() -> None:

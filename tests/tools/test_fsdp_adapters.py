@@ -12,6 +12,7 @@ from tiny_models import VOCAB, make_hf_folder, make_hf_model
 
 from mcore_ckpt.cli.main import main
 from mcore_ckpt.errors import CheckpointMismatchError, CheckpointNotFoundError, InvalidArgumentError, UnsupportedError
+from mcore_ckpt.formats.fsdp.reader import open_fsdp
 from mcore_ckpt.tools.merge import MergeRequest, merge
 
 ALPHA, RANK = 6, 4
@@ -45,6 +46,27 @@ def save(folder: Path, model: Any, only: str = "", meta: bool = True) -> Path:
         text = json.dumps({"r": RANK, "lora_alpha": ALPHA, "task_type": "CAUSAL_LM"})
         (folder / "lora_train_meta.json").write_text(text)
     return folder
+
+
+OTHERS = {
+    "oft": lambda: peft.OFTConfig(target_modules=["q_proj"], oft_block_size=4, r=0),
+    "loha": lambda: peft.LoHaConfig(r=4, alpha=8, target_modules=["q_proj"]),
+    "vera": lambda: peft.VeraConfig(r=4, target_modules=["q_proj"]),
+    "ia3": lambda: peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[]),
+    "tokens": lambda: peft.TrainableTokensConfig(target_modules=["embed_tokens"], token_indices=[1, 2]),
+    "lora and tokens": lambda: peft.LoraConfig(
+        target_modules=["q_proj"], trainable_token_indices={"embed_tokens": [1]}
+    ),
+    "prompt": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_all_other_adapters_are_refused(kind: str, tmp_path: Path) -> None:
+    """What was trained would be missing in the export."""
+    model = peft.get_peft_model(make_hf_model("qwen3"), OTHERS[kind]())
+    with pytest.raises(UnsupportedError, match="neither LoRA nor DoRA"):
+        open_fsdp(save(tmp_path / "shards", model))
 
 
 def logits(model: Any) -> torch.Tensor:

@@ -18,7 +18,8 @@ _TENSOR = re.compile(r"(.+)\.(lora_A|lora_B|lora_magnitude_vector)(?:\.(\w+))?\.
 # `lm_head.modules_to_save.default.weight`: a module that is trained as a whole. PEFT keeps the base model's as
 # `lm_head.original_module.weight`.
 _SAVED = re.compile(r"(.+)\.modules_to_save\.(?:(\w+)\.)?(\w+)")
-SAVED_MODULE, ORIGINAL_MODULE = ".modules_to_save.", ".original_module."
+SAVED_MODULE, ORIGINAL_MODULE, BASE_LAYER = ".modules_to_save.", ".original_module.", ".base_layer."
+PEFT_PREFIX = "base_model.model."
 
 
 def adapter_name_of(name: str) -> tuple[str, str] | None:
@@ -35,6 +36,38 @@ def adapter_name_of(name: str) -> tuple[str, str] | None:
         return f"{match[1]}.{match[2]}.weight", match[3] or "default"
     match = _SAVED.fullmatch(name)
     return None if match is None else (f"{match[1]}{SAVED_MODULE}{match[3]}", match[2] or "default")
+
+
+def other_adapters(names: Sequence[str]) -> list[str]:
+    """Returns, of the names in a file, those of PEFT that belong neither to LoRA, to DoRA nor to `modules_to_save`.
+
+    There are many kinds of adapters, so none is known by its name. PEFT keeps the module of the base model beside what
+    it trains instead (`base_layer`, `original_module`), has its own tensors outside of the model's, and puts the name
+    of the adapter into the names of its tensors.
+
+    Example:
+        >>> other_adapters(["a.base_layer.weight", "a.lora_A.default.weight", "a.oft_R.default.weight", "b.weight"])
+        ['a.oft_R.default.weight']
+    """
+    own = {name: name.removeprefix(PEFT_PREFIX) for name in names}
+    wrapped = {
+        name[: match.start()]
+        for name in own.values()
+        for mark in (BASE_LAYER, ORIGINAL_MODULE)
+        for match in re.finditer(re.escape(mark), name)
+    }
+    adapters = {"default", *names_of_adapters(names)}
+    return [
+        name
+        for name, bare in own.items()
+        if adapter_name_of(name) is None
+        and not (BASE_LAYER in bare or ORIGINAL_MODULE in bare)
+        and (
+            bare.startswith("base_model.")
+            or not adapters.isdisjoint(bare.split("."))
+            or any(bare[:at] in wrapped for at, letter in enumerate(bare) if letter == ".")
+        )
+    ]
 
 
 def is_peft_adapter(name: str) -> bool:

@@ -17,7 +17,15 @@ from mcore_ckpt.errors import (
     UnsupportedError,
 )
 from mcore_ckpt.formats.contract import CheckpointReader, TensorInfo, weights_of
-from mcore_ckpt.formats.fsdp.adapters import ORIGINAL_MODULE, adapter_name_of, is_peft_adapter, names_of_adapters
+from mcore_ckpt.formats.fsdp.adapters import (
+    BASE_LAYER,
+    ORIGINAL_MODULE,
+    PEFT_PREFIX,
+    adapter_name_of,
+    is_peft_adapter,
+    names_of_adapters,
+    other_adapters,
+)
 from mcore_ckpt.formats.fsdp.dtensors import DTensorPlacement, placement_of
 from mcore_ckpt.formats.huggingface.reader import without_doubles
 from mcore_ckpt.formats.kinds import FSDP_FILE
@@ -43,11 +51,13 @@ _ROOT = "model"
 _CONFIG_FILE = "fsdp_config.json"
 # The prefixes that wrappers add to the names of the model's modules: FSDP1, torch.compile, activation checkpointing.
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module)\.")
-_PEFT_PREFIX = "base_model.model."
+# Of a file without the base model, whose names show nothing else.
 _OTHER_ADAPTERS = re.compile(r".*\.(?:lora_|ia3_|modules_to_save\.).*")
-_BASE_LAYER = ".base_layer."
 
 _MOST_RANKS = 1_000_000
+_MOST_LAYERS = 10_000
+# What transformers calls the two modules with a row for each token in nearly every model.
+_OF_TOKENS = (".embed_tokens.weight", ".lm_head.weight")
 
 
 @dataclass(frozen=True)
@@ -117,7 +127,9 @@ def read_copied_model(config: HfConfig) -> HfModel:
         classes = tuple(str(name) for name in config.get("architectures") or ())
         vocabulary = config.get("vocab_size")
         sizes = {"vocab": vocabulary} if isinstance(vocabulary, int) else {}
-        facts = ModelFacts(sizes, frozenset(facts_of(config)), ())
+        count = config.get("num_hidden_layers")
+        layers = (frozenset[str](),) * (count if isinstance(count, int) and 0 < count <= _MOST_LAYERS else 0)
+        facts = ModelFacts(sizes, frozenset(facts_of(config)), layers)
         architecture = Architecture(str(config.get("model_type")), classes, Table((), ()), lambda _: facts)
         return HfModel(architecture, config, facts, architecture.table.ignored)
 
@@ -150,6 +162,13 @@ def fsdp_tensors(reader: CheckpointReader, model: HfModel) -> tuple[list[HfTenso
     ]
     if table.model or table.layer:
         return written, _check_table(model, {name: infos[own] for name, own in stored.items()}, copies)
+    rows = model.sizes.get("vocab")
+    for tensor in written:
+        if rows is not None and f".{tensor.name}".endswith(_OF_TOKENS) and tensor.shape[0] != rows:
+            raise CheckpointMismatchError(
+                f"tensor {tensor.name}: has {tensor.shape[0]} rows, but vocab_size of config.json is {rows}: use the "
+                "config.json of this model"
+            )
     return written, check_names(model, written, stored, "the checkpoint", copies)
 
 
@@ -242,7 +261,10 @@ def _read(path: Path, rank: int) -> dict[str, _Found]:
     state = read_pt(path)
     if not isinstance(state, Mapping):
         raise CheckpointCorruptError(f"{path}: wanted a state dict, found a {type(state).__name__}")
-    sets = names_of_adapters(_WRAPPERS.sub("", str(key)) for key in state)
+    names = [_WRAPPERS.sub("", str(key)) for key in state]
+    if others := other_adapters(names):
+        raise _other_adapters(path, others[0])
+    sets = names_of_adapters(names)
     if len(sets) > 1:
         raise UnsupportedError(
             f"{path}: has the sets of adapters {', '.join(sorted(sets))}: only one is supported: delete the others "
@@ -272,11 +294,15 @@ def _bare(path: Path, key: str) -> str:
     if (adapter := adapter_name_of(name)) is not None:
         name, _ = adapter
     elif _OTHER_ADAPTERS.fullmatch(name):
-        raise UnsupportedError(
-            f"{path}: tensor {name}: the model has unmerged adapters that are neither LoRA nor DoRA: merge them "
-            "(peft's merge_and_unload()) and save the merged model"
-        )
-    return name.removeprefix(_PEFT_PREFIX).replace(_BASE_LAYER, ".").replace(ORIGINAL_MODULE, ".")
+        raise _other_adapters(path, name)
+    return name.removeprefix(PEFT_PREFIX).replace(BASE_LAYER, ".").replace(ORIGINAL_MODULE, ".")
+
+
+def _other_adapters(path: Path, name: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{path}: tensor {name}: the model has unmerged adapters that are neither LoRA nor DoRA: merge them (peft's "
+        "merge_and_unload()) and save the merged model"
+    )
 
 
 def _check_same(first_path: Path, first: Mapping[str, _Found], path: Path, found: Mapping[str, _Found]) -> None:
