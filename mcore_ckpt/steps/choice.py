@@ -37,11 +37,13 @@ def last_commit(steps: Iterable[Weighed], roles: Sequence[str] = ()) -> StepComm
         steps: the steps.
         roles: the roles whose commits count; none for all. Roles that are saved at different steps have own branches.
     """
-    claims = [
-        (each.step, [claim.commit for claim in each.claims if not roles or claim.role in roles]) for each in steps
-    ]
-    found = [(commit_of(step, commits), step) for step, commits in claims if commits]
-    return max(found, key=lambda each: (each[0].number, each[1]), default=(None, 0))[0]
+    last, place = None, (-1, -1)
+    for each in steps:
+        commits = [claim.commit for claim in each.claims if not roles or claim.role in roles]
+        number = max((commit.number for commit in commits if commit is not None), default=each.step)
+        if commits and (number, each.step) > place:
+            last, place = (each.step, commits), (number, each.step)
+    return None if last is None else commit_of(*last)
 
 
 def _order(steps: Sequence[Weighed], roles: Sequence[str]) -> Callable[[Weighed], tuple[bool, int, int]]:

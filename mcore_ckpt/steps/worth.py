@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -92,7 +93,7 @@ class Weighed:
         """True if it has roles that belong to another run."""
         return False
 
-    @property
+    @cached_property
     def commit(self) -> StepCommit:
         """The place of the step among all commits: that of its committed roles (`heads`)."""
         return commit_of(self.step, (head.commit for head in self.heads))
@@ -111,7 +112,7 @@ class Weighed:
         commit = self.commit
         return frozenset(head.role for head in self.heads if head.commit and commit.has_given_up(head.commit.number))
 
-    @property
+    @cached_property
     def missing(self) -> frozenset[str]:
         """The roles that the step consists of, and that still have to commit to it, or to do so again."""
         return self.declared - self.committed | self.given_up

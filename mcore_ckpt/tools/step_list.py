@@ -48,7 +48,7 @@ class ListedStep:
         of_nodes: of a partial step, what is here of the role that lacks most.
         saves: the saves of this step that have not committed; of a complete step only if it is the newest, or in a look
             at the last few steps.
-        abandoned: True if the newest step did not come from it: the training has gone back to a step before it, or has
+        abandoned: True if the last commit did not come from it: the training has gone back to a step before it, or has
             started anew.
         commit: its number among all commits; None if its manifests have none.
         run: the id of its run; None if its manifests have none.
