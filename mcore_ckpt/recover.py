@@ -56,7 +56,7 @@ class Recovery:
     Attributes:
         step: the step that every role was loaded from. None: nothing was loaded, so start from the beginning.
         results: what the manager of each role has loaded, by role.
-        skipped: for each newer step that could not be loaded, and each one of another run, the reason; the newest first.
+        skipped: for each newer step that could not be loaded, and each of another run, the reason; the newest first.
     """
 
     step: int | None = None
