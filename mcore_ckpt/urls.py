@@ -63,8 +63,8 @@ def local_path(path: object, name: str) -> Path:
         raise InvalidArgumentError(f"{name} is empty: use a path, such as '/checkpoints/run'")
     if is_url(text) and not os.path.lexists(text):
         raise InvalidArgumentError(
-            f"{name} is the URL {_shown(text)!r}: use the path of a folder. Only `remote`, and "
-            "`--remote` of `mcore-ckpt list`, take the URL of a store"
+            f"{name} is the URL {_shown(text)!r}: use the path of a folder. Only `remote` and "
+            "`mcore-ckpt list --remote URL` take the URL of a store"
         )
     try:
         return Path(text).expanduser()

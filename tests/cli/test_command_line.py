@@ -167,7 +167,7 @@ def test_completion_without_shtab(monkeypatch: pytest.MonkeyPatch, capsys: pytes
             ["verify", "https://user:SECRET@host/x?token=SECRET"],
             "is the URL 'https://***@host/x': use the path of a folder",
         ),
-        (["list", "S3://bucket/run"], "`--remote` of `mcore-ckpt list`, take the URL of a store"),
+        (["list", "S3://bucket/run"], "`mcore-ckpt list --remote URL` take the URL of a store"),
         (["merge", ".", "out", "--hf_model_path", "https://user:SECRET@host/x"], "is the URL 'https://***@host/x'"),
     ],
 )
