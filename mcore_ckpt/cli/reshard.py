@@ -107,6 +107,8 @@ def _show(report: ReshardReport) -> None:
         console.print(f"{role.path}: {role.saved} -> {role.written}", markup=False)
         if role.reseeded:
             console.print("  the random number generators start anew from the saved seed", markup=False)
+    if report.beside:
+        console.print(f"  copied as it is, beside the roles: {', '.join(report.beside)}", markup=False)
     speed = report.nbytes / report.seconds / 1e9
     console.print(f"{report.nbytes / 1e9:.2f} GB in {report.seconds:.1f} s ({speed:.2f} GB/s)", markup=False)
 
@@ -117,6 +119,7 @@ def as_json(report: ReshardReport) -> dict[str, Any]:
         "step": report.step,
         "seconds": report.seconds,
         "bytes": report.nbytes,
+        "beside": list(report.beside),
         "roles": [
             {
                 "role": role.role,

@@ -9,7 +9,7 @@ from pathlib import Path
 from mcore_ckpt.errors import CheckpointCorruptError
 from mcore_ckpt.io import tuning
 from mcore_ckpt.io.checksums import crc32
-from mcore_ckpt.io.files import FILE_MODE, open_regular, write_all
+from mcore_ckpt.io.files import FILE_MODE, FOLDER_MODE, make_parents, open_regular, sync_dir, write_all, write_file
 
 
 def copy_checked(
@@ -47,6 +47,21 @@ def copy_checked(
         raise CheckpointCorruptError(
             f"{source}: has {done} bytes with CRC {found:08x}, not {size} with {crc:08x}: it is damaged"
         )
+
+
+def copy_durably(source: Path, target: Path) -> None:
+    """Copies a file, or a folder with all that is in it, to a new one. A link to a folder stays one. Raises OSError."""
+    make_parents(target)
+    if source.is_symlink() and source.is_dir():
+        target.symlink_to(os.readlink(source))
+        return
+    if not source.is_dir():
+        write_file(target, pieces_of(source))
+        return
+    target.mkdir(FOLDER_MODE)
+    for entry in sorted(source.iterdir()):
+        copy_durably(entry, target / entry.name)
+    sync_dir(target)
 
 
 def pieces_of(source: Path) -> Iterator[memoryview]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -12,11 +12,16 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import Manifest
 from mcore_ckpt.checkpoint.provenance import Run
 from mcore_ckpt.errors import InvalidArgumentError, LockedError
+from mcore_ckpt.io.file_copies import copy_durably
+from mcore_ckpt.io.files import sync_dir
+from mcore_ckpt.io.removal import remove_tree
 from mcore_ckpt.steps import choice, commit, leftovers, tracker
 from mcore_ckpt.steps.listing import StepStatus, holds_something, list_steps, step_status
 from mcore_ckpt.steps.new_folder import check_not_pinned, check_space
 from mcore_ckpt.steps.read_lock import unread
 from mcore_ckpt.steps.trainer_lock import ToolLocks
+
+_BESIDE = "beside"
 
 
 class NewStep:
@@ -56,6 +61,7 @@ class NewStep:
         self._force = force
         self._run = run
         self._staged: dict[Path, Path] = {}
+        self._beside: list[Path] = []
         self._exit = ExitStack()
         self.attempt = commit.new_attempt()
 
@@ -84,6 +90,22 @@ class NewStep:
         self._staged[role_dir] = commit.open_staging(role_dir, self.attempt)
         return self._staged[role_dir]
 
+    def add_beside(self, companions: Mapping[str, Path]) -> None:
+        """Copies what a trainer keeps in a step beside its roles, by name. It is put in place with the roles.
+
+        Raises InvalidArgumentError if the step has such an entry already and `force` is not set, and OSError.
+        """
+        step_path = file_names.step_dir(self._root, self._step)
+        for name in companions:
+            if os.path.lexists(step_path / name) and not self._force:
+                raise InvalidArgumentError(
+                    f"{step_path / name}: is there already: name another folder to write to, or replace it with --force"
+                )
+        if companions:
+            self._beside.append(commit.open_staging(step_path / self._roles[0], commit.new_attempt()))
+        for name, source in companions.items():
+            copy_durably(source, self._beside[0] / _BESIDE / name)
+
     def write_manifest(self, manifest: Manifest) -> None:
         """Writes the manifest of an opened role, durably.
 
@@ -106,10 +128,19 @@ class NewStep:
         """
         self._check()
         with self._unread():
+            self._publish_beside()
             for role_dir, staging in self._staged.items():
                 commit.publish(staging, role_dir, self.attempt)
         self._staged.clear()
         tracker.move_tracker(self._root)
+
+    def _publish_beside(self) -> None:
+        step_path = file_names.step_dir(self._root, self._step)
+        for new in (path for staging in self._beside for path in (staging / _BESIDE).iterdir()):
+            old = step_path / new.name
+            remove_tree(old) if old.is_dir() and not old.is_symlink() else old.unlink(missing_ok=True)
+            new.rename(old)
+        sync_dir(step_path)
 
     @contextmanager
     def _unread(self) -> Iterator[None]:
@@ -128,7 +159,7 @@ class NewStep:
         check_may_write(self._root, self._step, self._roles, self._force, self._run)
 
     def __exit__(self, *error: object) -> None:
-        for staging in self._staged.values():
+        for staging in (*self._beside, *self._staged.values()):
             commit.discard(staging)
         self._exit.close()
 

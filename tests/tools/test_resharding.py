@@ -400,6 +400,29 @@ def test_a_step_is_resharded_whole_and_a_role_alone(tmp_path: Path) -> None:
     assert status.committed == status.declared == {"critic"}
 
 
+def test_what_the_trainer_keeps_beside_the_roles_goes_along(tmp_path: Path) -> None:
+    role = make(tmp_path / "a", tensors_of())
+    (role.parent / "data.pt").write_bytes(b"position")
+    (role.parent / "transfer_queue" / "deep").mkdir(parents=True)
+    (role.parent / "transfer_queue" / "deep" / "0.pkl").write_bytes(b"prompts")
+    for path in (tmp_path / "a", role):
+        root = tmp_path / f"of {path.name}"
+        assert reshard(select(path), root, WantedLayout(tp=1)).beside == ("data.pt", "transfer_queue")
+        step_path = root / role.parent.name
+        assert (step_path / "data.pt").read_bytes() == b"position"
+        assert (step_path / "transfer_queue" / "deep" / "0.pkl").read_bytes() == b"prompts"
+        assert not [each for each in step_path.iterdir() if each.name.startswith(".")]
+        with pytest.raises(InvalidArgumentError):
+            reshard(select(path), root, WantedLayout(tp=1))
+        reshard(select(path), root, WantedLayout(tp=1), force=True)
+    # What somebody else keeps there is not replaced either.
+    (tmp_path / "b" / role.parent.name).mkdir(parents=True)
+    (tmp_path / "b" / role.parent.name / "data.pt").write_bytes(b"another's")
+    with pytest.raises(InvalidArgumentError, match=r"data\.pt: is there already"):
+        reshard(select(role), tmp_path / "b", WantedLayout(tp=1))
+    assert os.listdir(tmp_path / "b" / role.parent.name) == ["data.pt"]
+
+
 def test_what_is_not_there(tmp_path: Path) -> None:
     make(tmp_path / "a", tensors_of(), roles=("actor", "critic"))
     for source in (tmp_path / "a", tmp_path / "a" / f"global_steps_{STEP}", tmp_path / "none"):

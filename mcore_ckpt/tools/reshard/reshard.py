@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,10 +11,12 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import Manifest
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.errors import CheckpointError, CommitError, InvalidArgumentError
+from mcore_ckpt.formats.companions import companions_of
 from mcore_ckpt.formats.huggingface.tokenizer_size import tokens_in
 from mcore_ckpt.formats.native.folder import LocalFolder
 from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.io.files import make_folders, sync_folders_below, write_file
+from mcore_ckpt.io.folder_sizes import sizes_below
 from mcore_ckpt.ranks.topology import Topology
 from mcore_ckpt.steps.new_step import NewStep, check_may_write
 from mcore_ckpt.steps.read_lock import reading
@@ -63,11 +65,13 @@ class ReshardReport:
         step: the step.
         roles: the reports of the roles that have a model.
         seconds: how long the reshard took.
+        beside: the names of what the trainer keeps beside the roles. It was copied as it is.
     """
 
     step: int
     roles: tuple[RoleReport, ...]
     seconds: float
+    beside: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -155,10 +159,17 @@ def _reshard(selection: Selection, root: Path, wanted: WantedLayout, force: bool
     jobs = [_plan(source, root, selection.step, wanted) for source, manifest in found.items() if manifest.stages]
     copies = [_FilesRole(source, manifest) for source, manifest in found.items() if not manifest.stages]
     try:
-        reports = _write_all(jobs, copies, root, selection.step, force, progress)
+        beside = companions_of(_step_of(selection))
+        reports = _write_all(jobs, copies, beside, root, selection.step, force, progress)
     except OSError as error:
         raise CommitError(f"{root}: step {selection.step} could not be written: {error}") from error
-    return ReshardReport(selection.step, tuple(reports), time.monotonic() - started)
+    return ReshardReport(selection.step, tuple(reports), time.monotonic() - started, tuple(beside))
+
+
+def _step_of(selection: Selection) -> Path | None:
+    """Returns the folder of the step that is read; None if the checkpoint is in no step."""
+    role_dir = selection.role_dirs[0]
+    return next((each for each in (role_dir, role_dir.parent) if file_names.parse_step(each.name) is not None), None)
 
 
 def _check_root(found: Mapping[Path, Manifest], step: int, root: Path) -> None:
@@ -188,7 +199,13 @@ def _plan(source: Path, root: Path, step: int, wanted: WantedLayout) -> _Job:
 
 
 def _write_all(
-    jobs: Sequence[_Job], copies: Sequence[_FilesRole], root: Path, step: int, force: bool, progress: Progress
+    jobs: Sequence[_Job],
+    copies: Sequence[_FilesRole],
+    beside: Mapping[str, Path],
+    root: Path,
+    step: int,
+    force: bool,
+    progress: Progress,
 ) -> list[RoleReport]:
     total = sum(job.nbytes for job in jobs)
     done = [0]
@@ -200,7 +217,8 @@ def _write_all(
     roles = tuple(sorted([*(job.reader.manifest.role for job in jobs), *(copy.manifest.role for copy in copies)]))
     reports = []
     with NewStep(root, step, roles, force) as new:
-        new.check_space(_sizes(jobs, copies))
+        new.check_space(_sizes(jobs, copies, beside.values()))
+        new.add_beside(beside)
         for copy in copies:
             staging = new.open(copy.manifest.role)
             _copy_files(copy, staging)
@@ -234,7 +252,9 @@ def _write_role(
     return build_manifest(identity, job.target, indexed, small)
 
 
-def _sizes(jobs: Sequence[_Job], copies: Sequence[_FilesRole]) -> Iterator[int]:
+def _sizes(jobs: Sequence[_Job], copies: Sequence[_FilesRole], beside: Iterable[Path]) -> Iterator[int]:
+    for path in beside:
+        yield from sizes_below(path).values() if path.is_dir() else [path.stat().st_size]
     for job in jobs:
         yield from (file.nbytes for file in job.files)
         yield from (copy.record.size for copy in job.small.copies)
