@@ -42,7 +42,8 @@ def test_roles_come_back_together_or_not_at_all(shared_path: Path) -> None:
         with everywhere():
             assert recovery.step == 1
             assert [result.extra_state["step"] for result in recovery.results.values()] == [1, 1]
-            (reason,) = recovery.skipped
+            missing, reason = recovery.skipped
+            assert missing.endswith("global_steps_3: not committed by critic")
             assert "critic: rank 1" in reason
             assert "wrong CRC" in reason
             # Both have the same generators, which are as they were when the last one was saved.
