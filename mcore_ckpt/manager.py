@@ -19,6 +19,7 @@ from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.delivery import Delivery
 from mcore_ckpt.errors import CheckpointError, CommitError, InvalidArgumentError, InvalidTypeError, NoRoomError
 from mcore_ckpt.field_checks import check_value
+from mcore_ckpt.formats.huggingface.assets import check_assets
 from mcore_ckpt.io.room import NOTHING
 from mcore_ckpt.io.store import Store
 from mcore_ckpt.load.candidates import remote_steps
@@ -134,6 +135,7 @@ class CheckpointManager:
                     "processing_class": processing_class,
                 },
             )
+            check_assets(hf_config)
             # Open the store now, so that a missing package is noticed now and not at the first upload.
             remote = None if config.remote is None else RemoteSteps(Store(config.remote), trainer.root)
         except BaseException as error:

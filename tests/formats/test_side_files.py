@@ -2,14 +2,16 @@
 
 import json
 import os
+from collections import UserDict, UserList
 from pathlib import Path
 
 import pytest
+import torch
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.formats.huggingface import side_files as taking
-from mcore_ckpt.formats.huggingface.assets import config_of, save_assets
+from mcore_ckpt.formats.huggingface.assets import check_assets, config_of, save_assets
 from mcore_ckpt.formats.huggingface.side_files import copy_side_files
 from mcore_ckpt.io import limits
 
@@ -143,6 +145,30 @@ def test_a_generation_config_on_the_config_wins(source: Path, tmp_path: Path) ->
     assert found["temperature"] == 0.6
     assert "top_p" not in found
     config.generation_config = {"eos_token_id": [5, 3]}  # type: ignore[attr-defined]
+    save_assets(tmp_path, config, None, {})
+    assert json.loads((tmp_path / "generation_config.json").read_bytes()) == {"eos_token_id": [5, 3]}
+
+
+@pytest.mark.parametrize(
+    ("generation", "named"),
+    [
+        # As containers of OmegaConf, which json does not know.
+        (UserDict({"eos_token_id": UserList([5, 3])}), None),
+        ({"dtype": torch.bfloat16}, "cannot hold the field dtype"),
+        ({"eos_token_id": torch.tensor(5)}, "cannot hold the field eos_token_id"),
+        ("/models/qwen/generation_config.json", "pass a GenerationConfig or a dict"),
+    ],
+)
+def test_a_generation_config_is_written_or_refused_before_a_save(
+    generation: object, named: str | None, source: Path, tmp_path: Path
+) -> None:
+    config = loaded(source)
+    config.generation_config = generation  # type: ignore[attr-defined]
+    if named is not None:
+        with pytest.raises(UnsupportedError, match=named):
+            check_assets(config)
+        return
+    check_assets(config)
     save_assets(tmp_path, config, None, {})
     assert json.loads((tmp_path / "generation_config.json").read_bytes()) == {"eos_token_id": [5, 3]}
 

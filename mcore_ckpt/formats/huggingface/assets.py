@@ -12,6 +12,7 @@ from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mcore_ckpt import field_checks
 from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.formats.huggingface.hub import cached_folder
 from mcore_ckpt.formats.huggingface.side_files import (
@@ -94,19 +95,51 @@ def _save_objects(folder: Path, hf_config: Any, processing_class: Any, source: M
         if path.exists() and (unknown := unknown_fields(hf_config, source)):
             config = {**json.loads(path.read_bytes()), **unknown}
             path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-        _save_generation_config(folder, getattr(hf_config, "generation_config", None))
+        if (generation := _generation_text(hf_config)) is not None:
+            (folder / GENERATION_CONFIG_FILE).write_text(generation)
+        elif (own := getattr(hf_config, "generation_config", None)) is not None:
+            own.save_pretrained(folder)
     if processing_class is not None:
         processing_class.save_pretrained(folder)
 
 
-def _save_generation_config(folder: Path, generation: Any) -> None:
-    # save_pretrained would refuse values that generate() only warns of, and with them the whole save.
-    if hasattr(generation, "to_json_string"):
-        (folder / GENERATION_CONFIG_FILE).write_text(generation.to_json_string())
-    elif isinstance(generation, Mapping):
-        (folder / GENERATION_CONFIG_FILE).write_text(json.dumps(dict(generation), indent=2) + "\n")
-    elif generation is not None:
-        generation.save_pretrained(folder)
+def _generation_text(hf_config: Any) -> str | None:
+    """Returns the contents of the file for `hf_config.generation_config`; None if it is not set, or writes itself.
+
+    Raises UnsupportedError if JSON cannot express it.
+    """
+    where = "hf_config.generation_config"
+    generation = getattr(hf_config, "generation_config", None)
+    if generation is None:
+        return None
+    try:
+        # save_pretrained would refuse values that generate() only warns of, and with them the whole save.
+        if hasattr(generation, "to_json_string"):
+            return str(generation.to_json_string())
+        if hasattr(generation, "save_pretrained"):
+            return None
+        fields = field_checks.plain(generation, where)
+        if not isinstance(fields, dict):
+            raise UnsupportedError(f"{where} is {generation!r:.200}: pass a GenerationConfig or a dict")
+        if bad := [str(name) for name, value in fields.items() if not _is_json(value)]:
+            raise UnsupportedError(
+                f"{where}: {GENERATION_CONFIG_FILE} cannot hold the field {', '.join(bad)}: set it to a plain value"
+            )
+        return json.dumps(fields, indent=2) + "\n"
+    except UnsupportedError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise UnsupportedError(f"{where}: {GENERATION_CONFIG_FILE} cannot hold it: {error}") from None
+
+
+def check_assets(hf_config: Any) -> None:
+    """Checks what `save_assets` writes of a config, so that no save fails by it. None is no config.
+
+    Raises UnsupportedError, which names the field, if JSON cannot express a value.
+    """
+    if hf_config is not None:
+        _check_json(hf_config)
+        _generation_text(hf_config)
 
 
 def unknown_fields(hf_config: Any, source: Mapping[str, bytes]) -> dict[str, Any]:
