@@ -53,6 +53,9 @@ def test_a_step_that_is_deleted_while_it_is_loaded(
                 assert error is None
                 assert deleted == []
                 assert_same(found, states[0])
+            # The training goes on from it, and has not saved since.
+            assert gather(dist.get_rank() or delete_old_steps(shared_path, PreservationPolicy(1))) == [[], 1]
+            manager.close()
             assert gather(dist.get_rank() or delete_old_steps(shared_path, PreservationPolicy(1))) == [[1], 1]
         else:
             assert gather(deleted) == [[1], []]
