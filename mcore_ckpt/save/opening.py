@@ -9,7 +9,6 @@ from mcore_ckpt.save.context import SaveContext
 from mcore_ckpt.steps import leftovers
 from mcore_ckpt.steps.listing import check_one_spelling, heads_at
 from mcore_ckpt.steps.room import Saving
-from mcore_ckpt.steps.runs import below
 
 
 class Opening:
@@ -47,7 +46,7 @@ class Opening:
         leftovers.remove_leftovers_beside(saving.role_dir)
         if saving.policy is not None:
             check_one_spelling(self._trainer.root, saving.role_dir, saving.step)
-        below(self._trainer.root).check(saving.role_dir, heads_at(saving.role_dir))
+        self._context.history.check_may_replace(saving.role_dir, heads_at(saving.role_dir))
         self._context.room.check(saving, need, timeout_s / 4)
         # The steps above may take minutes. If another trainer has taken the lock over meanwhile, refuse the save now,
         # because the commit would refuse it only after all files are written.

@@ -121,6 +121,11 @@ class RunHistory:
             claimed = _UNKNOWN
         return runs.elsewhere(self._root, self._home, claimed)
 
+    def check_may_replace(self, role_dir: Path, heads: Iterable[ManifestSummary]) -> None:
+        """Raises CommitError if a folder has a checkpoint of another run, and OSError. It may be outside of the root."""
+        own = runs.below(self._root) if _is_below(self._root, role_dir) else runs.elsewhere(self._root, self._home)
+        own.check(role_dir, heads)
+
     def stamp(self, manifest: Manifest, role_dir: Path) -> Manifest:
         """Returns the manifest of a save with its run and its commit. Raises OSError.
 

@@ -346,6 +346,21 @@ def test_a_step_of_another_run_in_a_root(tmp_path: Path, caplog: pytest.LogCaptu
         assert training.manager.load(path=tmp_path / "a" / "global_steps_8" / "actor").step == 8
 
 
+@pytest.mark.parametrize("saved_before", [(), (1,)], ids=["new", "used"])
+def test_a_save_by_path_replaces_no_step_of_another_run(tmp_path: Path, saved_before: tuple[int, ...]) -> None:
+    """Also before the root has a run. What the root has saved there, or a version without runs, is replaced."""
+    step_path = tmp_path / "a" / "global_steps_20" / "actor"
+    train(tmp_path / "a", 10, 20)
+    with closing(Training(tmp_path / "b").save(*saved_before)) as training:
+        with pytest.raises(CommitError, match="step 20 is there already, and belongs to another run"):
+            training.manager.save(20, path=step_path)
+        for _ in range(2):
+            training.manager.save(20, path=tmp_path / "best" / "actor")
+        forget(tmp_path / "best")
+        training.manager.save(20, path=tmp_path / "best" / "actor")
+    assert recovered(tmp_path / "a") == (20, 20)
+
+
 def test_a_copy_of_a_copy_has_the_copy_as_its_parent(tmp_path: Path) -> None:
     train(tmp_path / "a", 1, 2)
     for source, copy, step in (("a", "b", 3), ("b", "c", 4)):
