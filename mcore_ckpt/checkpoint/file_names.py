@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -15,7 +16,7 @@ MANIFEST_FILE = "manifest.json"
 OWNER_FILE = ".owner.json"
 # A step whose folder contains this file is pinned, so retention keeps the step.
 PINNED_FILE = ".pinned"
-# In a root, a node's folder and a remote store: the identity of the run that they belong to.
+# In a root, a remote store and a folder of `run_home`: the identity of the run that they belong to.
 RUN_FILE = ".run.json"
 # Exists only in staging folders: the manifest of the files from which the same save exports its HuggingFace model.
 WRITTEN_FILE = ".written.json"
@@ -207,6 +208,11 @@ def parse_work_dir(name: str) -> RoleWorkDir | None:
     """Parses the name of a working folder. Returns None if it is not one."""
     match = _ROLE_WORK_DIR.fullmatch(name)
     return RoleWorkDir(*match.groups()) if match else None
+
+
+def run_home(node_folder: Path, root: Path) -> Path:
+    """Returns the folder, in a node's, of the identity of a root's run. Runs of several roots may use one node."""
+    return node_folder / f".run-{hashlib.sha256(os.fsencode(root.resolve())).hexdigest()[:16]}"
 
 
 def remote_dir(step: int, role: str, attempt: str) -> str:

@@ -33,7 +33,7 @@ class RunHistory:
     Args:
         root: the folder of the steps.
         role: the role that is saved.
-        home: the folder that has the identity of the run: the root, or a node's folder if nothing is in the root.
+        home: the folder that has the identity of the run: the root, or one in a node's if nothing is in the root.
         node_folder: this node's folder of the fast tier; None without one.
         remote: the steps in the remote store; None without one.
     """
@@ -47,7 +47,7 @@ class RunHistory:
         remote: RemoteSteps | None = None,
     ) -> None:
         self._root, self._role, self._home, self._remote = root, role, home, remote
-        self._folders = [home] if node_folder in (None, home) else [home, node_folder]
+        self._folders = [home] if node_folder is None else [home, node_folder]
         self._lock = threading.Lock()  # a drain and a save can be at their manifests at once
         self._position = Position()
         self._run: Run | None = None
@@ -122,7 +122,7 @@ class RunHistory:
         return runs.elsewhere(self._root, self._home, claimed)
 
     def check_may_replace(self, role_dir: Path, heads: Iterable[ManifestSummary]) -> None:
-        """Raises CommitError if a folder has a checkpoint of another run, and OSError. It may be outside of the root."""
+        """Raises CommitError if a folder, in or outside the root, has a checkpoint of another run, or OSError."""
         own = runs.below(self._root) if _is_below(self._root, role_dir) else runs.elsewhere(self._root, self._home)
         own.check(role_dir, heads)
 

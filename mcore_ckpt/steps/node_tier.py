@@ -87,8 +87,10 @@ class NodeTier:
 
     @property
     def home(self) -> Path:
-        """The folder that has the identity of the run: the root, or this node's folder if nothing is in the root."""
-        return self.folder if self.root is None or self.config.durable_every is None else self.root
+        """The folder that has the identity of the run: the root, or one in this node's if nothing is in the root."""
+        if self.root is None:
+            return self.folder
+        return file_names.run_home(self.folder, self.root) if self.config.durable_every is None else self.root
 
     def ownership(self, saved: Run | None = None) -> Ownership:
         """Returns which checkpoints on the nodes belong to this training.

@@ -157,7 +157,7 @@ def settle(
     Only the process that holds a role's trainer lock calls it, before its first commit.
 
     Args:
-        home: the folder that has the file: the root, or a node's folder if nothing is saved to the root.
+        home: the folder that has the file: the root, or one in a node's folder if nothing is saved to the root.
         root: the root.
         heads: what the manifests in these folders say.
         took_over: the run of a store or of nodes, if the training goes on from there; None otherwise.

@@ -19,6 +19,7 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import Manifest, encode_manifest
 from mcore_ckpt.checkpoint.provenance import Commit, RunParent
 from mcore_ckpt.checkpoint.reading import read_manifest
+from mcore_ckpt.config import FastTier
 from mcore_ckpt.errors import CheckpointNotFoundError, CommitError
 from mcore_ckpt.integrations.kit.kept import KeptManager
 from mcore_ckpt.recover import recover, resumable_steps
@@ -438,6 +439,26 @@ def test_two_runs_and_one_store(tmp_path: Path, caplog: pytest.LogCaptureFixture
     shutil.rmtree(tmp_path / "a")
     assert recovered(tmp_path / "a", remote=remote) == (35, 35)
     assert there(tmp_path / "store") == [20, 35]
+
+
+@pytest.mark.parametrize("durable_every", [None, 1])
+def test_two_runs_and_one_folder_of_a_node(
+    tmp_path: Path, durable_every: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each has its identity, also if nothing is saved to the roots."""
+    fast = FastTier(tmp_path / "node", replicas=0, keep=2, durable_every=durable_every)
+    train(tmp_path / "a", 10, 20, fast=fast)
+    with closing(Training(tmp_path / "b", fast=fast)) as other:
+        assert recover(other.manager).step is None
+        assert f"of {tmp_path / 'a'} on" in caplog.text
+        other.save(1, 2, 3)
+    assert there(tmp_path / "node") == [2, 3, 10, 20]
+    assert recovered(tmp_path / "a", fast=fast) == (20, 20)
+    train(tmp_path / "b", 4, load="auto", fast=fast)
+    train(tmp_path / "a", 30, load="auto", fast=fast)
+    assert there(tmp_path / "node") == [3, 4, 20, 30]
+    signed = {step: manifest_of(tmp_path / "node", step).run for step in (3, 4, 20, 30)}
+    assert signed[3] == signed[4] != signed[20] == signed[30]
 
 
 def test_a_copied_root_fills_a_store_of_its_own(tmp_path: Path) -> None:

@@ -188,7 +188,7 @@ class Chain:
                 yield self._live(hosts, self._plan())
             last = self._live(hosts, self._last_plan())
             hidden = [path for host in hosts for path in host.files.rglob(".*")] + [*self._shared.rglob("root/*/.*")]
-            left = [path for path in hidden if path.name != RUN_FILE]
+            left = [path for path in hidden if not path.name.startswith((RUN_FILE, ".run-"))]
             if left:
                 last.problems.append(f"left behind: {[str(path) for path in left]}")
             yield last
