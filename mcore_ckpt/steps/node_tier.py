@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -101,7 +102,8 @@ class NodeTier:
         if self.root is None:
             return Ownership()
         if not self._own.is_of(saved):  # one look is enough: a thousand nodes ask at each save
-            self._own = elsewhere(self.root, self.home)
+            with nullcontext() if saved is None else suppress(OSError):  # then the manifest says it
+                self._own = elsewhere(self.root, self.home)
         return self._own if saved is None or self._own.is_of(saved) else replace(self._own, known=RootRun(saved))
 
     def of_this_run(self, found: Sequence[FastCheckpoint]) -> list[FastCheckpoint]:

@@ -216,7 +216,7 @@ class RemoteSteps:
         return file_names.parse_tracker(data.decode("ascii", "replace"))
 
     def ownership(self) -> Ownership:
-        """Returns which steps of the store belong to the root. Raises RemoteError."""
+        """Returns which steps of the store belong to the root. Raises RemoteError and OSError."""
         return Ownership() if self._root is None else elsewhere(self._root, claimed=self.claimed())
 
     def claimed(self) -> RootRun | None:

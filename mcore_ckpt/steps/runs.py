@@ -63,10 +63,14 @@ def decode(data: bytes) -> RootRun | None:
 
 
 def read_root_run(root: Path) -> RootRun | None:
-    """Returns the run of a root, as its file says it; None if there is no file, or none that can be read."""
+    """Returns the run of a root, as its file says it; None if there is no file, or a damaged one. Raises OSError."""
     try:
         return decode(read_small(root / file_names.RUN_FILE, limits.SMALL_BYTES))
-    except (OSError, CheckpointCorruptError):
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except CheckpointCorruptError as error:
+        if isinstance(error.__cause__, OSError):  # it may pass, and without a run the steps of all runs would count
+            raise error.__cause__ from None
         return None
 
 
@@ -75,8 +79,8 @@ def is_copied(root: Path, run: Run) -> bool:
     original = Path(run.root or root)
     if str(root.resolve()) == str(original):
         return False
-    known = read_root_run(original)
     with suppress(OSError):
+        known = read_root_run(original)
         return known is not None and known.run.id == run.id and not original.samefile(root)
     return False
 
@@ -119,7 +123,7 @@ class Ownership:
 
 
 def below(root: Path) -> Ownership:
-    """Returns which checkpoints below a root belong to it. All do until something has been saved."""
+    """Returns which checkpoints below a root belong to it. All do until something has been saved. Raises OSError."""
     return Ownership(read_root_run(root))
 
 
@@ -132,6 +136,8 @@ def elsewhere(root: Path, home: Path | None = None, claimed: RootRun | None = No
         root: the root.
         home: the folder that has the identity of its run; None: the root.
         claimed: the run that the store belongs to; None if none has claimed it.
+
+    Raises OSError.
     """
     known, path = read_root_run(home or root), str(root.resolve())
     if known is not None and is_copied(root, known.run):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 from pathlib import Path
 
 import pytest
@@ -69,6 +71,23 @@ def test_a_root_on_a_new_disk_takes_over_what_a_root_of_its_path_has_saved(tmp_p
 def test_all_steps_below_a_root_without_a_run_are_its_own(tmp_path: Path) -> None:
     assert runs.below(tmp_path).owns(head(run("x"), 1))
     assert Ownership().owns(head(None, 1))
+
+
+@pytest.mark.parametrize("call", ["read_small", "os.preadv"])
+def test_a_file_that_cannot_be_read_now_is_not_a_missing_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """Otherwise the steps of every run below the root would be loaded, and deleted."""
+    made(tmp_path / "a", RootRun(run("a", tmp_path / "a")))
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(runs if call == "read_small" else os, call.split(".")[-1], fail)
+    for ask in (runs.below, runs.elsewhere):
+        with pytest.raises(OSError, match="Input/output error"):
+            ask(tmp_path / "a")
+    assert not runs.is_copied(tmp_path, run("a", tmp_path / "a"))
 
 
 def test_a_copy_knows_in_its_folder_what_belongs_to_the_copied_run(tmp_path: Path) -> None:
