@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_ckpt.checkpoint import file_names
-from mcore_ckpt.checkpoint.manifest import Manifest, WrittenFile, decode_manifest, encode_manifest
+from mcore_ckpt.checkpoint.manifest import Manifest, ManifestSummary, WrittenFile, decode_manifest, encode_manifest
 from mcore_ckpt.checkpoint.reading import read_entries, read_manifest, read_manifest_summary, read_remote_manifest
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, CommitError
 from mcore_ckpt.io.files import FOLDER_MODE, make_folder, sync_dir, write_file
@@ -78,7 +78,7 @@ def open_on_nodes(
             make_folder(tier.folder)
             tier.lock.take(agreement.timeout_s / 2)
             rename_committed(tier)
-            remove_staging(tier.folder, tier.role)
+            remove_staging(tier.folder, tier.role, lambda head: tier.ownership().owns(head))
         return {"step": step, "busy": busy, "failure": failure}
 
     def combine(records: Sequence[Record]) -> Record:
@@ -258,8 +258,11 @@ def rename_committed(tier: NodeTier) -> None:
         tier.unrenamed.pop(0)
 
 
-def remove_staging(folder: Path, role: str) -> None:
-    """Removes the staging folders of a role in this node's folder. Only the lead that holds the lock calls it."""
+def remove_staging(folder: Path, role: str, owns: Callable[[ManifestSummary], bool]) -> None:
+    """Removes the staging folders of a role in this node's folder. Only the lead that holds the lock calls it.
+
+    Those of another run stay if they have a manifest, because its other nodes may have committed them.
+    """
     for paths in file_names.step_dirs(folder).values():
         for step_path in paths:
             entries: list[Path] = []
@@ -267,9 +270,16 @@ def remove_staging(folder: Path, role: str) -> None:
                 entries = list(step_path.iterdir())
             for entry in entries:
                 work = file_names.parse_work_dir(entry.name)
-                if work is not None and work.role == role:
+                if work is not None and work.role == role and all(map(owns, _heads_in(entry))):
                     commit.remove_folder(entry)
             commit.remove_if_empty(step_path)
+
+
+def _heads_in(staging: Path) -> list[ManifestSummary]:
+    try:
+        return [read_manifest_summary(staging)]
+    except (CheckpointNotFoundError, CheckpointCorruptError):
+        return []
 
 
 def adopt(tier: NodeTier, held: Iterable[HeldRole], attempts: Sequence[str]) -> None:

@@ -157,11 +157,22 @@ def test_staging_folders_of_the_role_are_removed(node: Node, whole: Path, manife
     for folder in (old, others, committed):
         folder.mkdir(parents=True)
     file_names.step_dir(tmp_path, 9).symlink_to(tmp_path / "nowhere")
-    remove_staging(tmp_path, "actor")
+    remove_staging(tmp_path, "actor", lambda head: True)
     assert not node.attempt.staging.exists()
     assert not old.parent.exists()
     assert others.exists()
     assert committed.exists()
+
+
+def test_staging_folders_of_another_run_stay(node: Node, whole: Path, manifest: Manifest, tmp_path: Path) -> None:
+    """Its other nodes may have committed what is in them. One without a manifest is of a save that failed."""
+    node.write(whole, manifest, (1,))
+    node.place(manifest)
+    failed = file_names.staging_dir(file_names.step_dir(tmp_path, 3) / "actor", "b" * 32)
+    failed.mkdir(parents=True)
+    remove_staging(tmp_path, "actor", lambda head: head.attempt != manifest.attempt)
+    assert [held.head.attempt for held in held_in(node.tier)] == [manifest.attempt]
+    assert not failed.exists()
 
 
 def test_a_save_does_not_remove_what_could_not_be_renamed(node: Node, whole: Path, manifest: Manifest) -> None:
