@@ -5,6 +5,7 @@ Only rank 0 uses it, under the role's lock, when it makes a manifest.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterable
 from contextlib import ExitStack, suppress
@@ -22,6 +23,8 @@ from mcore_ckpt.steps.listing import list_steps, step_status
 from mcore_ckpt.steps.read_lock import reading
 from mcore_ckpt.steps.remote_steps import RemoteSteps
 from mcore_ckpt.steps.runs import Ownership, RootRun
+
+logger = logging.getLogger(__name__)
 
 # The run of a checkpoint without identity that lies anywhere else. It is nobody's.
 _UNKNOWN = RootRun(Run(""))
@@ -103,6 +106,16 @@ class RunHistory:
         if own.owns(head):
             self._position = self._position.at(head.step, head.commit, head.attempt)
             self._took_over = own.known or (None if head.run is None else RootRun(head.run))
+            if own is settled and head.run is not None and runs.read_root_run(self._home) is None:
+                logger.warning(
+                    "%s: has no run yet, so the training goes on as %s, which a root of this path has begun: it loads "
+                    "its step %d from %s, and will delete its old steps there. If that root was moved and is still "
+                    "used, stop this training, and give it another path and another store",
+                    self._root,
+                    head.run,
+                    head.step,
+                    place,
+                )
             # The copied steps of a copied root name the parent of another run.
             self._parent = head.run.parent if head.run is not None and settled.is_of(head.run) else None
         else:

@@ -435,6 +435,7 @@ def test_two_runs_and_one_store(tmp_path: Path, caplog: pytest.LogCaptureFixture
     assert recovered(tmp_path / "b", remote=remote)[0] == 40
     shutil.rmtree(tmp_path / "a")
     assert recovered(tmp_path / "a", remote=remote) == (30, 30)
+    assert f"{tmp_path / 'a'}: has no run yet, so the training goes on as run " in caplog.text
     train(tmp_path / "a", 35, load=20, remote=remote, max_to_keep=2)  # a rollback on a new disk
     shutil.rmtree(tmp_path / "a")
     assert recovered(tmp_path / "a", remote=remote) == (35, 35)
