@@ -31,7 +31,7 @@ from training import Layout, build, parallel, train  # noqa: E402
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager  # noqa: E402
 from mcore_ckpt.io import tuning  # noqa: E402
-from mcore_ckpt.save import save as saving  # noqa: E402
+from mcore_ckpt.save import old_steps  # noqa: E402
 from mcore_ckpt.steps import commit  # noqa: E402
 
 WORLD = 2
@@ -137,7 +137,7 @@ def _live(life: Life, rank: int, ready: int, watch: PhaseWatch, report: dict[str
         os.write(ready, b"x")
         watch.watch_io()
         watch.name_phase(commit, "publish", "commit")
-        watch.name_phase(saving, "delete_step", "retention")
+        watch.name_phase(old_steps, "delete_step", "retention")
         report["in"] = "start"
         with watch.during("start"):
             manager = _manager(life, training)
