@@ -35,15 +35,15 @@ def run(tmp_path: Path, *arguments: str) -> dict[str, Any]:
 
 
 def test_a_part_of_the_states_of_saves(tmp_path: Path) -> None:
-    found = run(tmp_path, "saves", "--states", "50", "--samples", "1", "--syncs", "commit.py:publish")
-    assert found["tried"] == 50
+    found = run(tmp_path, "saves", "--states", "30", "--samples", "1", "--syncs", "commit.py:publish")
+    assert found["tried"] == 30
     # Of the step's folder, of the root, and of the role's folder if it has links to files of another program.
     assert len(found["without"]) == 3
     assert all(each["problem"] for each in found["without"])
 
 
 def test_a_part_of_the_states_of_all_else(tmp_path: Path) -> None:
-    assert run(tmp_path, "outputs", "--states", "60", "--samples", "1")["tried"] == 60
+    assert run(tmp_path, "outputs", "--states", "30", "--samples", "1")["tried"] == 30
 
 
 @pytest.mark.full

@@ -48,6 +48,7 @@ EXPERTS = {
 
 
 @pytest.mark.shows("Megatron-Bridge", "moving over", "way back")
+@pytest.mark.full
 def test_a_strangers_walk(tmp_path: Path, left_by_bridge: BridgeRun) -> None:
     """docs/integrations.md alone: a run of Bridge's moves over by two lines, is looked at, and goes back."""
     text = section("integrations.md", "Megatron-Bridge")

@@ -55,6 +55,7 @@ def test_a_killed_run_goes_on(tmp_path: Path, through: Callable[..., NemoRun]) -
 
 
 @pytest.mark.shows("NeMo-RL", "moving over", "other layout")
+@pytest.mark.full
 def test_a_run_moves_over_and_changes_its_layout(tmp_path: Path, through: Callable[..., NemoRun]) -> None:
     """Bridge's own `step_2` is loaded by Bridge's function, the next is ours, and loads with tensor parallelism."""
     old = NemoRun(2, tmp_path / "old", tmp_path / "root", ours=False, killed_after=3)

@@ -176,7 +176,7 @@ def first_units(base: Path) -> None:
         pytest.param(False, 7, id="sync-7th", marks=pytest.mark.full),
         pytest.param(True, 8, id="async-8th", marks=pytest.mark.full),
         pytest.param(False, None, id="sync"),
-        pytest.param(True, 50, id="async"),
+        pytest.param(True, 50, id="async", marks=pytest.mark.full),
     ],
 )
 def test_killed_at_every_point_of_a_save(tmp_path: Path, async_save: bool, every: int | None) -> None:

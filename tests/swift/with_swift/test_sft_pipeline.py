@@ -105,6 +105,7 @@ def test_a_killed_run_goes_on(model: Path, tmp_path: Path, uninterrupted: Any, w
 
 
 @pytest.mark.shows("ms-swift", "save", "resume", "async")
+@pytest.mark.full
 def test_an_async_run_on_two_ranks_goes_on(model: Path, tmp_path: Path, uninterrupted: Any) -> None:
     """From the newest step that is complete, which `--mcore_model <output_dir>` finds."""
     run = killed(model, tmp_path, 2, async_save=True, **TP2)
