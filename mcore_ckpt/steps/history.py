@@ -172,7 +172,11 @@ class RunHistory:
                 # The root is on a new disk. Perhaps only one step was asked for, and the store has later ones.
                 with suppress(RemoteError):
                     self.seen(head for step in self._remote.steps() for head in step.found.values())
-            self._run = runs.settle(self._home, self._root, heads, self._took_over, self._parent).run
+            known = runs.settle(self._home, self._root, heads, self._took_over, self._parent)
+            self._position = self._position.seen(known.reserved.get(self._role, 0), 0)
+            if self._remote is not None or len(self._folders) > 1:
+                runs.reserve(self._home, self._role, self._position.last)
+            self._run = known.run
         return self._run
 
     def _heads(self) -> list[ManifestSummary]:

@@ -29,6 +29,9 @@ from mcore_ckpt.steps.branches import commit_of
 
 logger = logging.getLogger(__name__)
 
+# No manager commits so often, and the number has room for two thousand million managers, one after the other.
+_RESERVED = 2**32
+
 
 @dataclass(frozen=True)
 class RootRun:
@@ -38,10 +41,12 @@ class RootRun:
         run: the run.
         inherits: other runs whose steps were in the root when the run began, by their ids. Each has the largest commit
             number among these steps. They belong to the run, too, and what the others have committed since does not.
+        reserved: for each role the largest number that commits in a store or on nodes may have, seen or not.
     """
 
     run: Run
     inherits: Mapping[str, int] = field(default_factory=dict)
+    reserved: Mapping[str, int] = field(default_factory=dict)
 
     def owns(self, run: Run, number: int) -> bool:
         """True if a run's commit with this number belongs to this run."""
@@ -50,15 +55,17 @@ class RootRun:
 
 def encode(known: RootRun) -> bytes:
     """Returns the bytes of the file."""
-    return fields.encode({**encoded_run(known.run), "inherits": dict(known.inherits)})
+    more = {"inherits": dict(known.inherits), "reserved": dict(known.reserved)}
+    return fields.encode({**encoded_run(known.run), **more})
 
 
 def decode(data: bytes) -> RootRun | None:
     """Returns what `encode` has encoded; None if the data are damaged."""
     with suppress(fields.FieldError):
         record = fields.decode(data)
-        inherits = fields.get_dict(record, "inherits")
-        return RootRun(decode_run(record), {id: fields.get_int(inherits, id) for id in inherits})
+        inherits, reserved = fields.get_dict(record, "inherits"), fields.as_dict(record.get("reserved", {}), "reserved")
+        numbers = ({key: fields.get_int(part, key) for key in part} for part in (inherits, reserved))
+        return RootRun(decode_run(record), *numbers)
     return None
 
 
@@ -191,6 +198,17 @@ def settle(
     sync_file(path)
     sync_dir(home)
     return made
+
+
+def reserve(home: Path, role: str, last: int) -> None:
+    """Notes that a role's commits may have numbers above the last one that is known. Raises OSError.
+
+    A later training begins above them, so that what it does not see can never be newer than its own.
+    """
+    known = read_root_run(home)
+    if known is not None:
+        reserved = {**known.reserved, role: last + _RESERVED}
+        replace_file(home / file_names.RUN_FILE, encode(replace(known, reserved=reserved)))
 
 
 def _new(

@@ -462,6 +462,23 @@ def test_two_runs_and_one_folder_of_a_node(
     assert signed[3] == signed[4] != signed[20] == signed[30]
 
 
+def test_commits_that_a_start_does_not_see_are_older(tmp_path: Path) -> None:
+    """They are in the store alone, or on nodes that are away."""
+    remote = f"file://{tmp_path}/store"
+    train(tmp_path / "a", 10, 20, 30, remote=remote)
+    shutil.rmtree(tmp_path / "a" / "global_steps_20")
+    shutil.rmtree(tmp_path / "a" / "global_steps_30")
+    train(tmp_path / "a", 15, load=10, remote=remote)
+    assert recovered(tmp_path / "a", remote=remote) == (15, 15)
+    train(tmp_path / "a", 5, remote=remote)
+    assert recovered(tmp_path / "a", remote=remote) == (5, 5)
+    fast = FastTier(tmp_path / "node", replicas=0, keep=3, durable_every=2)
+    train(tmp_path / "b", 10, 20, 30, fast=fast)
+    train(tmp_path / "b", 21, load=20)
+    assert recovered(tmp_path / "b", fast=fast) == (21, 21)
+    assert manifest_of(tmp_path / "b", 20).run == manifest_of(tmp_path / "b", 21).run
+
+
 def test_a_copied_root_fills_a_store_of_its_own(tmp_path: Path) -> None:
     """The copied steps in it are its own as they are in the root, also for a root on a new disk."""
     remote = f"file://{tmp_path}/store"

@@ -35,7 +35,7 @@ def made(root: Path, known: RootRun) -> RootRun:
 
 
 def test_the_file_says_what_was_written() -> None:
-    known = RootRun(run("b", "/b", RunParent("a", 3)), {"a": 3, "z": 2})
+    known = RootRun(run("b", "/b", RunParent("a", 3)), {"a": 3, "z": 2}, {"actor": 7})
     assert runs.decode(runs.encode(known)) == known
     assert runs.decode(runs.encode(RootRun(run("b")))) == RootRun(run("b"))
     assert runs.decode(b'{"id": "b", "inherits": ["a"]}') is None
