@@ -24,6 +24,7 @@ from mcore_ckpt.errors import (
     reworded,
 )
 from mcore_ckpt.field_checks import check_value
+from mcore_ckpt.io.links import broken_link
 from mcore_ckpt.load.load import LoadResult
 from mcore_ckpt.manager import CheckpointManager
 from mcore_ckpt.steps.choice import Choice, Step, choose
@@ -216,8 +217,8 @@ def _check_nothing(root: Path, choice: Choice[Step], step: int | None) -> None:
             f"{root / file_names.TRACKER_FILE}: exists, but there is no step (did another program write this file, or "
             "were the steps moved away?)"
         )
-    if step is None and not reasons and root.is_symlink() and not root.exists():
-        reasons.append(f"{root}: is a link to {os.readlink(root)}, which does not exist (is it not mounted?)")
+    if step is None and not reasons and (link := broken_link(root)) is not None:
+        reasons.append(f"{root}: {link}")
     if step is None and not reasons:
         return
     of = f"complete with {', '.join(choice.roles)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,7 +46,8 @@ def folder_or_model(text: str) -> str:
 _STEPS = frozenset({"root", "empty", "other"})  # a root that has no steps yet may have other files
 _CHECKPOINT = frozenset({"root", "step", "role", "empty", "other"})
 _ANY_FOLDER = frozenset(
-    {*_CHECKPOINT, "parent", "inside", "foreign root", "torch_dist", "verl_ranks", "fsdp", "huggingface", "adapter"}
+    {*_CHECKPOINT, "parent", "inside", "foreign root", "torch_dist", "verl_ranks", "fsdp", "legacy"}
+    | {"huggingface", "adapter", "hub cache"}
 )
 _HF = frozenset({"huggingface", "adapter", "empty", "other"})
 _FOREIGN = frozenset({"foreign root", "torch_dist", "verl_ranks", "fsdp"})
@@ -102,8 +104,23 @@ def taken(path: Path, command: str, flag: str = "") -> Path:
     if len(found.roots) == 1 and (goes_above or goes_below):
         print(f"{path}: has no steps: taking {found.roots[0]}", file=sys.stderr)
         return found.roots[0]
-    message = f"{flag + ' ' if flag else ''}{found.refusal(command)}"
+    advice = _hub_advice(path, command) if found.kind == "missing" and not found.advice else ""
+    message = f"{flag + ' ' if flag else ''}{found.refusal(command)}{advice}"
     raise CheckpointError(message) if found.kind == "unreadable" else InvalidArgumentError(message)
+
+
+def _hub_advice(path: Path, command: str) -> str:
+    """Returns what to do with the name of a model on the hub that was given for a folder; empty if it is none."""
+    from mcore_ckpt.formats import HubModel
+
+    if HubModel.find(path) is None:
+        return ""
+    return {
+        "merge": ": a model on the hub is only taken as --hf_model_path",
+        "convert": ": a model on the hub is only taken as --hf_model_path",
+        "test --local_dir": ": a model on the hub is only taken as --hf_model_path, or without --local_dir",
+        "convert CHECKPOINT --hf_model_path": ": with CHECKPOINT, this is a folder, and no model on the hub",
+    }.get(command, "")
 
 
 def check_can_be_file(flag: str, path: Path) -> None:
@@ -133,6 +150,22 @@ def check_patterns(flag: str, patterns: Sequence[str]) -> None:
     from mcore_ckpt.sharding import compiled
 
     compiled(patterns, flag)
+
+
+def check_comparison(args: argparse.Namespace) -> None:
+    """Raises InvalidArgumentError unless `--atol`, `--rtol`, `--most` and `--ignore` can be used."""
+    if not (0 <= args.atol < math.inf and 0 <= args.rtol < math.inf):
+        raise InvalidArgumentError(f"--atol {args.atol} --rtol {args.rtol}: use finite numbers of 0 or more")
+    if args.most < 0:
+        raise InvalidArgumentError(f"--most {args.most}: use 0 or more")
+    check_patterns("--ignore", args.ignore)
+
+
+def check_not_given(args: argparse.Namespace, flags: Sequence[str], why: str) -> None:
+    """Raises InvalidArgumentError, which says why they have no effect, if some of these flags are given."""
+    given = [flag for flag in flags if getattr(args, flag.lstrip("-").replace("-", "_")) not in (None, False)]
+    if given:
+        raise InvalidArgumentError(f"{', '.join(given)}: without effect, {why}: leave out what has no effect")
 
 
 def add_ignore(parser: argparse.ArgumentParser, tensors: str = "tensors") -> None:
@@ -213,6 +246,16 @@ def command_agreement(name: str, timeout_s: float, start_s: float = START_TIMEOU
         yield agreement
 
 
+STAGE_FLAGS = (
+    "--first-stage-layers",
+    "--last-stage-layers",
+    "--pipeline-layout",
+    "--hybrid-layer-pattern",
+    "--account-for-embedding",
+    "--account-for-loss",
+)
+
+
 def add_stage_options(parser: argparse.ArgumentParser) -> None:
     """Adds what divides layers among pipeline stages if they are not divided evenly. `stage_options` reads it."""
     for which in ("first", "last"):
@@ -230,5 +273,4 @@ def add_stage_options(parser: argparse.ArgumentParser) -> None:
 
 def stage_options(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the fields of WantedLayout that `add_stage_options` has read."""
-    names = ("first_stage_layers", "last_stage_layers", "pipeline_layout", "hybrid_layer_pattern")
-    return {name: getattr(args, name) for name in (*names, "account_for_embedding", "account_for_loss")}
+    return {name: getattr(args, name) for name in (flag.lstrip("-").replace("-", "_") for flag in STAGE_FLAGS)}

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mcore_ckpt.cli.arguments import (
+    STAGE_FLAGS,
     add_force,
     add_ignore,
     add_ignored_flags,
@@ -19,6 +20,7 @@ from mcore_ckpt.cli.arguments import (
     add_revision,
     add_stage_options,
     check_is_folder_or_model,
+    check_not_given,
     check_patterns,
     command_agreement,
     expanded_path,
@@ -110,8 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--layout",
         choices=("megatron", "bridge", "verl", "verl-0.8"),
-        default="megatron",
-        help="with CHECKPOINT: trainer that goes on from it (verl-0.8: verl 0.7.1 and 0.8)",
+        help="with CHECKPOINT: trainer that goes on from it (megatron if not given; verl-0.8: verl 0.7.1 and 0.8)",
     )
     parser.add_argument(
         "--step",
@@ -164,8 +165,13 @@ def _source(args: argparse.Namespace) -> str:
 
     Raises InvalidArgumentError if the arguments name none, or a wrong one.
     """
+    layout = (*(f"--{name}" for name, _ in _SIZES), *STAGE_FLAGS)
     if args.checkpoint is None:
+        check_not_given(args, ("--layout", "--step"), "because there is no CHECKPOINT")
+        if args.format == "torch_dist":
+            check_not_given(args, (*layout, "--role"), "because torch_dist loads under any layout")
         return _model(args)
+    check_not_given(args, layout, "because the other trainer loads the checkpoint under any layout")
     args.checkpoint = taken(args.checkpoint, "convert")
     if args.hf_model_path is not None:
         taken(Path(args.hf_model_path), "convert CHECKPOINT --hf_model_path", "--hf_model_path")
@@ -197,7 +203,7 @@ def _convert_back(args: argparse.Namespace, agreement: Agreement, progress: Any)
     return convert_back(
         args.checkpoint,
         args.output_path,
-        args.layout,
+        args.layout or "megatron",
         agreement,
         step=args.step,
         role=args.role,

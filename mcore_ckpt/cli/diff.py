@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from mcore_ckpt.cli.arguments import add_ignore, add_json, check_patterns, expanded_path, taken
+from mcore_ckpt.cli.arguments import add_ignore, add_json, check_comparison, expanded_path, taken
 from mcore_ckpt.cli.progress import progress_in, progress_of_bytes
 from mcore_ckpt.cli.tables import is_terminal, result_console, table_of
-from mcore_ckpt.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from mcore_ckpt.formats import TensorInfo
@@ -56,11 +54,7 @@ def add_to(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compares two checkpoints. Returns 0 if nothing differs, otherwise 1."""
-    if not (0 <= args.atol < math.inf and 0 <= args.rtol < math.inf):
-        raise InvalidArgumentError(f"--atol {args.atol} --rtol {args.rtol}: use finite numbers of 0 or more")
-    if args.most < 0:
-        raise InvalidArgumentError(f"--most {args.most}: use 0 or more")
-    check_patterns("--ignore", args.ignore)
+    check_comparison(args)
     left, right = (taken(path, "diff") for path in (args.a, args.b))
     # `--help` must not wait for the import of torch, which takes a second.
     from mcore_ckpt.tools.diff import diff

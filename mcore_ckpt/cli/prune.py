@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 DESCRIPTION = """\
 Deletes old steps like a trainer with the same max_to_keep and keep_every, and the leftovers of processes that died.
 Without --max-to-keep every step stays. These always stay: pinned steps, the newest complete step, steps that a process
-is writing or reading, and folders of unknown content. The command can run while trainers run."""
+is writing or reading, and folders of unknown content. The command can run while trainers run. The exit status is 1 if a
+folder that should go cannot be deleted."""
 
 EXAMPLES = (
     "prune checkpoints --max-to-keep 2 --keep-every 1000 --dry-run # what would go",
@@ -61,7 +62,7 @@ def _count(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Deletes steps, or shows what would be deleted. Returns 0."""
+    """Deletes steps, or shows what would be deleted. Returns 1 if one of them cannot be deleted, otherwise 0."""
     # `--help` must not wait for the import of torch, which takes a second.
     from mcore_ckpt import pin, unpin
     from mcore_ckpt.steps import PreservationPolicy
@@ -91,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(_as_json(folders, args.dry_run)))
     else:
         _show(folders, args.root, args.dry_run)
-    return 0
+    return 1 if any(folder.failed for folder in folders) else 0
 
 
 def _show(folders: Sequence[PrunedFolder], root: Path, dry_run: bool) -> None:

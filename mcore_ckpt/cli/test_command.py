@@ -13,8 +13,9 @@ from mcore_ckpt.cli.arguments import (
     add_ignored_flags,
     add_json,
     add_revision,
+    check_comparison,
     check_is_folder_or_model,
-    check_patterns,
+    check_not_given,
     expanded_path,
     folder_or_model,
     step_number,
@@ -42,6 +43,16 @@ EXAMPLES = (
 )
 
 _DTYPES = ("float32", "bfloat16", "float16")
+_OF_CHECKPOINTS = (
+    "--backend",
+    "--step",
+    "--role",
+    "--hf_model_path",
+    "--dtype",
+    "--lora-alpha",
+    "--tie-word-embedding",
+    "--is-value-model",
+)
 
 
 def add_to(subparsers: Subparsers) -> None:
@@ -87,7 +98,7 @@ def add_to(subparsers: Subparsers) -> None:
         "--local_dir", type=expanded_path, metavar="DIR", help="folder of a role, of a step, or of the steps"
     )
     checkpoint.add_argument(
-        "--backend", choices=("megatron", "fsdp"), default="megatron", help="what trained the model"
+        "--backend", choices=("megatron", "fsdp"), help="what trained the model (megatron if not given)"
     )
     checkpoint.add_argument(
         "--step", type=step_number, metavar="N", help="step in a folder of steps (the newest complete one if not given)"
@@ -138,9 +149,9 @@ def run(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> None:
     if (args.merged is None) == (args.local_dir is None):
         raise InvalidArgumentError("give either the folder of a merged model or, with --local_dir, a checkpoint")
-    if not (args.atol >= 0 and args.rtol >= 0):
-        raise InvalidArgumentError(f"--atol {args.atol} --rtol {args.rtol}: tolerances must be numbers of 0 or more")
-    check_patterns("--ignore", args.ignore)
+    if args.local_dir is None:
+        check_not_given(args, _OF_CHECKPOINTS, "because only --local_dir has a checkpoint")
+    check_comparison(args)
 
 
 def _ours(args: argparse.Namespace) -> Weights:
@@ -156,7 +167,7 @@ def _ours(args: argparse.Namespace) -> Weights:
         target=args.local_dir,
         step=args.step,
         role=args.role,
-        backend=args.backend,
+        backend=args.backend or "megatron",
         hf_model_path=args.hf_model_path,
         dtype=None if args.dtype is None else getattr(torch, args.dtype),
         tied=True if args.tie_word_embedding else None,

@@ -27,7 +27,10 @@ _VERL_TREES = ("model", "optimizer", "extra")
 _MODEL_FILES = ("model.pt", "model_states.pt")
 FSDP_FILE = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
 _RANK_DIR = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
-_STEP_DIR = re.compile(r"(?:global_steps?|iter)_(\d{1,18})")
+_LEGACY_FILE = "model_optim_rng.pt"
+_STEP_DIR = re.compile(r"(?:global_steps?_|iter_|checkpoint-)(\d{1,18})")
+# Megatron's folder of a converted model, which has no step.
+_RELEASE = "release"
 
 
 def kind_of(path: Path) -> ForeignKind | None:
@@ -61,6 +64,25 @@ def is_hf_folder(path: Path) -> bool:
     names = names_in(path)
     has_weights = any(name.startswith("pytorch_model") or ".safetensors" in name for name in names)
     return has_weights and not names.isdisjoint(("config.json", "adapter_config.json"))
+
+
+def is_legacy(path: Path) -> bool:
+    """Returns True if a folder has the files of Megatron's format before torch_dist, which this package cannot read."""
+    return any(
+        _RANK_DIR.fullmatch(name) and os.path.exists(path / name / _LEGACY_FILE) for name in sorted(names_in(path))
+    )
+
+
+def step_folders(path: Path) -> list[Path]:
+    """Returns the folders in a folder that are named after steps, by any program, sorted by their steps.
+
+    A release of Megatron is the first: it is what a training begins with.
+    """
+    names = sorted(names_in(path), key=lambda name: (number_of(name) or 0, name))
+    release = path / _RELEASE
+    has_release = _RELEASE in names and (bool(torch_dist_folders(release)) or is_legacy(release))
+    numbered = [path / name for name in names if number_of(name) is not None and not os.path.isfile(path / name)]
+    return [release, *numbered] if has_release else numbered
 
 
 def is_way_back(path: Path) -> bool:

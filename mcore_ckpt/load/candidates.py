@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
@@ -13,12 +14,13 @@ from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, I
 from mcore_ckpt.formats import kinds
 from mcore_ckpt.formats.native.folder import Folder, LocalFolder
 from mcore_ckpt.formats.native.remote_folder import RemoteFolder
+from mcore_ckpt.io.links import broken_link
 from mcore_ckpt.load.node_candidates import node_candidate, spread_folder, why_not_whole
 from mcore_ckpt.ranks.rounds import Record
 from mcore_ckpt.state.trainer import Trainer
 from mcore_ckpt.steps import leftovers
 from mcore_ckpt.steps.choice import Choice, choose
-from mcore_ckpt.steps.listing import StepStatus, find_moved_aside, list_steps
+from mcore_ckpt.steps.listing import StepStatus, find_moved_aside, is_step, list_steps
 from mcore_ckpt.steps.node_steps import FastCheckpoint, NodeStep, node_steps
 from mcore_ckpt.steps.node_tier import NodeTier
 from mcore_ckpt.steps.remote_steps import RemoteStep, RemoteSteps
@@ -176,6 +178,26 @@ def _step_of(trainer: Trainer, path: Path) -> int | None:
     return None
 
 
+def _other(path: Path) -> str | None:
+    """Says what a path is that is not the folder of a role, and what to do; None if it may be one."""
+    name_role = "name the folder of a role, such as .../global_steps_100/actor"
+    if path.exists() and not path.is_dir():
+        return f"is a file: {name_role}"
+    if not path.exists():
+        return broken_link(path) or f"this folder does not exist: {name_role}"
+    if os.path.lexists(path / file_names.MANIFEST_FILE):
+        return None
+    if kinds.is_hf_folder(path):
+        return "is a HuggingFace model: load it with load_hf"
+    if kinds.is_legacy(path):
+        return "is a checkpoint in Megatron's legacy format, which this package does not read"
+    if is_step(path):
+        return "is the folder of a step: name the folder of a role in it"
+    if kinds.step_folders(path):
+        return f"is a folder of steps: {name_role}, or use load(step=...) of a manager with this root"
+    return None
+
+
 def _at_path(path: Path, lost: Sequence[str]) -> Record:
     """Describes the checkpoint in a folder, as JSON values. Raises CheckpointNotFoundError if there is no folder.
 
@@ -187,9 +209,8 @@ def _at_path(path: Path, lost: Sequence[str]) -> Record:
         leftovers.remove_leftovers_beside(path)
     foreign = kinds.kind_of(path)
     moved = None if foreign else find_moved_aside(path)
-    if moved is None and not path.is_dir():
-        raise CheckpointNotFoundError(
-            f"{path}: this folder does not exist: name the folder of a role, such as .../global_steps_100/actor"
-            + "".join(f"\n  {reason}" for reason in lost)
-        )
+    if foreign is None and moved is None:
+        other = _other(path)
+        if other is not None:
+            raise CheckpointNotFoundError(f"{path}: {other}" + "".join(f"\n  {reason}" for reason in lost))
     return {"candidates": [local_candidate(0, moved or path)], "foreign": foreign}

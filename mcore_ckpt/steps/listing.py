@@ -11,6 +11,7 @@ import itertools
 import logging
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -325,7 +326,7 @@ def complete_steps(root: Path) -> list[StepStatus]:
 
 
 def step_status(path: Path) -> StepStatus:
-    """Returns the state of one step folder. Its name must be that of a step. Raises OSError like `list_steps`."""
+    """Returns the state of one step folder, which `is_step`. Raises OSError like `list_steps`."""
     for _ in range(_LISTINGS):
         look = _look(path, _moved_from(path), _heads.get(path.parent, {}))
         if look.is_sure:
@@ -335,13 +336,31 @@ def step_status(path: Path) -> StepStatus:
 
 def is_step(path: Path) -> bool:
     """True if a path is the folder of a step, or was it until a save that never ended moved that folder aside."""
-    return file_names.parse_step(path.name) is not None and (path.is_dir() or find_moved_aside(path) is not None)
+    return _number_of(path) is not None and (path.is_dir() or find_moved_aside(path) is not None)
+
+
+def _number_of(path: Path) -> int | None:
+    """Returns the number of the step in a folder: that in its name or, if it was renamed, in its roles' manifests."""
+    named = file_names.parse_step(path.name)
+    if named is not None:
+        return named
+    found: set[int] = set()
+    with suppress(OSError):
+        entries = _entries(path)
+        is_root = any(file_names.parse_step(entry.name) is not None for entry in entries)
+        for folder in (path / entry.name for entry in entries if not is_root and _may_be_role(entry)):
+            with suppress(OSError, CheckpointCorruptError, CheckpointNotFoundError):
+                says = read_manifest_summary(folder)
+                # A role's folder that was renamed is a copy, and what is beside it is no step.
+                found |= {says.step} if says.role == folder.name else set()
+    return found.pop() if len(found) == 1 else None
 
 
 def _look(path: Path, moved: Path | None, known: _Heads) -> _Look:
     """Looks at a step. `moved` is where the step's own folder was moved aside; None if it was not."""
-    step = file_names.parse_step(path.name)
-    assert step is not None, f"{path} is not named after a step"
+    step = _number_of(path)
+    if step is None:
+        raise FileNotFoundError(errno.ENOENT, "there is no step", str(path))
     try:
         entries = _entries(path)
     except OSError as error:

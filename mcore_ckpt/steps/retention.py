@@ -213,6 +213,15 @@ def delete_step(status: StepStatus) -> str | None:
     fill up.
     """
     try:
+        return delete_or_raise(status)
+    except OSError as error:
+        logger.warning("%s is too old, but stays, because it cannot be deleted: %s", status.path, error)
+        return f"it cannot be deleted: {error}"
+
+
+def delete_or_raise(status: StepStatus) -> str | None:
+    """Does the same as `delete_step`, but raises OSError if the step cannot be deleted."""
+    try:
         with unread(map(status.role_dir, sorted(status.committed))) as alone:
             obstacle = obstacle_to(status, status.path) if alone else "it is being read"
             if obstacle is not None:
@@ -224,9 +233,6 @@ def delete_step(status: StepStatus) -> str | None:
         return "another process is deleting it"
     except CheckpointCorruptError as error:
         return str(error)
-    except OSError as error:
-        logger.warning("%s is too old, but stays, because it cannot be deleted: %s", status.path, error)
-        return f"it cannot be deleted: {error}"
     try:
         left = hidden.remove()
     except KeyboardInterrupt:

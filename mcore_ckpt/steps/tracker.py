@@ -103,6 +103,8 @@ def tracker_problems(root: Path) -> list[str]:
     if last is None and not path.exists():
         return []
     tracked = read_tracker(root)
+    if path.is_dir():
+        return [f"{path}: is a folder, so no save can write the tracker: remove it"]
     if tracked is None:
         if path.exists() and not os.access(path, os.R_OK, effective_ids=True):
             return [f"{path}: cannot be read: permission denied"]

@@ -13,7 +13,7 @@ from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.errors import CheckpointError, CheckpointNotFoundError, InvalidArgumentError
 from mcore_ckpt.formats.contract import CheckpointReader
 from mcore_ckpt.formats.fsdp.reader import is_fsdp, open_fsdp
-from mcore_ckpt.formats.kinds import ForeignKind, kind_of, number_of, torch_dist_folders
+from mcore_ckpt.formats.kinds import ForeignKind, kind_of, number_of, step_folders, torch_dist_folders
 from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.formats.torch_dist.arguments import arguments_in, facts_of_arguments
 from mcore_ckpt.formats.torch_dist.files import TorchDistFiles
@@ -28,10 +28,11 @@ from mcore_ckpt.steps.choice import choose
 from mcore_ckpt.steps.listing import StepStatus, find_moved_aside, is_step, list_steps, read_tracker, step_status
 from mcore_ckpt.steps.node_files import as_in_folder, check_not_of_one_node
 from mcore_ckpt.steps.tracker import warn_if_tracker_differs
-from mcore_ckpt.tools.what_is import what_is
+from mcore_ckpt.tools.what_is import what_is, why_none
 
 Backend = Literal["megatron", "fsdp"]
 Kind = Literal["native", "fsdp"] | ForeignKind
+_ONE_STEP = ("torch_dist", "verl_ranks", "fsdp", "legacy", "huggingface", "adapter")
 
 
 @dataclass(frozen=True)
@@ -167,17 +168,19 @@ def _places(path: Path, step: int | None) -> list[Path]:
 
     Raises InvalidArgumentError if the path has several steps of another program, of which `step` chooses none.
     """
+    found = what_is(path)
     if step is not None:
+        if found.kind in _ONE_STEP:
+            raise InvalidArgumentError(f"{path}: is {found.what}, and no folder of steps: leave out --step")
         return [path / name.format(step) for name in ("global_step_{}", "iter_{:07d}")]
-    if what_is(path).kind != "foreign root":
+    if found.kind != "foreign root":
         return [path]
-    steps = {number: each for each in _folders_in(path) if (number := number_of(each.name)) is not None}
+    steps = step_folders(path)
     tracked = read_tracker(path)
-    if tracked in steps:
-        return [steps[tracked]]
-    if len(steps) == 1:
-        return list(steps.values())
-    numbers = ", ".join(map(str, sorted(steps)))
+    chosen = [each for each in steps if tracked is not None and number_of(each.name) == tracked]
+    if chosen or len(steps) == 1:
+        return chosen or steps
+    numbers = ", ".join(each.name if (number := number_of(each.name)) is None else str(number) for each in steps)
     raise InvalidArgumentError(f"{path}: has the steps {numbers} of another program: choose one of them with --step")
 
 
@@ -229,8 +232,7 @@ def _select(path: Path, step: int | None) -> Selection:
     choice = choose(statuses)
     if not choice.steps:
         what = "no complete checkpoint" if step is None else f"no complete checkpoint of step {step}"
-        reasons = "".join(f"\n  {status.reason}" for status in reversed(statuses)) or what_is(path).reason
-        raise CheckpointNotFoundError(f"{path}: {what}{reasons}")
+        raise CheckpointNotFoundError(f"{path}: {what}{why_none(path, step, statuses)}")
     if step is None:
         warn_if_tracker_differs(path, choice.steps)
     return _selection(choice.steps[0])

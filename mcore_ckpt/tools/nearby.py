@@ -25,7 +25,7 @@ def nearby_roots(path: Path) -> list[Path]:
     """
     if _has_steps(path):
         return []
-    above = _root_above(path)
+    above = _root_above(path) or _root_above(path.resolve())  # a link may lead into a step
     return _roots_below(path) if above is None else [above]
 
 

@@ -13,7 +13,7 @@ from mcore_ckpt.io.threads import results_of
 from mcore_ckpt.steps import leftovers
 from mcore_ckpt.steps.listing import StepStatus, list_steps, read_tracker
 from mcore_ckpt.steps.node_files import as_in_folder
-from mcore_ckpt.steps.retention import PreservationPolicy, RetentionDecision, delete_step, judge, obstacle_to
+from mcore_ckpt.steps.retention import PreservationPolicy, RetentionDecision, delete_or_raise, judge, obstacle_to
 
 Progress = Callable[[int, int], None]
 
@@ -28,6 +28,7 @@ class PrunedFolder:
         stays: True if the folder is still there; in a dry run, True if it would still be there.
         reason: why the folder stays or is deleted.
         nbytes: the size of its files in bytes.
+        failed: True if it stays because it cannot be deleted.
     """
 
     path: Path
@@ -35,6 +36,7 @@ class PrunedFolder:
     stays: bool
     reason: str
     nbytes: int
+    failed: bool = False
 
 
 def prune(
@@ -69,20 +71,19 @@ def prune(
     judged = list(zip(decisions, sizes, strict=True))
     done, total = 0, sum(nbytes for decision, nbytes in judged if not decision.stays)
     for decision, nbytes in judged:
-        status, stays, reason = decision.status, decision.stays, decision.reason
-        if not stays:
-            obstacle = _seen_obstacle(status) if dry_run else delete_step(status)
-            stays, reason = obstacle is not None, obstacle or reason
+        pruned = PrunedFolder(decision.status.path, decision.status.step, decision.stays, decision.reason, nbytes)
+        if not pruned.stays:
+            pruned = _deleted(pruned, decision.status, dry_run)
             done += nbytes
             progress(done, total)
-        folders.append(PrunedFolder(status.path, status.step, stays, reason, nbytes))
+        folders.append(pruned)
     for path in leftovers.find_leftovers(root, role):
         nbytes = _nbytes(path)
         if not dry_run:
             leftovers.remove_leftover(path)
         stays = not dry_run and os.path.lexists(path)
         reason = "left by a process that died" + (", but not all of it could be removed" if stays else "")
-        folders.append(PrunedFolder(path, None, stays, reason, nbytes))
+        folders.append(PrunedFolder(path, None, stays, reason, nbytes, failed=stays))
     return folders
 
 
@@ -93,11 +94,13 @@ def _of_role(decision: RetentionDecision[StepStatus], role: str | None) -> Reten
     return replace(decision, stays=True, reason=f"without {role}")
 
 
-def _seen_obstacle(status: StepStatus) -> str | None:
+def _deleted(pruned: PrunedFolder, status: StepStatus, dry_run: bool) -> PrunedFolder:
+    """Deletes a step, or only looks whether that is possible. Returns what is said of it then."""
     try:
-        return obstacle_to(status, status.path)
+        obstacle = obstacle_to(status, status.path) if dry_run else delete_or_raise(status)
     except OSError as error:
-        return f"it cannot be deleted: {error}"
+        return replace(pruned, stays=True, reason=f"it cannot be deleted: {error}", failed=True)
+    return pruned if obstacle is None else replace(pruned, stays=True, reason=obstacle)
 
 
 def _nbytes(path: Path) -> int:

@@ -23,7 +23,7 @@ from mcore_ckpt.steps import listing as steps
 from mcore_ckpt.steps.node_files import NodeFiles, files_among
 from mcore_ckpt.steps.read_lock import reading
 from mcore_ckpt.tools.step_problems import Settled, StepProblems
-from mcore_ckpt.tools.what_is import what_is
+from mcore_ckpt.tools.what_is import why_none
 
 # How often a role is verified if it is saved again each time.
 _TRIES = 5
@@ -225,8 +225,8 @@ def _selected(path: Path, step: int | None) -> _Selected:
     problems = StepProblems(path, step)
     statuses = problems.statuses
     if not any(status.committed or status.declared for status in statuses):
-        reasons = "".join(f"\n  {status.reason}" for status in statuses) or what_is(path).reason
-        raise CheckpointNotFoundError(f"{path}: no checkpoint{'' if step is None else f' of step {step}'}{reasons}")
+        of = "" if step is None else f" of step {step}"
+        raise CheckpointNotFoundError(f"{path}: no checkpoint{of}{why_none(path, step, statuses)}")
     roles = tuple(
         _Role(status.role_dir(role), status.path, role)
         for status in statuses

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import os
 import re
 import stat
@@ -14,8 +15,9 @@ from typing import Literal
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.errors import CheckpointError
-from mcore_ckpt.formats.kinds import FSDP_FILE, is_hf_folder, kind_of, names_in, number_of
-from mcore_ckpt.steps.listing import find_moved_aside
+from mcore_ckpt.formats.kinds import FSDP_FILE, is_hf_folder, is_legacy, kind_of, names_in, number_of, step_folders
+from mcore_ckpt.io.links import broken_link
+from mcore_ckpt.steps.listing import StepStatus, find_moved_aside, is_step
 from mcore_ckpt.tools.nearby import nearby_roots
 
 PathKind = Literal[
@@ -28,8 +30,10 @@ PathKind = Literal[
     "torch_dist",
     "verl_ranks",
     "fsdp",
+    "legacy",
     "huggingface",
     "adapter",
+    "hub cache",
     "other",
     "empty",
     "file",
@@ -37,7 +41,8 @@ PathKind = Literal[
     "missing",
 ]
 
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_CACHE = re.compile(r"models--([\w.-]+)--([\w.-]+)")
+_SAFETENSORS = {"model.safetensors", "model.safetensors.index.json"}
 
 # How many of the newest steps are looked at to see who wrote a folder of steps.
 _LOOKED_AT = 3
@@ -52,8 +57,10 @@ _WORDS: dict[PathKind, str] = {
     "torch_dist": "a torch_dist checkpoint of Megatron",
     "verl_ranks": "a checkpoint with a file for each rank, as verl wrote it",
     "fsdp": "a folder of FSDP shards",
+    "legacy": "a checkpoint in Megatron's legacy format",
     "huggingface": "a HuggingFace model",
     "adapter": "an adapter in PEFT's form",
+    "hub cache": "a model's folder in the hub's cache",
     "other": "a folder without any checkpoint that this package knows",
     "empty": "an empty folder",
 }
@@ -105,7 +112,9 @@ def what_is(path: Path) -> PathInfo:
         names = set(os.listdir(path)) if is_folder else set()
     except PermissionError:
         return PathInfo(path, "unreadable", *_permission(path))
-    except OSError:
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            return PathInfo(path, "unreadable", f"cannot be read: {error.strerror}")
         return _missing(path)
     if not is_folder:
         return _file(path)
@@ -114,11 +123,12 @@ def what_is(path: Path) -> PathInfo:
     except CheckpointError as error:
         return PathInfo(path, "unreadable", str(error).removeprefix(f"{path}: "), _ASK)
     if kind is None:
-        steps = sorted((number, name) for name in names if (number := _step_in(name)) is not None)
+        steps = step_folders(path)
         if steps:
-            return _folder_of_steps(path, [path / name for _, name in steps[: -_LOOKED_AT - 1 : -1]])
+            return _folder_of_steps(path, steps[: -_LOOKED_AT - 1 : -1])
     roots = tuple(nearby_roots(path))
-    is_above = bool(roots) and Path(os.path.abspath(roots[0])) in Path(os.path.abspath(path)).parents
+    above = {*Path(os.path.abspath(path)).parents, *path.resolve().parents}
+    is_above = bool(roots) and Path(os.path.abspath(roots[0])) in above
     if kind is not None:
         advice = _advice(kind, path) + (f", and its steps are in {roots[0]}" if is_above else "")
         return PathInfo(path, kind, _WORDS[kind], advice, roots if is_above else ())
@@ -133,22 +143,35 @@ def what_is(path: Path) -> PathInfo:
     return PathInfo(path, kind, _WORDS[kind])
 
 
-def _step_in(name: str) -> int | None:
-    step = file_names.parse_step(name)
-    return number_of(name) if step is None else step
+def why_none(path: Path, step: int | None, statuses: Sequence[StepStatus]) -> str:
+    """Returns the end of a message that says that there is no checkpoint at a path.
+
+    Args:
+        path: the path.
+        step: the step that was asked for; None for any.
+        statuses: the steps that are there and could have been meant, the oldest first. None of them is complete.
+    """
+    if statuses:
+        return "".join(f"\n  {status.reason}" for status in reversed(statuses))
+    with suppress(OSError):
+        there = sorted(file_names.step_dirs(path), reverse=True)
+        if step is not None and there:
+            more = f" and {len(there) - _SHOWN} more" if len(there) > _SHOWN else ""
+            return f": there are the steps {', '.join(map(str, there[:_SHOWN]))}{more}"
+    return what_is(path).reason
 
 
 def _ours(path: Path, names: set[str]) -> PathKind | None:
     if file_names.MANIFEST_FILE in names:
         return "role"
-    # The names decide, so that what a crash has left of a step is looked at, and not refused.
-    name, parent = Path(os.path.abspath(path)).name, Path(os.path.abspath(path)).parent.name
     if _foreign(path, names) is not None:
         return None
-    if file_names.parse_step(name) is not None:
-        return None if _foreign_step(path) else "step"
-    if file_names.parse_step(parent) is not None and file_names.is_role(name):
-        return "role"
+    # The names decide, so that what a crash has left of a step is looked at, and not refused.
+    for place in (Path(os.path.abspath(path)), path.resolve()):
+        if is_step(place):
+            return None if _foreign_step(path) else "step"
+        if file_names.parse_step(place.parent.name) is not None and file_names.is_role(place.name):
+            return "role"
     return None
 
 
@@ -158,6 +181,10 @@ def _foreign(path: Path, names: set[str]) -> PathKind | None:
         return kind
     if any(map(FSDP_FILE.fullmatch, names)):
         return "fsdp"
+    if is_legacy(path):
+        return "legacy"
+    if _HUB_CACHE.fullmatch(path.name) and "snapshots" in names:
+        return "hub cache"
     if is_hf_folder(path):
         return "huggingface" if "config.json" in names else "adapter"
     return None
@@ -180,8 +207,13 @@ def _folder_of_steps(path: Path, steps: Sequence[Path]) -> PathInfo:
     ):
         return PathInfo(path, "root", _WORDS["root"], _advice("root", path))
     step, kind = steps[0], kinds[0]
+    if kind is None and is_step(step):
+        name = file_names.step_name(number_of(step.name) or 0)
+        what = f"a folder of steps of this package, whose names were changed ({step.name})"
+        return PathInfo(path, "parent", what, f"rename them ({step.name} to {name}), or name one of them")
     what = f"a folder of steps of another program ({step.name}{f': {_WORDS[kind]}' if kind else ''})"
-    return PathInfo(path, "foreign root", what, f"name one of them, such as {step}, for `mcore-ckpt merge`")
+    advice = f"name one of them, such as {step}" + (f": {_advice(kind, step)}" if kind else "")
+    return PathInfo(path, "foreign root", what, advice)
 
 
 def _advice(kind: PathKind, path: Path) -> str:
@@ -193,10 +225,19 @@ def _advice(kind: PathKind, path: Path) -> str:
         "torch_dist": f"{model} (with --hf_model_path MODEL if it has no config.json)",
         "verl_ranks": f"{model} (with --hf_model_path MODEL if it has no config.json)",
         "fsdp": f"`mcore-ckpt merge {path} OUT --backend fsdp` makes a HuggingFace model of it",
-        "huggingface": f"`mcore-ckpt convert --hf_model_path {path} --output_path OUT` makes a checkpoint of it, and "
-        f"`mcore-ckpt test {path} --reference MODEL` compares it",
+        "legacy": "this package does not read it: Megatron-LM converts it with --ckpt-convert-format torch_dist",
+        "huggingface": f"{_conversion(path)}, and `mcore-ckpt test {path} --reference MODEL` compares it",
         "adapter": "load_hf loads it into a model, and PEFT merges it into its base",
+        "hub cache": f"name the model, {'/'.join(match.groups())}, or a folder in {path / 'snapshots'}"
+        if (match := _HUB_CACHE.fullmatch(path.name))
+        else "",
     }.get(kind, "")
+
+
+def _conversion(path: Path) -> str:
+    if names_in(path).isdisjoint(_SAFETENSORS):
+        return "`mcore-ckpt convert` needs its weights as model.safetensors, or as safetensors with their index"
+    return f"`mcore-ckpt convert --hf_model_path {path} --output_path OUT` makes a checkpoint of it"
 
 
 def _file(path: Path) -> PathInfo:
@@ -207,6 +248,9 @@ def _file(path: Path) -> PathInfo:
 
 
 def _missing(path: Path) -> PathInfo:
+    link = broken_link(path)
+    if link is not None:
+        return PathInfo(path, "missing", link)
     if find_moved_aside(path) is not None:
         kind: PathKind = "role" if file_names.parse_step(path.name) is None else "step"
         return PathInfo(path, kind, _WORDS[kind])
@@ -218,8 +262,6 @@ def _missing(path: Path) -> PathInfo:
     siblings = [name for name in names_in(above) if not name.startswith(".")]
     closest = difflib.get_close_matches(near[0], siblings, 1, 0.6) if near else []
     advice = f"the closest name is {above / closest[0]}" if closest else ""
-    if not closest and _HUB_NAME.fullmatch(str(path)):
-        advice = "a model on the hub is only taken as --hf_model_path, or by `mcore-ckpt test`"
     return PathInfo(path, "missing", what, advice)
 
 

@@ -22,6 +22,8 @@ from mcore_ckpt.tools import convert_native, convert_torch_dist
 
 REPOSITORY = Path(__file__).parent.parent.parent
 FORMATS = ("native", "torch_dist")
+# torch_dist has no layout.
+LAYOUTS = {"native": ("--tp", "2"), "torch_dist": ()}
 IMPORTS = ("mcore_ckpt.cli.main", "mcore_ckpt.tools.convert_native", "mcore_ckpt.tools.convert_torch_dist")
 
 
@@ -51,7 +53,7 @@ ARCHITECTURES = {
 )
 def test_every_architecture_is_what_its_folder_holds(name: str, form: str, tmp_path: Path) -> None:
     folder = make_hf_folder(tmp_path / "hf", name)
-    assert convert(folder, tmp_path / "out", "--format", form, "--test", "--tp", "2", "--json") == 0
+    assert convert(folder, tmp_path / "out", "--format", form, "--test", *LAYOUTS[form], "--json") == 0
     # And back: layer specs differ in a norm's name, of which a checkpoint for all of them has several.
     assert main(["test", "--local_dir", str(tmp_path / "out"), "--reference", str(folder)]) == 0
 
@@ -105,10 +107,10 @@ def test_published_fp8_goes_in_and_out(form: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", FORMATS)
 def test_torchrun_divides_the_work(form: str, start: Start, tmp_path: Path) -> None:
     folder = make_hf_folder(tmp_path / "hf", "qwen3")
-    command = [REPOSITORY / "scripts" / "converter_hf_to_mcore.py", "--format", form, "--test", "--tp", "2"]
+    command = [REPOSITORY / "scripts" / "converter_hf_to_mcore.py", "--format", form, "--test", *LAYOUTS[form]]
     done = start([*command, "--hf_model_path", folder, "--output_path", tmp_path / "out"], ranks=2, imports=IMPORTS)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert convert(folder, tmp_path / "alone", "--format", form, "--tp", "2") == 0
+    assert convert(folder, tmp_path / "alone", "--format", form, *LAYOUTS[form]) == 0
     one, two = (
         {
             str(path.relative_to(root)): path.read_bytes()

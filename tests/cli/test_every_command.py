@@ -140,7 +140,7 @@ COMMANDS = {
         "hf --reference hf",
         (
             ("hf --reference nowhere", 2, "--reference nowhere: there is no such folder"),
-            ("hf --reference hf --atol -1", 2, "must be numbers of 0 or more"),
+            ("hf --reference hf --atol -1", 2, "use finite numbers of 0 or more"),
         ),
         BAR,
         has_bar=True,

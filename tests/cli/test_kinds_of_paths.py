@@ -52,7 +52,22 @@ KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "rot": ("there is no such folder: the closest name is", ()),
     "root/global_steps_4": ("there is no such folder: the closest name is", ()),
     "hf/config.json/x": ("is a file", ()),
-    "Qwen/Qwen3-0.6B": ("a model on the hub is only taken as --hf_model_path", ()),
+    "Qwen/Qwen3-0.6B": ("there is no such folder", ()),
+    "best": ("the folder of a step", OURS),  # a step that somebody has renamed
+    "latest": ("the folder of a step", ("list", "watch", *OURS)),  # a link to a step
+    "odd names": ("a folder of steps of this package, whose names were changed (global_steps_0000003)", ()),
+    "release": ("a folder of steps of another program (release: a torch_dist", ("merge", "test --local_dir")),
+    "legacy": (
+        "a folder of steps of another program (iter_0000010: a checkpoint in Megatron's legacy",
+        ("merge", "test --local_dir"),
+    ),
+    "legacy/iter_0000010": ("a checkpoint in Megatron's legacy format", ()),
+    "trainer": ("(checkpoint-500: a HuggingFace model)", ("merge", "test --local_dir")),
+    "bin": ("a HuggingFace model", MODELS),
+    "models--Qwen--Qwen3": ("a model's folder in the hub's cache", ()),
+    "dangling": ("is a link to /not/mounted, which does not exist (is it not mounted?)", ()),
+    "dangling/run": ("dangling, a link to /not/mounted, which does not exist (is it not mounted?)", ()),
+    "loop": ("is a link to loop, which leads back to it", ()),
 }
 
 
@@ -96,6 +111,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (made / "adapter" / "adapter_config.json").write_text("{}")
     (made / "adapter" / "adapter_model.safetensors").write_bytes(b"x")
     (made / "empty").mkdir()
+    for copy in ("best", "odd names/global_steps_0000003"):
+        shutil.copytree(made / "root" / "global_steps_3", made / copy)
+    for link, target in (("latest", "root/global_steps_3"), ("dangling", "/not/mounted"), ("loop", "loop")):
+        (made / link).symlink_to(target)
+    shutil.copytree(made / "torch_dist", made / "release" / "release")
+    (made / "release" / file_names.TRACKER_FILE).write_text("release")
+    (made / "legacy" / "iter_0000010" / "mp_rank_00").mkdir(parents=True)
+    (made / "legacy" / "iter_0000010" / "mp_rank_00" / "model_optim_rng.pt").write_bytes(b"x")
+    shutil.copytree(hf, made / "trainer" / "checkpoint-500")
+    (made / "bin").mkdir()
+    shutil.copy(hf / "config.json", made / "bin")
+    (made / "bin" / "pytorch_model.bin").write_bytes(b"x")
+    (made / "models--Qwen--Qwen3" / "snapshots" / "main").mkdir(parents=True)
     return made
 
 
@@ -121,7 +149,10 @@ def test_each_command_takes_it_or_says_what_it_is(kind: str) -> None:
         assert said.startswith(f"{Path(kind)}: ")
         assert words in said
         assert (
-            "no such folder" in said or "is a file" in said or f"which `mcore-ckpt {command}` does not take: " in said
+            "no such folder" in said
+            or "is a file" in said
+            or "a link to" in said
+            or f"which `mcore-ckpt {command}` does not take: " in said
         )
 
 
@@ -156,6 +187,21 @@ def test_the_commands_ask(command: str, kind: str, capsys: pytest.CaptureFixture
         ("merge fsdp out", "read them with --backend fsdp"),
         ("test root --reference hf", "is a folder of steps, which `mcore-ckpt test` does not take"),
         ("test --local_dir hf --reference hf", "--local_dir hf: is a HuggingFace model"),
+        ("merge Qwen/Qwen3-0.6B out", "no such folder: a model on the hub is only taken as --hf_model_path"),
+        ("convert root --output_path out --format torch_dist --hf_model_path a/b", "this is a folder, and no model"),
+        ("merge legacy/iter_0000010 out", "does not take: this package does not read it: Megatron-LM converts it"),
+        ("list bin", "`mcore-ckpt convert` needs its weights as model.safetensors"),
+        ("list trainer", "such as trainer/checkpoint-500: `mcore-ckpt convert --hf_model_path trainer/checkpoint-500"),
+        ("merge megatron/iter_0000010 out --step 10", "and no folder of steps: leave out --step"),
+        ("test hf --reference hf --atol inf", "use finite numbers of 0 or more"),
+        ("test hf --reference hf --most -1", "--most -1: use 0 or more"),
+        ("test hf --reference hf --step 9 --backend megatron", "--backend, --step: without effect, because only"),
+        ("convert --hf_model_path hf --output_path out --layout verl --step 7", "--layout, --step: without effect"),
+        ("convert root --output_path out --format torch_dist --tp 4", "--tp: without effect, because the other"),
+        (
+            "convert --hf_model_path hf --output_path out --format torch_dist --tp 4 --pipeline-layout nonsense",
+            "--tp, --pipeline-layout: without effect, because torch_dist loads under any layout",
+        ),
         ("diff root hf", "hf: is a HuggingFace model, which `mcore-ckpt diff` does not take"),
         ("inspect root --html page.html --diff hf", "--diff hf: is a HuggingFace model"),
         ("test hf --reference root", "--reference root: is a folder of steps"),

@@ -300,7 +300,7 @@ def test_an_upload_that_fails_leaves_the_folder(
 @pytest.mark.parametrize(
     ("arguments", "status", "words"),
     [
-        (["--step", "4"], 1, "no complete checkpoint of step 4"),
+        (["--step", "4"], 1, "no complete checkpoint of step 4: there are the steps "),
         (["--role", "critic"], 2, "has the roles actor"),
         (["--private"], 2, "--private needs a repository"),
         (["--local_dir", "elsewhere"], 2, "source: give it once"),

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from checkpoints import ROLE, checkpoints, dead_owner, make, own, stage
+from privileges import without_privileges
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.cli.main import main
@@ -70,6 +71,16 @@ def test_pins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert deleted(prune(tmp_path, capsys, "--max-to-keep", "1")) == []
     assert deleted(prune(tmp_path, capsys, "--unpin", "1", "--max-to-keep", "1")) == [1]
     assert checkpoints(tmp_path) == {3: 3}
+
+
+def test_a_step_that_cannot_be_deleted_is_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_steps(tmp_path, 1, 2)
+    tmp_path.chmod(0o500)
+    with without_privileges():
+        assert main(["prune", str(tmp_path), "--max-to-keep", "1"]) == 1
+    assert "global_steps_1: it cannot be deleted: " in capsys.readouterr().out
+    tmp_path.chmod(0o700)
+    assert checkpoints(tmp_path) == {1: 1, 2: 2}
 
 
 def test_a_role_s_steps_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -154,6 +154,30 @@ def test_the_built_in_counterparts() -> None:
 # -- the home folder ----------------------------------------------------------------------------------------------
 
 
+def test_a_load_by_path_says_what_is_there_instead(tmp_path: Path) -> None:
+    manager = manager_of(tmp_path / "root")
+    manager.save(1).wait()
+    for name, file in (("hf", "model.safetensors"), ("old/mp_rank_00", "model_optim_rng.pt")):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / file).touch()
+    (tmp_path / "hf" / "config.json").touch()
+    (tmp_path / "dangling").symlink_to("/not/mounted")
+    for path, words in {
+        "root": "is a folder of steps",
+        "root/global_steps_1": "is the folder of a step: name the folder of a role in it",
+        "hf": "is a HuggingFace model: load it with load_hf",
+        "hf/config.json": "is a file",
+        "old": "legacy format",
+        "nowhere": "this folder does not exist",
+        "dangling": "a link to /not/mounted, which does not exist",
+    }.items():
+        with pytest.raises(errors.CheckpointNotFoundError, match=words):
+            manager.load(path=tmp_path / path)
+    (tmp_path / "root" / "global_steps_1").rename(tmp_path / "best")
+    assert manager.load(path=tmp_path / "best" / "actor").step == 1
+    assert recover(manager, tmp_path / "best").step == 1
+
+
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"

@@ -68,6 +68,8 @@ def test_a_tracker_that_is_no_file(
     assert tracker.read_tracker(tmp_path) is None
     tracker.warn_if_tracker_differs(tmp_path, steps.complete_steps(tmp_path)[::-1])
     assert "does not name a step" in caplog.text
+    (problem,) = tracker.tracker_problems(tmp_path)
+    assert ("no save can write the tracker: remove it" in problem) is (make_it is folder)
     tracker.move_tracker(tmp_path)
     if make_it is folder:
         assert "the tracker could not be updated" in caplog.text

@@ -291,8 +291,8 @@ def test_a_result_for_people(
     [
         ([], "either"),
         (["MERGED", "--local_dir", "x"], "either"),
-        (["MERGED", "--atol", "-1"], "tolerances"),
-        (["MERGED", "--rtol", "nan"], "tolerances"),
+        (["MERGED", "--atol", "-1"], "finite numbers"),
+        (["MERGED", "--rtol", "nan"], "finite numbers"),
         (["MERGED", "--ignore", "("], "regular expression"),
     ],
 )

@@ -568,7 +568,7 @@ def test_as_it_is_typed(role_dir: Path, capsys: pytest.CaptureFixture[str]) -> N
     (damage,) = answer["roles"][1]["damages"]
     assert (damage["file"], damage["rank"], damage["tensor"]) == (MODEL_FILE, 0, "embedding.weight")
     assert main(["verify", str(root), "--step", "4"]) == 1
-    assert "no checkpoint of step 4" in capsys.readouterr().err
+    assert "no checkpoint of step 4: there are the steps " in capsys.readouterr().err
     assert main(["verify", str(root / "nowhere")]) == 2
     assert "no such folder" in capsys.readouterr().err
 
