@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     # `--help` must not wait for the import of torch, which takes a second.
     from mcore_ckpt.tools.collect import choose, collect, find_steps
 
-    steps = find_steps([taken(folder, "collect") for folder in args.folders], args.step)
+    steps = find_steps([taken(folder, "collect") for folder in args.folders], args.step, args.root)
     chosen = choose(steps)
     lacking = list(takewhile(lambda step: step is not chosen, steps))
     if not args.json:

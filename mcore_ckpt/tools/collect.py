@@ -28,6 +28,7 @@ from mcore_ckpt.steps.node_steps import (
     held_roles,
     in_order_of_saves,
 )
+from mcore_ckpt.steps.runs import Ownership, elsewhere
 
 Progress = Callable[[int, int], None]
 
@@ -118,14 +119,16 @@ class CollectReport:
         return sum(role.nbytes for role in self.roles)
 
 
-def find_steps(folders: Sequence[Path], step: int | None = None) -> list[FoundStep]:
+def find_steps(folders: Sequence[Path], step: int | None = None, root: Path | None = None) -> list[FoundStep]:
     """Returns what the folders of several nodes have together: the steps, the newest first, the abandoned ones last.
 
     Args:
         folders: what `FastTier.folder` named on each node.
         step: the only step to look for; None for all.
+        root: where a step will be collected to. If the folders have steps of several runs, those of its run are found.
 
     Raises:
+        InvalidArgumentError: there are steps of several runs, and none of `root`, or `root` is of another run.
         CheckpointNotFoundError: no folder has a step of the fast tier, or none has this step.
         OSError: a folder cannot be read.
     """
@@ -138,9 +141,29 @@ def find_steps(folders: Sequence[Path], step: int | None = None) -> list[FoundSt
             f"{there}: none of these folders has {what}: name the folders that the fast tier uses on the nodes "
             "(FastTier.folder), or copies of them"
         )
+    found = _of_one_run(found, root)
     placed = [NodeStep(each.step, (each.head,), is_committed=each.is_committed) for each in found]
     numbers = dict.fromkeys(each.step for each in oldest_first(placed)[::-1])
     return [_step(number, [each for each in found if each.step == number], folders, held) for number in numbers]
+
+
+def _of_one_run(found: list[FastCheckpoint], root: Path | None) -> list[FastCheckpoint]:
+    there = {each.head.run.id: each.head.run for each in found if each.head.run is not None}
+    own = Ownership() if root is None else elsewhere(root)
+    if own.known is None and len(there) < 2:
+        return found
+    ours = [each for each in found if own.owns(each.head)]
+    if own.known is None and (root is None or all(each.head.run is None for each in ours)):
+        raise InvalidArgumentError(
+            f"the folders have steps of several runs ({', '.join(map(str, there.values()))}): collect into the root of "
+            "one of them"
+        )
+    if own.known is not None and not ours:
+        raise InvalidArgumentError(
+            f"{root}: is of {own.known.run}, and the folders have steps of {', '.join(map(str, there.values()))}: name "
+            "another folder to write to"
+        )
+    return ours
 
 
 def choose(steps: Sequence[FoundStep]) -> FoundStep | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +14,7 @@ from mcore_ckpt.steps import leftovers
 from mcore_ckpt.steps.listing import StepStatus, list_steps, read_tracker
 from mcore_ckpt.steps.node_files import as_in_folder
 from mcore_ckpt.steps.retention import PreservationPolicy, RetentionDecision, delete_or_raise, judge, obstacle_to
+from mcore_ckpt.steps.runs import read_root_run
 
 Progress = Callable[[int, int], None]
 
@@ -66,7 +67,8 @@ def prune(
         >>> prune(Path("checkpoints"), PreservationPolicy(max_to_keep=2), dry_run=True)  # doctest: +SKIP
     """
     folders, statuses = [], as_in_folder(root, list_steps(root))
-    decisions = [_of_role(each, role) for each in judge(statuses, policy, read_tracker(root))]
+    judgements = [each for one in _by_run(root, statuses) for each in judge(one, policy, read_tracker(root))]
+    decisions = [_of_role(each, role) for each in sorted(judgements, key=lambda each: each.status.step)]
     sizes = results_of([decision.status.place for decision in decisions], _nbytes, tuning.LOOK_THREADS)
     judged = list(zip(decisions, sizes, strict=True))
     done, total = 0, sum(nbytes for decision, nbytes in judged if not decision.stays)
@@ -85,6 +87,17 @@ def prune(
         reason = "left by a process that died" + (", but not all of it could be removed" if stays else "")
         folders.append(PrunedFolder(path, None, stays, reason, nbytes, failed=stays))
     return folders
+
+
+def _by_run(root: Path, statuses: Sequence[StepStatus]) -> list[list[StepStatus]]:
+    """Returns the steps of each run. Only a folder without identity, such as a node's, can have several."""
+    if read_root_run(root) is not None:
+        return [list(statuses)]
+    found: dict[frozenset[str], list[StepStatus]] = {}
+    for status in statuses:
+        ids = frozenset(head.run.id for head in status.says.values() if head.run is not None)
+        found.setdefault(ids, []).append(status)
+    return list(found.values())
 
 
 def _of_role(decision: RetentionDecision[StepStatus], role: str | None) -> RetentionDecision[StepStatus]:

@@ -20,7 +20,7 @@ from mcore_ckpt.checkpoint.manifest import Manifest, encode_manifest
 from mcore_ckpt.checkpoint.provenance import Commit, RunParent
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.config import FastTier
-from mcore_ckpt.errors import CheckpointNotFoundError, CommitError
+from mcore_ckpt.errors import CheckpointNotFoundError, CommitError, InvalidArgumentError
 from mcore_ckpt.integrations.kit.kept import KeptManager
 from mcore_ckpt.recover import recover, resumable_steps
 from mcore_ckpt.steps import complete_steps, read_tracker
@@ -30,6 +30,7 @@ from mcore_ckpt.steps.retention import PreservationPolicy
 from mcore_ckpt.steps.runs import read_root_run
 from mcore_ckpt.steps.tracker import update_tracker
 from mcore_ckpt.steps.worth import Worth
+from mcore_ckpt.tools.collect import find_steps
 from mcore_ckpt.tools.prune import prune
 from mcore_ckpt.tools.step_list import step_list_of
 
@@ -460,6 +461,15 @@ def test_two_runs_and_one_folder_of_a_node(
     assert there(tmp_path / "node") == [3, 4, 20, 30]
     signed = {step: manifest_of(tmp_path / "node", step).run for step in (3, 4, 20, 30)}
     assert signed[3] == signed[4] != signed[20] == signed[30]
+    with pytest.raises(InvalidArgumentError, match="the folders have steps of several runs"):
+        find_steps([tmp_path / "node"], root=tmp_path / "new")
+    for name, steps in (("a", [30, 20]), ("b", [4, 3])):
+        assert [found.step for found in find_steps([tmp_path / "node"], root=tmp_path / name)] == steps
+    prune(tmp_path / "node", PreservationPolicy(max_to_keep=1))
+    assert there(tmp_path / "node") == [4, 30]
+    if durable_every is not None:
+        with pytest.raises(InvalidArgumentError, match=r"is of run .*, and the folders have steps of run"):
+            find_steps([tmp_path / "node"], 4, tmp_path / "a")
 
 
 def test_commits_that_a_start_does_not_see_are_older(tmp_path: Path) -> None:
