@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -118,7 +117,7 @@ def _hub_advice(path: Path, command: str) -> str:
     return {
         "merge": ": a model on the hub is only taken as --hf_model_path",
         "convert": ": a model on the hub is only taken as --hf_model_path",
-        "test --local_dir": ": a model on the hub is only taken as --hf_model_path, or without --local_dir",
+        "test --local_dir": ": a model on the hub is only taken as --hf_model_path, or as what is tested",
         "convert CHECKPOINT --hf_model_path": ": with CHECKPOINT, this is a folder, and no model on the hub",
     }.get(command, "")
 
@@ -150,15 +149,6 @@ def check_patterns(flag: str, patterns: Sequence[str]) -> None:
     from mcore_ckpt.sharding import compiled
 
     compiled(patterns, flag)
-
-
-def check_comparison(args: argparse.Namespace) -> None:
-    """Raises InvalidArgumentError unless `--atol`, `--rtol`, `--most` and `--ignore` can be used."""
-    if not (0 <= args.atol < math.inf and 0 <= args.rtol < math.inf):
-        raise InvalidArgumentError(f"--atol {args.atol} --rtol {args.rtol}: use finite numbers of 0 or more")
-    if args.most < 0:
-        raise InvalidArgumentError(f"--most {args.most}: use 0 or more")
-    check_patterns("--ignore", args.ignore)
 
 
 def check_not_given(args: argparse.Namespace, flags: Sequence[str], why: str) -> None:

@@ -13,7 +13,6 @@ from mcore_ckpt.cli.arguments import (
     add_ignored_flags,
     add_json,
     add_revision,
-    check_comparison,
     check_is_folder_or_model,
     check_not_given,
     expanded_path,
@@ -21,6 +20,7 @@ from mcore_ckpt.cli.arguments import (
     step_number,
     taken,
 )
+from mcore_ckpt.cli.comparison_options import check_comparison
 from mcore_ckpt.cli.progress import progress_of_bytes
 from mcore_ckpt.cli.tables import is_terminal, result_console, table_of
 from mcore_ckpt.errors import InvalidArgumentError

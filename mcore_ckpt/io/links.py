@@ -20,9 +20,11 @@ def broken_link(path: Path) -> str | None:
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.ELOOP) or not place.is_symlink():
                 return None
-            target = os.readlink(place)
-            why = (
-                "which does not exist (is it not mounted?)" if error.errno == errno.ENOENT else "which leads back to it"
-            )
-            return f"is {'' if place == path.absolute() else f'below {place}, '}a link to {target}, {why}"
+            target, is_loop = os.readlink(place), error.errno == errno.ELOOP
+            if place != path.absolute():
+                why = "leads back to it" if is_loop else "does not exist (is it not mounted?)"
+                return f"is below {place}, a link to {target}, which {why}"
+            if is_loop:
+                return f"is a link to {target}, which leads back to it"
+            return f"is a link to {target}, which does not exist (is it not mounted?)"
     return None

@@ -225,7 +225,7 @@ def _advice(kind: PathKind, path: Path) -> str:
         "torch_dist": f"{model} (with --hf_model_path MODEL if it has no config.json)",
         "verl_ranks": f"{model} (with --hf_model_path MODEL if it has no config.json)",
         "fsdp": f"`mcore-ckpt merge {path} OUT --backend fsdp` makes a HuggingFace model of it",
-        "legacy": "this package does not read it: Megatron-LM converts it with --ckpt-convert-format torch_dist",
+        "legacy": "this package does not read it: Megatron-LM itself converts it to torch_dist (ckpt-convert-format)",
         "huggingface": f"{_conversion(path)}, and `mcore-ckpt test {path} --reference MODEL` compares it",
         "adapter": "load_hf loads it into a model, and PEFT merges it into its base",
         "hub cache": f"name the model, {'/'.join(match.groups())}, or a folder in {path / 'snapshots'}"

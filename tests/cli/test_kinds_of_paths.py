@@ -189,7 +189,10 @@ def test_the_commands_ask(command: str, kind: str, capsys: pytest.CaptureFixture
         ("test --local_dir hf --reference hf", "--local_dir hf: is a HuggingFace model"),
         ("merge Qwen/Qwen3-0.6B out", "no such folder: a model on the hub is only taken as --hf_model_path"),
         ("convert root --output_path out --format torch_dist --hf_model_path a/b", "this is a folder, and no model"),
-        ("merge legacy/iter_0000010 out", "does not take: this package does not read it: Megatron-LM converts it"),
+        (
+            "merge legacy/iter_0000010 out",
+            "does not take: this package does not read it: Megatron-LM itself",
+        ),
         ("list bin", "`mcore-ckpt convert` needs its weights as model.safetensors"),
         ("list trainer", "such as trainer/checkpoint-500: `mcore-ckpt convert --hf_model_path trainer/checkpoint-500"),
         ("merge megatron/iter_0000010 out --step 10", "and no folder of steps: leave out --step"),

@@ -56,7 +56,7 @@ def test_convert_and_compare(form: str, hub: HubServer, published: Path, tmp_pat
     assert main(["test", "--local_dir", str(out), "--reference", str(published)]) == 0
     # Of a revision that was published with other weights.
     assert main(["test", "--local_dir", str(out), "--reference", NAME, "--revision", "v1"]) == 1
-    assert main(["test", f"{NAME}@v1", "--reference", NAME, "--hf_model_path", NAME]) == 1
+    assert main(["test", f"{NAME}@v1", "--reference", NAME]) == 1
     assert main(["test", f"{NAME}@v1", "--reference", NAME, "--revision", "v1"]) == 0
 
 

@@ -31,7 +31,7 @@ OF_A_STEP = {
     "first save's sweep": {"list": 1, "stat": 1},
     "spelling of a step": {},
     # Besides, the whole manifest is read, for the sum of the sizes and for what the step is worth.
-    "mcore-ckpt list": {"list": 2, "stat": 7, "open": 2, "read": 2},
+    "mcore-ckpt list": {"list": 2, "stat": 8, "open": 2, "read": 2},
     # It keeps all of these steps, so it looks what they are worth. Besides, the sizes of all files: two here, in two
     # folders. And one more look for leftovers.
     "mcore-ckpt prune --dry-run": {"list": 5, "stat": 7, "open": 1, "read": 1},

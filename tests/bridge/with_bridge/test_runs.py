@@ -83,7 +83,8 @@ def test_an_asynchronous_run_goes_on(tmp_path: Path, uninterrupted: Uninterrupte
 
 
 @pytest.mark.shows("Megatron-Bridge", "other layout")
-@pytest.mark.parametrize("after", [PIPELINE_PARALLEL, pytest.param(DATA_PARALLEL, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("after", [PIPELINE_PARALLEL, DATA_PARALLEL])
 def test_another_layout_loads_what_bridges_own_manager_loads(
     tmp_path: Path, left_by_bridge: BridgeRun, after: Mapping[str, Any]
 ) -> None:
