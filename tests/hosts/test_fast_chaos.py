@@ -8,7 +8,8 @@ from host_jobs import JobServer
 
 
 # With seed 534, the processes of a host die in a save, and a host is lost while a step goes to the root.
-@pytest.mark.parametrize(("kills", "seed"), [(2, "534"), pytest.param(12, "6", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize(("kills", "seed"), [(2, "534"), (12, "6")])
 def test_random_kills(kills: int, seed: str, tmp_path: Path, job_server: JobServer) -> None:
     for outcome in Chain(seed, tmp_path, job_server).run(kills):
         assert not outcome.problems, line_of(outcome)

@@ -42,6 +42,7 @@ def test_a_part_of_the_states_of_saves(tmp_path: Path) -> None:
     assert all(each["problem"] for each in found["without"])
 
 
+@pytest.mark.full
 def test_a_part_of_the_states_of_all_else(tmp_path: Path) -> None:
     assert run(tmp_path, "outputs", "--states", "30", "--samples", "1")["tried"] == 30
 
