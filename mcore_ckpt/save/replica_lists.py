@@ -85,18 +85,21 @@ def replicated_tensors(
     replicas, at, topology = trainer.replicas, trainer.coordinates, trainer.topology
     first, first_of_experts = (trainer.agreement.rank == ranks[0] for ranks in (replicas.dense, replicas.experts))
     same = [shard for shard in model if not may_differ(shard.key.name, shard.is_buffer) and not shard.is_quantized]
-    dense = [s for s in same if not s.replica and not (topology.experts_apart and s.expert)]
-    experts = [s for s in same if not s.replica and topology.experts_apart and s.expert]
+    apart = topology.experts_apart
+    dense = [s for s in same if not s.replica and not (apart and s.expert)]
+    experts = [s for s in same if not s.replica and apart and s.expert]
     states = [state for of_part in by_part for state in of_part]
-    everywhere = _replicated_states(parts, by_part)
+    everywhere = _states(parts, by_part, is_sharded=False)
     lists: list[tuple[str, Iterable[Member], bool]] = []
     if len(replicas.dense) > 1:
         lists.append(("d", map(_member, dense), first))
-        lists.append(("o", _of(s for s in everywhere if not (topology.experts_apart and s.expert)), first))
-        lists.append(("i", _of(_states_of_instances(parts, by_part)), first and trainer.first_instance))
+        lists.append(("o", _of(s for s in everywhere if not (apart and s.expert)), first))
+        # Of sharded optimizers, only other distributed-optimizer instances have the same regions.
+        instances = _states(parts, by_part, is_sharded=True)
+        lists.append(("i", _of(instances), first and trainer.first_instance))
     if len(replicas.experts) > 1:
         lists.append(("e", map(_member, experts), first_of_experts))
-        lists.append(("x", _of(s for s in everywhere if topology.experts_apart and s.expert), first_of_experts))
+        lists.append(("x", _of(s for s in everywhere if apart and s.expert), first_of_experts))
     if topology.tp > 1:
         whole = [s for s in dense if not s.expert and s.region.numel == prod(s.region.global_shape)]
         names = {shard.key.name for shard in whole}
@@ -115,21 +118,12 @@ def _member(shard: LocalShard) -> Member:
     return shard.key.name, shard.region, shard.tensor
 
 
-def _replicated_states(
-    parts: Sequence[OptimizerPart], by_part: Sequence[Sequence[ParameterState]]
+def _states(
+    parts: Sequence[OptimizerPart], by_part: Sequence[Sequence[ParameterState]], is_sharded: bool
 ) -> list[ParameterState]:
-    """Returns the states of optimizers that each data-parallel rank has whole."""
-    whole = (states for part, states in zip(parts, by_part, strict=True) if not part.is_sharded)
-    return [state for states in whole for state in states]
-
-
-def _states_of_instances(
-    parts: Sequence[OptimizerPart], by_part: Sequence[Sequence[ParameterState]]
-) -> Iterator[ParameterState]:
-    """Yields the states of sharded optimizers. Only other distributed-optimizer instances have the same regions."""
-    for part, states in zip(parts, by_part, strict=True):
-        if part.is_sharded:
-            yield from states
+    """Returns the states of the optimizers that are, or are not, divided among data-parallel ranks."""
+    pairs = zip(parts, by_part, strict=True)
+    return [state for part, states in pairs if part.is_sharded == is_sharded for state in states]
 
 
 def _of(states: Iterable[ParameterState]) -> Iterator[Member]:
