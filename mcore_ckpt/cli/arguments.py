@@ -153,7 +153,7 @@ def check_patterns(flag: str, patterns: Sequence[str]) -> None:
 
 def check_not_given(args: argparse.Namespace, flags: Sequence[str], why: str) -> None:
     """Raises InvalidArgumentError, which says why they have no effect, if some of these flags are given."""
-    given = [flag for flag in flags if getattr(args, flag.lstrip("-").replace("-", "_")) not in (None, False)]
+    given = [flag for flag in flags if getattr(args, _name_of(flag)) not in (None, False)]
     if given:
         raise InvalidArgumentError(f"{', '.join(given)}: without effect, {why}: leave out what has no effect")
 
@@ -236,6 +236,11 @@ def command_agreement(name: str, timeout_s: float, start_s: float = START_TIMEOU
         yield agreement
 
 
+def _name_of(flag: str) -> str:
+    """Returns the name that argparse gives to the value of a flag."""
+    return flag.lstrip("-").replace("-", "_")
+
+
 STAGE_FLAGS = (
     "--first-stage-layers",
     "--last-stage-layers",
@@ -263,4 +268,4 @@ def add_stage_options(parser: argparse.ArgumentParser) -> None:
 
 def stage_options(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the fields of WantedLayout that `add_stage_options` has read."""
-    return {name: getattr(args, name) for name in (flag.lstrip("-").replace("-", "_") for flag in STAGE_FLAGS)}
+    return {name: getattr(args, name) for name in map(_name_of, STAGE_FLAGS)}
