@@ -18,6 +18,7 @@ from mcore_ckpt.errors import (
     CheckpointError,
     InvalidArgumentError,
     InvalidTypeError,
+    UnsupportedError,
 )
 from mcore_ckpt.recover import recover, resumable_steps, retried
 from mcore_ckpt.schedule import Frequency, RoleSchedules, Schedule
@@ -109,6 +110,27 @@ def test_every_error_of_a_public_call_is_a_checkpoint_error(name: str, tmp_path:
     with pytest.raises(built_in) as caught:
         call(tmp_path)
     assert isinstance(caught.value, CheckpointError), repr(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (1 << 2039, r"extra_state\['seen'\] is an int of 2040 bits"),
+        ([{tuple(range(64)): 1}], r"a key of extra_state\['seen'\]\[0\] is a .*tuple that readers do not take"),
+        (torch.zeros(2, dtype=torch.uint8).view(torch.bits8), r"extra_state\['seen'\] is a .*torch\.bits8"),
+    ],
+    ids=["int", "key", "bits"],
+)
+def test_what_readers_refuse_is_refused_by_field_before_a_save_returns(value: Any, words: str, tmp_path: Path) -> None:
+    """Later, in the background, nobody would know the field any more, and the save would be lost."""
+    config = CheckpointConfig(save_contents=("model", "extra"), load_contents=("model", "extra"), async_save=True)
+    manager = CheckpointManager(tmp_path, Model(), config=config)
+    with pytest.raises(UnsupportedError, match=words):
+        manager.save(1, extra_state={"seen": value})
+    assert not list(tmp_path.glob("global_steps_*"))
+    manager.save(1, extra_state={"seen": 3}).wait()
+    assert manager.load().extra_state == {"seen": 3}
+    manager.close()
 
 
 def test_every_error_is_documented_and_travels_between_ranks() -> None:

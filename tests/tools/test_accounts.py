@@ -143,6 +143,26 @@ def test_a_file_that_the_index_does_not_list_is_named(tmp_path: Path, capsys: py
     assert (status, reasons(report)) == (0, {NOT_LISTED: ["consolidated.safetensors"]})
 
 
+@pytest.mark.parametrize("has_index", [True, False])
+def test_a_file_that_the_index_of_a_base_does_not_list_is_named(
+    has_index: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The merged model has the base's weights, so what was not read of the base is told, and is not copied."""
+    hf = make_hf_folder(tmp_path / "hf", "qwen3")
+    if has_index:
+        names = load_file(hf / "model.safetensors")
+        (hf / "model.safetensors").rename(hf / "model-00001-of-00001.safetensors")
+        index = {"weight_map": dict.fromkeys(names, "model-00001-of-00001.safetensors")}
+        (hf / "model.safetensors.index.json").write_text(json.dumps(index))
+    save_file({"a": torch.ones(1)}, hf / "extra.safetensors")
+    config = (hf / "config.json").read_bytes()
+    role = make(tmp_path / "s", adapters(), config=config, adapters=AdapterSettings(8))
+    status, report = run(capsys, "merge", role, tmp_path / "merged", "--hf_model_path", hf)
+    assert status == 0
+    assert reasons(report)[NOT_LISTED] == ["extra.safetensors"]
+    assert not (tmp_path / "merged" / "extra.safetensors").exists()
+
+
 # -- what is trained beside adapters -------------------------------------------------------------------------
 
 
