@@ -472,6 +472,19 @@ def test_two_runs_and_one_folder_of_a_node(
             find_steps([tmp_path / "node"], 4, tmp_path / "a")
 
 
+def test_a_save_keeps_what_another_run_has_staged_in_the_folder_of_a_node(tmp_path: Path) -> None:
+    """Another node may have committed it before both trainings died."""
+    fast = FastTier(tmp_path / "node", replicas=0)
+    train(tmp_path / "a", 10, fast=fast)
+    role_dir = file_names.step_dir(tmp_path / "node", 10) / "actor"
+    staged = file_names.staging_dir(role_dir, read_manifest(role_dir).attempt)
+    shutil.copytree(role_dir, staged)
+    train(tmp_path / "b", 1, fast=fast)
+    assert staged.exists()
+    train(tmp_path / "a", 20, load="auto", fast=fast)
+    assert not staged.exists()
+
+
 def test_commits_that_a_start_does_not_see_are_older(tmp_path: Path) -> None:
     """They are in the store alone, or on nodes that are away."""
     remote = f"file://{tmp_path}/store"
