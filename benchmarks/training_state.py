@@ -1,4 +1,4 @@
-"""A real megatron-core training on CPU, sized by what a checkpoint of it weighs.
+"""A real megatron-core training, sized by what a checkpoint of it weighs. It runs on the current GPU, or on the CPU.
 
 GPTModel in bfloat16 under DistributedDataParallel, DistributedOptimizer with Adam: main parameter and both moments in
 float32, so 14 bytes a parameter over all ranks' files.
@@ -15,7 +15,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
@@ -38,6 +41,8 @@ class Shape:
     num_layers: int
     hidden_size: int
     vocab_size: int
+    sequence_length: int = SEQUENCE_LENGTH
+    num_microbatches: int = 1
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,8 @@ class TrainingState:
     model: list[DistributedDataParallel]
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
-    vocab_size: int
+    shape: Shape
+    device: torch.device
 
 
 def shape_of_size(gigabytes: float) -> Shape:
@@ -63,40 +69,49 @@ def shape_of_tensors(tensors: int) -> Shape:
     return Shape(num_layers=max(1, round(tensors / TENSORS_PER_LAYER)), hidden_size=64, vocab_size=256)
 
 
-def build(shape: Shape, tp: int = 1, pp: int = 1, **optimizer_config: Any) -> TrainingState:
+def build(shape: Shape, tp: int = 1, pp: int = 1, fp8: bool = False, **optimizer_config: Any) -> TrainingState:
     """Every rank's training state, after one step: the optimizer has made its moments. What tp and pp leave is dp.
 
-    `optimizer_config` are further settings of megatron's OptimizerConfig.
+    Args:
+        shape: the sizes of the model and of a step.
+        tp, pp: the sizes of the tensor- and pipeline-parallel groups.
+        fp8: whether the weights of linear layers are in FP8. Needs transformer-engine and a GPU that has FP8.
+        optimizer_config: further settings of megatron's OptimizerConfig.
     """
     enable_cpu()
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(tp, pp, create_gloo_process_groups=True)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     torch.manual_seed(1)
-    config = _transformer_config(shape, tp, pp)
+    config = _transformer_config(shape, tp, pp, fp8)
     decoder = GPTModel(
         config,
-        get_gpt_layer_local_spec(normalization="RMSNorm"),
+        get_gpt_layer_with_transformer_engine_spec() if fp8 else get_gpt_layer_local_spec(normalization="RMSNorm"),
         vocab_size=shape.vocab_size,
-        max_sequence_length=SEQUENCE_LENGTH,
+        max_sequence_length=shape.sequence_length,
         position_embedding_type="rope",
         share_embeddings_and_output_weights=False,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
+    ).to(device)
+    if not fp8:
+        _fill(decoder)
+    ddp_config = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, grad_reduce_in_fp32=True, fp8_param_gather=fp8
     )
-    _fill(decoder)
-    ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
     model = [DistributedDataParallel(config, ddp_config, Float16Module(config, decoder))]
     settings = {"bf16": True, "params_dtype": torch.bfloat16, "use_distributed_optimizer": True, **optimizer_config}
     optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-4, min_lr=1e-5, **settings), model)
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
-    state = TrainingState(model, optimizer, _scheduler(optimizer), shape.vocab_size)
+    state = TrainingState(model, optimizer, _scheduler(optimizer), shape, device)
     train_step(state)
     return state
 
 
-def _transformer_config(shape: Shape, tp: int, pp: int) -> TransformerConfig:
+def _transformer_config(shape: Shape, tp: int, pp: int, fp8: bool) -> TransformerConfig:
     return TransformerConfig(
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
@@ -114,9 +129,11 @@ def _transformer_config(shape: Shape, tp: int, pp: int) -> TransformerConfig:
         add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        use_cpu_initialization=True,
+        # transformer-engine makes weights in FP8 on the GPU only.
+        use_cpu_initialization=not fp8,
         # Megatron's draws each weight in float32 first, which takes longer than what is measured.
-        perform_initialization=False,
+        perform_initialization=fp8,
+        **({"fp8": "e4m3", "fp8_param": True} if fp8 else {}),
         gradient_accumulation_fusion=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
@@ -155,10 +172,10 @@ def train_step(state: TrainingState) -> None:
     state.optimizer.zero_grad()
     get_forward_backward_func()(
         forward_step_func=_forward_step,
-        data_iterator=_batches(state.vocab_size),
+        data_iterator=_batches(state),
         model=state.model,
-        num_microbatches=1,
-        seq_length=SEQUENCE_LENGTH,
+        num_microbatches=state.shape.num_microbatches,
+        seq_length=state.shape.sequence_length,
         micro_batch_size=1,
         forward_only=False,
     )
@@ -166,9 +183,9 @@ def train_step(state: TrainingState) -> None:
     state.scheduler.step(1)
 
 
-def _batches(vocab_size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _batches(state: TrainingState) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     while True:
-        tokens = torch.randint(0, vocab_size, (1, SEQUENCE_LENGTH + 1))
+        tokens = torch.randint(0, state.shape.vocab_size, (1, state.shape.sequence_length + 1), device=state.device)
         yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
@@ -176,7 +193,8 @@ def _forward_step(
     batches: Iterator[tuple[torch.Tensor, torch.Tensor]], chunk: DistributedDataParallel
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]]:
     tokens, labels = next(batches)
-    output = chunk(tokens, torch.arange(SEQUENCE_LENGTH)[None], None, labels=labels)
+    positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+    output = chunk(tokens, positions, None, labels=labels)
     return output, lambda losses: (losses.mean(), {"loss": losses.detach().mean()})
 
 
