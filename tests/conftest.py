@@ -56,6 +56,7 @@ NOT_QUICK = frozenset(
         "test_first_save.py",
         "test_foreign_models.py",
         "test_fsdp_reader.py",
+        "test_gpu_checks.py",
         "test_hub.py",
         "test_inspect_page.py",
         "test_huggingface_writer.py",
