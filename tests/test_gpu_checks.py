@@ -30,6 +30,9 @@ import atexit, os, signal, subprocess
 from gpu_checks.outcome import Failed, NotPossible
 
 def passes(*arguments): return " and ".join(arguments) or "all well"
+def saves():
+    for name in ("saved-1", "nccl-1"):
+        os.mkdir(os.path.join(os.environ["TMPDIR"], name))
 def of_rank(): return int(os.environ["RANK"]), os.environ["WORLD_SIZE"]
 def fails(): raise Failed("it is too slow")
 def is_missing(): raise NotPossible("no wheel")
@@ -118,6 +121,17 @@ def test_processes_of_others_are_left(tmp_path: Path) -> None:
         other.kill()
 
 
+def test_tests_do_not_see_the_modules_of_checks(tmp_path: Path) -> None:
+    """benchmarks/layouts.py is not tests/distributed/layouts.py."""
+    names = "import importlib.util as u; print(*(bool(u.find_spec(n)) for n in ('fakes', 'gpu_checks', 'layouts')))"
+    (tmp_path / "fakes.py").write_text(
+        "import sys; from gpu_checks import runner; from pathlib import Path\n"
+        f"def sees(log):\n runner.run(runner.Command((sys.executable, '-c', {names!r}), Path(log)), 600.0)\n"
+        " return Path(log).read_text()\n"
+    )
+    assert called("sees", tmp_path, str(tmp_path / "log")).found.split() == ["True", "False", "False"]
+
+
 def test_a_rank_that_fails_ends_the_others() -> None:
     calls = [Call("fakes:hangs"), Call("fakes:fails")]
     first, second = call_all(calls, 600.0, Path(os.environ["TMPDIR"]) / "calls")
@@ -151,6 +165,13 @@ def test_one_failure_is_exit_status_1(capsys: pytest.CaptureFixture[str]) -> Non
     assert program.main([], checks) == 1
     printed = capsys.readouterr().out
     assert "\n| title of fails | failed | it is too slow |\n| title of passes | passed | all well |\n" in printed
+
+
+def test_checkpoints_are_removed_and_logs_stay(tmp_path: Path) -> None:
+    assert program.main([], (Check("saves", "saves", "fakes:saves", 600.0),)) == 0
+    (folder,) = tmp_path.glob("gpu_check-*/saves")
+    assert sorted(path.name for path in folder.iterdir()) == ["nccl-1", "own"]
+    assert (folder / "own" / "0.log").exists()
 
 
 def test_an_unknown_check_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

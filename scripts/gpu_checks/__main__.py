@@ -7,6 +7,7 @@ Start it with scripts/gpu_check.sh, which builds the package first.
 
 import argparse
 import os
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -34,6 +35,7 @@ def main(words: list[str], checks: tuple[Check, ...] = CHECKS) -> int:
         inside = Call(check.function, (), {"TMPDIR": _made(folder / check.name)})
         (outcomes[check],) = call_all([inside], check.limit_s, folder / check.name / "own")
         print(f"{number:2}. {check.title}: {outcomes[check].line}", flush=True)
+        _remove_data(folder / check.name)
     print("\nFor docs/benchmarks.md:\n")
     print(block({check.title: outcome for check, outcome in outcomes.items()}), flush=True)
     return int(any(outcome.status == "failed" for outcome in outcomes.values()))
@@ -42,6 +44,13 @@ def main(words: list[str], checks: tuple[Check, ...] = CHECKS) -> int:
 def _made(folder: Path) -> str:
     os.makedirs(folder)
     return str(folder)
+
+
+def _remove_data(folder: Path) -> None:
+    """Removes checkpoints and the files of tests, which would fill the disk. Logs and results stay."""
+    for pattern in ("saved-*", "pytest-of-*"):
+        for data in folder.glob(pattern):
+            shutil.rmtree(data, ignore_errors=True)
 
 
 if __name__ == "__main__":

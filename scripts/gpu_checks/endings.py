@@ -33,7 +33,7 @@ def endings() -> str:
     failed = []
     for mode in ("lazy", "snapshot"):
         for ending in ("closed", "left_open"):
-            root = tempfile.mkdtemp(prefix=f"{mode}-{ending}-")
+            root = tempfile.mkdtemp(prefix=f"saved-{mode}-{ending}-")
             try:
                 on_ranks(f"gpu_checks.endings:{ending}", mode, root, limit_s=LIMIT_S)
                 _check_step(Path(root))

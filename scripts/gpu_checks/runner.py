@@ -18,6 +18,8 @@ from gpu_checks.outcome import Outcome
 
 SCRIPTS = Path(__file__).resolve().parents[1]
 REPOSITORY = SCRIPTS.parent
+# Where calls find their modules. Commands do not: the tests have modules of the same names.
+FOR_CALLS = (SCRIPTS, REPOSITORY / "benchmarks")
 
 # All processes that a command starts inherit this variable. Process groups would not do, because torchrun and tests
 # make groups of their own.
@@ -102,7 +104,7 @@ def call_all(calls: Sequence[Call], limit_s: float, folder: Path) -> list[Outcom
         Command(
             (sys.executable, "-m", "gpu_checks.child", call.function, str(result), *call.arguments),
             result.with_suffix(".log"),
-            call.more,
+            {"PYTHONPATH": _python_path(*FOR_CALLS), **call.more},
         )
         for call, result in zip(calls, results, strict=True)
     ]
@@ -143,8 +145,7 @@ def run(command: Command, limit_s: float) -> Ended:
 
 
 def _start(command: Command, mark: str) -> subprocess.Popen[bytes]:
-    path = os.pathsep.join(map(str, (REPOSITORY, SCRIPTS, REPOSITORY / "benchmarks")))
-    environment = {**os.environ, "PYTHONPATH": _joined(path, os.environ.get("PYTHONPATH")), **command.more, MARK: mark}
+    environment = {**os.environ, "PYTHONPATH": _python_path(), **command.more, MARK: mark}
     with open(command.log, "wb") as log, open(command.output or os.devnull, "wb") as output:
         return subprocess.Popen(
             command.words,
@@ -157,8 +158,10 @@ def _start(command: Command, mark: str) -> subprocess.Popen[bytes]:
         )
 
 
-def _joined(path: str, more: str | None) -> str:
-    return path if not more else f"{path}{os.pathsep}{more}"
+def _python_path(*own: Path) -> str:
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    others = [entry for entry in given if entry and Path(entry) not in (REPOSITORY, *FOR_CALLS)]
+    return os.pathsep.join(map(str, (REPOSITORY, *own, *others)))
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], deadline: float) -> bool:
