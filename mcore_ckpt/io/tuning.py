@@ -43,6 +43,10 @@ SHARE_BYTES = 16 << 20
 # is done.
 COPY_GROUP_BYTES = 64 << 20
 
+# Size of a piece of the weights that a save makes from main parameters. On the device of the weights there is one piece
+# at a time.
+WEIGHT_PIECE_BYTES = 256 << 20
+
 # Memory that a load uses for tensors that it cannot fill in place: those of another dtype or not in row-major order.
 CONVERT_BYTES = 128 << 20
 

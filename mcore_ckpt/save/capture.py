@@ -6,7 +6,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import compress
+from itertools import accumulate, compress
 from typing import NamedTuple
 
 import torch
@@ -22,7 +22,8 @@ class FileTensors(NamedTuple):
     """The tensors to save to one file, in the order of its request.
 
     Attributes:
-        tensors: the tensors, with any strides, in host memory or on a GPU.
+        tensors: the tensors, with any strides, in host memory or on a GPU. Those on the device `meta` stand for weights
+            that `WeightCopies` copies.
         addresses: the address of each tensor's first element.
         in_rows: whether all tensors are contiguous.
     """
@@ -58,6 +59,12 @@ def arena_bytes(files: Sequence[FilePlan]) -> int:
     return sum(page_ceil(plan.head) + page_ceil(plan.nbytes) for plan in files)
 
 
+def image_places(files: Sequence[FilePlan]) -> list[int]:
+    """Returns the offset in the buffer of the first byte of this rank's range of each file, a multiple of the page."""
+    ends = accumulate(page_ceil(plan.head) + page_ceil(plan.nbytes) for plan in files)
+    return [end - page_ceil(plan.nbytes) for end, plan in zip(ends, files, strict=True)]
+
+
 def capture_in_place(files: Sequence[FilePlan], tensors: Sequence[FileTensors]) -> Capture:
     """Captures without copying. The tensors are in host memory, and must not change until they are on the disk."""
     writes: list[FileWrite] = []
@@ -69,7 +76,11 @@ def capture_in_place(files: Sequence[FilePlan], tensors: Sequence[FileTensors]) 
 
 
 def capture_copies(
-    files: Sequence[FilePlan], tensors: Sequence[FileTensors], buffer: _native.HostBuffer, device: DeviceCopies | None
+    files: Sequence[FilePlan],
+    tensors: Sequence[FileTensors],
+    buffer: _native.HostBuffer,
+    device: DeviceCopies | None,
+    weights: _native.DeviceEvent | None = None,
 ) -> Capture:
     """Copies the tensors to their places in images.
 
@@ -80,26 +91,25 @@ def capture_copies(
         tensors: the tensors of each file.
         buffer: host memory of at least `arena_bytes(files)` bytes, pinned if tensors are on a GPU.
         device: makes the copies from the GPU; None if no tensor is on a GPU.
+        weights: the event after the last copy by which `device` has brought weights to the images (`WeightCopies`);
+            None if they are there already.
     """
     started = time.perf_counter()
     host, on_device = _Columns(), _Columns()
     copied_from: list[torch.Tensor] = []
     places: list[tuple[FilePlan, int, list[tuple[int, int]]]] = []
-    place = 0  # the offset of the next image in the buffer
-    for plan, members in zip(files, tensors, strict=True):
+    for plan, members, place in zip(files, tensors, image_places(files), strict=True):
         first, found, addresses = _locate(plan, members)
         copied_from += found
         parts = plan.parts
-        place += page_ceil(plan.head)
         offsets = [place - plan.start + at for at in parts.at]
         sources = [addresses[tensor - first] + skip for tensor, skip in zip(parts.tensor, parts.skip, strict=True)]
-        on_gpu = _on_gpu(found)
+        on_gpu, on_host = _devices(found)
         is_cuda = [on_gpu[tensor - first] for tensor in parts.tensor]
-        host.add(offsets, sources, parts.nbytes, [not cuda for cuda in is_cuda])
+        host.add(offsets, sources, parts.nbytes, [on_host[tensor - first] for tensor in parts.tensor])
         before = len(on_device.nbytes)
         on_device.add(offsets, sources, parts.nbytes, is_cuda)
         places.append((plan, place, list(enumerate(compress(parts.at, is_cuda), before + 1))))
-        place += page_ceil(plan.nbytes)
     events: list[tuple[int, _native.DeviceEvent]] = []
     if on_device.nbytes:
         assert device is not None, "tensors on a GPU without copies from it"
@@ -108,7 +118,8 @@ def capture_copies(
         destinations = [buffer.address + offset for offset in host.offsets]
         _native.copy_host(destinations, host.sources, host.nbytes, HOST_THREADS)
     writes = tuple(
-        FileWrite(plan, buffer=buffer, offset=at, ready=_ready(plan, copies, events)) for plan, at, copies in places
+        FileWrite(plan, buffer=buffer, offset=at, ready=_ready(plan, copies, events, weights))
+        for plan, at, copies in places
     )
     return Capture(writes, time.perf_counter() - started)
 
@@ -146,13 +157,17 @@ def _locate(plan: FilePlan, members: FileTensors) -> _Located:
     return _Located(first, found, addresses)
 
 
-def _on_gpu(tensors: Sequence[torch.Tensor]) -> list[bool]:
+def _devices(tensors: Sequence[torch.Tensor]) -> tuple[list[bool], list[bool]]:
+    """Returns which tensors are on a GPU, and which are in host memory."""
     with torch._C.DisableTorchFunction():
-        return [tensor.is_cuda for tensor in tensors]
+        return [tensor.is_cuda for tensor in tensors], [tensor.is_cpu for tensor in tensors]
 
 
 def _ready(
-    plan: FilePlan, copies: Sequence[tuple[int, int]], events: Sequence[tuple[int, _native.DeviceEvent]]
+    plan: FilePlan,
+    copies: Sequence[tuple[int, int]],
+    events: Sequence[tuple[int, _native.DeviceEvent]],
+    weights: _native.DeviceEvent | None = None,
 ) -> list[tuple[int, _native.DeviceEvent]]:
     """Lists, for each event, the offset in the file up to which all bytes have arrived once the event has happened.
 
@@ -161,7 +176,10 @@ def _ready(
         copies: for each copy from the GPU to this file: (the number of the copy, counted from 1 over all files; its
             offset in the file).
         events: for each event: (how many copies are done once it has happened, the event). The numbers ascend.
+        weights: the event after the copies of weights, which came before all of these copies.
     """
+    if not copies and weights is not None:
+        return [(plan.stop, weights)]
     counts = [count for count, _ in copies]
     ready: list[tuple[int, _native.DeviceEvent]] = []
     for done, event in events:

@@ -11,6 +11,8 @@ from mcore_ckpt.io.host_memory import HostMemory
 from mcore_ckpt.io.pages import page_ceil
 from mcore_ckpt.save.capture import Capture, FileTensors, arena_bytes, capture_copies
 from mcore_ckpt.save.device_copies import DeviceCopies
+from mcore_ckpt.save.weight_copies import WeightCopies
+from mcore_ckpt.state.main_weights import MainWeights
 
 
 @dataclass(frozen=True)
@@ -76,12 +78,45 @@ class HostImages:
         nbytes = arena_bytes([files[number] for number in fitting])
         return ReservedImages(self._memory.take(nbytes, pinned=False) if fitting else None, fitting)
 
+    def copy_weights(
+        self,
+        weights: MainWeights,
+        files: Sequence[FilePlan],
+        tensors: Sequence[FileTensors],
+        buffer: _native.HostBuffer | None,
+    ) -> _native.DeviceEvent | None:
+        """Makes weights from main parameters, and copies them to their places in images, or their own memory.
+
+        All ranks call it, before `capture`.
+
+        Args:
+            weights: the weights.
+            files: the files of this rank that have an image.
+            tensors: the tensors of each of these files.
+            buffer: the reserved memory; None if no file has an image.
+
+        Returns:
+            The event after the last copy from a GPU; None if there was none.
+        """
+        if not weights.pieces:
+            return None
+        device = self._device_copies if weights.is_cuda else None
+        copies = WeightCopies(weights.by_parameter.values(), files, tensors, buffer, device)
+        weights.make(copies.take)
+        return copies.arrived
+
+    def _device_copies(self) -> DeviceCopies:
+        if self._device is None:
+            self._device = DeviceCopies()
+        return self._device
+
     def capture(
         self,
         files: Sequence[FilePlan],
         tensors: Sequence[FileTensors],
         buffer: _native.HostBuffer,
         lazy: Sequence[tuple[int, int]] | None,
+        weights: _native.DeviceEvent | None = None,
     ) -> Capture:
         """Copies the tensors into images in the buffer.
 
@@ -92,12 +127,13 @@ class HostImages:
             lazy: None: wait for all copies, so that all tensors may change when this returns. Otherwise: do not wait
                 for copies from a GPU. Code that changes a tensor on a GPU must then call `hold` first. The tensors with
                 the given (file, tensor) numbers are cloned on the GPU, so that they may change immediately.
+            weights: what `copy_weights` has returned.
         """
         if lazy is not None:
             tensors = _detached(tensors, lazy)
-        if self._device is None and any(tensor.is_cuda for members in tensors for tensor in members.tensors):
-            self._device = DeviceCopies()
-        capture = capture_copies(files, tensors, buffer, self._device)
+        if any(tensor.is_cuda for members in tensors for tensor in members.tensors):
+            self._device_copies()
+        capture = capture_copies(files, tensors, buffer, self._device, weights)
         if lazy is None:
             self.wait()
         return capture

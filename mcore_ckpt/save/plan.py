@@ -87,11 +87,11 @@ class SavePlan:
 
     Attributes:
         files: the files, in the order in which they are written.
-        tensors: the tensors of each file.
+        tensors: the tensors of each file. Those of `weights` have no memory (device `meta`).
         buffers: the (file, tensor) numbers of tensors that may change at any point of a training step.
         on_gpu: whether any tensor is on a GPU.
         on_host: whether any parameter or optimizer state is in host memory.
-        weights: the weights that must be filled from main parameters before the capture.
+        weights: the weights that must be made from main parameters before the capture.
         groups: which parameters are in which param groups.
         replicated: the tensors that other ranks have, too.
         copies: the host copies of the buffers that are offloaded.
@@ -106,6 +106,25 @@ class SavePlan:
     groups: GroupMembers
     replicated: tuple[ReplicatedTensors, ...]
     copies: HostCopies = field(default_factory=dict)
+
+    def with_own_weights(self, files: Iterable[int]) -> SavePlan:
+        """Gives host memory of its own to each weight of these files that is made from main parameters.
+
+        Files that are written straight from their tensors need it until they are written. In other files, these
+        weights have no memory but that of the file's image.
+
+        Raises MemoryError if the system does not have the memory.
+        """
+        if not self.weights.by_parameter:
+            return self
+        new: dict[int, torch.Tensor] = {}
+        tensors = list(self.tensors)
+        for number in files:
+            stand_ins = {id(each): each for each in tensors[number].tensors if each.is_meta}
+            new |= {at: torch.empty(each.shape, dtype=each.dtype) for at, each in stand_ins.items()}
+            if stand_ins:
+                tensors[number] = FileTensors.of([new.get(id(each), each) for each in tensors[number].tensors])
+        return replace(self, tensors=tuple(tensors), weights=self.weights.with_tensors(new))
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,7 +244,7 @@ def _with_host_copies(plan: SavePlan, copies: HostCopies) -> SavePlan:
     if not copies:
         return plan
     tensors = tuple(FileTensors.of(in_host_memory(members.tensors, copies)) for members in plan.tensors)
-    return replace(plan, tensors=tensors, on_gpu=_on_gpu(tensors), on_host=True, copies=copies)
+    return replace(plan, tensors=tensors, on_gpu=_on_gpu(tensors, plan.weights), on_host=True, copies=copies)
 
 
 # Where addresses have 48 bits, no tensor with memory is below this address. On other systems all tensors may be below
@@ -256,7 +275,7 @@ def _new_plan(trainer: Trainer, structures: StructureCache) -> SavePlan:
     by_part = _parameter_states(trainer, model)
     requests = _write_requests(trainer, weights, model, by_part)
     for request in requests:
-        _refuse_other_devices(request)
+        _refuse_other_devices(request, weights)
     plans = [(plan_file(request, trainer.agreement.rank, structures), request) for request in requests]
     plans = [(plan, request) for plan, request in plans if plan.nbytes]
     tensors = tuple(FileTensors.of([write.tensor for write in request.tensors]) for _, request in plans)
@@ -269,7 +288,7 @@ def _new_plan(trainer: Trainer, structures: StructureCache) -> SavePlan:
             for position, write in enumerate(request.tensors)
             if write.is_buffer
         ),
-        on_gpu=_on_gpu(tensors),
+        on_gpu=_on_gpu(tensors, weights),
         on_host=_on_host(request for _, request in plans),
         weights=weights,
         groups=GroupMembers.of(by_part),
@@ -282,10 +301,10 @@ def _new_plan(trainer: Trainer, structures: StructureCache) -> SavePlan:
     )
 
 
-def _weights_to_save(trainer: Trainer, on: str | None = None) -> MainWeights:
+def _weights_to_save(trainer: Trainer, has_memory: bool = True) -> MainWeights:
     if not saves_model(trainer):
         return NO_WEIGHTS
-    return weights_to_save(trainer.chunks, trainer.optimizer, on)
+    return weights_to_save(trainer.chunks, trainer.optimizer, has_memory)
 
 
 def saves_model(trainer: Trainer) -> bool:
@@ -327,7 +346,8 @@ def estimated_bytes(trainer: Trainer) -> int:
     parts = [] if trainer.optimizer is None else optimizer_parts(trainer.optimizer)
     to_come = max((part.bytes_of_first_step() for part in parts), default=0)
     model = model_shards(trainer.chunks)
-    requests = _write_requests(trainer, _weights_to_save(trainer, on="meta"), model, _parameter_states(trainer, model))
+    weights = _weights_to_save(trainer, has_memory=False)
+    requests = _write_requests(trainer, weights, model, _parameter_states(trainer, model))
     total = sum(_estimated_request_bytes(request, to_come) for request in requests)
     return total + total // _HEADERS_PART
 
@@ -344,17 +364,19 @@ def _estimated_request_bytes(request: WriteRequest, to_come: int) -> int:
     return nbytes // max(1, len(request.writers))
 
 
-def _on_gpu(tensors: Iterable[FileTensors]) -> bool:
-    return any(tensor.is_cuda for members in tensors for tensor in members.tensors)
+def _on_gpu(tensors: Iterable[FileTensors], weights: MainWeights) -> bool:
+    each = [tensor for members in tensors for tensor in members.tensors]
+    return any(tensor.is_cuda for tensor in each) or (weights.is_cuda and any(tensor.is_meta for tensor in each))
 
 
 def _on_host(requests: Iterable[WriteRequest]) -> bool:
-    return any(not (write.tensor.is_cuda or write.is_buffer) for request in requests for write in request.tensors)
+    return any(write.tensor.is_cpu and not write.is_buffer for request in requests for write in request.tensors)
 
 
-def _refuse_other_devices(request: WriteRequest) -> None:
+def _refuse_other_devices(request: WriteRequest, weights: MainWeights) -> None:
+    made = set(map(id, weights.by_parameter.values()))
     for write in request.tensors:
-        if write.tensor.device.type not in ("cpu", "cuda"):
+        if write.tensor.device.type not in ("cpu", "cuda") and id(write.tensor) not in made:
             raise UnsupportedError(
                 f"tensor {write.key} is on device {write.tensor.device}: only CPU and CUDA are supported"
             )

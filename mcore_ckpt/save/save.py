@@ -22,6 +22,7 @@ import torch
 
 from mcore_ckpt.checkpoint.manifest import Manifest, WrittenFile
 from mcore_ckpt.formats.native.writer import FileWriter
+from mcore_ckpt.io import _native
 from mcore_ckpt.io.files import sync_names
 from mcore_ckpt.ranks.rounds import Record
 from mcore_ckpt.save.capture import Capture, capture_in_place
@@ -95,6 +96,8 @@ class Save:
         self._is_async = self._trainer.config.async_save
         self._has_images = self._times.copies_first = self._is_async or self._plan.on_gpu
         self._images = self._reserve_images()
+        self._plan = self._plan.with_own_weights(self._without_image())
+        self._weights_copied: _native.DeviceEvent | None = None
         # Reading one step number per parameter takes a while. Without images the state does not change until the save
         # ends, so the numbers can be read later, while the disk is writing.
         self._steps = read_steps(self._trainer) if self._has_images else None
@@ -138,7 +141,7 @@ class Save:
         try:
             if self._on_nodes is not None:
                 make_staging(attempt)
-            if (self._plan.on_host or self._plan.weights.buckets) and torch.cuda.is_available():
+            if (self._plan.on_host or self._plan.weights.pieces) and torch.cuda.is_available():
                 # verl (0.9.1, `offload_megatron_optimizer`) and megatron's `offload_to_cpu` do not wait for their
                 # copies, so a copy to the host memory that is read now may still be under way.
                 torch.cuda.synchronize()
@@ -157,7 +160,7 @@ class Save:
             if self._is_async and not self._plan.on_gpu:
                 self._events.captured(time.perf_counter(), self._nbytes, time.perf_counter() - self._times["planned"])
             if self._has_images:
-                # The trainer may offload its tensors now, and needs the memory of weights made from main parameters.
+                # The trainer may offload its tensors now.
                 self._plan = replace(self._plan, tensors=(), weights=NO_WEIGHTS, copies={})
         except Exception as error:
             self._capture = error
@@ -285,11 +288,22 @@ class Save:
     # -- capture --------------------------------------------------------------------------------------------
 
     def _complete_weights(self) -> None:
-        """Gathers the weights that this rank has only in part, if they are saved. All ranks call it together."""
-        chunks, weights = self._trainer.chunks, self._plan.weights
+        """Gathers the weights that this rank has only in part, if they are saved. All ranks call it together.
+
+        Those that are made from main parameters are copied at once, because all of them need too much memory.
+        """
+        chunks, plan = self._trainer.chunks, self._plan
         if saves_model(self._trainer):
-            sync_parameters([each for each in chunks if is_gathered_by_megatron(each)] if weights.buckets else chunks)
-            weights.fill()
+            weights, copied = plan.weights, _part_of(plan, self._images.files)
+            sync_parameters([each for each in chunks if is_gathered_by_megatron(each)] if weights.pieces else chunks)
+            images = self._context.host_images
+            self._weights_copied = images.copy_weights(weights, copied.files, copied.tensors, self._images.buffer)
+            # The trainer needs the memory now.
+            self._plan = replace(plan, weights=NO_WEIGHTS)
+
+    def _without_image(self) -> list[int]:
+        images = set(self._images.files)
+        return [number for number in range(len(self._plan.files)) if number not in images]
 
     def _reserve_images(self) -> ReservedImages:
         if not self._has_images:
@@ -301,15 +315,16 @@ class Save:
 
     def _captured(self) -> Capture:
         """Copies the tensors of files that have an image. Other files are written directly from their tensors."""
-        plan, images = self._plan, set(self._images.files)
-        in_place = _part_of(plan, [number for number in range(len(plan.files)) if number not in images])
+        plan = self._plan
+        in_place = _part_of(plan, self._without_image())
         capture = capture_in_place(in_place.files, in_place.tensors)
         # Drop the reference in `_images`, so that a larger buffer can replace this one once the capture is dropped.
         buffer, self._images = self._images.buffer, replace(self._images, buffer=None)
         if buffer is None:
             return capture
         copied = _part_of(plan, self._images.files)
-        copies = self._context.host_images.capture(copied.files, copied.tensors, buffer, self._lazy())
+        images, weights = self._context.host_images, self._weights_copied
+        copies = images.capture(copied.files, copied.tensors, buffer, self._lazy(), weights)
         # The files that are written in place come first, because the trainer may be waiting for them.
         return Capture((*capture.writes, *copies.writes), copies.seconds)
 

@@ -7,57 +7,125 @@ That is so for quantized weights. With `overlap_param_gather` it is also so for 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 
 from mcore_ckpt.errors import UnsupportedError
+from mcore_ckpt.io import tuning
 from mcore_ckpt.state.model import gather_parameters
 from mcore_ckpt.state.optimizer import copy_main_to_model, gather_from_owners
 from mcore_ckpt.state.optimizers.chain import optimizer_parts
 from mcore_ckpt.state.optimizers.part import MainParameter, OptimizerPart
 from mcore_ckpt.state.quantized import has_quantized, is_quantized
 
+# Each rank's part of a piece begins at a multiple of so many elements, because NCCL is slower on unaligned memory.
+_ALIGNMENT = 64
+
 
 @dataclass(frozen=True, eq=False)
 class _Bucket:
-    """A bucket of DistributedDataParallel of which some weights are wanted, and the optimizer that updates it."""
+    """A bucket of DistributedDataParallel of which some weights are wanted, and the optimizer that updates it.
+
+    Each data-parallel rank owns a shard of it. The shards are equally long, and in the order of the ranks.
+    """
 
     part: OptimizerPart
     buffer: Any
     bucket: Any
     wanted: Sequence[torch.Tensor]
 
-    def allocate(self, on: str | None = None) -> torch.Tensor:
-        """Returns memory for all weights of the bucket."""
-        # With its padding, a bucket is as large as its gradients. That of the packed bytes of NVFP4 is smaller.
-        first = self.wanted[0]
-        return torch.empty(self.bucket.grad_data.numel(), dtype=first.dtype, device=on or first.device)
+    @property
+    def group(self) -> Any:
+        return self.part.megatron.data_parallel_group
 
-    def weights(self, memory: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yields the wanted parameters, each with its weight in the memory."""
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.wanted[0].dtype
+
+    @property
+    def shard(self) -> int:
+        """How many elements each rank owns."""
+        # With its padding, a bucket is as large as its gradients. That of the packed bytes of NVFP4 is smaller.
+        count: int = self.bucket.grad_data.numel()
+        return count // self.group.size()
+
+    def weights(self) -> Iterator[tuple[torch.Tensor, int, int]]:
+        """Yields the wanted parameters, each with the place of its weight in the bucket (first element, end)."""
         # `bucket.param_to_index` (0.16) leaves out the padding between parameters. In 0.17 the buffer's own map counts
         # the bytes of NVFP4, and this method the elements.
         index = getattr(self.buffer, "get_unpacked_index_map", lambda: self.buffer.param_index_map)()
         for parameter in self.wanted:
             start, stop = (place - self.bucket.offset for place in index[parameter][:2])
-            yield parameter, memory[start:stop].view(parameter.shape)
+            yield parameter, start, stop
 
-    def fill(self, memory: torch.Tensor, mains: Mapping[int, MainParameter]) -> None:
-        """Rounds this rank's main parameters into the memory, and gathers the rest."""
-        owner = self.part.megatron
-        for parameter in self.wanted:
+    def pieces(self) -> Iterator[_Piece]:
+        """Cuts the bucket into pieces of about WEIGHT_PIECE_BYTES, in the same way on all ranks."""
+        most = tuning.WEIGHT_PIECE_BYTES // (self.dtype.itemsize * self.group.size())
+        width = max(_ALIGNMENT, most // _ALIGNMENT * _ALIGNMENT)
+        for first in range(0, self.shard, width):
+            yield _Piece(self, first, min(width, self.shard - first))
+
+    def whole(self) -> _Piece:
+        """Returns the whole bucket as one piece. Its memory has the bucket's elements in their order."""
+        return _Piece(self, 0, self.shard)
+
+
+@dataclass(frozen=True, eq=False)
+class _Piece:
+    """Elements `[first, first + width)` of each rank's shard of a bucket.
+
+    All ranks have the same number of elements in a piece, so that one `all_gather` makes it, however large the group.
+    """
+
+    bucket: _Bucket
+    first: int
+    width: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.width * self.bucket.group.size() * self.bucket.dtype.itemsize
+
+    @property
+    def device(self) -> torch.device:
+        return self.bucket.wanted[0].device
+
+    def view(self, memory: torch.Tensor) -> torch.Tensor:
+        """Returns the beginning of some memory (uint8) as the elements of this piece."""
+        return memory[: self.nbytes].view(self.bucket.dtype)
+
+    def inside(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Yields what the piece has of elements `[start, stop)` of the bucket: (first element, end, place in it)."""
+        shard = self.bucket.shard
+        for rank in range(start // shard, -(-stop // shard)):
+            begin = rank * shard + self.first
+            low, high = max(start, begin), min(stop, begin + self.width)
+            if low < high:
+                yield low, high, rank * self.width + low - begin
+
+    def fill(self, values: torch.Tensor, mains: Mapping[int, MainParameter]) -> None:
+        """Rounds this rank's main parameters into the elements of the piece, and gathers the rest."""
+        owner, group = self.bucket.part.megatron, self.bucket.group
+        for parameter in self.bucket.wanted:
             each = mains.get(id(parameter))
             if each is not None:
                 place = owner._get_model_param_range_map(parameter)["gbuf_world_in_bucket"]
-                memory[place.start : place.end].copy_(each.main.detach().view(-1))
-        group = owner.data_parallel_group
+                main = each.main.detach().view(-1)
+                for low, high, at in self.inside(place.start, place.end):
+                    values[at : at + high - low].copy_(main[low - place.start : high - place.start])
         if group.size() > 1:
-            own = memory.numel() // group.size()
-            start = group.rank() * own
-            torch.distributed.all_gather_into_tensor(memory, memory[start : start + own], group=group)
+            own = values[group.rank() * self.width : (group.rank() + 1) * self.width]
+            torch.distributed.all_gather_into_tensor(values, own, group=group)
+
+    def fragments(self, values: torch.Tensor, weights: Mapping[int, torch.Tensor]) -> list[Fragment]:
+        """Returns what the elements of the piece are of. `weights` are `MainWeights.by_parameter`."""
+        return [
+            Fragment(weights[id(parameter)], low - start, values[at : at + high - low])
+            for parameter, start, stop in self.bucket.weights()
+            for low, high, at in self.inside(start, stop)
+        ]
 
 
 def _buckets(optimizer: Any, wanted: set[int]) -> Iterator[_Bucket]:
@@ -74,43 +142,101 @@ def _mains_by_parameter(optimizer: Any) -> dict[int, MainParameter]:
     return {id(each.parameter): each for part in optimizer_parts(optimizer) for each in part.mains()}
 
 
-@dataclass(frozen=True, eq=False)
-class MainWeights:
-    """Memory for weights, and how to fill it from the main parameters that data-parallel ranks share.
+class Fragment(NamedTuple):
+    """Elements of a weight.
 
     Attributes:
-        by_parameter: a tensor of the parameter's shape and nominal dtype, by `id` of the parameter.
-        buckets: the buckets that these tensors are parts of, each with its memory.
+        weight: the weight's tensor in `MainWeights.by_parameter`.
+        start: the number of the first of the elements, in row-major order.
+        values: the elements, in a row.
+    """
+
+    weight: torch.Tensor
+    start: int
+    values: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class MainWeights:
+    """The weights that a save takes from the main parameters that data-parallel ranks share.
+
+    They are made piece by piece, because all of them together would be a second copy of the model on the GPU.
+
+    Attributes:
+        by_parameter: a tensor of the parameter's shape and nominal dtype, by `id` of the parameter. It has no memory
+            (device `meta`), unless `with_tensors` has replaced it.
+        pieces: what the weights are made in, in the same order on all ranks of a group.
+        memory: the memory of one piece at a time (uint8), one tensor for each device.
         optimizer: megatron's optimizer.
     """
 
     by_parameter: Mapping[int, torch.Tensor]
-    buckets: tuple[tuple[_Bucket, torch.Tensor], ...]
+    pieces: tuple[_Piece, ...]
+    memory: Mapping[torch.device, torch.Tensor]
     optimizer: Any = None
 
-    def fill(self) -> None:
-        """Rounds this rank's main parameters into the memory, and gathers the rest. All ranks call it."""
-        mains = _mains_by_parameter(self.optimizer) if self.buckets else {}
+    @property
+    def is_cuda(self) -> bool:
+        """True if weights are made on a GPU."""
+        return any(device.type == "cuda" for device in self.memory)
+
+    def with_tensors(self, new: Mapping[int, torch.Tensor]) -> MainWeights:
+        """Returns the same weights with some of the tensors replaced by those in `new`, by `id` of the old tensor."""
+        return replace(self, by_parameter={at: new.get(id(old), old) for at, old in self.by_parameter.items()})
+
+    def make(self, take: Callable[[Sequence[Fragment]], object]) -> None:
+        """Makes all weights: rounds this rank's main parameters, and gathers the rest. All ranks call it.
+
+        Args:
+            take: called with the weights' elements in each piece, which the next piece overwrites: on a GPU, in stream
+                order.
+
+        Raises what `take` raises, but only after the last piece, because the other ranks wait for this rank's elements.
+        """
+        mains = _mains_by_parameter(self.optimizer) if self.pieces else {}
+        failure: Exception | None = None
         with torch.no_grad():
-            for bucket, memory in self.buckets:
-                bucket.fill(memory, mains)
+            for piece in self.pieces:
+                values = piece.view(self.memory[piece.device])
+                piece.fill(values, mains)
+                try:
+                    if failure is None:
+                        take(piece.fragments(values, self.by_parameter))
+                except Exception as error:
+                    failure = error
+        if failure is not None:
+            raise failure
 
 
-NO_WEIGHTS = MainWeights({}, ())
+NO_WEIGHTS = MainWeights({}, (), {})
 
 
-def weights_to_save(chunks: Sequence[torch.nn.Module], optimizer: Any, on: str | None = None) -> MainWeights:
-    """Returns memory for the weights that a save takes from main parameters. It needs 2 bytes for most weights.
+def weights_to_save(chunks: Sequence[torch.nn.Module], optimizer: Any, has_memory: bool = True) -> MainWeights:
+    """Returns the weights that a save takes from main parameters. No rank waits for another one.
 
     Args:
         chunks: the model's chunks on this rank.
         optimizer: megatron's optimizer, or None.
-        on: the device of the memory; None for that of each parameter.
+        has_memory: whether to allocate memory, so that they can be made. It is allocated here, where a failure reaches
+            all ranks, because other ranks would wait for this one's part of a piece.
     """
     wanted = {id(weight) for chunk in chunks for weight in _taken_from_mains(chunk)}
-    buckets = tuple((bucket, bucket.allocate(on)) for bucket in _buckets(optimizer, wanted))
-    found = {id(each): weight for bucket, memory in buckets for each, weight in bucket.weights(memory)}
-    return MainWeights(found, buckets, optimizer)
+    buckets = tuple(_buckets(optimizer, wanted))
+    found = {
+        id(parameter): torch.empty(parameter.shape, dtype=bucket.dtype, device="meta")
+        for bucket in buckets
+        for parameter in bucket.wanted
+    }
+    pieces = tuple(piece for bucket in buckets for piece in bucket.pieces())
+    return MainWeights(found, pieces, _memory_of(pieces) if has_memory else {}, optimizer)
+
+
+def _memory_of(pieces: Iterable[_Piece]) -> dict[torch.device, torch.Tensor]:
+    """Allocates, on each device, memory for the largest piece."""
+    nbytes: dict[torch.device, int] = {}
+    for piece in pieces:
+        nbytes[piece.device] = max(piece.nbytes, nbytes.get(piece.device, 0))
+    return {device: torch.empty(most, dtype=torch.uint8, device=device) for device, most in nbytes.items()}
 
 
 def is_gathered_by_megatron(chunk: torch.nn.Module) -> bool:
@@ -148,10 +274,11 @@ def _write_each(chunks: Sequence[torch.nn.Module], optimizer: Any) -> None:
     trained = {id(each) for chunk in chunks for each in chunk.parameters() if each.requires_grad}
     with torch.no_grad():
         for bucket in _buckets(optimizer, trained):
-            memory = bucket.allocate()
-            bucket.fill(memory, mains)
-            for parameter, weight in bucket.weights(memory):
-                parameter.data.copy_(weight)
+            piece = bucket.whole()
+            values = torch.empty(bucket.shard * bucket.group.size(), dtype=bucket.dtype, device=piece.device)
+            piece.fill(values, mains)
+            for parameter, start, stop in bucket.weights():
+                parameter.data.copy_(values[start:stop].view(parameter.shape))
 
 
 def _shares_gradients(chunk: torch.nn.Module) -> bool:
