@@ -2,6 +2,10 @@
 
 The messages are sent point to point over the default process group, from the main thread. Rank 0 has two messages in
 memory, because it reads one while it sends the other. A receiving rank has one.
+
+Each is sent as a batch of one. NCCL makes a communicator, with buffers on both GPUs, for each pair of ranks that call
+`send` and `recv`. A batch uses the communicator of the group (torch 2.13, `batch_isend_irecv`; `pointToPoint` in
+ProcessGroupNCCL). All ranks must have made it before, because only two of them take part in a batch.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,6 +26,9 @@ from mcore_ckpt.io import tuning
 from mcore_ckpt.load.fill import TensorFill, fill_tensors
 from mcore_ckpt.sharding.plan import MODEL, ReadRange, ShardKey
 from mcore_ckpt.sharding.regions import Piece, Region
+
+if TYPE_CHECKING:
+    from torch.distributed import P2POp
 
 # Each segment of a message begins at a multiple of this many bytes, so that it can be viewed as any dtype.
 _ALIGNMENT = 16
@@ -64,8 +71,10 @@ def scatter(reader: HuggingFaceReader, requests: Sequence[Request], rank: int, w
         CheckpointError: on every other rank, if rank 0 has failed.
     """
     device = _device() if world_size > 1 else torch.device("cpu")
+    own = _encode(requests) if rank else b""
+    sizes = _all_gather(len(own), world_size, device) if world_size > 1 else [0]
     if rank:
-        _receive(requests, device)
+        _receive(requests, own, device)
         return 0
     failure: Exception | None = None
     nbytes = 0
@@ -73,7 +82,7 @@ def scatter(reader: HuggingFaceReader, requests: Sequence[Request], rank: int, w
         nbytes = fill_tensors([request.fill for request in requests], reader.read)
     except Exception as error:  # kept until the other ranks, which wait for messages, know of the failure
         failure = error
-    return nbytes + _serve(reader, range(1, world_size), device, failure)
+    return nbytes + _serve(reader, sizes, device, failure)
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,11 +94,10 @@ class _Turn:
     segments: Sequence[_Segment]
 
 
-def _serve(reader: HuggingFaceReader, others: Iterable[int], device: torch.device, failure: Exception | None) -> int:
-    import torch.distributed as dist
-
+def _serve(reader: HuggingFaceReader, sizes: Sequence[int], device: torch.device, failure: Exception | None) -> int:
+    """Sends the other ranks what they want. `sizes` are the numbers of bytes of the ranks' encoded requests."""
     locator = Locator(reader, None)
-    turns = _turns({other: _wanted_of(_receive_plain(other, device)) for other in others}, locator)
+    turns = _turns({other: _receive_wanted(other, sizes[other], device) for other in range(1, len(sizes))}, locator)
     buffers = _Buffers(device)
 
     def read(number: int) -> tuple[torch.Tensor, int]:
@@ -107,14 +115,14 @@ def _serve(reader: HuggingFaceReader, others: Iterable[int], device: torch.devic
                 memory, count = reading.pop().result()
             except Exception:
                 for other in {later.rank for later in turns[number:]}:
-                    dist.send(torch.tensor([_FAILED], device=device), other)
+                    _send(torch.tensor([_FAILED], device=device), other)
                 raise
             if number + 1 < len(turns):
                 reading.append(pool.submit(read, number + 1))
             nbytes += count
-            dist.send(torch.tensor([_GOOD], device=device), turn.rank)
+            _send(torch.tensor([_GOOD], device=device), turn.rank)
             # Wait until the message is sent, because the message after the next one is read into the same buffer.
-            dist.send(memory.to(device), turn.rank)
+            _send(memory.to(device), turn.rank)
             _wait(device)
     if failure is not None:
         raise failure
@@ -144,10 +152,8 @@ class _Buffers:
         return self._memory[slot][:nbytes]
 
 
-def _receive(requests: Sequence[Request], device: torch.device) -> None:
-    import torch.distributed as dist
-
-    _send_plain([_as_plain(request) for request in requests], device)
+def _receive(requests: Sequence[Request], encoded: bytes, device: torch.device) -> None:
+    _send(torch.frombuffer(bytearray(encoded), dtype=torch.uint8).to(device), 0)
     targets = [request.fill.target().detach() for request in requests]
     memories = [
         target
@@ -158,13 +164,13 @@ def _receive(requests: Sequence[Request], device: torch.device) -> None:
     failure: Exception | None = None
     for message in _messages([(target.numel(), r.fill.dtype) for target, r in zip(targets, requests, strict=True)]):
         status = torch.zeros(1, dtype=torch.int64, device=device)
-        dist.recv(status, 0)
+        _receive_into(status, 0)
         if status.item() != _GOOD:
             raise CheckpointError("rank 0 could not read the folder and has stopped sending: see its error")
         last = message[-1]
         size = last.at + (last.stop - last.start) * requests[last.number].fill.dtype.itemsize
         buffer = torch.empty(size, dtype=torch.uint8, device=device)
-        dist.recv(buffer, 0)
+        _receive_into(buffer, 0)
         try:
             _unpack(message, buffer, requests, memories)
         except Exception as error:  # kept, because rank 0 continues to send, and blocks if nobody receives
@@ -236,7 +242,44 @@ def _dtype(locator: Locator, wanted: Wanted) -> torch.dtype:
     return info.dtype
 
 
+# -- messages ---------------------------------------------------------------------------------------------
+
+
+def _send(tensor: torch.Tensor, other: int) -> None:
+    import torch.distributed as dist
+
+    _exchange(dist.P2POp(dist.isend, tensor, other))
+
+
+def _receive_into(tensor: torch.Tensor, other: int) -> None:
+    import torch.distributed as dist
+
+    _exchange(dist.P2POp(dist.irecv, tensor, other))
+
+
+def _exchange(operation: P2POp) -> None:
+    """Waits until a tensor is sent or received; on a GPU, in stream order."""
+    import torch.distributed as dist
+
+    for work in dist.batch_isend_irecv([operation]):
+        work.wait()
+
+
+def _all_gather(own: int, world_size: int, device: torch.device) -> list[int]:
+    """Returns the numbers of all ranks. With NCCL, the group has its communicator from then on."""
+    import torch.distributed as dist
+
+    numbers = torch.empty(world_size, dtype=torch.int64, device=device)
+    dist.all_gather_into_tensor(numbers, torch.tensor([own], device=device))
+    found: list[int] = numbers.tolist()
+    return found
+
+
 # -- requests as JSON values ------------------------------------------------------------------------------
+
+
+def _encode(requests: Iterable[Request]) -> bytes:
+    return json.dumps([_as_plain(request) for request in requests]).encode()
 
 
 def _as_plain(request: Request) -> list[Any]:
@@ -254,22 +297,10 @@ def _wanted_of(plain: Any) -> list[Wanted]:
     return found
 
 
-def _send_plain(value: Any, device: torch.device) -> None:
-    import torch.distributed as dist
-
-    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
-    dist.send(torch.tensor([data.numel()], device=device), 0)
-    dist.send(data, 0)
-
-
-def _receive_plain(other: int, device: torch.device) -> Any:
-    import torch.distributed as dist
-
-    size = torch.zeros(1, dtype=torch.int64, device=device)
-    dist.recv(size, other)
-    data = torch.empty(int(size.item()), dtype=torch.uint8, device=device)
-    dist.recv(data, other)
-    return json.loads(bytes(data.cpu().numpy()))
+def _receive_wanted(other: int, nbytes: int, device: torch.device) -> list[Wanted]:
+    data = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    _receive_into(data, other)
+    return _wanted_of(json.loads(bytes(data.cpu().numpy())))
 
 
 def _device() -> torch.device:

@@ -399,17 +399,44 @@ def test_a_file_that_goes_while_it_is_sent_fails_on_all(shared_path: Path, monke
     with parallel(shape.layout):
         chunks = build_model(folder, shape)
         sent = [0]
-        send = dist.send
+        exchange = dist.batch_isend_irecv
 
-        def cut_after_three(tensor: torch.Tensor, rank: int) -> None:
-            sent[0] += 1
+        def cut_after_three(batch: list[dist.P2POp]) -> list[dist.Work]:
+            sent[0] += batch[0].op is dist.isend
             if sent[0] == 4:
                 (folder / "model.safetensors").write_bytes(b"")
-            send(tensor, rank)
+            return exchange(batch)
 
-        monkeypatch.setattr(dist, "send", cut_after_three)
+        monkeypatch.setattr(dist, "batch_isend_irecv", cut_after_three)
         error = error_of(lambda: load_hf(chunks, folder, source="rank0"))
         assert_names(raised_everywhere(CheckpointCorruptError, error), r"model\.safetensors", "undefined")
+
+
+@pytest.mark.world(2)
+def test_no_communicator_is_made_for_two_ranks(shared_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL makes one for each pair that calls `send` and `recv`, and none for a batch once all ranks have met."""
+    folder = shared_path / "hf"
+    on_rank_0(lambda: make_hf_folder(folder, "qwen3"))
+    shape = Shape(2, pp=2)
+    with parallel(shape.layout):
+        chunks = build_model(folder, shape)
+        called: list[str] = []
+
+        def listed(name: str, call: Callable[..., object]) -> Callable[..., object]:
+            def listing(*args: object, **kwargs: object) -> object:
+                group = args[2] if len(args) > 2 else kwargs.get("group")
+                called.append(name if group is None else f"{name} in a group")
+                return call(*args, **kwargs)
+
+            return listing
+
+        for name in ("send", "recv", "batch_isend_irecv", "all_gather_into_tensor"):
+            monkeypatch.setattr(dist, name, listed(name, getattr(dist, name)))
+        load_hf(chunks, folder, source="rank0")
+        monkeypatch.undo()
+        with everywhere():
+            assert called[0] == "all_gather_into_tensor"
+            assert set(called[1:]) == {"batch_isend_irecv"}
 
 
 @pytest.mark.world(1)
