@@ -23,12 +23,18 @@ from quantized import computing
 from resuming import SIZES, assert_chain_returns_the_same_bytes, assert_goes_on, loaded, loaded_from, trained
 from snapshot import assert_same, chained, poison, snapshot
 from tiers import marks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from training import Layout, Training, build, parallel, train
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager
-from mcore_ckpt.errors import CheckpointMismatchError, UnsupportedError
+from mcore_ckpt.errors import CheckpointError, CheckpointMismatchError, UnsupportedError
+from mcore_ckpt.io import tuning
+from mcore_ckpt.io.host_memory import HostMemory
 from mcore_ckpt.load.huggingface import load_hf
+from mcore_ckpt.save.weight_copies import WeightCopies
 from mcore_ckpt.state import main_weights
+from mcore_ckpt.state.main_weights import weights_to_save
 from mcore_ckpt.tools.find import select
 from mcore_ckpt.tools.reshard.reshard import reshard
 from mcore_ckpt.tools.reshard.target import WantedLayout
@@ -57,6 +63,15 @@ LAYOUTS = {
 }
 IN_CI = {("delayed", 2), ("overlap-mxfp8", 2), ("overlap-blockwise", 0), ("nvfp4", 2), ("low-moments", 2)}
 HAS_FOUR_BITS = "quantize_nvfp4_param_shard" in inspect.getsource(distrib_optimizer)
+
+
+# The weights of these models would be one piece.
+PIECE_BYTES = 4096
+
+
+@pytest.fixture(autouse=True)
+def in_many_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "WEIGHT_PIECE_BYTES", PIECE_BYTES)
 
 
 def needs(layout: Layout) -> None:
@@ -169,6 +184,61 @@ def test_the_model_files_have_the_rounded_main_parameters(
                 for name, main in state.items():
                     if name.endswith(" param"):
                         assert torch.equal(found[name.removesuffix("param") + "model"], main.bfloat16()), name
+
+
+class Allocated(TorchDispatchMode):
+    """Lists the bytes of all tensors that this thread makes, but for views and those without memory of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func.name().startswith("aten::") and type(made) is torch.Tensor and not made.is_meta:
+            before = {_storage(each) for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)}
+            self.nbytes += [] if _storage(made) in before else [made.nbytes]
+        return made
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    storage: int = tensor.untyped_storage()._cdata
+    return storage
+
+
+@pytest.mark.world(2)
+def test_one_piece_of_the_weights_is_in_memory_at_a_time(shared_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # While memory for images is being prepared, files are written straight from tensors, which all have memory then.
+    monkeypatch.setattr(HostMemory, "prepare", lambda memory, nbytes: None)
+    with parallel(QUANTIZED):
+        training = build(QUANTIZED, seed=1)
+        train(training, 0, 1)
+        # Without `extra`, the states of random number generators.
+        manager = manager_of(training, shared_path, async_save=True, save_contents=("model", "optimizer"))
+        manager.save(1).wait()  # makes the structures of the files, which are kept
+        with Allocated() as allocated:
+            handle = manager.save(2)
+        handle.wait()
+        weights = weights_to_save(training.model, training.optimizer).by_parameter.values()
+        manager.close()
+        with everywhere():
+            assert sum(weight.nbytes for weight in weights) > 10 * PIECE_BYTES
+            assert PIECE_BYTES <= sum(allocated.nbytes) < 2 * PIECE_BYTES, allocated.nbytes
+
+
+@pytest.mark.world(2)
+def test_a_failed_copy_fails_the_save_on_all_ranks(shared_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other ranks need this rank's part of each piece that follows."""
+    with parallel(QUANTIZED):
+        training = build(QUANTIZED, seed=1)
+        manager = manager_of(training, shared_path, async_save=True)
+        if dist.get_rank() == 1:
+            monkeypatch.setattr(WeightCopies, "take", lambda copies, fragments: 1 / 0)
+        with pytest.raises(CheckpointError, match="division by zero"):
+            manager.save(1).wait()
+        monkeypatch.undo()
+        manager.save(2).wait()
+        manager.close()
 
 
 # -- model and optimizer apart -----------------------------------------------------------------------------
