@@ -32,6 +32,7 @@ from mcore_ckpt.checkpoint.reading import read_manifest  # noqa: E402
 from mcore_ckpt.recover import recover  # noqa: E402
 from mcore_ckpt.steps import tracker  # noqa: E402
 from mcore_ckpt.steps.listing import StepStatus, complete_steps, list_steps  # noqa: E402
+from mcore_ckpt.steps.runs import read_root_run  # noqa: E402
 from mcore_ckpt.tools.verify import verify  # noqa: E402
 
 ALONE = Layout(1, hidden_size=HIDDEN, precision="bf16")
@@ -131,6 +132,8 @@ class Judge:
 
     def _problems(self, allowed: Expected) -> Iterator[str]:
         before = self._complete()
+        if strangers := self._strangers(before):
+            yield f"the root does not say that steps {strangers} are of its own run"
         for role in verify(self.root).roles if before else ():
             for damage in role.damages:
                 yield f"{role.path.relative_to(self._folder)}: {damage}"
@@ -174,6 +177,15 @@ class Judge:
         """The attempt of each complete step."""
         statuses = complete_steps(self.root)
         return {status.step: read_manifest(status.role_dir(ROLE)).attempt for status in statuses}
+
+    def _strangers(self, steps: Collection[int]) -> list[int]:
+        """The steps whose run the root has forgotten. It would take the steps of other runs for its own, too.
+
+        The next save finds the run in the manifests, but a load and a deletion may come before.
+        """
+        known = read_root_run(self.root)
+        runs = {step: read_manifest(file_names.step_dir(self.root, step) / ROLE).run for step in steps}
+        return [step for step, run in runs.items() if known is None or run is None or run.id != known.run.id]
 
     def _make(self, state: CrashState) -> None:
         empty(self._folder)

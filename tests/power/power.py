@@ -108,6 +108,7 @@ def record(work: Work, base: Path) -> Trace:
     if differences := _differences(filecmp.dircmp(folder, copy)):
         raise SystemExit(f"the recording is not complete: {differences}")
     empty(copy)
+    shutil.rmtree(folder)  # while it is there, each state's root would be a copy of it, and another run
     return trace
 
 
