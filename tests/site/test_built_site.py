@@ -126,7 +126,7 @@ def test_the_plots_are_those_of_the_kept_results(tmp_path: Path) -> None:
 
 
 def _strokes(picture: Path) -> tuple[str, list[float]]:
-    """A picture without its numbers, and these. Processors round the last digit otherwise, which also names the clips."""
+    """A picture without its numbers, and these. Processors round the last digit otherwise; it names clips, too."""
     text = re.sub(r"\bp[0-9a-f]{10}\b", "clip", picture.read_text())
     number = r"-?\d+\.\d+"
     return re.sub(number, "", text), [float(each) for each in re.findall(number, text)]
