@@ -10,7 +10,7 @@ hosts cannot be simulated here.
 What should be there follows from what ranks were told before the kill: a step is not lost
 
 - that was reported as durable;
-- that was reported as copied, if no more hosts have been lost since than it had copies;
+- that was reported as copied, if no more hosts have been lost since than it had copies, and no newer one was copied;
 - that was reported as committed, if no host has been lost since.
 """
 
@@ -161,6 +161,8 @@ class Oracle:
         self._states.setdefault(step, {})[life] = state
 
     def note_told(self, claim: Claim) -> None:
+        if claim.kind == "copied":  # an older step may be deleted then, also one that has more copies
+            self._claims = [each for each in self._claims if each.kind != "copied" or each.step >= claim.step]
         self._claims.append(claim)
 
     def note_lost_host(self) -> None:

@@ -36,6 +36,15 @@ def test_a_lost_host_takes_what_has_no_copies() -> None:
     assert wanted == [4, 3, 3, 1]
 
 
+def test_a_newer_step_takes_the_place_of_one_with_more_copies() -> None:
+    """A life with two copies is followed by one with one copy, which keeps its own steps."""
+    oracle = oracle_of(told("durable", 1), told("copied", 2, replicas=2), told("copied", 3))
+    oracle.note_lost_host()
+    assert oracle.wanted == 3
+    oracle.note_lost_host()
+    assert oracle.wanted == 1
+
+
 def test_a_lost_step_and_a_torn_one_are_found() -> None:
     assert oracle_of(told("committed", 1), told("committed", 2)).note_loaded(2, {"state 2"}) == []
     assert "lost" in oracle_of(told("committed", 1), told("committed", 2)).note_loaded(1, {"state 1"})[0]
