@@ -76,6 +76,10 @@ def unite_bindings(build_folder: str) -> str:
 class BuildNative(build_ext):
     """Builds the extension with CUDA if possible, and without it otherwise."""
 
+    def initialize_options(self) -> None:
+        super().initialize_options()
+        self.build_temp = "build/native"  # not a folder that pip deletes: scripts/emulated_cuda.sh links what is there
+
     def build_extension(self, ext: Pybind11Extension) -> None:
         compiler = self.compiler.compiler_so_cxx[0]
         if shutil.which(compiler) is None:

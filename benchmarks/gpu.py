@@ -25,6 +25,7 @@ from mcore_ckpt.io import _native
 
 GIGABYTE = 10**9
 GROUP_BYTES = 16 << 20
+TIMEOUT_S = 60.0
 SMALL_TENSORS, SMALL_BYTES = 10_000, 40_960
 
 
@@ -43,8 +44,8 @@ def sizes_of(nbytes: int) -> list[int]:
 def measure(copier: _native.DeviceCopier, sizes: list[int], pairs: int) -> dict[str, float]:
     nbytes = sum(sizes)
     state = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
-    buffer = _native.HostBuffer(nbytes, pinned=True)
-    host = torch.frombuffer(buffer, dtype=torch.uint8)
+    buffer = _native.HostBuffer(nbytes, device=torch.cuda.current_device())
+    host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)  # in one piece, as one copy needs it
     starts = [0]
     for size in sizes[:-1]:
         starts.append(starts[-1] + size)
@@ -55,9 +56,9 @@ def measure(copier: _native.DeviceCopier, sizes: list[int], pairs: int) -> dict[
         torch.cuda.synchronize()
         before = time.perf_counter()
         copier.start(buffer, starts, sources, sizes, stream, GROUP_BYTES)
-        copier.hold(stream)
+        copier.hold(stream, TIMEOUT_S)
         stall = time.perf_counter() - before
-        copier.wait()
+        copier.wait(TIMEOUT_S)
         return stall, time.perf_counter() - before
 
     def reference() -> float:
@@ -84,7 +85,7 @@ def measure_ways(copier: _native.DeviceCopier, rounds: int) -> dict[str, dict[st
     """Copies many small tensors in each way. Returns, by way, when all copies were queued and when they were done."""
     nbytes = SMALL_TENSORS * SMALL_BYTES
     state = torch.empty(nbytes, dtype=torch.uint8, device="cuda").random_()
-    buffer = _native.HostBuffer(nbytes, pinned=True)
+    buffer = _native.HostBuffer(nbytes, device=torch.cuda.current_device())
     host = torch.frombuffer(buffer, dtype=torch.uint8)[:nbytes]
     starts = list(range(0, nbytes, SMALL_BYTES))
     sources = [state.data_ptr() + start for start in starts]
@@ -142,7 +143,7 @@ def main() -> None:
 
     cases = {f"{size:g} GB": sizes_of(int(size * GIGABYTE)) for size in arguments.gigabytes}
     cases["10,000 x 40 KB"] = [SMALL_BYTES] * SMALL_TENSORS
-    copier = _native.DeviceCopier(torch.cuda.current_device())
+    copier = _native.DeviceCopier(torch.cuda.current_device(), torch.cuda.Stream().cuda_stream)
     results = {}
     for name, sizes in cases.items():
         if fits(sum(sizes)):
@@ -151,7 +152,7 @@ def main() -> None:
         else:
             print(f"{name}: skipped, because there is not enough memory", file=sys.stderr)
     ways = measure_ways(copier, arguments.pairs) if fits(SMALL_TENSORS * SMALL_BYTES) else {}
-    copier.close()
+    copier.close(TIMEOUT_S)
 
     if arguments.json:
         setting = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "pairs": arguments.pairs}

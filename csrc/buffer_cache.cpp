@@ -24,15 +24,15 @@ BufferCache& BufferCache::of_this_process() {
 
 BufferCache::BufferCache() : process_(::getpid()) {}
 
-std::shared_ptr<HostBuffer> BufferCache::take(std::size_t nbytes, bool pinned) {
-    std::unique_ptr<HostBuffer> buffer = find_idle(nbytes, pinned);
+std::shared_ptr<HostBuffer> BufferCache::take(std::size_t nbytes, int device) {
+    std::unique_ptr<HostBuffer> buffer = find_idle(nbytes, device);
     if (!buffer) {
         try {
-            buffer = std::make_unique<HostBuffer>(nbytes, pinned);
+            buffer = std::make_unique<HostBuffer>(nbytes, device);
         } catch (const std::exception&) {
             // Idle buffers of the other kind, or of other sizes, may be what the memory is missing.
             if (free_idle() == 0) throw;
-            buffer = std::make_unique<HostBuffer>(nbytes, pinned);
+            buffer = std::make_unique<HostBuffer>(nbytes, device);
         }
     }
     const auto give_back = [this](HostBuffer* used) { put_back(std::unique_ptr<HostBuffer>(used)); };
@@ -41,12 +41,12 @@ std::shared_ptr<HostBuffer> BufferCache::take(std::size_t nbytes, bool pinned) {
 
 // The smallest idle buffer that is large enough. If there is none, the largest that is too small is freed: the new
 // buffer replaces it, so that jobs of growing sizes do not fill the cache with buffers that are too small.
-std::unique_ptr<HostBuffer> BufferCache::find_idle(std::size_t nbytes, bool pinned) {
+std::unique_ptr<HostBuffer> BufferCache::find_idle(std::size_t nbytes, int device) {
     std::unique_ptr<HostBuffer> replaced;  // freed after the lock is released, as that takes time
     const std::lock_guard<std::mutex> lock(mutex_);
     auto fits = idle_.end(), too_small = idle_.end();
     for (auto one = idle_.begin(); one != idle_.end(); ++one) {
-        if ((*one)->pinned() != pinned) continue;
+        if ((*one)->device() != device) continue;
         if ((*one)->nbytes() >= nbytes) {
             if (fits == idle_.end() || (*one)->nbytes() < (*fits)->nbytes()) fits = one;
         } else if (too_small == idle_.end() || (*one)->nbytes() > (*too_small)->nbytes()) {

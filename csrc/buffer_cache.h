@@ -27,9 +27,9 @@ class BufferCache {
     BufferCache(const BufferCache&) = delete;
     BufferCache& operator=(const BufferCache&) = delete;
 
-    // A buffer of at least `nbytes` bytes with unspecified content. It returns to the cache when its last owner drops
-    // it. Throws what HostBuffer throws.
-    std::shared_ptr<HostBuffer> take(std::size_t nbytes, bool pinned);
+    // A buffer of at least `nbytes` bytes with unspecified content, pinned for a GPU or for no device. It returns to
+    // the cache when its last owner drops it. Throws what HostBuffer throws.
+    std::shared_ptr<HostBuffer> take(std::size_t nbytes, int device);
 
     // Frees the buffers that nobody uses. Returns how many bytes they had.
     std::size_t free_idle();
@@ -37,7 +37,7 @@ class BufferCache {
   private:
     using Buffers = std::vector<std::unique_ptr<HostBuffer>>;
 
-    std::unique_ptr<HostBuffer> find_idle(std::size_t nbytes, bool pinned);
+    std::unique_ptr<HostBuffer> find_idle(std::size_t nbytes, int device);
     std::unique_ptr<HostBuffer> remove(Buffers::iterator found);
     void put_back(std::unique_ptr<HostBuffer> buffer) noexcept;
 

@@ -15,7 +15,10 @@ void* driver_function(const char* name);
 
 StreamHandle make_stream();
 
-// Makes an event on the current GPU. `flags` are added to cudaEventDisableTiming.
-EventHandle make_event(unsigned flags);
+// Makes an event on the current GPU.
+EventHandle make_event();
+
+// Whether an event has happened. Throws std::runtime_error with CUDA's message if the work before it has failed.
+bool has_happened(CUevent_st* event, const char* doing);
 
 }  // namespace mcore_ckpt

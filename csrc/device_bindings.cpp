@@ -29,22 +29,37 @@ std::vector<DeviceCopier::Done> start(DeviceCopier& copier, const std::shared_pt
     return copier.start(buffer, copies, after, group_bytes);
 }
 
+PyObject* device_stuck = nullptr;
+
+void raise_device_stuck(std::exception_ptr thrown) {
+    try {
+        if (thrown) std::rethrow_exception(thrown);
+    } catch (const DeviceStuck& error) {
+        PyErr_SetObject(device_stuck, py::make_tuple(error.device, error.seconds).ptr());
+    }
+}
+
 }  // namespace
 
 void bind_device_copy(py::module_& m) {
     m.attr("built_with_cuda") = BUILT_WITH_CUDA;
+    device_stuck = PyErr_NewException("mcore_ckpt.io._native.DeviceStuck", PyExc_RuntimeError, nullptr);
+    if (device_stuck == nullptr) throw py::error_already_set();
+    m.attr("DeviceStuck") = py::handle(device_stuck);
+    py::register_local_exception_translator(raise_device_stuck);
+    m.def("wait_for_device", &wait_for_device, py::arg("device"), py::arg("timeout"), WithoutGil());
+    m.def("numa_node_of", &numa_node_of, py::arg("device"));
     py::class_<DeviceEvent, std::shared_ptr<DeviceEvent>>(m, "DeviceEvent")
-        .def("wait", &DeviceEvent::wait, WithoutGil());
+        .def("happened", &DeviceEvent::happened, WithoutGil());
     using Holder = std::unique_ptr<DeviceCopier, DeleteWithoutGil<DeviceCopier>>;
     py::class_<DeviceCopier, Holder>(m, "DeviceCopier")
-        .def(py::init<int>(), py::arg("device"))
-        .def_property_readonly("stream", py::cpp_function(&DeviceCopier::stream, WithoutGil()))
+        .def(py::init<int, std::uintptr_t>(), py::arg("device"), py::arg("stream"))
         .def("start", &start, py::arg("buffer").none(false), py::arg("offsets"), py::arg("sources"), py::arg("nbytes"),
              py::arg("after"), py::arg("group_bytes"), WithoutGil())
-        .def("hold", &DeviceCopier::hold, py::arg("stream"), WithoutGil())
+        .def("hold", &DeviceCopier::hold, py::arg("stream"), py::arg("timeout"), WithoutGil())
         .def("done", &DeviceCopier::done, WithoutGil())
-        .def("wait", &DeviceCopier::wait, WithoutGil())
-        .def("close", &DeviceCopier::close, WithoutGil());
+        .def("wait", &DeviceCopier::wait, py::arg("timeout"), WithoutGil())
+        .def("close", &DeviceCopier::close, py::arg("timeout"), WithoutGil());
 }
 
 }  // namespace mcore_ckpt

@@ -74,62 +74,66 @@ void copy_large(const std::vector<Copy>& copies, cudaStream_t stream) { copy_eac
 
 #endif
 
-// Queues copies together: the small ones as few kernels, the large ones as one batch.
-class Group {
-  public:
-    Group(cudaStream_t stream, std::ptrdiff_t mapping) : stream_(stream), mapping_(mapping) {}
+bool is_small(const Copy& copy) { return copy.nbytes < GATHER_BELOW_BYTES; }
 
-    void add(const Copy& copy) {
-        if (copy.nbytes >= GATHER_BELOW_BYTES) {
-            large_.push_back(copy);
-        } else if (copy.nbytes != 0) {
-            small_.rows[small_.count++] = {static_cast<char*>(copy.destination) + mapping_, copy.source, copy.nbytes};
-            if (small_.count == GatherTable::ROWS) gather();
-        }
+// Queues small copies as few kernels.
+class Gathers {
+  public:
+    explicit Gathers(cudaStream_t stream) : stream_(stream) {}
+
+    // `mapping`: how far the GPU's address of the destination is from the host's.
+    void add(const Copy& copy, std::ptrdiff_t mapping) {
+        table_.rows[table_.count++] = {static_cast<char*>(copy.destination) + mapping, copy.source, copy.nbytes};
+        if (table_.count == GatherTable::ROWS) launch();
     }
 
-    void queue() {
-        if (small_.count != 0) gather();
-        if (!large_.empty()) copy_large(large_, stream_);
-        large_.clear();
+    void launch() {
+        if (table_.count != 0) check(launch_gather(table_, stream_), "starting a kernel that copies");
+        table_.count = 0;
     }
 
   private:
-    void gather() {
-        check(launch_gather(small_, stream_), "starting a kernel that copies");
-        small_.count = 0;
-    }
-
     const cudaStream_t stream_;
-    const std::ptrdiff_t mapping_;
-    GatherTable small_;
-    std::vector<Copy> large_;
+    GatherTable table_;
 };
 
 // How far the GPU's address of pinned memory is from the host's address. It is 0 on all but a few machines.
-std::ptrdiff_t mapping_of(const HostBuffer& buffer) {
+std::ptrdiff_t mapping_of(const std::uint8_t* memory) {
     cudaPointerAttributes attributes{};
-    check(cudaPointerGetAttributes(&attributes, buffer.data()), "looking up host memory");
+    check(cudaPointerGetAttributes(&attributes, memory), "looking up host memory");
     if (attributes.type != cudaMemoryTypeHost || attributes.devicePointer == nullptr) {
         throw std::invalid_argument("CUDA does not know the pinned buffer to copy GPU tensors to");
     }
-    return static_cast<std::uint8_t*>(attributes.devicePointer) - buffer.data();
+    return static_cast<const std::uint8_t*>(attributes.devicePointer) - memory;
+}
+
+// Whether a stream is being captured into a CUDA graph.
+bool is_captured(cudaStream_t stream) {
+    auto status = cudaStreamCaptureStatusNone;
+    const cudaError_t error = cudaStreamIsCapturing(stream, &status);
+    if (error == cudaErrorStreamCaptureImplicit) {  // the default stream, and another one that it waits for
+        cudaGetLastError();
+        return true;
+    }
+    check(error, "asking whether a stream is being captured");
+    return status != cudaStreamCaptureStatusNone;
 }
 
 // A copy to other memory would block the host, and a kernel that writes to other memory makes the GPU unusable for the
 // whole process. So every destination is checked; inside one buffer this is arithmetic.
 void check_destinations(const HostBuffer& buffer, const std::vector<DeviceCopier::ToBuffer>& copies) {
-    if (!buffer.pinned()) {
-        throw std::invalid_argument("the buffer to copy GPU tensors to is not pinned: make it with pinned=True");
+    const std::size_t pinned = buffer.pinned_bytes();
+    if (pinned == 0) {
+        throw std::invalid_argument("the buffer to copy GPU tensors to is not pinned: make it for a device");
     }
     std::size_t end = 0;
     for (std::size_t i = 0; i < copies.size(); ++i) {
         const auto& [offset, source, nbytes] = copies[i];
         if (nbytes == 0) continue;
-        if (offset > buffer.nbytes() || nbytes > buffer.nbytes() - offset) {
+        if (offset > pinned || nbytes > pinned - offset) {
             throw std::invalid_argument("copy " + std::to_string(i) + ": " + std::to_string(nbytes) +
-                                        " bytes at offset " + std::to_string(offset) + " do not fit into a buffer of " +
-                                        std::to_string(buffer.nbytes()) + " bytes");
+                                        " bytes at offset " + std::to_string(offset) + " do not fit into the " +
+                                        std::to_string(pinned) + " pinned bytes of a buffer");
         }
         if (offset < end) {
             throw std::invalid_argument("copy " + std::to_string(i) + " begins at offset " + std::to_string(offset) +
@@ -216,36 +220,86 @@ class SourceCheck {
     std::map<std::uintptr_t, std::uintptr_t> known_;  // from the begin of each range to its end
 };
 
+void wait_for(const DeviceEvent& event, double seconds) {
+    if (poll_until(after_seconds(seconds), [&] { return event.happened(); })) return;
+    throw DeviceStuck(event.device(), seconds);
+}
+
+// How long a start() that has failed waits until nothing is in flight.
+constexpr double SETTLES_S = 10;
+
 }  // namespace
 
-DeviceCopier::DeviceCopier(int device) : device_(device) {
-    const CurrentDevice current(device_);
-    stream_ = make_stream();
-    after_ = make_event(0);
+// A copy, or the part of one that goes to one piece of pinned memory.
+struct DeviceCopier::Run {
+    std::size_t number;  // of the copy
+    Copy copy;
+    std::ptrdiff_t mapping;
+};
+
+namespace {
+
+// Cuts the copies where pieces of pinned memory meet: CUDA refuses a copy to two of them.
+template <typename Run>
+std::vector<Run> cut_at_pieces(const HostBuffer& buffer, const std::vector<DeviceCopier::ToBuffer>& copies) {
+    std::vector<Run> runs;
+    std::size_t piece_end = 0;
+    std::ptrdiff_t mapping = 0;
+    for (std::size_t i = 0; i < copies.size(); ++i) {
+        auto [offset, source, left] = copies[i];
+        while (left != 0) {
+            if (offset >= piece_end) {
+                piece_end = buffer.piece_end(offset);
+                mapping = mapping_of(buffer.data() + offset);
+            }
+            const std::size_t nbytes = std::min(left, piece_end - offset);
+            runs.push_back({i, {buffer.data() + offset, source, nbytes}, mapping});
+            offset += nbytes, left -= nbytes;
+            source = static_cast<const std::uint8_t*>(source) + nbytes;
+        }
+    }
+    return runs;
+}
+
+}  // namespace
+
+DeviceCopier::DeviceCopier(int device, std::uintptr_t stream)
+    : device_(device), stream_(reinterpret_cast<cudaStream_t>(stream)) {
+    if (stream == 0) throw std::invalid_argument("copies on the default stream would hold the training up");
 }
 
 DeviceCopier::~DeviceCopier() {
+    bool done = false;
     try {
-        close();
+        done = !open_ || look_at_last();
     } catch (const std::exception&) {
         // Those who waited for the copies have already got the error.
     }
-}
-
-std::uintptr_t DeviceCopier::stream() const {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return reinterpret_cast<std::uintptr_t>(stream_.get());
+    if (!done) abandon();
 }
 
 void DeviceCopier::require_open() const {
-    if (!stream_) throw std::invalid_argument("the copier is closed");
+    if (!open_) throw std::invalid_argument("the copier is closed");
 }
 
-bool DeviceCopier::last_is_done() const { return last_ == nullptr || last_->done(); }
+// Whether all copies are done.
+bool DeviceCopier::look_at_last() {
+    if (last_ != nullptr && last_->happened()) last_.reset();
+    return last_ == nullptr;
+}
 
 void DeviceCopier::keep_alive(const std::shared_ptr<HostBuffer>& buffer) {
-    if (last_is_done()) in_flight_.clear();
+    if (look_at_last()) in_flight_.clear();
     if (std::find(in_flight_.begin(), in_flight_.end(), buffer) == in_flight_.end()) in_flight_.push_back(buffer);
+}
+
+void DeviceCopier::abandon() noexcept {
+    try {
+        keep_for_ever(std::move(in_flight_));
+    } catch (const std::bad_alloc&) {
+        // The process has no memory left, and is about to end.
+    }
+    in_flight_.clear();
 }
 
 // An event that nobody else holds, for group `number` of a start(). A job that still waits for the event of an earlier
@@ -265,63 +319,86 @@ std::vector<DeviceCopier::Done> DeviceCopier::start(const std::shared_ptr<HostBu
     const std::lock_guard<std::mutex> lock(mutex_);
     require_open();
     check_destinations(*buffer, copies);
-    const CurrentDevice current(device_);
+    const DeviceCalls calls(device_);
     SourceCheck sources(device_);
-    bool any = false;
     for (std::size_t i = 0; i < copies.size(); ++i) {
-        if (copies[i].nbytes == 0) continue;
-        sources.require_on_device(i, copies[i].source, copies[i].nbytes);
-        any = true;
+        if (copies[i].nbytes != 0) sources.require_on_device(i, copies[i].source, copies[i].nbytes);
     }
-    if (!any) return {};
-    const std::ptrdiff_t mapping = mapping_of(*buffer);
+    const auto runs = cut_at_pieces<Run>(*buffer, copies);
+    if (runs.empty()) return {};
 
-    check(cudaEventRecord(after_.get(), reinterpret_cast<cudaStream_t>(after)), "recording an event");
-    check(cudaStreamWaitEvent(stream_.get(), after_.get(), 0), "making a stream wait");
+    if (after_ == nullptr) after_ = std::make_unique<DeviceEvent>(device_);
+    after_->record(reinterpret_cast<cudaStream_t>(after));
+    check(cudaStreamWaitEvent(stream_, after_->handle(), 0), "making a stream wait");
     keep_alive(buffer);
     try {
-        return queue(*buffer, copies, group_bytes, mapping);
+        return queue(runs, copies.size(), group_bytes);
     } catch (...) {
-        // After an error nothing is in flight: the caller may free the tensors at once.
-        if (cudaStreamSynchronize(stream_.get()) == cudaSuccess) in_flight_.clear();
+        const auto settled = [&] { return cudaStreamQuery(stream_) != cudaErrorNotReady; };
+        if (poll_until(after_seconds(SETTLES_S), settled) && cudaStreamQuery(stream_) == cudaSuccess) {
+            in_flight_.clear();
+        } else {
+            abandon();
+        }
+        cudaGetLastError();
         throw;
     }
 }
 
-std::vector<DeviceCopier::Done> DeviceCopier::queue(const HostBuffer& buffer, const std::vector<ToBuffer>& copies,
-                                                    std::size_t group_bytes, std::ptrdiff_t mapping) {
-    std::vector<Done> groups;
-    Group group(stream_.get(), mapping);
-    std::size_t nbytes = 0;
-    for (std::size_t i = 0; i < copies.size(); ++i) {
-        group.add({buffer.data() + copies[i].offset, copies[i].source, copies[i].nbytes});
-        nbytes += copies[i].nbytes;
-        if (nbytes < group_bytes && i + 1 < copies.size()) continue;
-        group.queue();
-        const auto& event = free_event(groups.size());
-        event->record(stream_.get());
-        groups.emplace_back(i + 1, event);
-        last_ = event;
-        nbytes = 0;
+std::vector<DeviceCopier::Done> DeviceCopier::queue(const std::vector<Run>& runs, std::size_t count,
+                                                    std::size_t group_bytes) {
+    Gathers gathers(stream_);
+    for (const Run& run : runs) {
+        if (is_small(run.copy)) gathers.add(run.copy, run.mapping);
     }
+    gathers.launch();
+
+    std::vector<Done> groups;
+    std::vector<Copy> large;
+    std::size_t nbytes = 0;
+    const auto end_group = [&](std::size_t done) {
+        if (!large.empty()) copy_large(large, stream_);
+        large.clear();
+        nbytes = 0;
+        const auto& event = free_event(groups.size());
+        event->record(stream_);
+        groups.emplace_back(done, event);
+        last_ = event;
+    };
+    for (const Run& run : runs) {
+        if (is_small(run.copy)) continue;
+        if (nbytes >= group_bytes) end_group(run.number);
+        large.push_back(run.copy);
+        nbytes += run.copy.nbytes;
+    }
+    end_group(count);
     return groups;
 }
 
-void DeviceCopier::hold(std::uintptr_t stream) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    require_open();
-    if (last_ == nullptr) return;
-    const CurrentDevice current(device_);
-    check(cudaStreamWaitEvent(reinterpret_cast<cudaStream_t>(stream), last_->handle(), 0), "making a stream wait");
+void DeviceCopier::hold(std::uintptr_t stream, double seconds) {
+    std::shared_ptr<DeviceEvent> last;
+    {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        require_open();
+        if (look_at_last()) return;
+        const DeviceCalls calls(device_);
+        if (!is_captured(reinterpret_cast<cudaStream_t>(stream))) {
+            check(cudaStreamWaitEvent(reinterpret_cast<cudaStream_t>(stream), last_->handle(), 0),
+                  "making a stream wait");
+            return;
+        }
+        last = last_;
+    }
+    wait_for(*last, seconds);
 }
 
 bool DeviceCopier::done() {
     const std::lock_guard<std::mutex> lock(mutex_);
     require_open();
-    return last_is_done();
+    return look_at_last();
 }
 
-void DeviceCopier::wait() {
+void DeviceCopier::wait(double seconds) {
     std::vector<std::shared_ptr<HostBuffer>> copied;  // freed after the lock is released, as that takes time
     std::shared_ptr<DeviceEvent> last;
     {
@@ -329,25 +406,34 @@ void DeviceCopier::wait() {
         require_open();
         last = last_;
     }
-    if (last == nullptr) return;
-    // Without the lock, so that hold() does not wait for the GPU meanwhile.
-    last->wait();
+    if (last != nullptr) wait_for(*last, seconds);  // without the lock, so that hold() does not wait meanwhile
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (last_ == last) copied.swap(in_flight_);
+    if (last_ != last) return;  // there are new copies
+    last_.reset();
+    copied.swap(in_flight_);
 }
 
-void DeviceCopier::close() {
+void DeviceCopier::close(double seconds) {
     std::vector<std::shared_ptr<HostBuffer>> copied;
+    std::shared_ptr<DeviceEvent> last;
+    {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        if (!std::exchange(open_, false)) return;
+        last = last_;
+    }
+    std::exception_ptr error;
+    try {
+        if (last != nullptr) wait_for(*last, seconds);
+    } catch (const std::exception&) {
+        error = std::current_exception();
+    }
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (!stream_) return;
-    const CurrentDevice current(device_);
-    const cudaError_t finished = cudaStreamSynchronize(stream_.get());
+    if (error) abandon();
+    copied.swap(in_flight_);
     last_.reset();
     events_.clear();
-    copied.swap(in_flight_);
     after_.reset();
-    stream_.reset();
-    check(finished, "copying");
+    if (error) std::rethrow_exception(error);
 }
 
 }  // namespace mcore_ckpt

@@ -4,8 +4,13 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <cctype>
+#include <fstream>
+#include <future>
+#include <memory>
 #include <stdexcept>
 #include <string>
+#include <thread>
 
 #include "cuda_support.h"
 
@@ -19,6 +24,24 @@ bool thread_has_context() {
     void* context = nullptr;
     return current_context != nullptr && current_context(&context) == 0 && context != nullptr;
 }
+
+// What the user can do about an error that concerns the installation.
+const char* advice_for(cudaError_t error) {
+    switch (error) {
+        case cudaErrorInsufficientDriver:
+            return ": the driver is older than the CUDA that mcore_ckpt was built with: update the driver, or install "
+                   "mcore_ckpt again with an older nvcc on the PATH";
+        case cudaErrorNoKernelImageForDevice:
+        case cudaErrorInvalidPtx:
+        case cudaErrorUnsupportedPtxVersion:
+            return ": mcore_ckpt was built for other GPUs: install it again with a newer nvcc on the PATH";
+        default:
+            return "";
+    }
+}
+
+// How long a cancelled job waits for the copies that are under way.
+constexpr double SETTLES_S = 1;
 
 std::size_t most_stride() {
     int device = 0, bytes = 0;
@@ -34,7 +57,8 @@ const bool BUILT_WITH_CUDA = true;
 void check(cudaError_t error, const char* doing) {
     if (error == cudaSuccess) return;
     cudaGetLastError();  // clears the error, which the next CUDA call of this thread would report again otherwise
-    throw std::runtime_error(std::string("CUDA failed ") + doing + ": " + cudaGetErrorString(error));
+    throw std::runtime_error(std::string("CUDA failed ") + doing + ": " + cudaGetErrorString(error) +
+                             advice_for(error));
 }
 
 int device_of(const void* memory) {
@@ -46,37 +70,65 @@ int device_of(const void* memory) {
     return attributes.device;
 }
 
-void wait_for_device(int device) {
-    const CurrentDevice current(device);
-    check(cudaDeviceSynchronize(), "waiting for the GPU");
+void wait_for_device(int device, double seconds) {
+    // cudaDeviceSynchronize has no deadline. If the GPU hangs, the thread is left behind until the process ends.
+    auto done = std::make_shared<std::promise<cudaError_t>>();
+    auto result = done->get_future();
+    std::thread([device, done] {
+        try {
+            const DeviceCalls calls(device);
+            done->set_value(cudaDeviceSynchronize());
+        } catch (...) {
+            done->set_exception(std::current_exception());
+        }
+    }).detach();
+    if (result.wait_until(after_seconds(seconds)) != std::future_status::ready) throw DeviceStuck(device, seconds);
+    check(result.get(), "waiting for the GPU");
 }
 
-int pin_memory(void* memory, std::size_t nbytes) {
-    int device = 0;
-    check(cudaGetDevice(&device), "asking for the current GPU");
+int numa_node_of(int device) {
+    char address[32] = {};
+    if (cudaDeviceGetPCIBusId(address, sizeof(address), device) != cudaSuccess) {
+        cudaGetLastError();
+        return -1;
+    }
+    std::string name(address);
+    std::transform(name.begin(), name.end(), name.begin(), [](unsigned char letter) { return std::tolower(letter); });
+    std::ifstream file("/sys/bus/pci/devices/" + name + "/numa_node");
+    int node = -1;
+    return file >> node ? node : -1;
+}
+
+void pin_memory(void* memory, std::size_t nbytes, int device) {
+    const DeviceCalls calls(device);
     check(cudaHostRegister(memory, nbytes, cudaHostRegisterPortable | cudaHostRegisterMapped), "pinning memory");
-    return device;
 }
 
 void unpin_memory(void* memory, int device) noexcept {
     try {
-        const CurrentDevice current(device);
+        const DeviceCalls calls(device);
         check(cudaHostUnregister(memory), "unpinning memory");
     } catch (const std::exception&) {
         // This fails only at the end of the process, when the driver is already gone. The system unpins the memory.
     }
 }
 
-CurrentDevice::CurrentDevice(int device) {
+DeviceCalls::DeviceCalls(int device) {
     int previous = 0;
     check(cudaGetDevice(&previous), "asking for the current GPU");
-    if (previous == device && thread_has_context()) return;
-    // A thread that has not used a GPU keeps this one: setting GPU 0 again would initialize it (see DeviceEvent).
-    if (thread_has_context()) previous_ = previous;
-    check(cudaSetDevice(device), "choosing a GPU");
+    if (previous != device || !thread_has_context()) {
+        // A thread that has not used a GPU keeps this one: setting GPU 0 again would initialize it.
+        if (thread_has_context()) previous_ = previous;
+        check(cudaSetDevice(device), "choosing a GPU");
+    }
+    auto mode = cudaStreamCaptureModeRelaxed;
+    check(cudaThreadExchangeStreamCaptureMode(&mode), "choosing the mode of stream captures");
+    mode_ = mode;
 }
 
-CurrentDevice::~CurrentDevice() {
+DeviceCalls::~DeviceCalls() {
+    auto mode = static_cast<cudaStreamCaptureMode>(mode_);
+    cudaThreadExchangeStreamCaptureMode(&mode);
     if (previous_ >= 0) cudaSetDevice(previous_);
 }
 
@@ -90,16 +142,24 @@ StreamHandle make_stream() {
     return StreamHandle(stream);
 }
 
-EventHandle make_event(unsigned flags) {
+bool has_happened(CUevent_st* event, const char* doing) {
+    const cudaError_t state = cudaEventQuery(event);
+    if (state == cudaErrorNotReady) {
+        cudaGetLastError();  // clears the state, which other code of this thread would take for an error
+        return false;
+    }
+    check(state, doing);
+    return true;
+}
+
+EventHandle make_event() {
     cudaEvent_t event = nullptr;
-    check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming | flags), "making an event");
+    check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "making an event");
     return EventHandle(event);
 }
 
 HostToDeviceCopies::HostToDeviceCopies()
-    : stream_(make_stream()),
-      copied_{make_event(cudaEventBlockingSync), make_event(cudaEventBlockingSync)},
-      most_stride_(most_stride()) {}
+    : stream_(make_stream()), copied_{make_event(), make_event()}, most_stride_(most_stride()) {}
 
 HostToDeviceCopies::~HostToDeviceCopies() { cudaStreamSynchronize(stream_.get()); }
 
@@ -125,18 +185,41 @@ void HostToDeviceCopies::record(int buffer) {
 }
 
 void HostToDeviceCopies::wait(int buffer) {
-    check(cudaEventSynchronize(copied_[buffer].get()), "waiting for a copy to the GPU");
+    poll_until(Clock::time_point::max(), [&] { return has_happened(copied_[buffer].get(), "copying to the GPU"); });
+}
+
+DeviceToHostCopies::DeviceToHostCopies() : stream_(make_stream()), copied_(make_event()) {}
+
+void DeviceToHostCopies::copy(void* host, const void* device, std::size_t nbytes) {
+    check(cudaMemcpyAsync(host, device, nbytes, cudaMemcpyDeviceToHost, stream_.get()), "queueing a copy");
+}
+
+void DeviceToHostCopies::wait(int device, double seconds, const std::function<bool()>& cancelled) {
+    check(cudaEventRecord(copied_.get(), stream_.get()), "recording an event");
+    const auto started = Clock::now();
+    const auto copied = [&] { return has_happened(copied_.get(), "copying"); };
+    poll_until(after_seconds(seconds), [&] { return copied() || cancelled(); });
+    // If nothing is wrong with the GPU, the rest of a piece arrives in a moment.
+    if (poll_until(after_seconds(cancelled() ? SETTLES_S : 0), copied)) return;
+    throw DeviceStuck(device, std::chrono::duration<double>(Clock::now() - started).count());
+}
+
+void keep_for_ever(std::vector<std::shared_ptr<HostBuffer>> buffers) {
+    static std::mutex mutex;
+    static auto& kept = *new std::vector<std::shared_ptr<HostBuffer>>;
+    const std::lock_guard<std::mutex> lock(mutex);
+    for (auto& buffer : buffers) kept.push_back(std::move(buffer));
 }
 
 DeviceEvent::DeviceEvent(int device) : device_(device) {
-    const CurrentDevice current(device_);
-    handle_ = make_event(cudaEventBlockingSync);
+    const DeviceCalls calls(device_);
+    handle_ = make_event();
 }
 
 DeviceEvent::~DeviceEvent() {
     // The last owner may be a thread that has not used a GPU, and destroying the event there would initialize GPU 0.
     try {
-        const CurrentDevice current(device_);
+        const DeviceCalls calls(device_);
         handle_.reset();
     } catch (const std::exception&) {
         // The driver is gone, or this is a forked child. The process frees the event when it ends.
@@ -146,20 +229,9 @@ DeviceEvent::~DeviceEvent() {
 
 void DeviceEvent::record(CUstream_st* stream) { check(cudaEventRecord(handle_.get(), stream), "recording an event"); }
 
-bool DeviceEvent::done() const {
-    const CurrentDevice current(device_);
-    const cudaError_t state = cudaEventQuery(handle_.get());
-    if (state == cudaErrorNotReady) {
-        cudaGetLastError();  // clears the state, which other code of this thread would take for an error
-        return false;
-    }
-    check(state, "copying");
-    return true;
-}
-
-void DeviceEvent::wait() const {
-    const CurrentDevice current(device_);
-    check(cudaEventSynchronize(handle_.get()), "waiting for a copy");
+bool DeviceEvent::happened() const {
+    const DeviceCalls calls(device_);
+    return has_happened(handle_.get(), "copying");
 }
 
 }  // namespace mcore_ckpt

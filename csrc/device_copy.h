@@ -4,8 +4,11 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
+#include <stdexcept>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -22,28 +25,51 @@ namespace mcore_ckpt {
 
 extern const bool BUILT_WITH_CUDA;
 
-// The number of the GPU that a GPU address belongs to. Throws std::invalid_argument for host memory.
+// The number of the GPU that a GPU address belongs to, asked inside DeviceCalls. Throws std::invalid_argument for host
+// memory.
 int device_of(const void* memory);
 
-// Blocks the host until the GPU has done all work that is queued on it.
-void wait_for_device(int device);
+// A GPU has not done its work in time. Python sees it as DeviceStuck(device, seconds).
+class DeviceStuck : public std::runtime_error {
+  public:
+    DeviceStuck(int number, double waited)
+        : std::runtime_error("GPU " + std::to_string(number) + " has not done its work for " +
+                             std::to_string(static_cast<long>(waited + 0.5)) + " s"),
+          device(number),
+          seconds(waited) {}
 
-// Makes host memory readable and writable for every GPU. Returns the GPU that is current now, which unpin_memory()
-// needs: a thread without a current GPU that unpins memory would initialize GPU 0 (see DeviceEvent). Pinned memory must
-// be unpinned before it is unmapped.
-int pin_memory(void* memory, std::size_t nbytes);
+    const int device;
+    const double seconds;
+};
+
+// Waits until the GPU has done all work that is queued on it. Throws DeviceStuck after so many seconds.
+void wait_for_device(int device, double seconds);
+
+// The NUMA node whose memory is nearest to a GPU; -1 if the system does not tell.
+int numa_node_of(int device);
+
+// Makes host memory readable and writable for every GPU, from a thread that uses this GPU. unpin_memory() needs the
+// same number. Pinned memory must be unpinned before it is unmapped.
+void pin_memory(void* memory, std::size_t nbytes, int device);
 void unpin_memory(void* memory, int device) noexcept;
 
-// Makes a GPU the current one of this thread until the object is destroyed.
-class CurrentDevice {
+// While the object exists, this thread may call CUDA for a GPU:
+// - The GPU is the current one. A thread without a current GPU would initialize GPU 0 with most calls, which takes half
+//   a GB of that GPU's memory.
+// - The thread's capture mode is Relaxed. While any thread captures a CUDA graph in Global mode (torch's default, and
+//   that of megatron's `CudaGraphManager`), calls that may be unsafe fail in all threads that have the default mode,
+//   and make the capture invalid: cudaHostRegister, cudaEventQuery, cudaEventSynchronize, ... None of ours touches a
+//   stream that is being captured.
+class DeviceCalls {
   public:
-    explicit CurrentDevice(int device);
-    ~CurrentDevice();
-    CurrentDevice(const CurrentDevice&) = delete;
-    CurrentDevice& operator=(const CurrentDevice&) = delete;
+    explicit DeviceCalls(int device);
+    ~DeviceCalls();
+    DeviceCalls(const DeviceCalls&) = delete;
+    DeviceCalls& operator=(const DeviceCalls&) = delete;
 
   private:
-    int previous_ = -1;  // -1: the destructor changes nothing
+    int previous_ = -1;  // -1: the destructor leaves the current GPU as it is
+    int mode_ = 0;       // the thread's capture mode before
 };
 
 struct DestroyHandle {
@@ -53,7 +79,8 @@ struct DestroyHandle {
 using StreamHandle = std::unique_ptr<CUstream_st, DestroyHandle>;
 using EventHandle = std::unique_ptr<CUevent_st, DestroyHandle>;
 
-// Copies from two pinned host buffers to the current GPU, on a stream of its own. Used by one thread.
+// Copies from two pinned host buffers to the current GPU, on a stream of its own. Used by one thread, inside
+// DeviceCalls.
 class HostToDeviceCopies {
   public:
     HostToDeviceCopies();
@@ -67,7 +94,7 @@ class HostToDeviceCopies {
     // Tells that all copies since the last record() were from buffer `buffer`, which is 0 or 1.
     void record(int buffer);
 
-    // Blocks the host until the copies from this buffer are done.
+    // Waits until the copies from this buffer are done.
     void wait(int buffer);
 
   private:
@@ -76,16 +103,36 @@ class HostToDeviceCopies {
     std::size_t most_stride_ = 0;  // the largest stride of rows that the GPU copies in one call
 };
 
-// A point in a stream of one GPU. An event stores its GPU, because a thread that has no current GPU and waits for a
-// bare cudaEvent_t would initialize GPU 0, which takes half a GB of that GPU's memory.
+// Copies from the current GPU to pinned host memory, on a stream of its own. Used by one thread, inside DeviceCalls.
+class DeviceToHostCopies {
+  public:
+    DeviceToHostCopies();
+    DeviceToHostCopies(const DeviceToHostCopies&) = delete;
+    DeviceToHostCopies& operator=(const DeviceToHostCopies&) = delete;
+
+    void copy(void* host, const void* device, std::size_t nbytes);
+
+    // Waits until all copies are done. Throws DeviceStuck after so many seconds, or soon after `cancelled` has said
+    // yes. Then the host memory must stay (keep_for_ever), because the GPU may still write to it.
+    void wait(int device, double seconds, const std::function<bool()>& cancelled);
+
+  private:
+    StreamHandle stream_;
+    EventHandle copied_;
+};
+
+// Keeps buffers that a GPU may still write to. They are never freed.
+void keep_for_ever(std::vector<std::shared_ptr<HostBuffer>> buffers);
+
+// A point in a stream of one GPU.
 class DeviceEvent final : public Event {
   public:
     explicit DeviceEvent(int device);
     ~DeviceEvent() override;
 
     void record(CUstream_st* stream);
-    bool done() const;
-    void wait() const override;
+    bool happened() const override;
+    int device() const override { return device_; }
     CUevent_st* handle() const { return handle_.get(); }
 
   private:
@@ -93,8 +140,8 @@ class DeviceEvent final : public Event {
     EventHandle handle_;
 };
 
-// Copies tensors from one GPU to pinned host memory, on a stream of its own. All methods may be called from any thread,
-// also at the same time.
+// Copies tensors from one GPU to pinned host memory, on a stream that the caller owns. All methods may be called from
+// any thread, also at the same time.
 class DeviceCopier {
   public:
     // `nbytes` bytes from GPU address `source` to byte `offset` of the buffer.
@@ -106,50 +153,63 @@ class DeviceCopier {
     // How many copies are done when the event has happened.
     using Done = std::pair<std::size_t, std::shared_ptr<DeviceEvent>>;
 
-    explicit DeviceCopier(int device);
+    // `stream` must exist as long as any tensor that is recorded on it: torch records an event on the stream when it
+    // frees the tensor. So it is one of torch's pool, which are never destroyed.
+    DeviceCopier(int device, std::uintptr_t stream);
+    // Does not wait. Buffers that copies may still write to stay in memory for ever.
     ~DeviceCopier();
     DeviceCopier(const DeviceCopier&) = delete;
     DeviceCopier& operator=(const DeviceCopier&) = delete;
 
-    // 0 after close().
-    std::uintptr_t stream() const;
-
     // Queues the copies behind the work that is queued on stream `after` now. The host does not wait for the GPU. The
     // copier keeps the buffer alive until the copies are done; the caller keeps the sources alive.
     //
-    // Returns an event after about every `group_bytes` bytes. The copier records an event again only when nobody else
-    // holds it.
+    // All small copies come first, as kernels, and then the large ones, each for the copy engine. Megatron sets
+    // CUDA_DEVICE_MAX_CONNECTIONS=1 (with tensor or context parallelism, before Blackwell), which puts the work of all
+    // streams into one queue: behind a kernel that waits for a large copy, the training's kernels would wait, too.
+    //
+    // Returns an event after about every `group_bytes` bytes of large copies, and one at the end. The copier records an
+    // event again only when nobody else holds it.
     //
     // Throws std::invalid_argument, before anything is queued, for a buffer that is not pinned, a destination that is
     // not inside the buffer or begins before the previous one ends, and a source of which any part is not on this GPU.
     std::vector<Done> start(const std::shared_ptr<HostBuffer>& buffer, const std::vector<ToBuffer>& copies,
                             std::uintptr_t after, std::size_t group_bytes);
 
-    // Makes the work that is queued on `stream` from now on wait for the copies. The host does not wait.
-    void hold(std::uintptr_t stream);
+    // Makes the work that is queued on `stream` from now on wait for the copies. If nothing is being copied, nothing
+    // happens. The host does not wait, unless `stream` is being captured into a CUDA graph: work in a capture cannot
+    // wait for an event outside of it. Then the host waits, for at most so many seconds (DeviceStuck).
+    void hold(std::uintptr_t stream, double seconds);
 
     bool done();
-    void wait();
 
-    // Waits for the copies, then frees the stream and the events. hold(), done() and wait() throw
+    // Waits until the copies are done. Afterwards hold(), done() and wait() call CUDA no more. Throws DeviceStuck after
+    // so many seconds.
+    void wait(double seconds);
+
+    // Waits as wait() does, then frees the events. If the copies are not done or have failed, it throws nevertheless
+    // afterwards, and buffers that copies may still write to stay in memory for ever. hold(), done() and wait() throw
     // std::invalid_argument from then on; calls of them that are under way end as if the copier were open.
-    void close();
+    void close(double seconds);
 
   private:
+    struct Run;
+
     void require_open() const;
-    bool last_is_done() const;
+    bool look_at_last();
     void keep_alive(const std::shared_ptr<HostBuffer>& buffer);
     const std::shared_ptr<DeviceEvent>& free_event(std::size_t number);
-    std::vector<Done> queue(const HostBuffer& buffer, const std::vector<ToBuffer>& copies, std::size_t group_bytes,
-                            std::ptrdiff_t mapping);
+    std::vector<Done> queue(const std::vector<Run>& runs, std::size_t count, std::size_t group_bytes);
+    void abandon() noexcept;
 
     const int device_;
+    CUstream_st* const stream_;
 
     mutable std::mutex mutex_;  // guards everything below
-    StreamHandle stream_;
-    EventHandle after_;
+    bool open_ = true;
+    std::unique_ptr<DeviceEvent> after_;
     std::vector<std::shared_ptr<DeviceEvent>> events_;
-    std::shared_ptr<DeviceEvent> last_;                   // happens when all copies are done
+    std::shared_ptr<DeviceEvent> last_;  // happens when all copies are done; nullptr if it is known to have happened
     std::vector<std::shared_ptr<HostBuffer>> in_flight_;  // buffers that copies may still write to
 };
 

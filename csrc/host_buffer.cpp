@@ -2,6 +2,7 @@
 #include "host_buffer.h"
 
 #include <sys/mman.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -38,6 +39,17 @@ int fetch_pages(std::uint8_t* data, std::size_t nbytes) {
     return 0;
 }
 
+// Asks for pages of a NUMA node, and takes those of others if it has none left. It is only a wish: a container may
+// forbid the call. libnuma would be one more dependency for one call.
+void prefer_node(std::uint8_t* data, std::size_t nbytes, int node) {
+    constexpr int PREFERRED = 1;  // MPOL_PREFERRED of <linux/mempolicy.h>
+    constexpr int BITS = 8 * sizeof(unsigned long);
+    std::vector<unsigned long> nodes(node / BITS + 1, 0);
+    nodes[node / BITS] = 1UL << node % BITS;
+    // The kernel takes one bit less than it is told.
+    ::syscall(SYS_mbind, data, nbytes, PREFERRED, nodes.data(), nodes.size() * BITS + 1, 0);
+}
+
 }  // namespace
 
 std::uint8_t* map_anonymous(std::size_t nbytes, int protection) {
@@ -53,37 +65,52 @@ std::uint8_t* map_anonymous(std::size_t nbytes, int protection) {
 OutOfMemory::OutOfMemory(std::size_t nbytes, int number)
     : words_("no " + std::to_string(nbytes) + " bytes of host memory: " + std::generic_category().message(number)) {}
 
-HostBuffer::HostBuffer(std::size_t nbytes, bool to_pin, Reserved) : nbytes_(nbytes), process_(::getpid()) {
+HostBuffer::HostBuffer(std::size_t nbytes, int device, int numa_node, Reserved)
+    : nbytes_(nbytes), device_(device), process_(::getpid()) {
     if (nbytes == 0) throw std::invalid_argument("a buffer of 0 bytes");
-    map(to_pin);
+    map(numa_node);
 }
 
 // The destructor runs if fetching or pinning fails, because the other constructor has completed by then.
-HostBuffer::HostBuffer(std::size_t nbytes, bool pinned, int threads) : HostBuffer(nbytes, pinned, Reserved{}) {
+HostBuffer::HostBuffer(std::size_t nbytes, int device, int threads) : HostBuffer(nbytes, device, ANY_NODE, Reserved{}) {
     fetch(0, nbytes, threads);
-    if (pinned) pin();
+    if (device != NO_DEVICE) pin(nbytes);
 }
 
-std::unique_ptr<HostBuffer> HostBuffer::reserve(std::size_t nbytes, bool to_pin) {
-    return std::unique_ptr<HostBuffer>(new HostBuffer(nbytes, to_pin, Reserved{}));
+std::unique_ptr<HostBuffer> HostBuffer::reserve(std::size_t nbytes, int device, int numa_node) {
+    return std::unique_ptr<HostBuffer>(new HostBuffer(nbytes, device, numa_node, Reserved{}));
 }
 
 HostBuffer::~HostBuffer() {
     // A forked child does not inherit pinned memory, so other memory may be at its addresses.
     if (::getpid() != process_) return;
-    if (pinned_) unpin_memory(data_, device_);
+    std::size_t begin = 0;
+    for (const std::size_t end : piece_ends_) {
+        unpin_memory(data_ + begin, device_);
+        begin = end;
+    }
     unmap();
 }
 
-void HostBuffer::map(bool to_pin) {
+void HostBuffer::map(int numa_node) {
     if (nbytes_ > std::numeric_limits<std::size_t>::max() / 2) throw OutOfMemory(nbytes_, ENOMEM);
     const std::size_t size = page_ceil(nbytes_);
     data_ = map_anonymous(size, PROT_READ | PROT_WRITE);
     if (data_ == nullptr) throw OutOfMemory(nbytes_, errno);
     ::madvise(data_, size, MADV_HUGEPAGE);
+    if (numa_node != ANY_NODE) prefer_node(data_, size, numa_node);
     // After a fork the parent's next write to a page would give the parent a new page, while the GPU still uses the
     // old.
-    if (to_pin) ::madvise(data_, size, MADV_DONTFORK);
+    if (device_ != NO_DEVICE) ::madvise(data_, size, MADV_DONTFORK);
+}
+
+std::size_t HostBuffer::pinned_bytes() const { return std::min(pinned_end(), nbytes_); }
+
+std::size_t HostBuffer::piece_end(std::size_t offset) const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = std::upper_bound(piece_ends_.begin(), piece_ends_.end(), offset);
+    if (found == piece_ends_.end()) throw std::invalid_argument("memory that is not pinned");
+    return *found;
 }
 
 void HostBuffer::fetch(std::size_t begin, std::size_t nbytes, int threads) {
@@ -105,10 +132,24 @@ void HostBuffer::fetch(std::size_t begin, std::size_t nbytes, int threads) {
     if (error != 0) throw OutOfMemory(nbytes, error);
 }
 
-void HostBuffer::pin() {
-    if (pinned_) return;
-    device_ = pin_memory(data_, nbytes_);
-    pinned_ = true;
+void HostBuffer::pin(std::size_t nbytes) {
+    if (device_ == NO_DEVICE) throw std::invalid_argument("a buffer that is for no device cannot be pinned");
+    if (nbytes > nbytes_) {
+        throw std::invalid_argument("a buffer of " + std::to_string(nbytes_) + " bytes has no " +
+                                    std::to_string(nbytes) + " bytes to pin");
+    }
+    const std::size_t wanted = page_ceil(nbytes);
+    for (std::size_t begin = pinned_end(); begin < wanted; begin = pinned_end()) {
+        const std::size_t end = std::min(wanted, begin + PIN_BYTES);
+        pin_memory(data_ + begin, end - begin, device_);
+        const std::lock_guard<std::mutex> lock(mutex_);
+        piece_ends_.push_back(end);
+    }
+}
+
+std::size_t HostBuffer::pinned_end() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return piece_ends_.empty() ? 0 : piece_ends_.back();
 }
 
 void HostBuffer::unmap() noexcept { ::munmap(data_, page_ceil(nbytes_)); }

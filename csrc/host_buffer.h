@@ -3,12 +3,13 @@
 
 #include <sys/types.h>
 
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <new>
 #include <string>
+#include <vector>
 
 namespace mcore_ckpt {
 
@@ -28,41 +29,53 @@ class OutOfMemory : public std::bad_alloc {
     std::string words_;
 };
 
-// A buffer that begins on a huge page and consists of huge pages where the system has them. The constructor fetches all
-// pages, so that no page fault comes later.
+// A buffer that begins on a huge page and consists of huge pages where the system has them.
 class HostBuffer {
   public:
-    // `threads` threads fetch the pages. Throws OutOfMemory, or std::runtime_error with CUDA's message if pinning
-    // fails.
-    explicit HostBuffer(std::size_t nbytes, bool pinned = false, int threads = 1);
-    // Maps memory without its pages: `fetch` brings them. `to_pin`: `pin` will be called.
-    static std::unique_ptr<HostBuffer> reserve(std::size_t nbytes, bool to_pin);
+    static constexpr int NO_DEVICE = -1, ANY_NODE = -1;
+
+    // How much is pinned in one call. The driver and the kernel hold locks meanwhile, which the training needs, too.
+    static constexpr std::size_t PIN_BYTES = std::size_t{256} << 20;
+
+    // Fetches all pages on `threads` threads, so that no page fault comes later. For a GPU, the buffer is pinned.
+    // Throws OutOfMemory, or std::runtime_error with CUDA's message if pinning fails.
+    explicit HostBuffer(std::size_t nbytes, int device = NO_DEVICE, int threads = 1);
+    // Maps memory without its pages: `fetch` brings them, and `pin` pins them for the GPU. The pages come from the NUMA
+    // node, if it has any left.
+    static std::unique_ptr<HostBuffer> reserve(std::size_t nbytes, int device, int numa_node);
     ~HostBuffer();
     HostBuffer(const HostBuffer&) = delete;
     HostBuffer& operator=(const HostBuffer&) = delete;
 
     std::uint8_t* data() const { return data_; }
     std::size_t nbytes() const { return nbytes_; }
-    bool pinned() const { return pinned_; }
+    int device() const { return device_; }
+
+    // How many bytes from the beginning are pinned.
+    std::size_t pinned_bytes() const;
+    // The end of the piece of pinned memory that the byte at `offset` is in. No copy may go across it.
+    std::size_t piece_end(std::size_t offset) const;
 
     // Fetches the pages of the bytes [begin, begin + nbytes) on `threads` threads. Pages that are there already stay as
     // they are. Throws OutOfMemory, std::invalid_argument.
     void fetch(std::size_t begin, std::size_t nbytes, int threads);
-    // Pins the whole buffer, all of whose pages should have been fetched. Throws std::runtime_error with CUDA's
-    // message.
-    void pin();
+    // Pins the first `nbytes` bytes, whose pages should have been fetched, in pieces of at most PIN_BYTES. Throws
+    // std::runtime_error with CUDA's message, std::invalid_argument.
+    void pin(std::size_t nbytes);
 
   private:
     struct Reserved {};
-    HostBuffer(std::size_t nbytes, bool to_pin, Reserved);
-    void map(bool to_pin);
+    HostBuffer(std::size_t nbytes, int device, int numa_node, Reserved);
+    std::size_t pinned_end() const;
+    void map(int numa_node);
     void unmap() noexcept;
 
     const std::size_t nbytes_;
-    std::atomic<bool> pinned_{false};  // a thread may pin while another one asks
+    const int device_;
     const pid_t process_;
     std::uint8_t* data_ = nullptr;
-    int device_ = -1;  // the GPU that was current when the memory was pinned
+    mutable std::mutex mutex_;             // a thread may pin while another one asks
+    std::vector<std::size_t> piece_ends_;  // of pinned memory, ascending; guarded by mutex_
 };
 
 }  // namespace mcore_ckpt

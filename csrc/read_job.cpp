@@ -62,8 +62,8 @@ class ReadJob::Lane {
         const bool to_device = job.device_ >= 0;
         if (to_device) device_.emplace(job.device_);
         auto& cache = BufferCache::of_this_process();
-        buffers_[0] = cache.take(job.buffer_bytes_, to_device);
-        if (to_device) buffers_[1] = cache.take(job.buffer_bytes_, true);
+        buffers_[0] = cache.take(job.buffer_bytes_, job.device_);
+        if (to_device) buffers_[1] = cache.take(job.buffer_bytes_, job.device_);
         if (to_device) copies_.emplace();
     }
 
@@ -138,7 +138,7 @@ class ReadJob::Lane {
         const std::size_t row_start = rows.start + row * rows.source_stride;
         const std::size_t from = std::max(row_start, start), to = std::min(row_start + rows.nbytes, stop);
         std::uint8_t* destination = rows.destination + row * rows.destination_stride + (from - row_start);
-        if (rows.on_device) {
+        if (rows.device != HostBuffer::NO_DEVICE) {
             copies_->copy(destination, block + (from - start), to - from);
         } else {
             copy_past_cache(destination, block + (from - start), to - from);
@@ -152,7 +152,7 @@ class ReadJob::Lane {
                         rows.source_stride,
                         rows.nbytes,
                         count};
-        if (rows.on_device) {
+        if (rows.device != HostBuffer::NO_DEVICE) {
             copies_->copy(grid);
         } else {
             copy_past_cache(grid);
@@ -162,7 +162,7 @@ class ReadJob::Lane {
     ReadJob& job_;
     std::optional<File> file_;
     std::size_t file_number_ = 0;
-    std::optional<CurrentDevice> device_;
+    std::optional<DeviceCalls> device_;
     std::array<std::shared_ptr<HostBuffer>, 2> buffers_;
     std::optional<HostToDeviceCopies> copies_;
     int buffer_ = 0;  // the one to read into next
@@ -210,15 +210,19 @@ void ReadJob::refuse(std::size_t file, std::uint64_t offset, std::size_t nbytes,
     if (!fit(rows, rows.destination_stride, SIZE_MAX - reinterpret_cast<std::uintptr_t>(rows.destination))) {
         throw std::invalid_argument("no memory has room for " + words(rows) + " at the address");
     }
-    if (!rows.on_device) return;
+    if (rows.device == HostBuffer::NO_DEVICE) return;
     if (!settings_.pinned) {
         throw std::invalid_argument("reads to a GPU need pinned buffers: make the job with pinned=True");
     }
-    const int device = device_of(rows.destination);
-    if (device_ >= 0 && device_ != device) {
+    if (device_ != HostBuffer::NO_DEVICE && device_ != rows.device) {
         throw std::invalid_argument("destinations on several GPUs: make a job for each");
     }
-    device_ = device;
+    const DeviceCalls calls(rows.device);
+    if (const int found = device_of(rows.destination); found != rows.device) {
+        throw std::invalid_argument("a tensor of GPU " + std::to_string(rows.device) + " is on GPU " +
+                                    std::to_string(found));
+    }
+    device_ = rows.device;
 }
 
 std::size_t ReadJob::add(std::size_t file, std::uint64_t offset, std::size_t nbytes,
@@ -274,7 +278,7 @@ void ReadJob::run() {
         buffer_bytes_ = std::max<std::size_t>(buffer_bytes_, page_ceil(piece.stop) - page_floor(piece.start));
     }
     // Work that is queued on the GPU may still use the memory of the destinations.
-    if (device_ >= 0) wait_for_device(device_);
+    if (device_ >= 0) wait_for_device(device_, settings_.device_seconds);
     const std::size_t threads = std::min<std::size_t>(settings_.threads, pieces_.size());
     if (threads != 0) run_on_threads(static_cast<int>(threads), [this] { work(); });
     if (error_) std::rethrow_exception(error_);

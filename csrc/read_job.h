@@ -13,6 +13,9 @@
 #include <string>
 #include <vector>
 
+#include "event.h"
+#include "host_buffer.h"
+
 namespace mcore_ckpt {
 
 // Python sees it as DamagedBlock(read, offset, nbytes).
@@ -32,8 +35,9 @@ class ReadJob {
         int threads;
         std::size_t piece_bytes;  // the most that one pread asks for; at least a block is read at once
         std::size_t block_bytes;
-        bool direct;  // bypass the page cache
-        bool pinned;  // destinations may be in GPU memory
+        bool direct;            // bypass the page cache
+        bool pinned;            // destinations may be in GPU memory
+        double device_seconds;  // how long run() waits for the work that is queued on their GPU (DeviceStuck)
     };
 
     ReadJob(std::vector<std::string> paths, const Settings& settings);
@@ -45,7 +49,7 @@ class ReadJob {
         std::size_t source_stride;
         std::uint8_t* destination;
         std::size_t destination_stride;
-        bool on_device;
+        int device;                                   // the GPU of the destination; HostBuffer::NO_DEVICE: host memory
         std::shared_ptr<const void> owner = nullptr;  // keeps the destination alive; nullptr if the caller does
     };
 
@@ -96,8 +100,8 @@ class ReadJob {
     std::vector<Rows> reads_;
     std::vector<Slice> slices_;
     std::vector<Piece> pieces_;
-    std::size_t buffer_bytes_ = 0;  // the size of the largest piece, in whole pages
-    int device_ = -1;               // the GPU of the destinations; -1: all are in host memory
+    std::size_t buffer_bytes_ = 0;        // the size of the largest piece, in whole pages
+    int device_ = HostBuffer::NO_DEVICE;  // the GPU of the destinations; or all are in host memory
 
     std::atomic<bool> started_{false};
     std::atomic<bool> cancelled_{false};

@@ -37,7 +37,7 @@ void bind_read_job(py::module_& m) {
     py::class_<ReadJob>(m, "ReadJob")
         .def(py::init([](std::vector<std::string> paths, int threads, std::size_t piece_bytes, std::size_t block_bytes,
                          bool direct, bool pinned) {
-                 return new ReadJob(std::move(paths), {threads, piece_bytes, block_bytes, direct, pinned});
+                 return new ReadJob(std::move(paths), {threads, piece_bytes, block_bytes, direct, pinned, FOREVER_S});
              }),
              py::arg("paths"), py::kw_only(), py::arg("threads"), py::arg("piece_bytes"), py::arg("block_bytes"),
              py::arg("direct") = true, py::arg("pinned") = false)
@@ -46,15 +46,15 @@ void bind_read_job(py::module_& m) {
             [](ReadJob& job, std::size_t file, std::uint64_t offset, std::size_t nbytes,
                const std::optional<std::vector<std::uint32_t>>& crcs, std::size_t start, std::size_t row_bytes,
                std::size_t rows, std::size_t source_stride, std::uintptr_t destination, std::size_t destination_stride,
-               bool on_device, const py::object& owner) {
+               const std::optional<int>& device, const py::object& owner) {
                 auto* address = reinterpret_cast<std::uint8_t*>(destination);
-                return job.add(
-                    file, offset, nbytes, crcs,
-                    {start, row_bytes, rows, source_stride, address, destination_stride, on_device, owner_of(owner)});
+                return job.add(file, offset, nbytes, crcs,
+                               {start, row_bytes, rows, source_stride, address, destination_stride,
+                                device.value_or(HostBuffer::NO_DEVICE), owner_of(owner)});
             },
             py::arg("file"), py::arg("offset"), py::arg("nbytes"), py::arg("crcs"), py::arg("start"),
             py::arg("row_bytes"), py::arg("rows"), py::arg("source_stride"), py::arg("destination"),
-            py::arg("destination_stride"), py::arg("on_device") = false, py::arg("owner") = py::none())
+            py::arg("destination_stride"), py::arg("device") = py::none(), py::arg("owner") = py::none())
         .def("run", &ReadJob::run, WithoutGil())
         .def("progress", &ReadJob::progress)
         .def("cancel", &ReadJob::cancel)

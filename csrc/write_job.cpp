@@ -10,7 +10,9 @@
 #include <stdexcept>
 #include <system_error>
 
+#include "buffer_cache.h"
 #include "crc32.h"
+#include "device_copy.h"
 #include "host_copy.h"
 #include "parallel.h"
 
@@ -64,6 +66,10 @@ void check_sources(const WriteJob::Range& range) {
     }
     for (const FileLayout::Block& block : range.layout->blocks_in(range.start, range.stop)) {
         if (range.sources[block.slot] == nullptr) refuse("null address for slot " + std::to_string(block.slot));
+    }
+    if (range.device == HostBuffer::NO_DEVICE) return;
+    if (range.on_device.size() != slots.size()) {
+        refuse(std::to_string(range.on_device.size()) + " places for " + std::to_string(slots.size()) + " slots");
     }
 }
 
@@ -139,7 +145,7 @@ struct WriteJob::Target {
     std::size_t taken = 0, written = 0;  // numbers of pieces
     std::size_t checked = 0;             // all pieces before this one have their CRCs in `crcs`
     std::vector<bool> has_crcs;
-    bool has_arrived = false;
+    std::uint64_t arrived = 0;  // with events: all slots before this offset are in place
 
     // Constant after the state is OPEN.
     std::uint64_t piece_bytes = 0;  // pieces end at multiples of it in the file
@@ -196,13 +202,12 @@ struct WriteJob::Target {
         return range.sources[block.slot] + (offset - range.layout->slots()[block.slot].begin);
     }
 
-    // The first event after which all slots before `offset` are in place, or nullptr if they are in place already.
-    const Event* event_before(std::uint64_t offset) const {
-        if (range.ready.empty()) return nullptr;
-        const auto before = [](const auto& ready, std::uint64_t at) { return ready.first < at; };
-        const std::uint64_t needed = std::min(offset, range.ready.back().first);
-        return std::lower_bound(range.ready.begin(), range.ready.end(), needed, before)->second.get();
+    // Whether all slots before `offset` are in place. Needs the job's mutex.
+    bool has_arrived(std::uint64_t offset) const {
+        return range.ready.empty() || arrived >= std::min(offset, range.ready.back().first);
     }
+
+    bool from_device() const { return range.device != HostBuffer::NO_DEVICE; }
 };
 
 // One thread's work on a piece, and the memory that the thread uses.
@@ -213,6 +218,7 @@ class WriteJob::Worker {
     // Returns false if the job was stopped meanwhile.
     bool process(const Piece& piece) {
         Target& target = *piece.target;
+        if (!job_.wait_for_bytes(target, piece.end)) return false;
         prepare(piece);
         const auto descriptors = own_descriptors(piece);
         const bool in_turn = std::any_of(descriptors.begin(), descriptors.end(), [&](const auto& descriptor) {
@@ -233,16 +239,13 @@ class WriteJob::Worker {
     // Brings the piece's bytes into place, and stores their CRCs in crcs_.
     void prepare(const Piece& piece) {
         Target& target = *piece.target;
-        if (const Event* event = target.event_before(piece.end)) {
-            event->wait();
-            if (piece.end == target.range.stop) job_.arrived(target);
-        }
         choose_memory(piece);
+        if (target.from_device()) fetch(piece);
         crcs_.clear();
         iovecs_.clear();
         const auto payload = [&](const FileLayout::Block& block, std::uint64_t begin, std::uint64_t end) {
             std::uint8_t* place = memory_ + (begin - piece.begin);
-            const std::uint8_t* source = target.source(block, begin);
+            const std::uint8_t* source = target.from_device() ? place : target.source(block, begin);
             if (source != place && (copies_ || end - begin < GATHER_BELOW_BYTES)) {
                 crcs_.push_back(copy_and_check(place, source, end - begin));
                 append(iovecs_, place, end - begin);
@@ -259,9 +262,37 @@ class WriteJob::Worker {
         target.range.layout->walk(piece.begin, piece.end, payload, gap);
     }
 
+    // Copies the payload of a piece from the GPU, and from the host, to memory_.
+    void fetch(const Piece& piece) {
+        const Target& target = *piece.target;
+        const auto payload = [&](const FileLayout::Block& block, std::uint64_t begin, std::uint64_t end) {
+            std::uint8_t* place = memory_ + (begin - piece.begin);
+            if (target.range.on_device[block.slot]) {
+                device_->copies.copy(place, target.source(block, begin), end - begin);
+            } else {
+                std::memcpy(place, target.source(block, begin), end - begin);
+            }
+        };
+        try {
+            target.range.layout->walk(piece.begin, piece.end, payload, [](auto, auto, auto) {});
+            device_->copies.wait(target.range.device, job_.device_seconds_, [&] {
+                const Lock lock(job_.mutex_);
+                return job_.stopped(target);
+            });
+        } catch (...) {
+            keep_for_ever({std::move(pinned_)});
+            throw;
+        }
+    }
+
     void choose_memory(const Piece& piece) {
         const Target& target = *piece.target;
         direct_ = target.file->direct();
+        if (target.from_device()) {
+            memory_ = pinned_memory(piece);
+            mapped_ = false, copies_ = true;
+            return;
+        }
         memory_ = map_extent(piece);
         mapped_ = memory_ != nullptr;
         copies_ = mapped_ || (direct_ && target.in_place == nullptr);
@@ -273,6 +304,15 @@ class WriteJob::Worker {
         File& file = *piece.target->file;
         const bool whole = piece.end - piece.begin == HugeExtent::BYTES && piece.begin % HugeExtent::BYTES == 0;
         return whole && file.in_memory() ? extent_.map(file, piece.begin) : nullptr;
+    }
+
+    std::uint8_t* pinned_memory(const Piece& piece) {
+        const Target& target = *piece.target;
+        if (!device_) device_.emplace(target.range.device);
+        if (!pinned_ || pinned_->nbytes() < target.piece_bytes) {
+            pinned_ = BufferCache::of_this_process().take(page_ceil(target.piece_bytes), target.range.device);
+        }
+        return pinned_->data();
     }
 
     std::uint8_t* own_memory(const Piece& piece) {
@@ -323,19 +363,32 @@ class WriteJob::Worker {
         if (begin < end) piece.target->file->start_writeback(begin, end - begin);
     }
 
+    // What a thread needs to copy from a GPU. It leaves the GPU when the job ends.
+    struct Device {
+        explicit Device(int number) : calls(number) {}
+        DeviceCalls calls;
+        DeviceToHostCopies copies;
+    };
+
     WriteJob& job_;
     HugeExtent extent_;
     std::optional<HostBuffer> own_;
-    std::uint8_t* memory_ = nullptr;  // where the piece's first byte goes
-    bool mapped_ = false;             // memory_ is mapped from the file
-    bool copies_ = false;             // all payload is copied to memory_
-    bool direct_ = false;             // whether the file used O_DIRECT when the piece was begun
+    std::optional<Device> device_;
+    std::shared_ptr<HostBuffer> pinned_;  // declared after device_, so that it is given back first
+    std::uint8_t* memory_ = nullptr;      // where the piece's first byte goes
+    bool mapped_ = false;                 // memory_ is mapped from the file
+    bool copies_ = false;                 // all payload is copied to memory_
+    bool direct_ = false;                 // whether the file used O_DIRECT when the piece was begun
     Crcs crcs_;
     std::vector<iovec> iovecs_;
 };
 
-WriteJob::WriteJob(int threads, std::size_t piece_bytes, bool direct)
-    : thread_count_(threads), piece_bytes_(piece_bytes), direct_(direct), process_(::getpid()) {
+WriteJob::WriteJob(int threads, std::size_t piece_bytes, bool direct, double device_seconds)
+    : thread_count_(threads),
+      piece_bytes_(piece_bytes),
+      direct_(direct),
+      process_(::getpid()),
+      device_seconds_(device_seconds) {
     if (threads < 1) refuse("threads must be at least 1, not " + std::to_string(threads));
     if (piece_bytes == 0 || piece_bytes % PAGE_BYTES != 0) {
         refuse("piece_bytes must be a multiple of " + std::to_string(PAGE_BYTES) + ", not " +
@@ -391,6 +444,10 @@ void WriteJob::start() {
         throw std::system_error(EAGAIN, std::generic_category(), "starting a thread");
     }
     if (events) watcher_ = start_threads(1, [this] { watch_events(); });
+    if (events && watcher_.empty()) {
+        cancel();
+        throw std::system_error(EAGAIN, std::generic_category(), "starting a thread");
+    }
 }
 
 WriteJob::Target& WriteJob::at(std::size_t file) const {
@@ -485,7 +542,9 @@ void WriteJob::close() {
     for (auto& target : targets_) {
         target->file.reset();
         auto& range = target->range;
-        dropped.push_back({{}, nullptr, 0, 0, {}, std::move(range.sources_owner), std::move(range.buffer), 0, {}});
+        dropped.emplace_back();
+        dropped.back().sources_owner = std::move(range.sources_owner);
+        dropped.back().buffer = std::move(range.buffer);
         dropped.back().ready.swap(range.ready);
     }
 }
@@ -520,7 +579,8 @@ void WriteJob::open(Target& target) {
 // Takes the next piece of the first file that has one left.
 std::optional<WriteJob::Piece> WriteJob::take() {
     Lock lock(mutex_);
-    while (current_ < targets_.size() && !cancelled_ && !error_) {
+    // Files before the one that has failed are still written.
+    while (current_ < targets_.size() && !stopped(*targets_[current_])) {
         Target& target = *targets_[current_];
         if (target.state == Target::State::WAITING) {
             target.state = Target::State::OPENING;
@@ -566,23 +626,44 @@ void WriteJob::written(const Piece& piece, bool copied) {
     if (piece.target->ended()) file_ended_.notify_all();
 }
 
-void WriteJob::arrived(Target& target) {
+void WriteJob::arrived(Target& target, std::uint64_t before) {
     const Lock lock(mutex_);
-    if (!target.has_arrived) copied_seconds_ = seconds();
-    target.has_arrived = true;
+    target.arrived = before;
+    copied_seconds_ = seconds();
+    changed_.notify_all();
 }
 
-// Notes when the last event of each file happens. The worker threads cannot: they may take a piece much later.
+// Waits until all slots before `end` are in place. Returns false if the job has been stopped.
+bool WriteJob::wait_for_bytes(const Target& target, std::uint64_t end) {
+    Lock lock(mutex_);
+    changed_.wait(lock, [&] { return target.has_arrived(end) || stopped(target); });
+    return !stopped(target);
+}
+
+// Returns false if the job has been stopped.
+bool WriteJob::wait_for_event(const Event& event, const Target& target) {
+    const auto started = Clock::now();
+    for (auto pause = FIRST_PAUSE;; pause = std::min(2 * pause, LONGEST_PAUSE)) {
+        if (event.happened()) return true;
+        const double waited = std::chrono::duration<double>(Clock::now() - started).count();
+        if (waited > device_seconds_) throw DeviceStuck(event.device(), waited);
+        Lock lock(mutex_);
+        if (changed_.wait_for(lock, pause, [&] { return stopped(target); })) return false;
+    }
+}
+
+// One thread asks the driver, which has locks that the training needs. The copies are done in the order of the files.
 void WriteJob::watch_events() {
     for (const auto& target : targets_) {
-        const Event* event = target->event_before(target->range.stop);
-        if (event == nullptr) continue;
         try {
-            event->wait();
+            for (const auto& [before, event] : target->range.ready) {
+                if (!wait_for_event(*event, *target)) return;
+                arrived(*target, before);
+            }
         } catch (const std::exception&) {
-            return;  // the thread that takes the piece gets the same error, and reports it
+            fail(*target);
+            return;
         }
-        arrived(*target);
     }
 }
 

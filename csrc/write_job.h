@@ -30,7 +30,7 @@ namespace mcore_ckpt {
 // would not exist in a forked child.
 class WriteJob {
   public:
-    using Clock = std::chrono::steady_clock;
+    using Clock = mcore_ckpt::Clock;
     using Crcs = FileLayout::Crcs;
 
     // The bytes [start, stop) of a file. The job keeps the owner, the buffer and the events alive until it is closed.
@@ -42,6 +42,11 @@ class WriteJob {
         // Without a buffer: the address of the bytes of each slot, and what owns them (nullptr if the caller does).
         std::vector<const std::uint8_t*> sources = {};
         std::shared_ptr<const void> sources_owner = nullptr;
+        // If some of these slots are on a GPU: which GPU, and which slots. Their bytes are copied piece by piece, so
+        // that the job needs pinned memory for a piece of each thread, whatever the size of the range. All work that
+        // writes to them must be done.
+        int device = HostBuffer::NO_DEVICE;
+        std::vector<bool> on_device = {};
 
         // With a buffer: all slots are in place in it, and the byte at `start` of the file is at `buffer_offset`.
         std::shared_ptr<HostBuffer> buffer = nullptr;
@@ -50,7 +55,9 @@ class WriteJob {
         std::vector<std::pair<std::uint64_t, std::shared_ptr<const Event>>> ready = {};
     };
 
-    WriteJob(int threads, std::size_t piece_bytes, bool direct);
+    // `device_seconds`: how long the job waits for a GPU that does nothing; then the files that need its bytes fail
+    // with DeviceStuck.
+    WriteJob(int threads, std::size_t piece_bytes, bool direct, double device_seconds);
     ~WriteJob();
     WriteJob(const WriteJob&) = delete;
     WriteJob& operator=(const WriteJob&) = delete;
@@ -74,6 +81,9 @@ class WriteJob {
     // Seconds from the start until the last byte was copied from the sources or the last event had happened, and until
     // the last write. The first is 0 if there are neither sources nor events.
     std::pair<double, double> times() const;
+
+    // Makes the job wait for a GPU for at most so many seconds from now on.
+    void limit_device_wait(double seconds) { device_seconds_ = seconds; }
 
     void cancel();
     // Cancels the job, waits for its threads, closes its files, and drops the buffers, owners and events.
@@ -102,7 +112,9 @@ class WriteJob {
     void throw_if_stopped(const Target& target) const;
     bool publish(const Piece& piece, Crcs crcs, bool copied, bool in_turn);
     void written(const Piece& piece, bool copied);
-    void arrived(Target& target);
+    void arrived(Target& target, std::uint64_t before);
+    bool wait_for_bytes(const Target& target, std::uint64_t end);
+    bool wait_for_event(const Event& event, const Target& target);
     void fail(const Target& target) noexcept;
     void work();
     void watch_events();
@@ -125,6 +137,7 @@ class WriteJob {
     double copied_seconds_ = 0, written_seconds_ = 0;
     Clock::time_point start_time_;
     std::atomic<std::uint64_t> bytes_written_{0};
+    std::atomic<double> device_seconds_;
     HugePageCredit huge_page_credit_;
 
     std::mutex joining_;

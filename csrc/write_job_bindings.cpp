@@ -50,14 +50,16 @@ std::vector<std::pair<std::uint64_t, std::size_t>> foreign_descriptors(const Fil
 
 std::size_t add_file(WriteJob& job, const std::filesystem::path& path, std::shared_ptr<FileLayout> layout,
                      std::uint64_t start, std::uint64_t stop, const std::optional<Addresses>& sources,
-                     const py::object& owner, std::shared_ptr<HostBuffer> buffer, std::size_t offset,
-                     const Ready& ready) {
+                     const py::object& owner, const std::optional<int>& device, const std::vector<bool>& on_device,
+                     std::shared_ptr<HostBuffer> buffer, std::size_t offset, const Ready& ready) {
     if (sources.has_value() == (buffer != nullptr)) throw std::invalid_argument("pass either sources or a buffer");
     WriteJob::Range range{path.string(), std::move(layout), start, stop};
     range.sources_owner = owner_of(owner);
     if (sources) {
         for (const auto address : *sources) range.sources.push_back(reinterpret_cast<const std::uint8_t*>(address));
     }
+    range.device = device.value_or(HostBuffer::NO_DEVICE);
+    range.on_device = on_device;
     range.buffer = std::move(buffer);
     range.buffer_offset = offset;
     for (const auto& [before, event] : ready) {
@@ -72,12 +74,8 @@ std::size_t number(std::int64_t file) {
     return static_cast<std::size_t>(file);
 }
 
-WriteJob::Clock::time_point deadline_after(const std::optional<double>& timeout) {
-    const auto now = WriteJob::Clock::now();
-    constexpr double FOREVER = 1e9;
-    if (!timeout || *timeout > FOREVER) return WriteJob::Clock::time_point::max();
-    const std::chrono::duration<double> seconds(*timeout > 0 ? *timeout : 0);
-    return now + std::chrono::duration_cast<WriteJob::Clock::duration>(seconds);
+Clock::time_point deadline_after(const std::optional<double>& timeout) {
+    return timeout ? after_seconds(std::max(0.0, *timeout)) : Clock::time_point::max();
 }
 
 std::optional<Crcs> wait(WriteJob& job, std::int64_t file, const std::optional<double>& timeout) {
@@ -120,16 +118,18 @@ void bind_file_layout(py::module_& m) {
 void bind_write_job(py::module_& m) {
     bind_file_layout(m);
     py::class_<WriteJob, std::unique_ptr<WriteJob, LeaveOrDelete>>(m, "WriteJob")
-        .def(py::init<int, std::size_t, bool>(), py::kw_only(), py::arg("threads"), py::arg("piece_bytes"),
-             py::arg("direct") = true)
+        .def(py::init<int, std::size_t, bool, double>(), py::kw_only(), py::arg("threads"), py::arg("piece_bytes"),
+             py::arg("direct") = true, py::arg("device_timeout") = FOREVER_S)
         .def("add_file", &add_file, py::arg("path"), py::arg("layout").none(false), py::arg("start"), py::arg("stop"),
              py::kw_only(), py::arg("sources") = py::none(), py::arg("owner") = py::none(),
-             py::arg("buffer") = py::none(), py::arg("offset") = 0, py::arg("ready") = Ready())
+             py::arg("device") = py::none(), py::arg("on_device") = std::vector<bool>(), py::arg("buffer") = py::none(),
+             py::arg("offset") = 0, py::arg("ready") = Ready())
         .def("start", &WriteJob::start, WithoutGil())
         .def("wait", &wait, py::arg("file"), py::arg("timeout") = py::none())
         .def("finish", &finish, py::arg("file"), py::arg("tail").none(true), py::arg("patches") = WriteJob::Patches())
         .def("progress", &WriteJob::progress)
         .def("times", &WriteJob::times, WithoutGil())
+        .def("limit_device_wait", &WriteJob::limit_device_wait, py::arg("seconds"))
         .def("cancel", &WriteJob::cancel, WithoutGil())
         .def("close", &WriteJob::close, WithoutGil());
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -40,7 +40,7 @@ from mcore_ckpt.save.opening import Opening
 from mcore_ckpt.save.plan import estimated_bytes
 from mcore_ckpt.save.save import Save
 from mcore_ckpt.save.save_events import SaveEvents
-from mcore_ckpt.state.model import as_chunks
+from mcore_ckpt.state.model import as_chunks, has_weights_on_gpu
 from mcore_ckpt.state.trainer import Trainer
 from mcore_ckpt.state.trainer_setup import complete_together, read_trainer
 from mcore_ckpt.steps import leftovers
@@ -74,7 +74,8 @@ class CheckpointManager:
     With `async_save` the constructor starts a low-priority thread that prepares host memory for the copies of the
     state. If `save` is called before all of the memory is ready, it copies the files that fit into the ready part, and
     writes the other files to the disk before it returns. If the state is on a GPU, such an early `save` waits for all
-    of the memory, because copies from a GPU need pinned memory.
+    of the memory, because copies from a GPU need pinned memory. If the model is on a GPU, the constructor also copies a
+    few bytes from it, so that an installation that cannot is refused now.
 
     Args:
         root: the folder of all steps. It must be the same shared folder on every rank, unless a fast tier has
@@ -136,6 +137,9 @@ class CheckpointManager:
                 },
             )
             check_assets(hf_config)
+            images = HostImages(config.timeout_s, config.max_host_bytes)
+            if has_weights_on_gpu(trainer.chunks):
+                images.try_gpu()
             # Open the store now, so that a missing package is noticed now and not at the first upload.
             remote = None if config.remote is None else RemoteSteps(Store(config.remote), trainer.root)
         except BaseException as error:
@@ -157,7 +161,6 @@ class CheckpointManager:
         self._remote = remote
         self._delivery = Delivery(config.listeners)
         uploads = _upload_queue(trainer, remote, self._delivery)
-        images = HostImages(config.max_host_bytes)
         room = RoomWatch(trainer.root, is_deleting_here)
         history = _history(trainer, remote, fast)
         self._context = SaveContext(trainer, commits, images, lock, uploads, room, self._delivery, history, fast=fast)
@@ -440,7 +443,11 @@ class CheckpointManager:
         """Makes later work of the current CUDA stream wait until a lazy save has copied the state.
 
         Call it before code of your own changes parameters. `optimizer.step()`, parameter gathers and loading call it
-        themselves. The host does not wait. If no copy is under way, nothing happens.
+        themselves. If no copy is under way, nothing happens. The host does not wait, unless the stream is being
+        captured into a CUDA graph. A graph that changes parameters must be replayed after a call of `before_step`.
+
+        Raises:
+            CommitError: the host had to wait, and the GPU hangs.
         """
         self._context.host_images.hold()
 
@@ -478,22 +485,21 @@ class CheckpointManager:
             return
         self._background.wait_until_idle()
         fast = self._context.fast
-        if fast is not None:
-            fast.wait()
         self._guards.remove()
-        self._context.host_images.close()
         self._closed = True
-        try:
-            if self._context.uploads is not None:
-                self._context.uploads.close(self._trainer.config.upload_timeout_s)
-        finally:
-            if fast is not None:
-                fast.close()
-            self._context.history.release()
+        with ExitStack() as last:  # what is named last comes first, and all of it comes although something fails
+            last.callback(self._background.raise_failure)
+            last.callback(self._delivery.close)
             # Release the lock last, because the role's next trainer removes half-uploaded steps as leftovers.
-            self._context.lock.release()
-        self._delivery.close()
-        self._background.raise_failure()
+            last.callback(self._context.lock.release)
+            last.callback(self._context.history.release)
+            if fast is not None:
+                last.callback(fast.close)
+            if self._context.uploads is not None:
+                last.callback(self._context.uploads.close, self._trainer.config.upload_timeout_s)
+            last.callback(self._context.host_images.close)
+            if fast is not None:
+                last.callback(fast.wait)
 
     @contextmanager
     def _in_step(self, topic: str) -> Iterator[None]:
@@ -536,7 +542,8 @@ class CheckpointManager:
         if not self._trainer.config.async_save:
             return
         try:
-            self._context.host_images.prepare(estimated_bytes(self._trainer))
+            nbytes, on_gpu = estimated_bytes(self._trainer), has_weights_on_gpu(self._trainer.chunks)
+            self._context.host_images.prepare(nbytes, on_gpu)
         except CheckpointError as error:
             # If the trainer saves, the save raises this error on all ranks. A trainer that only loads need not see it.
             logger.debug("host memory is not prepared: %s", error)

@@ -137,7 +137,7 @@ class ReadJob:
         source_stride: int,
         destination: int,
         destination_stride: int,
-        on_device: bool = False,
+        device: int | None = None,
         owner: object = None,
     ) -> int:
         """Adds a read of rows of a tensor that is stored at `[offset, offset + nbytes)` of a file.
@@ -150,6 +150,7 @@ class ReadJob:
             crcs: the CRC of each block. The first block begins at `offset`. None if the file has no CRCs; then nothing
                 is checked.
             source_stride, destination_stride: at least `row_bytes`; ignored for a single row.
+            device: the GPU of the destination; None for host memory.
             owner: an object that owns the destination. The job keeps this object alive. If it is None, the caller must
                 keep the destination alive until `run` has returned.
 
@@ -187,11 +188,20 @@ class ReadJob:
     def scratch_bytes(self) -> int:
         """The most host memory that `run` uses, in bytes."""
 
+class DeviceStuck(RuntimeError):
+    """A GPU has not done its work in time. `args` are the GPU's number, and for how many seconds it was waited for."""
+
+def wait_for_device(device: int, timeout: float) -> None:
+    """Waits until a GPU has done all work that is queued on it. Raises DeviceStuck after `timeout` seconds."""
+
+def numa_node_of(device: int) -> int:
+    """Returns the NUMA node whose memory is nearest to a GPU; -1 if the system does not tell."""
+
 class DeviceEvent:
     """An event that happens when a group of copies from a GPU is done. `DeviceCopier.start` makes it."""
 
-    def wait(self) -> None:
-        """Blocks until the event has happened. Raises RuntimeError, with CUDA's message, if a copy has failed."""
+    def happened(self) -> bool:
+        """Returns whether it has happened. Raises RuntimeError, with CUDA's message, if a copy has failed."""
 
 class DeviceCopier:
     """Copies GPU tensors to a pinned buffer on a stream of its own, while training continues.
@@ -204,10 +214,11 @@ class DeviceCopier:
     ...  # queue work that changes them
     """
 
-    def __init__(self, device: int) -> None: ...
-    @property
-    def stream(self) -> int:
-        """The stream's handle, for `tensor.record_stream(torch.cuda.ExternalStream(handle))`. It is 0 after `close`."""
+    def __init__(self, device: int, stream: int) -> None:
+        """Prepares copies on a stream, which must exist for as long as a tensor that was recorded on it.
+
+        Raises ValueError for the default stream.
+        """
 
     def start(
         self,
@@ -220,37 +231,48 @@ class DeviceCopier:
     ) -> list[tuple[int, DeviceEvent]]:
         """Queues copies, which begin after the work that is queued on stream `after` now. Does not wait for the GPU.
 
-        The copier keeps the buffer alive until the copies are done. The caller must keep the sources alive. A copy is
-        never split. So the caller must cut tensors that are much larger than `group_bytes` into several copies, if an
-        event is needed after about every `group_bytes` bytes.
+        Small copies come first, and then the large ones in order. The copier keeps the buffer alive until the copies
+        are done. The caller must keep the sources alive. The caller must cut tensors that are much larger than
+        `group_bytes` into several copies, if an event is needed after about every `group_bytes` bytes.
 
         Args:
-            buffer: a pinned buffer.
+            buffer: a buffer whose bytes are pinned.
             offsets: the offset in the buffer of each copy's destination; ascending.
             sources: addresses on the copier's GPU.
 
         Returns:
-            One pair for about every `group_bytes` bytes: the number of copies that are done when the event has
-            happened, and the event. The events are for `WriteJob.add_file`.
+            One pair for about every `group_bytes` bytes of large copies, and one at the end: the number of copies that
+            are done when the event has happened, and the event. The events are for `WriteJob.add_file`.
 
         Raises:
             ValueError: the lists have different lengths, the buffer is not pinned, a destination is not inside the
                 buffer or begins before the previous one ends, or a source is not on the copier's GPU. Nothing has been
                 queued.
-            RuntimeError: CUDA failed (the message is CUDA's). No copy is in flight.
+            RuntimeError: CUDA failed (the message is CUDA's). The buffer stays until no copy can be in flight.
         """
 
-    def hold(self, stream: int) -> None:
-        """Makes all work that is queued on `stream` from now on wait for the copies. The host does not wait."""
+    def hold(self, stream: int, timeout: float) -> None:
+        """Makes all work that is queued on `stream` from now on wait for the copies, if any are under way.
+
+        The host does not wait, unless the stream is being captured into a CUDA graph. Then it waits for the copies,
+        and raises DeviceStuck after `timeout` seconds. Raises RuntimeError if a copy has failed.
+        """
 
     def done(self) -> bool:
         """Returns whether all copies are done. Raises RuntimeError if a copy has failed."""
 
-    def wait(self) -> None:
-        """Waits until all copies are done. Raises RuntimeError if a copy has failed."""
+    def wait(self, timeout: float) -> None:
+        """Waits until all copies are done. Afterwards `hold`, `done` and `wait` do not call CUDA.
 
-    def close(self) -> None:
-        """Waits for the copies, then frees the stream. All other methods raise ValueError from then on."""
+        Raises DeviceStuck after `timeout` seconds, and RuntimeError if a copy has failed.
+        """
+
+    def close(self, timeout: float) -> None:
+        """Waits for the copies. Other methods raise ValueError from then on.
+
+        Raises DeviceStuck or RuntimeError as `wait` does; the copier is closed nevertheless, and host memory that the
+        GPU may still write to is never freed.
+        """
 
 class HostBuffer:
     """A buffer of zeroed host memory, aligned to huge pages. It consists of huge pages if the system has them.
@@ -260,22 +282,27 @@ class HostBuffer:
     Python reference, view, job or copy uses it.
     """
 
+    PIN_BYTES: int  # how much is pinned in one call at most
+
     address: int
     nbytes: int
-    pinned: bool
+    device: int | None  # the GPU that copies to or from the buffer
+    pinned_bytes: int  # how many bytes from the beginning are pinned
 
-    def __init__(self, nbytes: int, *, pinned: bool = False, threads: int = 1) -> None:
+    def __init__(self, nbytes: int, *, device: int | None = None, threads: int = 1) -> None:
         """Allocates the memory, and fetches its pages on `threads` threads.
 
-        A pinned buffer is for copies to and from GPUs. A forked child does not inherit the memory of a pinned buffer.
+        With a `device`, the memory is pinned for copies to and from this GPU, and a forked child does not inherit it.
 
         Raises ValueError for 0 bytes or `threads` below 1, MemoryError if the system does not have the memory, and
         RuntimeError with CUDA's message if pinning fails.
         """
 
     @staticmethod
-    def reserve(nbytes: int, *, to_pin: bool = False) -> HostBuffer:
-        """Maps memory without its pages, which `fetch` then fetches. With `to_pin`, `pin` must be called later.
+    def reserve(nbytes: int, *, device: int | None = None, numa_node: int = -1) -> HostBuffer:
+        """Maps memory without its pages, which `fetch` then fetches. With a `device`, `pin` must be called later.
+
+        The pages come from the NUMA node, if it has any left and the system allows to choose; -1 is any node.
 
         Raises ValueError for 0 bytes, and MemoryError if the system refuses the mapping.
         """
@@ -286,10 +313,10 @@ class HostBuffer:
         Raises ValueError for a range outside the buffer, and MemoryError if the system does not have the memory.
         """
 
-    def pin(self) -> None:
-        """Pins the whole buffer for copies to and from GPUs. Its pages should have been fetched.
+    def pin(self, nbytes: int) -> None:
+        """Pins the first `nbytes` bytes for copies to and from GPUs. Their pages should have been fetched.
 
-        Raises RuntimeError with CUDA's message if pinning fails.
+        Raises RuntimeError with CUDA's message if pinning fails, and ValueError for a buffer without a device.
         """
 
     def __buffer__(self, flags: int, /) -> memoryview: ...
@@ -372,8 +399,10 @@ class WriteJob:
     and all other methods raise RuntimeError.
     """
 
-    def __init__(self, *, threads: int, piece_bytes: int, direct: bool = True) -> None:
+    def __init__(self, *, threads: int, piece_bytes: int, direct: bool = True, device_timeout: float = 1e9) -> None:
         """Prepares a job. With O_DIRECT, each thread copies pieces of `piece_bytes`. `direct=False` disables O_DIRECT.
+
+        `device_timeout` is how long the job waits for a GPU that does nothing, in seconds.
 
         Raises ValueError for `threads` below 1, or if `piece_bytes` is not a multiple of 4096.
         """
@@ -387,6 +416,8 @@ class WriteJob:
         *,
         sources: Sequence[int] | None = None,
         owner: object = None,
+        device: int | None = None,
+        on_device: Sequence[bool] = (),
         buffer: HostBuffer | None = None,
         offset: int = 0,
         ready: Sequence[tuple[int, DeviceEvent]] = (),
@@ -400,6 +431,9 @@ class WriteJob:
             sources: the address of each slot's bytes. It can be 0 for slots outside the range.
             owner: an object that owns the sources. The job keeps this object alive. If it is None, the caller must keep
                 the sources alive until the job has written them or is closed.
+            device: the GPU that some of the sources are on; None if all are in host memory. The job copies them piece
+                by piece. The GPU must have done all work that changes them.
+            on_device: for each slot, whether its source is on the GPU.
             buffer: a buffer with all slots of the range in place. The job writes the gaps into it.
             offset: the offset in the buffer of the file's byte `start`; a multiple of 4096.
             ready: ascending pairs `(file offset, event)`. Once the event has happened, all slots before the offset are
@@ -424,10 +458,14 @@ class WriteJob:
 
         Raises:
             OSError: writing failed. The message has the offset.
+            DeviceStuck: the GPU has done nothing for `device_timeout` seconds.
             RuntimeError: the GPU failed, the job was cancelled (the message is "cancelled"), or `start` has not been
                 called.
             ValueError: no file has this number.
         """
+
+    def limit_device_wait(self, seconds: float) -> None:
+        """Makes the job wait for a GPU for at most so many seconds from now on."""
 
     def finish(self, file: int, tail: bytes | None, patches: Sequence[tuple[int, int]] = ()) -> None:
         """Makes a file durable and closes it, on the calling thread. Call it after `wait` has returned.

@@ -1,4 +1,4 @@
-"""Provides the host memory for host images. A thread prepares the memory before a save needs it."""
+"""Provides host memory for images of files, or for a GPU to copy to. A thread prepares it before a save needs it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from weakref import WeakSet
-
-import torch
 
 from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.io import _native, tuning
@@ -18,10 +18,10 @@ logger = logging.getLogger(__name__)
 
 
 class HostMemory:
-    """One host buffer, pinned if there is a GPU. It grows when needed and is reused from save to save.
+    """One host buffer. It grows when needed and is reused from save to save.
 
-    The system needs seconds to provide the pages of a buffer (0.5 to 2 GB/s are typical). `prepare` fetches the pages
-    while training continues, so that `take` need not fetch them.
+    The system needs seconds to provide the pages of a buffer (0.5 to 2 GB/s are typical), and longer if they are pinned
+    for a GPU. `prepare` does both while training continues, so that `take` need not.
 
     Args:
         limit: the largest size of the buffer in bytes; None for no limit.
@@ -36,23 +36,26 @@ class HostMemory:
     def __init__(self, limit: int | None = None) -> None:
         self._limit = limit
         self._buffer: _native.HostBuffer | None = None
+        self._ready = 0  # so many bytes of the buffer are fetched and, for a GPU, pinned
         self._preparation: _Preparation | None = None
 
-    def prepare(self, nbytes: int) -> None:
+    def prepare(self, nbytes: int, device: int | None = None) -> None:
         """Starts a thread that fetches `nbytes` bytes of memory, unless there is a buffer already. Never raises.
 
-        Without a GPU, the buffer has a spare address range. If `nbytes` turns out somewhat too small, `take` fetches
-        only the missing part. With a GPU, the buffer has no spare range, because it is pinned as a whole. If it is too
-        small, `take` replaces it.
+        The buffer has a spare address range. If `nbytes` turns out somewhat too small, `take` gets only the missing
+        part.
+
+        Args:
+            nbytes: how many bytes to fetch.
+            device: the GPU whose copies will write to the memory, for which it is then pinned. None: no GPU.
         """
         if self._buffer is not None or nbytes < 1:
             return
-        spare = max(nbytes // tuning.PREPARE_SPARE_PART, tuning.PREPARE_SPARE_BYTES)
-        most = nbytes if torch.cuda.is_available() else nbytes + spare
+        most = nbytes + max(nbytes // tuning.PREPARE_SPARE_PART, tuning.PREPARE_SPARE_BYTES)
         if self._limit is not None:
             most, nbytes = min(most, self._limit), min(nbytes, self._limit)
         try:
-            self._buffer = _native.HostBuffer.reserve(most, to_pin=torch.cuda.is_available())
+            self._buffer = _reserve(most, device)
             self._preparation = _Preparation(self._buffer, nbytes)
         except (MemoryError, RuntimeError) as error:  # no address space, or no thread
             self._buffer = None
@@ -62,16 +65,16 @@ class HostMemory:
     def bytes_at_once(self) -> int | None:
         """The number of bytes that `take` returns without waiting; None if nothing is being prepared."""
         preparation = self._preparation
-        return None if preparation is None or preparation.has_ended else preparation.fetched
+        return None if preparation is None or preparation.has_ended else preparation.ready
 
-    def take(self, nbytes: int, pinned: bool = True) -> _native.HostBuffer:
+    def take(self, nbytes: int, device: int | None = None) -> _native.HostBuffer:
         """Returns a buffer of at least `nbytes` bytes with arbitrary content. The next `take` reuses the buffer.
 
         If fewer bytes are prepared, ends the preparation, and fetches the missing ones on several threads.
 
         Args:
             nbytes: how many bytes the caller needs.
-            pinned: whether GPUs will copy into the memory. Without a GPU, this has no effect.
+            device: the GPU whose copies will write to the memory; None if none will.
 
         Raises:
             UnsupportedError: `nbytes` is above the limit.
@@ -79,21 +82,28 @@ class HostMemory:
             RuntimeError: CUDA cannot pin the memory.
         """
         self.check_limit(nbytes)
-        if self._preparation is not None and self._buffer is not None and nbytes <= self._buffer.nbytes:
-            self._take_prepared(self._preparation, self._buffer, nbytes, pinned)
-        elif self._buffer is None or self._buffer.nbytes < nbytes:
+        buffer = self._buffer
+        if buffer is None or buffer.nbytes < nbytes or device not in (None, buffer.device):
             self.release()  # first, because the old and the new buffer together might not fit
-            self._buffer = _native.HostBuffer(nbytes, pinned=torch.cuda.is_available(), threads=tuning.HOST_THREADS)
-        assert self._buffer is not None
-        return self._buffer
+            self._buffer = buffer = _reserve(nbytes, device)
+        if self._preparation is not None:
+            if nbytes <= self._preparation.ready:
+                return buffer
+            self._preparation.stop()
+            self._ready, self._preparation = self._preparation.ready, None
+        if nbytes > self._ready:
+            buffer.fetch(self._ready, nbytes - self._ready, threads=tuning.HOST_THREADS)
+            if buffer.device is not None:
+                buffer.pin(nbytes)
+            self._ready = nbytes
+        return buffer
 
     def check_limit(self, nbytes: int) -> None:
         """Raises UnsupportedError if `nbytes` bytes are above the limit."""
         if self._limit is not None and nbytes > self._limit:
             raise UnsupportedError(
                 f"this rank's part of the checkpoint needs {nbytes} bytes of host memory, but max_host_bytes is "
-                f"{self._limit}: raise max_host_bytes. A state in CPU memory can also be saved with async_save=False, "
-                "without this memory"
+                f"{self._limit}: raise max_host_bytes. It can also be saved with async_save=False, without this memory"
             )
 
     def release(self) -> None:
@@ -101,36 +111,32 @@ class HostMemory:
         if self._preparation is not None:
             self._preparation.stop()
             self._preparation = None
-        self._buffer = None
+        self._buffer, self._ready = None, 0
 
-    def _take_prepared(self, preparation: _Preparation, buffer: _native.HostBuffer, nbytes: int, pinned: bool) -> None:
-        is_pinned = buffer.pinned or not (pinned and torch.cuda.is_available())
-        if nbytes <= preparation.fetched and is_pinned:
-            return
-        preparation.stop()
-        wanted = nbytes if is_pinned else buffer.nbytes
-        if wanted > preparation.fetched:
-            buffer.fetch(preparation.fetched, wanted - preparation.fetched, threads=tuning.HOST_THREADS)
-            preparation.fetched = wanted
-        if not is_pinned:
-            buffer.pin()
+
+def _reserve(nbytes: int, device: int | None) -> _native.HostBuffer:
+    """Maps memory without its pages. For a GPU, its pages will be of the memory that is nearest to the GPU."""
+    if device is None:
+        return _native.HostBuffer.reserve(nbytes)
+    return _native.HostBuffer.reserve(nbytes, device=device, numa_node=_native.numa_node_of(device))
 
 
 class _Preparation:
-    """A thread that fetches the pages of a buffer and hardly slows the training down.
+    """A thread that fetches the pages of a buffer, pins them for the buffer's GPU, and hardly slows the training down.
 
-    The thread fetches small pieces, and after each piece pauses for as long as the piece took. It has a low priority.
+    The thread takes small pieces, and after each piece pauses for as long as the piece took. It has a low priority.
     If all cores are busy with other work, it gets a tenth of a core (Linux gives niceness 10 the weight 110 of 1024).
     Then the pieces take longer, and so do the pauses. So the thread costs the training at most 5 % of one core.
+
+    Attributes:
+        ready: how many bytes are fetched and, for a GPU, pinned.
     """
 
     def __init__(self, buffer: _native.HostBuffer, wanted: int) -> None:
-        self.wanted = wanted
-        self.fetched = 0
+        self.ready = 0
+        self._wanted = wanted
         self._buffer = buffer
         self._is_stopped = threading.Event()
-        # CUDA pins memory for the thread's current GPU, which is GPU 0 in a new thread.
-        self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
         # The thread is a daemon, so an exiting interpreter does not wait for all pages. `_stop_all` ends the thread.
         self._thread = threading.Thread(target=self._run, name="mcore_ckpt host memory", daemon=True)
         self._thread.start()
@@ -141,25 +147,34 @@ class _Preparation:
         return not self._thread.is_alive()
 
     def stop(self) -> None:
-        """Ends the thread and waits for it. That takes at most as long as fetching one piece, or as pinning."""
+        """Ends the thread and waits for it. That takes at most as long as one piece."""
         self._is_stopped.set()
         self._thread.join()
 
     def _run(self) -> None:
         try:
             _lower_priority()
-            while self.fetched < self.wanted and not self._is_stopped.is_set():
-                piece = min(tuning.PREPARE_BYTES, self.wanted - self.fetched)
-                started = time.perf_counter()
-                self._buffer.fetch(self.fetched, piece)
-                self.fetched += piece
-                self._is_stopped.wait(time.perf_counter() - started)
-            if self._device is not None and not self._is_stopped.is_set():
-                with torch.cuda.device(self._device):
-                    self._buffer.pin()
+            fetched = 0
+            while self.ready < self._wanted and not self._is_stopped.is_set():
+                piece = min(tuning.PREPARE_BYTES, self._wanted - fetched)
+                with self._pause_afterwards():
+                    self._buffer.fetch(fetched, piece)
+                fetched += piece
+                if self._buffer.device is None:
+                    self.ready = fetched
+                elif fetched == self._wanted or fetched - self.ready >= self._buffer.PIN_BYTES:
+                    with self._pause_afterwards():
+                        self._buffer.pin(fetched)
+                    self.ready = fetched
         except (MemoryError, RuntimeError) as error:
             # Training continues. The save that needs the memory tries again, and raises the error if it occurs again.
-            logger.debug("host memory could not be prepared after %d bytes: %s", self.fetched, error)
+            logger.debug("host memory could not be prepared after %d bytes: %s", self.ready, error)
+
+    @contextmanager
+    def _pause_afterwards(self) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self._is_stopped.wait(time.perf_counter() - started)
 
 
 def _lower_priority() -> None:

@@ -43,6 +43,9 @@ SHARE_BYTES = 16 << 20
 # is done.
 COPY_GROUP_BYTES = 64 << 20
 
+# Smaller copies out of a GPU are made by kernels (GATHER_BELOW_BYTES of csrc/device_copier.cu).
+GATHER_BELOW_BYTES = 64 << 10
+
 # Size of a piece of the weights that a save makes from main parameters. On the device of the weights there is one piece
 # at a time.
 WEIGHT_PIECE_BYTES = 256 << 20

@@ -14,6 +14,7 @@ import torch
 from mcore_ckpt.checkpoint.halves import join_halves, split_halves
 from mcore_ckpt.checkpoint.model_facts import DifferentFact, Facts
 from mcore_ckpt.errors import CheckpointMismatchError, UnsupportedError
+from mcore_ckpt.io.device_waits import wait_for_gpu
 from mcore_ckpt.load.same_model import differences_to_live
 from mcore_ckpt.load.tensor_fills import describe_rounding, refuse_rounding
 from mcore_ckpt.ranks.rounds import Record, decide
@@ -360,8 +361,7 @@ def _differing(found: torch.Tensor, wanted: torch.Tensor) -> int:
 
 
 def _apply(trainer: Trainer, state: ForeignState) -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()  # kernels in flight may still read the old state
+    wait_for_gpu(trainer.agreement.timeout_s)  # kernels in flight may still read the old state
     contents = trainer.config.load_contents
     with torch.no_grad():
         if "model" in contents:

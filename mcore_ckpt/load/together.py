@@ -13,6 +13,7 @@ import torch
 
 from mcore_ckpt.formats.locate import Locator
 from mcore_ckpt.io import _native
+from mcore_ckpt.io.device_waits import wait_for_gpu
 from mcore_ckpt.load.broadcast import Batch, batches, broadcast, to_read
 from mcore_ckpt.load.fill import TensorFill
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide
@@ -85,15 +86,13 @@ def fill_together(
     shared: list[Batch] = []
 
     def work() -> Record:
-        if torch.cuda.is_available():
-            # Kernels in flight may still read the old state.
-            torch.cuda.synchronize()
+        wait_for_gpu(agreement.timeout_s)  # kernels in flight may still read the old state
         try:
             with torch.no_grad():
                 shared.extend(batches(fills))
                 nbytes.append(fill(to_read(fills, shared, agreement.rank)))
         finally:
-            # The read jobs share up to 257 MiB of buffers, which are pinned if there is a GPU. Free them for training.
+            # The read jobs share up to 257 MiB of buffers, pinned if the tensors are on a GPU. Free them for training.
             _native.free_idle_buffers()
         return {}
 

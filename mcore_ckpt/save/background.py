@@ -231,8 +231,11 @@ class BackgroundSaves:
             raise from_record(record, CommitError)
 
     def shorten(self) -> None:
-        """Shortens the waits for other ranks, which may be dead when this interpreter exits."""
+        """Shortens the waits for other ranks, which may be dead when this interpreter exits, and for a GPU."""
         self._commits.limit_waits(deadlines.EXIT_WAIT_S)
+        save = None if self._handle is None else self._handle._save
+        if save is not None:
+            save.limit_device_wait(min(deadlines.EXIT_WAIT_S, self._commits.timeout_s))
 
     def _end(self, handle: SaveHandle, stall_s: float) -> None:
         save = None

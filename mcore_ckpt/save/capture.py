@@ -47,7 +47,7 @@ class Capture:
 
     Attributes:
         writes: one for each file that this rank writes a part of.
-        seconds: how long `capture_copies` took; 0 if the tensors are captured in place.
+        seconds: how long the trainer waited for copies; 0 if the tensors are captured in place.
     """
 
     writes: tuple[FileWrite, ...]
@@ -66,12 +66,19 @@ def image_places(files: Sequence[FilePlan]) -> list[int]:
 
 
 def capture_in_place(files: Sequence[FilePlan], tensors: Sequence[FileTensors]) -> Capture:
-    """Captures without copying. The tensors are in host memory, and must not change until they are on the disk."""
+    """Captures without copying. The tensors must not change until they are on the disk.
+
+    Those on a GPU are copied piece by piece while they are written. The GPU must have done all work that changes them.
+    """
     writes: list[FileWrite] = []
     for plan, members in zip(files, tensors, strict=True):
         first, found, addresses = _locate(plan, members)
         others = len(members.tensors) - first - len(found)
-        writes.append(FileWrite(plan, [*[0] * first, *addresses, *[0] * others], owner=found))
+        on_gpu, _ = _devices(found)
+        device = next((tensor.get_device() for tensor, is_cuda in zip(found, on_gpu, strict=True) if is_cuda), None)
+        on_device = () if device is None else [*[False] * first, *on_gpu, *[False] * others]
+        addresses = [*[0] * first, *addresses, *[0] * others]
+        writes.append(FileWrite(plan, addresses, owner=found, device=device, on_device=on_device))
     return Capture(tuple(writes), 0.0)
 
 

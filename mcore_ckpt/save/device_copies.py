@@ -6,15 +6,31 @@ from collections.abc import Sequence
 
 import torch
 
+from mcore_ckpt.errors import CommitError, UnsupportedError
 from mcore_ckpt.io import _native, tuning
+from mcore_ckpt.io.device_waits import as_checkpoint_errors
+from mcore_ckpt.io.pages import PAGE_BYTES, page_ceil
 
 
 class DeviceCopies:
-    """Copies the tensors of one save at a time from the current GPU to pinned host memory."""
+    """Copies the tensors of one save at a time from a GPU to pinned host memory.
 
-    def __init__(self) -> None:
-        self._copier = _native.DeviceCopier(torch.cuda.current_device())
-        self._stream = torch.cuda.ExternalStream(self._copier.stream)
+    Args:
+        device: the number of the GPU.
+        timeout_s: how long to wait for copies, in seconds.
+
+    Raises UnsupportedError if the package was built without CUDA.
+    """
+
+    def __init__(self, device: int, timeout_s: float) -> None:
+        self._device, self._timeout_s = device, timeout_s
+        # From torch's pool, because torch uses the stream when it frees a tensor that was recorded on it. That may be
+        # long after the copier was closed, and streams of the pool are never destroyed.
+        self._stream = torch.cuda.Stream(device)
+        try:
+            self._copier = _native.DeviceCopier(device, self._stream.cuda_stream)
+        except RuntimeError as error:
+            raise UnsupportedError(str(error)) from None
 
     def start(
         self,
@@ -27,7 +43,7 @@ class DeviceCopies:
         """Queues copies that begin after the work already queued on the current stream. The host does not wait.
 
         Args:
-            buffer: pinned host memory to copy to.
+            buffer: host memory to copy to, pinned for this GPU.
             offsets, sources, nbytes: the offset in the buffer, the source's address and the size of each copy. The
                 offsets ascend.
             tensors: the tensors that the sources belong to. If the memory of a tensor is freed in the meantime
@@ -35,22 +51,52 @@ class DeviceCopies:
 
         Returns:
             For each group of copies: (how many copies are done once the event has happened, the event).
+
+        Raises CommitError if CUDA fails.
         """
         after = torch.cuda.current_stream().cuda_stream
-        ready = self._copier.start(buffer, offsets, sources, nbytes, after, tuning.COPY_GROUP_BYTES)
+        # Before the copies, so that after an error, too, no memory is reused that a copy may still read.
         for tensor in tensors:
             if tensor.is_cuda:
                 tensor.record_stream(self._stream)
-        return ready
+        with as_checkpoint_errors():
+            return self._copier.start(buffer, offsets, sources, nbytes, after, tuning.COPY_GROUP_BYTES)
 
     def hold(self) -> None:
-        """Makes later work of the current stream wait for the copies. The host does not wait."""
-        self._copier.hold(torch.cuda.current_stream().cuda_stream)
+        """Makes later work of the current stream wait for the copies, if there are any under way.
+
+        The host does not wait, unless the stream is being captured into a CUDA graph. Raises CommitError if it has to
+        wait longer than `timeout_s`, and if a copy has failed.
+        """
+        with as_checkpoint_errors():
+            self._copier.hold(torch.cuda.current_stream().cuda_stream, self._timeout_s)
 
     def wait(self) -> None:
-        """Waits until all copies are done."""
-        self._copier.wait()
+        """Waits until all copies are done. Raises CommitError if they hang or have failed."""
+        with as_checkpoint_errors():
+            self._copier.wait(self._timeout_s)
 
     def close(self) -> None:
-        """Waits for the copies, and frees the stream."""
-        self._copier.close()
+        """Waits for the copies. Raises CommitError if they hang or have failed. Host memory that they use stays."""
+        with as_checkpoint_errors():
+            self._copier.close(self._timeout_s)
+
+    def try_out(self) -> None:
+        """Copies a few bytes in both ways, so that what is wrong with the installation is known before the first save.
+
+        Raises UnsupportedError, with what to do.
+        """
+        large = tuning.GATHER_BELOW_BYTES
+        try:
+            source = torch.arange(large + PAGE_BYTES, device="cuda").to(torch.uint8)
+            buffer = _native.HostBuffer(page_ceil(source.nbytes), device=self._device)
+            sizes, address = [PAGE_BYTES, large], source.data_ptr()
+            self.start(buffer, [0, PAGE_BYTES], [address, address + PAGE_BYTES], sizes, [source])
+            self.wait()
+        except (CommitError, RuntimeError, MemoryError) as error:
+            raise UnsupportedError(
+                f"the state is on GPU {self._device}, from which nothing can be copied: {error}"
+            ) from error
+        copied = torch.frombuffer(buffer, dtype=torch.uint8, count=source.nbytes)
+        if not torch.equal(copied, source.cpu()):
+            raise UnsupportedError(f"GPU {self._device} copies other bytes than it has: do not train on this machine")

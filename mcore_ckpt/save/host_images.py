@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import torch
 
 from mcore_ckpt.formats.native.file_plan import FilePlan
 from mcore_ckpt.io import _native, tuning
@@ -33,30 +36,40 @@ class HostImages:
     """Owns the host memory for images, and the copies from the GPU into it.
 
     Args:
+        timeout_s: how long to wait for a GPU, in seconds.
         limit: the largest number of bytes of host memory; None for no limit.
     """
 
-    def __init__(self, limit: int | None = None) -> None:
+    def __init__(self, timeout_s: float, limit: int | None = None) -> None:
         self._memory = HostMemory(limit)
+        self._timeout_s = timeout_s
         self._device: DeviceCopies | None = None
 
-    def prepare(self, nbytes: int) -> None:
-        """Starts to allocate `nbytes` bytes of host memory in the background. Raises nothing."""
-        self._memory.prepare(nbytes)
+    def try_gpu(self) -> None:
+        """Copies a few bytes from the current GPU. Raises UnsupportedError if that fails."""
+        self._copies_from_gpu().try_out()
+
+    def prepare(self, nbytes: int, on_gpu: bool) -> None:
+        """Starts to allocate `nbytes` bytes of host memory in the background, for a state on a GPU or not on one.
+
+        Raises nothing.
+        """
+        self._memory.prepare(nbytes, torch.cuda.current_device() if on_gpu else None)
 
     def reserve(self, files: Sequence[FilePlan]) -> _native.HostBuffer:
         """Reserves host memory for this rank's parts of the files, and returns it. Earlier images are lost.
 
         Waits for memory that is still being prepared. A state on a GPU needs all of it, because copies from a GPU need
-        pinned memory, and the memory can be pinned only as a whole.
+        pinned memory.
 
         Raises:
             UnsupportedError: the files need more bytes than the limit.
+            CommitError: copies of an earlier save hang.
             MemoryError: the system does not have the memory.
             RuntimeError: CUDA cannot pin the memory.
         """
         self.wait()  # copies of a save that failed may still be writing into that memory
-        return self._memory.take(arena_bytes(files))
+        return self._memory.take(arena_bytes(files), torch.cuda.current_device())
 
     def reserve_ready(self, files: Sequence[FilePlan]) -> ReservedImages:
         """Reserves host memory for the files of a state in CPU memory, without a long wait.
@@ -72,11 +85,11 @@ class HostImages:
         self.wait()
         needed, ready = arena_bytes(files), self._memory.bytes_at_once
         if ready is None or needed - ready <= needed // tuning.WAIT_FOR_PART:
-            return ReservedImages(self._memory.take(needed, pinned=False), tuple(range(len(files))))
+            return ReservedImages(self._memory.take(needed), tuple(range(len(files))))
         self._memory.check_limit(needed)
         fitting = _largest_that_fit(files, ready)
         nbytes = arena_bytes([files[number] for number in fitting])
-        return ReservedImages(self._memory.take(nbytes, pinned=False) if fitting else None, fitting)
+        return ReservedImages(self._memory.take(nbytes) if fitting else None, fitting)
 
     def copy_weights(
         self,
@@ -100,15 +113,10 @@ class HostImages:
         """
         if not weights.pieces:
             return None
-        device = self._device_copies if weights.is_cuda else None
+        device = self._copies_from_gpu if weights.is_cuda else None
         copies = WeightCopies(weights.by_parameter.values(), files, tensors, buffer, device)
         weights.make(copies.take)
         return copies.arrived
-
-    def _device_copies(self) -> DeviceCopies:
-        if self._device is None:
-            self._device = DeviceCopies()
-        return self._device
 
     def capture(
         self,
@@ -131,15 +139,22 @@ class HostImages:
         """
         if lazy is not None:
             tensors = _detached(tensors, lazy)
-        if any(tensor.is_cuda for members in tensors for tensor in members.tensors):
-            self._device_copies()
-        capture = capture_copies(files, tensors, buffer, self._device, weights)
-        if lazy is None:
-            self.wait()
-        return capture
+        on_gpu = any(tensor.is_cuda for members in tensors for tensor in members.tensors)
+        started = time.perf_counter()
+        capture = capture_copies(files, tensors, buffer, self._copies_from_gpu() if on_gpu else None, weights)
+        if lazy is not None:
+            return capture
+        self.wait()
+        # All bytes are here. So no thread asks for an event later, when the training may be capturing a CUDA graph.
+        return Capture(tuple(replace(write, ready=()) for write in capture.writes), time.perf_counter() - started)
+
+    def _copies_from_gpu(self) -> DeviceCopies:
+        if self._device is None:
+            self._device = DeviceCopies(torch.cuda.current_device(), self._timeout_s)
+        return self._device
 
     def hold(self) -> None:
-        """Makes later work of the current stream wait until the state has been copied. The host does not wait."""
+        """Makes later work of the current stream wait until the state has been copied (`DeviceCopies.hold`)."""
         if self._device is not None:
             self._device.hold()
 
@@ -149,11 +164,13 @@ class HostImages:
             self._device.wait()
 
     def close(self) -> None:
-        """Waits for copies under way, and frees the memory."""
-        if self._device is not None:
-            self._device.close()
-            self._device = None
-        self._memory.release()
+        """Waits for copies under way, and frees the memory. Raises CommitError if they hang or have failed."""
+        device, self._device = self._device, None
+        try:
+            if device is not None:
+                device.close()
+        finally:
+            self._memory.release()
 
 
 def _largest_that_fit(files: Sequence[FilePlan], nbytes: int) -> tuple[int, ...]:

@@ -18,11 +18,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from mcore_ckpt.checkpoint.manifest import Manifest, WrittenFile
 from mcore_ckpt.formats.native.writer import FileWriter
 from mcore_ckpt.io import _native
+from mcore_ckpt.io.device_waits import wait_for_gpu
 from mcore_ckpt.io.files import sync_names
 from mcore_ckpt.ranks.rounds import Record
 from mcore_ckpt.save.capture import Capture, capture_in_place
@@ -94,7 +93,8 @@ class Save:
         self._nbytes = sum(plan.nbytes for plan in self._plan.files)
         self.need = need_of_rank(self._trainer, self._plan.files, self._small.sizes(), context.assets)
         self._is_async = self._trainer.config.async_save
-        self._has_images = self._times.copies_first = self._is_async or self._plan.on_gpu
+        # Weights that are made on the GPU come in pieces, and the next piece takes the place of the last one.
+        self._has_images = self._times.copies_first = self._is_async or self._plan.weights.is_cuda
         self._images = self._reserve_images()
         self._plan = self._plan.with_own_weights(self._without_image())
         self._weights_copied: _native.DeviceEvent | None = None
@@ -108,6 +108,7 @@ class Save:
         self._attempt: Attempt | None = None
         self._capture: Capture | Exception | None = None
         self._writer: FileWriter | None = None
+        self._device_timeout_s = self._trainer.config.timeout_s
         self._old_steps: OldSteps | None = None
         self._stamped: Manifest | None = None  # on rank 0
         self._on_nodes: NodeAttempt | None = None
@@ -141,10 +142,10 @@ class Save:
         try:
             if self._on_nodes is not None:
                 make_staging(attempt)
-            if (self._plan.on_host or self._plan.weights.pieces) and torch.cuda.is_available():
+            if self._plan.on_host or self._plan.weights.pieces:
                 # verl (0.9.1, `offload_megatron_optimizer`) and megatron's `offload_to_cpu` do not wait for their
                 # copies, so a copy to the host memory that is read now may still be under way.
-                torch.cuda.synchronize()
+                wait_for_gpu(self._trainer.config.timeout_s)
             self._complete_weights()
             self._samples = take_samples(
                 self._plan.replicated,
@@ -152,6 +153,9 @@ class Save:
                 self._trainer.config.verify_replicas,
                 self._plan.copies,
             )
+            if self._plan.on_gpu and not self._has_images:
+                # Threads read the tensors, with no stream that would put them behind the work of the training.
+                wait_for_gpu(self._trainer.config.timeout_s)
             self._times.mark("planned")
             self._capture = self._captured()
             self._times.mark("captured")
@@ -281,6 +285,12 @@ class Save:
         if self._old_steps is not None:
             self._old_steps.delete()
 
+    def limit_device_wait(self, seconds: float) -> None:
+        """Waits for a GPU for at most so many seconds from now on. An exiting interpreter calls it."""
+        self._device_timeout_s = seconds
+        if self._writer is not None:
+            self._writer.limit_device_wait(seconds)
+
     def progress(self) -> tuple[int, int]:
         """Returns how many bytes of tensors this rank has written, and how many it must write in all."""
         return (0 if self._writer is None else self._writer.progress()), self._nbytes
@@ -332,8 +342,6 @@ class Save:
         """Returns the argument `lazy` of `HostImages.capture`."""
         if not self._plan.on_gpu:
             return None
-        if not self._is_async:
-            return ()  # nothing changes the state meanwhile, so writing need not wait for the copies
         is_lazy = self._trainer.config.async_mode == "lazy" and not gradients_share_memory(self._trainer.chunks)
         return self._plan.buffers if is_lazy else None
 
@@ -343,7 +351,7 @@ class Save:
         check_seen(staging)
         assert isinstance(self._capture, Capture), "begin comes first"
         self._times.mark("writing")
-        self._writer = FileWriter(staging, self._capture.writes, self._context.commits)
+        self._writer = FileWriter(staging, self._capture.writes, self._context.commits, self._device_timeout_s)
         self._writer.start()
         return self._writer
 
@@ -434,7 +442,7 @@ class Save:
         planned, writing = self._times["planned"], self._times["writing"]
         if not self._has_images:
             return writing, writing + last_arrived
-        if self._plan.on_gpu:
+        if self._plan.on_gpu and last_arrived:
             return planned, writing + last_arrived
         is_copied = len(self._images.files) == len(self._plan.files)
         return planned, planned + self._capture.seconds if is_copied else self._times["begun"]

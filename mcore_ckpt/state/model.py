@@ -77,6 +77,11 @@ def as_chunks(model: Any) -> tuple[torch.nn.Module, ...]:
     return chunks
 
 
+def has_weights_on_gpu(chunks: Sequence[torch.nn.Module]) -> bool:
+    """Returns True if any parameter is on a GPU."""
+    return any(parameter.is_cuda for chunk in chunks for parameter in chunk.parameters())
+
+
 def process_groups_of(model: Any) -> ProcessGroups | None:
     """Returns the process groups that a model was built with; None if torch.distributed is not initialized.
 

@@ -132,8 +132,10 @@ def _pinning_speed() -> float:
 
 def _buffer_speed() -> float:
     """Returns how many bytes (10^9) a second a pinned HostBuffer gets, its pages included."""
+    import torch
+
     from mcore_ckpt.io import _native, tuning
 
     started = time.perf_counter()
-    buffer = _native.HostBuffer(GIBIBYTE, pinned=True, threads=tuning.HOST_THREADS)
+    buffer = _native.HostBuffer(GIBIBYTE, device=torch.cuda.current_device(), threads=tuning.HOST_THREADS)
     return buffer.nbytes / (time.perf_counter() - started) / 1e9

@@ -102,16 +102,15 @@ def copy_small_tensors() -> str:
 
     host = torch.randint(0, 256, (TENSORS, TENSOR_BYTES), dtype=torch.uint8)
     state = host.to("cuda")
-    buffer = _native.HostBuffer(host.nbytes, pinned=True)
+    buffer = _native.HostBuffer(host.nbytes, device=torch.cuda.current_device())
     copied = torch.frombuffer(buffer, dtype=torch.uint8)[: host.nbytes].view_as(host).zero_()
     starts = list(range(0, host.nbytes, TENSOR_BYTES))
     sources = [state.data_ptr() + start for start in starts]
-    copier = _native.DeviceCopier(torch.cuda.current_device())
+    copier = _native.DeviceCopier(torch.cuda.current_device(), torch.cuda.Stream().cuda_stream)
     copier.start(
         buffer, starts, sources, [TENSOR_BYTES] * TENSORS, torch.cuda.current_stream().cuda_stream, host.nbytes
     )
-    copier.wait()
-    copier.close()
+    copier.close(60.0)
     if not torch.equal(copied, host):
         raise Failed("the copies differ from the tensors")
     return f"{TENSORS:,} tensors of {TENSOR_BYTES:,} bytes are copied right"

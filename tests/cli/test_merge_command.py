@@ -534,9 +534,9 @@ def test_memory_does_not_grow_with_files(saved: Path, tmp_path: Path, monkeypatc
     taken: list[int] = []
 
     class HostMemory(streaming.HostMemory):
-        def take(self, nbytes: int, pinned: bool = True) -> _native.HostBuffer:
+        def take(self, nbytes: int, device: int | None = None) -> _native.HostBuffer:
             taken.append(nbytes)
-            return super().take(nbytes, pinned)
+            return super().take(nbytes, device)
 
     monkeypatch.setattr(streaming, "HostMemory", HostMemory)
     monkeypatch.setattr(filling, "HostMemory", HostMemory)

@@ -12,16 +12,16 @@ MEBIBYTE = 1 << 20
 
 @pytest.fixture
 def copier() -> Iterator[_native.DeviceCopier]:
-    copier = _native.DeviceCopier(torch.cuda.current_device())
+    copier = _native.DeviceCopier(torch.cuda.current_device(), torch.cuda.Stream().cuda_stream)
     yield copier
-    copier.close()
+    copier.close(60.0)
 
 
 class Host:
     """A poisoned pinned buffer, and a tensor of its bytes."""
 
     def __init__(self, nbytes: int, pinned: bool = True) -> None:
-        self.buffer = _native.HostBuffer(nbytes, pinned=pinned)
+        self.buffer = _native.HostBuffer(nbytes, device=torch.cuda.current_device() if pinned else None)
         self.bytes = torch.frombuffer(self.buffer, dtype=torch.uint8).fill_(POISON)
 
 
@@ -65,7 +65,7 @@ def test_only_the_destinations_change(copier: _native.DeviceCopier, seed: int) -
     for at, tensor in zip(starts, tensors, strict=True):
         expected[at : at + tensor.numel()] = as_bytes(tensor)
     groups = start(copier, host, starts, tensors, order.choice([1, 100_000, MEBIBYTE, 1 << 40]))
-    copier.wait()
+    copier.wait(60.0)
     assert copier.done()
     assert groups[-1][0] == len(tensors)
     assert host.bytes.numpy().tobytes() == bytes(expected)
@@ -78,7 +78,7 @@ def test_every_alignment_of_the_two_ends(copier: _native.DeviceCopier, dtype: to
     host = Host(numbers.nbytes + 32)
     small = numbers.view(torch.uint8)[:60_001]
     start(copier, host, [apart], [small], 1)
-    copier.wait()
+    copier.wait(60.0)
     assert host.bytes.numpy().tobytes()[apart : apart + small.numel()] == as_bytes(small)
     assert host.bytes[:apart].eq(POISON).all()
     assert host.bytes[apart + small.numel() :].eq(POISON).all()
@@ -97,9 +97,9 @@ def test_old_values_arrive_a_thousand_times(copier: _native.DeviceCopier, sizes:
         for round in range(1000):
             flat.fill_(round % 200)
             start(copier, host, starts, tensors, MEBIBYTE)
-            copier.hold(current_stream())
+            copier.hold(current_stream(), 60.0)
             flat.fill_(255)
-            copier.wait()
+            copier.wait(60.0)
             assert bool((host.bytes == round % 200).all()), round
 
 
@@ -113,22 +113,22 @@ def test_start_and_hold_do_not_wait_for_the_gpu(copier: _native.DeviceCopier) ->
     before = torch.cuda.Event()
     before.record()
     groups = start(copier, host, starts, tensors, MEBIBYTE)
-    copier.hold(current_stream())
+    copier.hold(current_stream(), 60.0)
     assert not before.query()
     assert not copier.done()
     assert [count for count, _ in groups] == list(range(1, 9))
-    copier.wait()
+    copier.wait(60.0)
     assert before.query()
 
 
 def test_closing_waits_for_the_copies() -> None:
-    copier = _native.DeviceCopier(torch.cuda.current_device())
+    copier = _native.DeviceCopier(torch.cuda.current_device(), torch.cuda.Stream().cuda_stream)
     tensor = torch.zeros(64 * MEBIBYTE, dtype=torch.uint8, device="cuda")
     host = Host(tensor.nbytes)
     torch.cuda._sleep(100_000_000)
     tensor.fill_(3)
     start(copier, host, [0], [tensor], 1)
-    copier.close()
+    copier.close(60.0)
     assert bool((host.bytes == 3).all())
     with pytest.raises(ValueError, match="closed"):
         copier.done()

@@ -29,7 +29,7 @@ def crcs(data: bytes) -> list[int]:
 
 
 def add(job: _native.ReadJob, data: bytes, start: int, nbytes: int, address: int) -> None:
-    job.add(0, 0, len(data), crcs(data), start, nbytes, 1, 0, address, 0, on_device=True)
+    job.add(0, 0, len(data), crcs(data), start, nbytes, 1, 0, address, 0, device=torch.cuda.current_device())
 
 
 @pytest.mark.parametrize("threads", [1, 4])
@@ -65,7 +65,7 @@ def test_rows_arrive_on_the_gpu_and_nothing_else(
     expected[1:].as_strided(shape, (destination_stride, 1), 1).copy_(source.as_strided(shape, (source_stride, 1)))
     job = job_of(tmp_path, 3)
     what = (start, row_bytes, rows, source_stride, wanted.data_ptr() + 1, destination_stride)
-    job.add(0, 0, len(data), crcs(data), *what, on_device=True)
+    job.add(0, 0, len(data), crcs(data), *what, device=torch.cuda.current_device())
     job.run()
     assert torch.equal(wanted.cpu(), expected)
 
@@ -78,7 +78,9 @@ def test_rows_that_are_far_apart_arrive_on_the_gpu(tmp_path: Path, data: bytes) 
     except torch.cuda.OutOfMemoryError:
         pytest.skip("needs 4 GiB of GPU memory")
     job = job_of(tmp_path, 1)
-    job.add(0, 0, len(data), crcs(data), 5, 1000, 3, 2000, wanted.data_ptr(), stride, on_device=True)
+    job.add(
+        0, 0, len(data), crcs(data), 5, 1000, 3, 2000, wanted.data_ptr(), stride, device=torch.cuda.current_device()
+    )
     job.run()
     for row in range(3):
         assert wanted[row * stride :][:1000].cpu().numpy().tobytes() == data[5 + row * 2000 :][:1000]
@@ -110,4 +112,4 @@ def test_bytes_of_a_damaged_block_do_not_reach_the_gpu(tmp_path: Path, data: byt
 def test_host_memory_is_no_gpu_memory(tmp_path: Path, data: bytes) -> None:
     target = torch.zeros(10, dtype=torch.uint8)
     with pytest.raises(ValueError, match="not in GPU memory"):
-        job_of(tmp_path, 1).add(0, 0, 10, [1], 0, 10, 1, 0, target.data_ptr(), 0, on_device=True)
+        job_of(tmp_path, 1).add(0, 0, 10, [1], 0, 10, 1, 0, target.data_ptr(), 0, device=torch.cuda.current_device())

@@ -3,6 +3,7 @@ import os
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ def test_memory_is_there_zeroed_and_writable(nbytes: int, threads: int) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     buffer = _native.HostBuffer(nbytes, threads=threads)
     assert buffer.address % HUGE_PAGE == 0
-    assert (buffer.nbytes, buffer.pinned) == (nbytes, False)
+    assert (buffer.nbytes, buffer.device, buffer.pinned_bytes) == (nbytes, None, 0)
     fetched = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     data = torch.frombuffer(buffer, dtype=torch.uint8)
     assert data.data_ptr() == buffer.address
@@ -94,11 +95,27 @@ def test_a_forked_child_has_its_own_copy() -> None:
 @pytest.mark.skipif(torch.cuda.is_available() and _native.built_with_cuda, reason="needs a machine without a GPU")
 def test_without_a_gpu_pinning_is_refused() -> None:
     with pytest.raises(RuntimeError):
-        _native.HostBuffer(4096, pinned=True)
+        _native.HostBuffer(4096, device=0)
 
 
 @pytest.mark.skipif(not (torch.cuda.is_available() and _native.built_with_cuda), reason="needs a GPU")
 def test_pinned_memory_is_pinned() -> None:
-    buffer = _native.HostBuffer(HUGE_PAGE, pinned=True)
-    assert buffer.pinned
+    buffer = _native.HostBuffer(HUGE_PAGE, device=torch.cuda.current_device())
+    assert buffer.pinned_bytes == HUGE_PAGE
     assert torch.frombuffer(buffer, dtype=torch.uint8).is_pinned()
+
+
+def test_memory_of_no_gpu_is_not_pinned() -> None:
+    with pytest.raises(ValueError, match="for no device"):
+        _native.HostBuffer(4096).pin(4096)
+
+
+def test_pages_come_from_the_numa_node_that_is_asked_for() -> None:
+    buffer = _native.HostBuffer.reserve(HUGE_PAGE, numa_node=0)
+    maps = Path("/proc/self/numa_maps")
+    if not maps.exists():
+        pytest.skip("the kernel has no NUMA")
+    (policy,) = [line.split()[1] for line in maps.read_text().splitlines() if line.startswith(f"{buffer.address:x} ")]
+    if policy == "default":
+        pytest.skip("this container may not choose NUMA nodes")
+    assert policy == "prefer:0"

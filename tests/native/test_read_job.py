@@ -590,7 +590,7 @@ def test_scratch_memory_is_what_its_settings_say() -> None:
         ({"destination": 0}, "null address for 100 bytes"),
         ({"offset": 2**63 - 50}, "no file has"),
         ({"offset": 2**63}, "no file has"),
-        ({"on_device": True}, "need pinned buffers"),
+        ({"device": 0}, "need pinned buffers"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(change: dict[str, object], message: str) -> None:
@@ -640,7 +640,7 @@ def test_a_damaged_block_is_a_value_error_with_three_numbers() -> None:
 def test_without_a_gpu_reads_to_one_are_refused() -> None:
     job = _native.ReadJob(["/a"], threads=1, piece_bytes=4096, block_bytes=4096, pinned=True)
     with pytest.raises(RuntimeError, match="CUDA"):
-        job.add(0, 0, 4, [1], 0, 4, 1, 0, 4096, 0, on_device=True)
+        job.add(0, 0, 4, [1], 0, 4, 1, 0, 4096, 0, device=0)
 
 
 def test_a_job_keeps_the_owner_of_a_destination(tmp_path: Path) -> None:

@@ -91,10 +91,10 @@ def test_every_tensor_is_row_major_at_its_offset_and_nothing_else_is_touched(
     plans = [plan_of(tensors, world, rank, f"{number}.pt") for number, tensors in enumerate(files)]
     arena = HostMemory()
     room = arena_bytes(plans) + PAGE_BYTES
-    buffer = arena.take(room)
+    buffer = arena.take(room, torch.cuda.current_device() if device == "cuda" else None)
     ctypes.memset(buffer.address, POISON, room)
 
-    copies = DeviceCopies() if device == "cuda" else None
+    copies = DeviceCopies(torch.cuda.current_device(), 60.0) if device == "cuda" else None
     capture = capture_copies(plans, list(map(FileTensors.of, files)), buffer, copies)
     if copies is not None:
         copies.wait()
@@ -137,8 +137,9 @@ def test_in_place_the_sources_are_the_elements_in_a_row_as_long_as_the_capture_l
 @pytest.mark.parametrize("lazy", [None, ()])
 def test_what_is_queued_before_the_capture_is_in_it_and_what_follows_is_not(device: str, lazy: Any) -> None:
     tensor = torch.zeros(1 << 20, device=device)
-    plans, staging = [plan_of([tensor], 1, 0)], HostImages()
-    buffer = staging.reserve(plans)
+    plans, staging = [plan_of([tensor], 1, 0)], HostImages(60.0)
+    buffer = staging.reserve(plans) if device == "cuda" else staging.reserve_ready(plans).buffer
+    assert buffer is not None
     for _ in range(50):
         tensor += 1
     staging.capture(plans, [FileTensors.of([tensor])], buffer, lazy)
@@ -200,10 +201,12 @@ def test_staging_takes_one_page_aligned_range_for_each_file() -> None:
         == sum(page_ceil(plan.head) + page_ceil(plan.nbytes) for plan in plans)
         <= 6 * PAGE_BYTES + 30_000 + 3 * 2000
     )
-    staging = HostImages(limit=arena_bytes(plans))
-    assert staging.reserve(plans).address % PAGE_BYTES == 0
+    staging = HostImages(60.0, limit=arena_bytes(plans))
+    reserved = staging.reserve_ready(plans).buffer
+    assert reserved is not None
+    assert reserved.address % PAGE_BYTES == 0
     with pytest.raises(UnsupportedError, match="max_host_bytes"):
-        staging.reserve([*plans, plans[0]])
+        staging.reserve_ready([*plans, plans[0]])
     staging.close()
 
 
@@ -248,8 +251,7 @@ def test_an_event_vouches_for_all_that_lies_before_its_offset(
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_with_a_gpu_the_arena_is_pinned() -> None:
+def test_only_memory_for_a_gpu_is_pinned() -> None:
     arena = HostMemory()
-    arena.take(100)
-    assert arena._buffer is not None
-    assert arena._buffer.pinned
+    assert arena.take(100).pinned_bytes == 0
+    assert arena.take(100, torch.cuda.current_device()).pinned_bytes >= 100

@@ -149,7 +149,10 @@ class FileWrite:
     Attributes:
         plan: the file, and this rank's range in it.
         sources: the address of each tensor's bytes; None if `buffer` is given.
-        owner: an object that keeps the memory at these addresses alive.
+        owner: what keeps the memory at these addresses alive. If a plan has a `head`, the tensors, from the first one
+            with bytes in the range on, contiguous.
+        device: the GPU that some of the tensors are on; None if all are in host memory.
+        on_device: for each tensor, whether it is on that GPU; empty without one.
         buffer: the host memory that the bytes are copied to; None if `sources` is given.
         offset: the offset of the range's first byte in the buffer, a multiple of the page size. The bytes of the plan's
             `head` are directly before it.
@@ -159,7 +162,9 @@ class FileWrite:
 
     plan: FilePlan
     sources: Sequence[int] | None = None
-    owner: object = None
+    owner: Any = None
+    device: int | None = None
+    on_device: Sequence[bool] = ()
     buffer: _native.HostBuffer | None = None
     offset: int = 0
     ready: Sequence[tuple[int, _native.DeviceEvent]] = ()
@@ -170,8 +175,10 @@ class FileWrite:
             return b""
         if self.buffer is not None:
             return ctypes.string_at(self.buffer.address + self.offset - self.plan.head, self.plan.head)
-        assert self.sources is not None
-        return ctypes.string_at(self.sources[self.plan.parts.tensor[0]], self.plan.head)
+        if self.device is None:
+            assert self.sources is not None
+            return ctypes.string_at(self.sources[self.plan.parts.tensor[0]], self.plan.head)
+        return bytes(self.owner[0].view(-1).view(torch.uint8)[: self.plan.head].cpu().numpy())
 
 
 def plan_file(request: WriteRequest, rank: int, structures: StructureCache) -> FilePlan:

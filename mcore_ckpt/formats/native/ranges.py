@@ -72,7 +72,7 @@ def read_stored(
             rows.source_stride * item,
             memory.data_ptr() + rows.destination * item,
             rows.destination_stride * item,
-            memory.is_cuda,
+            memory.get_device() if memory.is_cuda else None,
             owner=memory,
         )
     try:

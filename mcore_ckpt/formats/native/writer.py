@@ -12,6 +12,7 @@ from mcore_ckpt.errors import CommitError
 from mcore_ckpt.formats.native.file_plan import FilePlan, FileWrite, slot_across
 from mcore_ckpt.io import _native, tuning
 from mcore_ckpt.io.checksums import crc32
+from mcore_ckpt.io.device_waits import saying_what_hangs
 from mcore_ckpt.io.files import make_folders, overwrite
 from mcore_ckpt.ranks.rounds import Record
 
@@ -41,6 +42,7 @@ class FileWriter:
         writes: the ranges. Their memory must not change until `finish` has returned. Memory in `sources` may change
             earlier, when `wait_for_sources` has returned.
         exchange: connects this rank with the other writers of shared files.
+        device_timeout_s: how long to wait for a GPU that does nothing, in seconds.
 
     Attributes:
         mended: the differences between replicas that `finish` has found in the files that this rank owns.
@@ -51,13 +53,17 @@ class FileWriter:
         ...     written = writer.finish()
     """
 
-    def __init__(self, role_dir: Path, writes: Sequence[FileWrite], exchange: Exchange) -> None:
+    def __init__(
+        self, role_dir: Path, writes: Sequence[FileWrite], exchange: Exchange, device_timeout_s: float = float("inf")
+    ) -> None:
         self._role_dir = role_dir
         self._writes = writes
         self._exchange = exchange
         self._heads: dict[int, bytes] = {}
         self.mended: list[Mended] = []
-        self._job = _native.WriteJob(threads=tuning.IO_THREADS, piece_bytes=tuning.WRITE_BYTES)
+        self._job = _native.WriteJob(
+            threads=tuning.IO_THREADS, piece_bytes=tuning.WRITE_BYTES, device_timeout=device_timeout_s
+        )
 
     def __enter__(self) -> FileWriter:
         return self
@@ -83,6 +89,8 @@ class FileWriter:
                 plan.stop,
                 sources=write.sources,
                 owner=write.owner,
+                device=write.device,
+                on_device=write.on_device,
                 buffer=write.buffer,
                 offset=write.offset,
                 ready=write.ready,
@@ -103,7 +111,7 @@ class FileWriter:
 
         Raises:
             OSError: the disk is full, a folder is gone, ...; the message names the file.
-            CommitError: another writer of a shared file has failed, or the writing was cancelled.
+            CommitError: another writer of a shared file has failed, the GPU hangs, or the writing was cancelled.
         """
         written, shared = [], []
         for number, write in enumerate(self._writes):
@@ -124,6 +132,10 @@ class FileWriter:
             written.append(self._complete(number, plan, [*self._parts_of_others(plan), own]))
         return written
 
+    def limit_device_wait(self, seconds: float) -> None:
+        """Waits for a GPU for at most so many seconds from now on."""
+        self._job.limit_device_wait(seconds)
+
     def progress(self) -> int:
         """Returns the number of bytes of tensors that have been written so far."""
         return self._job.progress()
@@ -134,7 +146,8 @@ class FileWriter:
 
     def _wait(self, number: int) -> list[int]:
         try:
-            crcs = self._job.wait(number)
+            with saying_what_hangs():
+                crcs = self._job.wait(number)
         except RuntimeError as error:
             raise CommitError(f"{self._role_dir}: writing was stopped: {error}") from None
         assert crcs is not None, "wait returns None only after a timeout"

@@ -218,13 +218,17 @@ def _fetch_speed(nbytes: int) -> float:
 def _measure_gpu(nbytes: int) -> GpuSpeeds:
     source = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
     begin = time.perf_counter()
-    target = torch.frombuffer(_native.HostBuffer(nbytes, pinned=True), dtype=torch.uint8)
+    buffer = _native.HostBuffer(nbytes, device=torch.cuda.current_device())
     pin_s = time.perf_counter() - begin
+    # A copy may not go across the edge of a piece that was pinned in one call.
+    targets = torch.frombuffer(buffer, dtype=torch.uint8).split(buffer.PIN_BYTES)
+    sources = source.split(buffer.PIN_BYTES)
     times = []
     for _ in range(_SAVES):
         torch.cuda.synchronize()
         begin = time.perf_counter()
-        target.copy_(source, non_blocking=True)
+        for target, part in zip(targets, sources, strict=True):
+            target.copy_(part, non_blocking=True)
         torch.cuda.synchronize()
         times.append(time.perf_counter() - begin)
     return GpuSpeeds(torch.cuda.get_device_name(), nbytes / statistics.median(times), nbytes / pin_s)

@@ -49,7 +49,7 @@ std::string thrown_by(Call call) {
 }
 
 std::shared_ptr<HostBuffer> pinned(std::size_t nbytes) {
-    auto buffer = std::make_shared<HostBuffer>(nbytes, true);
+    auto buffer = std::make_shared<HostBuffer>(nbytes, DEVICE);
     std::memset(buffer->data(), 0xA5, nbytes);
     return buffer;
 }
@@ -104,6 +104,11 @@ std::vector<std::size_t> many_sizes() {
     return sizes;
 }
 
+void wait_for(const DeviceEvent& event) {
+    REQUIRE(poll_until(Clock::time_point::max(), [&] { return event.happened(); }));
+}
+
+// A stream that its owner outlives, as one of torch's pool.
 struct TrainingStream {
     TrainingStream() {
         cudaSetDevice(DEVICE);
@@ -121,16 +126,17 @@ struct TrainingStream {
 void copies_see_what_was_queued_before_and_not_what_comes_after_hold() {
     State state(many_sizes());
     const TrainingStream training;
-    DeviceCopier copier(DEVICE);
+    const TrainingStream own;
+    DeviceCopier copier(DEVICE, own.number());
     for (std::uint8_t round = 1; round < 20; ++round) {
         state.fill(training.stream, round);
         copier.start(state.host, state.copies, training.number(), 1 << 20);
         REQUIRE(!copier.done());
-        copier.hold(training.number());
+        copier.hold(training.number(), FOREVER_S);
         state.fill(training.stream, 99);
         // The training stream would overtake without hold(), and the copies without `after`. So wait for each in turn.
         if (round % 2 == 0) cudaStreamSynchronize(training.stream);
-        copier.wait();
+        copier.wait(FOREVER_S);
         REQUIRE(copier.done());
         REQUIRE(state.arrived(round));
     }
@@ -139,70 +145,79 @@ void copies_see_what_was_queued_before_and_not_what_comes_after_hold() {
 void without_hold_the_fake_shows_the_fault() {
     State state({100});
     const TrainingStream training;
-    DeviceCopier copier(DEVICE);
+    const TrainingStream own;
+    DeviceCopier copier(DEVICE, own.number());
     state.fill(training.stream, 1);
     copier.start(state.host, state.copies, training.number(), 1);
     state.fill(training.stream, 2);
     cudaStreamSynchronize(training.stream);
-    copier.wait();
+    copier.wait(FOREVER_S);
     REQUIRE(state.arrived(2));
 }
 
 void the_default_stream_is_a_stream_too() {
     State state(many_sizes());
     cudaSetDevice(DEVICE);
-    DeviceCopier copier(DEVICE);
+    const TrainingStream own;
+    DeviceCopier copier(DEVICE, own.number());
     state.fill(nullptr, 3);
     copier.start(state.host, state.copies, 0, 1 << 20);
-    copier.hold(0);
+    copier.hold(0, FOREVER_S);
     state.fill(nullptr, 4);
     cudaStreamSynchronize(nullptr);
-    copier.wait();
+    copier.wait(FOREVER_S);
     REQUIRE(state.arrived(3));
 }
 
+// The small copies come first, so the first event tells of all that are before the second group of large ones.
 void each_group_has_an_event() {
-    State state(many_sizes());
+    std::vector<std::size_t> sizes(10, 40);
+    for (int large = 0; large < 6; ++large) sizes.insert(sizes.end(), {70'000, 1});
+    State state(sizes);
     const TrainingStream training;
-    DeviceCopier copier(DEVICE);
+    const TrainingStream own;
+    DeviceCopier copier(DEVICE, own.number());
     state.fill(training.stream, 7);
-    auto groups = copier.start(state.host, state.copies, training.number(), 4000);
-    REQUIRE(groups.size() == 9);
-    REQUIRE(groups.front().first == 100 && groups.back().first == state.copies.size());
+    auto groups = copier.start(state.host, state.copies, training.number(), 100'000);
+    REQUIRE(groups.size() == 3);
+    REQUIRE(groups[0].first == 14 && groups[1].first == 18 && groups[2].first == state.copies.size());
     std::size_t before = 0;
     for (const auto& [count, event] : groups) {
         REQUIRE(!copier.done());
-        std::thread([&event = event] { event->wait(); }).join();  // a thread that has chosen no GPU
+        std::thread([&event = event] { wait_for(*event); }).join();  // a thread that has chosen no GPU
         REQUIRE(state.arrived(7, before, count));
-        REQUIRE(count == state.copies.size() || !state.arrived(7, count));
+        REQUIRE(count == state.copies.size() || !state.arrived(7, count, count + 1));
         before = count;
     }
     REQUIRE(copier.done());
     const int handles = fake_cuda::handles();
     groups.clear();
-    REQUIRE(copier.start(state.host, state.copies, training.number(), 4000).size() == 9);
+    REQUIRE(copier.start(state.host, state.copies, training.number(), 100'000).size() == 3);
     REQUIRE(fake_cuda::handles() == handles);
+    copier.wait(FOREVER_S);
 }
 
 // Somebody who still waits for an event of the first start() must not wait for the copies of the second.
 void an_event_that_somebody_holds_is_not_recorded_again() {
     State state(many_sizes());
     const TrainingStream training;
-    DeviceCopier copier(DEVICE);
+    const TrainingStream own;
+    DeviceCopier copier(DEVICE, own.number());
     const auto first = copier.start(state.host, state.copies, training.number(), 4000);
     state.fill(training.stream, 9);
     copier.start(state.host, state.copies, training.number(), 4000);
-    for (const auto& group : first) group.second->wait();
+    for (const auto& group : first) wait_for(*group.second);
     REQUIRE(!copier.done());
     REQUIRE(state.arrived(0));
-    copier.wait();
+    copier.wait(FOREVER_S);
     REQUIRE(state.arrived(9));
 }
 
 void the_copier_keeps_the_buffer_until_the_copies_are_done() {
     State state(many_sizes());
     const TrainingStream training;
-    DeviceCopier copier(DEVICE);
+    const TrainingStream own;
+    DeviceCopier copier(DEVICE, own.number());
     const std::weak_ptr<HostBuffer> first = state.host;
     copier.start(state.host, state.copies, training.number(), 4000);
     state.host = pinned(state.total() + 1);
@@ -210,12 +225,12 @@ void the_copier_keeps_the_buffer_until_the_copies_are_done() {
     copier.start(state.host, state.copies, training.number(), 4000);
     state.host.reset();  // the fake ends the program if memory is unpinned while a copy needs it
     REQUIRE(!first.expired() && !second.expired());
-    copier.wait();
+    copier.wait(FOREVER_S);
     REQUIRE(first.expired() && second.expired());
 
     state.host = pinned(state.total() + 1);
     copier.start(state.host, state.copies, training.number(), 4000);
-    copier.wait();
+    copier.wait(FOREVER_S);
     const std::weak_ptr<HostBuffer> waited_for = state.host;
     state.host.reset();
     REQUIRE(waited_for.expired());
@@ -224,7 +239,7 @@ void the_copier_keeps_the_buffer_until_the_copies_are_done() {
     const std::weak_ptr<HostBuffer> closed = state.host;
     copier.start(state.host, state.copies, training.number(), 4000);
     state.host.reset();
-    copier.close();
+    copier.close(FOREVER_S);
     REQUIRE(closed.expired());
 }
 
@@ -233,7 +248,8 @@ void closing_does_not_race() {
     State state({100, 100'000});
     for (int round = 0; round < 50; ++round) {
         const TrainingStream training;
-        DeviceCopier copier(DEVICE);
+        const TrainingStream own;
+        DeviceCopier copier(DEVICE, own.number());
         std::atomic<int> waiting{0};
         const auto until_closed = [&](auto call) {
             return std::thread([&copier, &waiting, call] {
@@ -246,17 +262,14 @@ void closing_does_not_race() {
             });
         };
         std::thread others[] = {
-            until_closed([&] { copier.hold(training.number()); }),
+            until_closed([&] { copier.hold(training.number(), FOREVER_S); }),
             until_closed([&] { copier.done(); }),
-            until_closed([&] { copier.wait(); }),
+            until_closed([&] { copier.wait(FOREVER_S); }),
             until_closed([&] { copier.start(state.host, state.copies, training.number(), 1000); }),
-            std::thread([&] {
-                while (copier.stream() != 0) std::this_thread::yield();
-            }),
         };
         while (waiting != 4) std::this_thread::yield();
         copier.start(state.host, state.copies, training.number(), 1000);
-        copier.close();
+        copier.close(FOREVER_S);
         for (auto& other : others) other.join();
     }
 }
@@ -264,7 +277,8 @@ void closing_does_not_race() {
 void small_ones_are_gathered_and_large_ones_go_in_one_call() {
     State state(many_sizes());
     const TrainingStream training;
-    DeviceCopier copier(DEVICE);
+    const TrainingStream own;
+    DeviceCopier copier(DEVICE, own.number());
     const auto before = fake_cuda::calls();
     copier.start(state.host, state.copies, training.number(), SIZE_MAX);
     const auto after = fake_cuda::calls();
@@ -281,29 +295,69 @@ void closing_waits() {
     const TrainingStream training;
     const int handles = fake_cuda::handles();
     {
-        DeviceCopier copier(DEVICE);
+        const TrainingStream own;
+        DeviceCopier copier(DEVICE, own.number());
         state.fill(training.stream, 5);
         copier.start(state.host, state.copies, training.number(), 1000);
-        copier.close();
+        copier.close(FOREVER_S);
         REQUIRE(state.arrived(5));
-        copier.close();
-        REQUIRE(copier.stream() == 0);
+        copier.close(FOREVER_S);
         REQUIRE(thrown_by<std::invalid_argument>([&] { copier.done(); }) == "the copier is closed");
     }
     {
-        DeviceCopier copier(DEVICE);
+        const TrainingStream own;
+        DeviceCopier copier(DEVICE, own.number());
         state.fill(training.stream, 6);
         copier.start(state.host, state.copies, training.number(), 1000);
     }
-    REQUIRE(state.arrived(6));
     REQUIRE(fake_cuda::handles() == handles);
+}
+
+// A GPU that does nothing is waited for with a deadline. What it may still write to is never freed.
+void a_stuck_gpu_has_a_deadline() {
+    State state(many_sizes());
+    const TrainingStream training, own;
+    fake_cuda::stick(true);
+    for (const bool close : {true, false}) {
+        std::weak_ptr<HostBuffer> buffer;
+        {
+            DeviceCopier copier(DEVICE, own.number());
+            copier.start(state.host, state.copies, training.number(), 1000);
+            buffer = state.host;
+            state.host = pinned(state.total() + 1);
+            const std::string stuck = "GPU 1 has not done its work for 0 s";
+            REQUIRE(thrown_by<DeviceStuck>([&] { copier.wait(0.01); }) == stuck);
+            if (close) REQUIRE(thrown_by<DeviceStuck>([&] { copier.close(0.01); }) == stuck);
+        }
+        REQUIRE(!buffer.expired());
+    }
+    fake_cuda::stick(false);
+    cudaStreamSynchronize(own.stream);
+}
+
+// CUDA refuses a copy to two pieces of pinned memory.
+void copies_are_cut_where_pieces_of_pinned_memory_meet() {
+    State state({10'000, 300'000, 5'000, 100});
+    const TrainingStream training, own;
+    DeviceCopier copier(DEVICE, own.number());
+    state.host = HostBuffer::reserve(state.total() + 100'000, DEVICE, HostBuffer::ANY_NODE);
+    for (const std::size_t end : {PAGE_BYTES, 9 * PAGE_BYTES, 60 * PAGE_BYTES, state.total()}) state.host->pin(end);
+    state.fill(training.stream, 13);
+    const auto groups = copier.start(state.host, state.copies, training.number(), 100'000);
+    copier.wait(FOREVER_S);
+    REQUIRE(state.arrived(13));
+    REQUIRE(groups.back().first == state.copies.size());
+    REQUIRE(thrown_by<std::invalid_argument>([&] {
+                copier.start(state.host, {{state.host->pinned_bytes() - 1, state.tensors[0], 2}}, 0, 1);
+            }).find("do not fit into the") != std::string::npos);
 }
 
 // Every copy is checked, also one between good ones, and nothing is queued if one is bad.
 void every_copy_is_checked() {
     State state({100, 100, 100});
     const TrainingStream training;
-    DeviceCopier copier(DEVICE);
+    const TrainingStream own;
+    DeviceCopier copier(DEVICE, own.number());
     auto* large = static_cast<std::uint8_t*>(fake_cuda::device_malloc(DEVICE, 100));
     auto* elsewhere = static_cast<std::uint8_t*>(fake_cuda::device_malloc(DEVICE + 1, 100));
     Bytes host(100);
@@ -321,8 +375,9 @@ void every_copy_is_checked() {
         REQUIRE(start(i, {offset, large + 50, 51}) == not_there);
         REQUIRE(start(i, {offset, elsewhere, 100}) == copy + "the tensor is on GPU 2, and this copier is for GPU 1");
         REQUIRE(start(i, {offset, nullptr, 100}) == copy + "the tensor has no memory at its address");
-        REQUIRE(start(i, {offset, large, SIZE_MAX}).find("do not fit into a buffer of 301 bytes") != std::string::npos);
-        REQUIRE(start(i, {202, large, 100}) == copy + "100 bytes at offset 202 do not fit into a buffer of 301 bytes");
+        const std::string no_room = "do not fit into the 301 pinned bytes of a buffer";
+        REQUIRE(start(i, {offset, large, SIZE_MAX}).find(no_room) != std::string::npos);
+        REQUIRE(start(i, {202, large, 100}) == copy + "100 bytes at offset 202 " + no_room);
         REQUIRE(start(i, {SIZE_MAX - 10, large, 100}).find("do not fit") != std::string::npos);
     }
     REQUIRE(start(1, {99, large, 100}) ==
@@ -331,14 +386,14 @@ void every_copy_is_checked() {
 
     const auto pageable = std::make_shared<HostBuffer>(1000);
     REQUIRE(thrown_by<std::invalid_argument>([&] { copier.start(pageable, state.copies, 0, 1); }) ==
-            "the buffer to copy GPU tensors to is not pinned: make it with pinned=True");
+            "the buffer to copy GPU tensors to is not pinned: make it for a device");
     const auto after = fake_cuda::calls();
     REQUIRE(after.batches == before.batches && after.copies == before.copies && after.gathers == before.gathers);
     REQUIRE(copier.start(state.host, {}, 0, 1).empty());
     REQUIRE(copier.start(state.host, {{0, nullptr, 0}}, 0, 1).empty());
     REQUIRE(copier.done());
-    copier.wait();
-    copier.hold(0);
+    copier.wait(FOREVER_S);
+    copier.hold(0, FOREVER_S);
     fake_cuda::device_free(large);
     fake_cuda::device_free(elsewhere);
 }
@@ -346,11 +401,12 @@ void every_copy_is_checked() {
 void a_tensor_may_be_in_several_allocations_of_one_gpu() {
     State state({100'000});
     const TrainingStream training;
-    DeviceCopier copier(DEVICE);
+    const TrainingStream own;
+    DeviceCopier copier(DEVICE, own.number());
     state.fill(training.stream, 11);
     fake_cuda::split(state.tensors[0], 60'000, DEVICE);
     copier.start(state.host, state.copies, training.number(), 1);
-    copier.wait();
+    copier.wait(FOREVER_S);
     REQUIRE(state.arrived(11));
     fake_cuda::join(state.tensors[0], 60'000);
 
@@ -374,7 +430,8 @@ void each_allocation_is_looked_up_once() {
         copies.push_back({i * NBYTES, memory[i % ALLOCATIONS] + i / ALLOCATIONS * NBYTES, NBYTES});
     }
     const TrainingStream training;
-    DeviceCopier copier(DEVICE);
+    const TrainingStream own;
+    DeviceCopier copier(DEVICE, own.number());
     const auto looks = [&] {
         const int before = fake_cuda::calls().looks;
         copier.start(host, copies, training.number(), SIZE_MAX);
@@ -384,7 +441,7 @@ void each_allocation_is_looked_up_once() {
     fake_cuda::fail("cuPointerGetAttributes", 0);
     REQUIRE(looks() == 2 * static_cast<int>(copies.size()) + 1);
     fake_cuda::fail(nullptr, 0);
-    copier.wait();
+    copier.wait(FOREVER_S);
     for (std::size_t i = 0; i < host->nbytes(); ++i) REQUIRE(host->data()[i] == i / NBYTES % ALLOCATIONS);
     for (std::uint8_t* allocation : memory) fake_cuda::device_free(allocation);
 }
@@ -415,16 +472,17 @@ void a_write_job_owns_what_it_writes_from(const std::string& folder) {
                                                      std::vector<FileLayout::Gap>(), END, Stored::BLOCK);
     for (const bool close : {false, true}) {
         state.fill(training.stream, 12);
-        auto copier = std::make_unique<DeviceCopier>(DEVICE);
+        const TrainingStream own;
+        auto copier = std::make_unique<DeviceCopier>(DEVICE, own.number());
         WriteJob::Range range{folder + "/written", layout, 0, END};
         for (auto& [count, event] : copier->start(state.host, state.copies, training.number(), 3 * TENSOR)) {
             range.ready.emplace_back(count * TENSOR, std::move(event));
         }
         range.buffer = std::move(state.host);
-        WriteJob job(2, PAGE_BYTES, false);
+        WriteJob job(2, PAGE_BYTES, false, FOREVER_S);
         job.add_file(std::move(range));
         job.start();
-        if (close) copier->close();
+        if (close) copier->close(FOREVER_S);
         copier.reset();
         job.wait(0, WriteJob::Clock::time_point::max());
         job.finish(0, "", {});
@@ -436,11 +494,39 @@ void a_write_job_owns_what_it_writes_from(const std::string& folder) {
     }
 }
 
+// The event of the second file fails at once, while nearly all of the first one is still to be written.
+void files_before_a_failed_one_are_written(const std::string& folder) {
+    constexpr std::size_t NBYTES = 500 * PAGE_BYTES;
+    State state({NBYTES});
+    const TrainingStream training, own;
+    DeviceCopier copier(DEVICE, own.number());
+    const auto layout = std::make_shared<FileLayout>(std::vector<std::uint64_t>{0}, std::vector<std::uint64_t>{NBYTES},
+                                                     std::vector<std::int64_t>{-1}, std::vector<FileLayout::Gap>(),
+                                                     NBYTES, Stored::BLOCK);
+    const Bytes host(NBYTES, 9);
+    WriteJob::Range first{folder + "/first", layout, 0, NBYTES}, second{folder + "/second", layout, 0, NBYTES};
+    first.sources = {host.data()};
+    second.ready.emplace_back(NBYTES, copier.start(state.host, state.copies, training.number(), 1)[0].second);
+    second.buffer = state.host;
+    WriteJob job(1, PAGE_BYTES, false, FOREVER_S);
+    job.add_file(std::move(first));
+    job.add_file(std::move(second));
+    fake_cuda::fail("cudaEventQuery", 0);
+    job.start();
+    const std::string said = thrown_by<std::runtime_error>([&] { job.wait(1, Clock::time_point::max()); });
+    REQUIRE(said.find("as the test wants") != std::string::npos);
+    REQUIRE(job.wait(0, Clock::time_point::max()));
+    fake_cuda::fail(nullptr, 0);
+    job.close();
+    copier.wait(FOREVER_S);
+}
+
 void after_a_failure_nothing_is_in_flight() {
     State state(many_sizes());
     const TrainingStream training;
     for (const char* call : {"launch_gather", "cudaMemcpyBatchAsync", "cudaMemcpyAsync", "cudaEventRecord"}) {
-        DeviceCopier copier(DEVICE);
+        const TrainingStream own;
+        DeviceCopier copier(DEVICE, own.number());
         state.fill(training.stream, 8);
         fake_cuda::fail(call, 1);
         const std::string said =
@@ -451,8 +537,6 @@ void after_a_failure_nothing_is_in_flight() {
         REQUIRE(state.arrived(8, 0, 1));
     }
     const int handles = fake_cuda::handles();
-    fake_cuda::fail("cudaEventCreateWithFlags", 0);
-    REQUIRE(!thrown_by<std::runtime_error>([] { DeviceCopier copier(DEVICE); }).empty());
     fake_cuda::fail("cudaEventCreateWithFlags", 1);
     REQUIRE(!thrown_by<std::runtime_error>([] { const HostToDeviceCopies copies; }).empty());
     fake_cuda::fail(nullptr, 0);
@@ -469,9 +553,9 @@ void reads_arrive_on_the_gpu(const std::string& folder) {
     for (int threads = 1; threads < 5; ++threads) {
         cudaSetDevice(DEVICE);
         fake_cuda::queue(nullptr, [=] { std::memset(tensor, 0, half); });  // earlier work that writes to the memory
-        ReadJob job({stored.path}, {threads, 50'000, Stored::BLOCK, true, true});
-        stored.add(job, {0, half, 1, 0, tensor, 0, true});
-        stored.add(job, {half, rest.size(), 1, 0, rest.data(), 0, false});
+        ReadJob job({stored.path}, {threads, 50'000, Stored::BLOCK, true, true, FOREVER_S});
+        stored.add(job, {0, half, 1, 0, tensor, 0, DEVICE});
+        stored.add(job, {half, rest.size(), 1, 0, rest.data(), 0, HostBuffer::NO_DEVICE});
         job.run();
         cudaStreamSynchronize(nullptr);  // the earlier work would come now, if the job had not waited for it
         REQUIRE(std::memcmp(tensor, stored.bytes.data(), half) == 0);
@@ -491,8 +575,8 @@ fake_cuda::Calls read_rows(const Stored& stored, std::size_t nbytes, std::size_t
     for (std::size_t row = 0; row < count; ++row) {
         std::memcpy(expected.data() + row * stride, stored.bytes.data() + START + row * SOURCE_STRIDE, nbytes);
     }
-    ReadJob job({stored.path}, {2, 50'000, Stored::BLOCK, true, true});
-    stored.add(job, {START, nbytes, count, SOURCE_STRIDE, tensor, stride, true});
+    ReadJob job({stored.path}, {2, 50'000, Stored::BLOCK, true, true, FOREVER_S});
+    stored.add(job, {START, nbytes, count, SOURCE_STRIDE, tensor, stride, DEVICE});
     const auto before = fake_cuda::calls();
     job.run();
     const auto after = fake_cuda::calls();
@@ -523,10 +607,10 @@ void failed_copies_to_the_gpu_are_reported(const std::string& folder) {
     const Stored stored(folder);
     auto* tensor = static_cast<std::uint8_t*>(fake_cuda::device_malloc(DEVICE, stored.bytes.size()));
     for (const char* call : {"cudaHostRegister", "cudaStreamCreateWithFlags", "cudaEventCreateWithFlags",
-                             "cudaMemcpyAsync", "cudaEventRecord", "cudaEventSynchronize"}) {
+                             "cudaMemcpyAsync", "cudaEventRecord", "cudaEventQuery"}) {
         for (const int before : {0, 1, 3}) {
-            ReadJob job({stored.path}, {2, 50'000, Stored::BLOCK, true, true});
-            stored.add(job, {0, stored.bytes.size(), 1, 0, tensor, 0, true});
+            ReadJob job({stored.path}, {2, 50'000, Stored::BLOCK, true, true, FOREVER_S});
+            stored.add(job, {0, stored.bytes.size(), 1, 0, tensor, 0, DEVICE});
             BufferCache::of_this_process().free_idle();  // so that the job pins buffers
             fake_cuda::fail(call, before);
             const std::string said = thrown_by<std::runtime_error>([&] { job.run(); });
@@ -539,9 +623,9 @@ void failed_copies_to_the_gpu_are_reported(const std::string& folder) {
         }
     }
     // A job of one piece waits twice: before its buffer is filled, and at the end. The second wait fails.
-    ReadJob job({stored.path}, {1, 4 * Stored::BLOCK, Stored::BLOCK, true, true});
-    stored.add(job, {0, 1, 1, 0, tensor, 0, true});
-    fake_cuda::fail("cudaEventSynchronize", 1);
+    ReadJob job({stored.path}, {1, 4 * Stored::BLOCK, Stored::BLOCK, true, true, FOREVER_S});
+    stored.add(job, {0, 1, 1, 0, tensor, 0, DEVICE});
+    fake_cuda::fail("cudaEventQuery", 1);
     REQUIRE(!thrown_by<std::runtime_error>([&] { job.run(); }).empty());
     fake_cuda::fail(nullptr, 0);
     fake_cuda::device_free(tensor);
@@ -554,8 +638,8 @@ void pinned_buffers_are_used_again(const std::string& folder) {
     BufferCache::of_this_process().free_idle();
     const int before = fake_cuda::calls().pins;
     for (int jobs = 0; jobs < 5; ++jobs) {
-        ReadJob job({stored.path}, {3, 50'000, Stored::BLOCK, true, true});
-        stored.add(job, {0, stored.bytes.size(), 1, 0, tensor, 0, true});
+        ReadJob job({stored.path}, {3, 50'000, Stored::BLOCK, true, true, FOREVER_S});
+        stored.add(job, {0, stored.bytes.size(), 1, 0, tensor, 0, DEVICE});
         job.run();
         REQUIRE(fake_cuda::calls().pins - before <= 6);
     }
@@ -571,15 +655,16 @@ void gpu_destinations_are_checked() {
     void* here = fake_cuda::device_malloc(DEVICE, 10);
     void* there = fake_cuda::device_malloc(DEVICE + 1, 10);
     Bytes host(10);
-    ReadJob job({"/nowhere"}, {1, 4096, 4096, true, true});
-    const auto add = [&](void* destination) {
+    ReadJob job({"/nowhere"}, {1, 4096, 4096, true, true, FOREVER_S});
+    const auto add = [&](void* destination, int device = DEVICE) {
         auto* bytes = static_cast<std::uint8_t*>(destination);
         return thrown_by<std::invalid_argument>(
-            [&] { job.add(0, 0, 10, std::vector<std::uint32_t>{1}, {0, 10, 1, 0, bytes, 0, true}); });
+            [&] { job.add(0, 0, 10, std::vector<std::uint32_t>{1}, {0, 10, 1, 0, bytes, 0, device}); });
     };
     REQUIRE(add(host.data()) == "a tensor to copy from or to a GPU is not in GPU memory");
     REQUIRE(add(here).empty());
-    REQUIRE(add(there) == "destinations on several GPUs: make a job for each");
+    REQUIRE(add(there) == "a tensor of GPU 1 is on GPU 2");
+    REQUIRE(add(there, DEVICE + 1) == "destinations on several GPUs: make a job for each");
     fake_cuda::device_free(here);
     fake_cuda::device_free(there);
 }
@@ -597,10 +682,13 @@ int main(int count, char** arguments) {
     closing_does_not_race();
     small_ones_are_gathered_and_large_ones_go_in_one_call();
     closing_waits();
+    a_stuck_gpu_has_a_deadline();
+    copies_are_cut_where_pieces_of_pinned_memory_meet();
     every_copy_is_checked();
     a_tensor_may_be_in_several_allocations_of_one_gpu();
     each_allocation_is_looked_up_once();
     a_write_job_owns_what_it_writes_from(arguments[1]);
+    files_before_a_failed_one_are_written(arguments[1]);
     after_a_failure_nothing_is_in_flight();
     reads_arrive_on_the_gpu(arguments[1]);
     rows_of_a_block_go_to_the_gpu_in_one_call(arguments[1]);

@@ -1,6 +1,7 @@
-// Replaces CUDA by GPUs that do everything as late as possible. Queued work is done only when somebody waits for it,
-// and then only this work and the work that it must wait for. So work that streams and events do not order gives wrong
-// results.
+// Replaces CUDA by GPUs that do everything as late as possible. Queued work is done only when somebody waits for it (or
+// asks for it again and again), and then only this work and the work that it must wait for. So work that streams and
+// events do not order gives wrong results, always. tests/cuda emulates a CUDA that is asynchronous, for whole
+// trainings; this one stays for tests of single calls, which it can also make fail.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -23,6 +24,9 @@ void queue(cudaStream_t stream, std::function<void()> kernel);
 
 // Makes calls of this name fail, after `calls` more calls. nullptr: no call fails.
 void fail(const char* name, int calls);
+
+// Streams do nothing more, whoever waits, as behind a collective that never ends.
+void stick(bool on);
 
 // The number of streams and events that exist.
 int handles();

@@ -1,0 +1,59 @@
+"""Waits for a GPU, always with a deadline.
+
+Copies that are queued behind a collective never end if the collective never does, and a thread that waits inside CUDA
+cannot be woken up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from mcore_ckpt.errors import CommitError
+from mcore_ckpt.io import _native
+
+
+def wait_for_gpu(timeout_s: float) -> None:
+    """Waits until the current GPU has done all work that is queued on it. Without a GPU it does nothing.
+
+    Raises CommitError after `timeout_s` seconds, and if CUDA fails.
+    """
+    if not torch.cuda.is_available():
+        return
+    if not _native.built_with_cuda:  # then all of the state is in host memory, or the save is refused
+        torch.cuda.synchronize()
+        return
+    with as_checkpoint_errors():
+        _native.wait_for_device(torch.cuda.current_device(), timeout_s)
+
+
+@contextmanager
+def saying_what_hangs() -> Iterator[None]:
+    """Raises CommitError, with rank, GPU and time, if a GPU does not do its work in time."""
+    try:
+        yield
+    except _native.DeviceStuck as stuck:
+        device, seconds = stuck.args
+        raise _error_of_rank(
+            f"GPU {device} has not done its work for {seconds:.0f} s: a collective or a kernel of the training may "
+            "hang, here or on another rank (a stack trace of each rank's process shows which one waits)"
+        ) from None
+
+
+@contextmanager
+def as_checkpoint_errors() -> Iterator[None]:
+    """Raises CommitError, with the rank, if a GPU hangs or CUDA fails."""
+    try:
+        with saying_what_hangs():
+            yield
+    except RuntimeError as error:
+        raise _error_of_rank(str(error)) from None
+
+
+def _error_of_rank(message: str) -> CommitError:
+    error = CommitError(f"rank {dist.get_rank() if dist.is_initialized() else 0}: {message}")
+    error.names_rank = True
+    return error
