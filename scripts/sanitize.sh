@@ -1,8 +1,8 @@
 #!/bin/sh
 # Checks csrc/: its format with clang-format, its code with clang-tidy, and its behaviour under AddressSanitizer and UndefinedBehaviorSanitizer,
 # then under ThreadSanitizer. The programs under sanitizers do not use Python: they run random jobs that write and read
-# and, if CUDA's headers are installed, everything that uses a GPU on a fake CUDA. The exit status is 77 if the
-# compiler has no sanitizers.
+# and, if CUDA's headers are installed, everything that uses a GPU on a fake CUDA and on an emulated one, 200 rounds. The
+# exit status is 77 if the compiler has no sanitizers.
 #
 #     scripts/sanitize.sh [seconds for each kind of job and sanitizer]
 set -eu
@@ -15,7 +15,7 @@ memory=$(mktemp -d -p /dev/shm 2>/dev/null || mktemp -d)
 trap 'rm -rf "$folder" "$memory"' EXIT
 
 if command -v clang-format >/dev/null; then
-    clang-format --dry-run -Werror csrc/*.h csrc/*.cpp csrc/*.cu tests/native/*.cpp tests/native/fake_cuda/*
+    clang-format --dry-run -Werror csrc/*.h csrc/*.cpp csrc/*.cu tests/native/*.cpp tests/native/fake_cuda/* tests/cuda/*.cpp tests/cuda/*.h
 else
     echo "clang-format is not installed: the format is not checked (pip install -r requirements.txt installs it)"
 fi
@@ -42,22 +42,26 @@ common="$common csrc/host_copy.cpp csrc/huge_extent.cpp csrc/parallel.cpp csrc/r
 write_stress="tests/native/write_stress.cpp csrc/device_copy_none.cpp"
 read_stress="tests/native/read_stress.cpp csrc/device_copy_none.cpp"
 device_test=""
+emulated_test=""
 headers=.
 for home in "${CUDA_HOME:-}" /usr/local/cuda; do
     [ -e "$home/include/cuda_runtime_api.h" ] || continue
     device_test="tests/native/fake_cuda/device_copy_test.cpp tests/native/fake_cuda/fake_cuda.cpp"
     device_test="$device_test csrc/device_copy.cu csrc/device_copier.cu"
+    gather=$folder/emulated_gather.cpp
+    bash scripts/emulated_gather.sh >"$gather"
+    emulated_test="tests/cuda/stress.cpp tests/cuda/emulated_cuda.cpp $gather csrc/device_copy.cu csrc/device_copier.cu"
     headers=$home/include
     break
 done
 [ -n "$device_test" ] || echo "there are no CUDA headers in CUDA_HOME or /usr/local/cuda: no test on a fake GPU"
 
 for sanitizer in $sanitizers; do
-    for source in $common $write_stress $read_stress $device_test; do
+    for source in $common $write_stress $read_stress $device_test $emulated_test; do
         echo "$sanitizer" "$source" "$folder/$sanitizer/$(basename "$source").o"
     done
 done | sort -u | xargs -P "$(nproc)" -L 1 sh -c '
-    exec "$0" -std=c++17 -O1 -g -pthread "-fsanitize=$2" -fno-sanitize-recover=all -Icsrc -isystem "$1" \
+    exec "$0" -std=c++17 -O1 -g -pthread "-fsanitize=$2" -fno-sanitize-recover=all -Icsrc -Itests/cuda -isystem "$1" \
         "-DMCORE_CKPT_NO_CUDA_REASON=\"this is a test\"" -x c++ -c "$3" -o "$4"' "$compiler" "$headers"
 
 # check SANITIZER "SOURCES" [ARGUMENT ...]: links them with what is common, and runs that.
@@ -80,4 +84,5 @@ for sanitizer in $sanitizers; do
     check "$sanitizer" "$write_stress" "$seconds" "$memory"
     check "$sanitizer" "$read_stress" "$seconds"
     [ -z "$device_test" ] || check "$sanitizer" "$device_test"
+    [ -z "$emulated_test" ] || EMULATED_DELAY_US=500 check "$sanitizer" "$emulated_test" 200
 done

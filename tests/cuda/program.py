@@ -1,0 +1,307 @@
+"""Real megatron on the CPU, with mcore_ckpt on the emulated GPU: program.py FOLDER CASE...
+
+Each case is a function below. It ends the process with an assertion if something is wrong.
+"""
+
+import gc
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import emulation
+import pytest
+import torch
+import torch.distributed as dist
+
+from mcore_ckpt import CheckpointConfig, CheckpointManager
+from mcore_ckpt.cli.demo import training
+from mcore_ckpt.errors import CheckpointError, UnsupportedError
+from mcore_ckpt.io import _native
+from mcore_ckpt.steps.trainer_lock import TrainerLock
+from mcore_ckpt.tools.merge import MergeRequest, merge
+
+FOLDER = Path(sys.argv[1])
+LAYERS = 2
+CASES: dict[str, Callable[[], None]] = {}
+library = emulation.library
+
+
+def case(function: Callable[[], None]) -> Callable[[], None]:
+    CASES[function.__name__] = function
+    return function
+
+
+class Training:
+    """A small model with its distributed optimizer, on a data-parallel rank for each process."""
+
+    def __init__(self) -> None:
+        training.TENSOR_PARALLEL = training.PIPELINE_PARALLEL = training.NUM_MICROBATCHES = 1
+        self.device = training.start_distributed()
+        emulation.install(int(os.environ.get("EMULATED_GPU", dist.get_rank())))
+        make = training.TransformerConfig
+        training.TransformerConfig = lambda **fields: make(**{**fields, "num_layers": LAYERS})  # type: ignore[misc]
+        self.model, self.optimizer, self.scheduler = training.build_training_state(self.device, 40)
+        self.text = training.StandardLibraryText(self.device)
+        for _ in range(2):
+            self.step()
+
+    def step(self) -> None:
+        training.train_step(self.model, self.optimizer, self.scheduler, self.text)
+
+    def manager(self, name: str, **fields: Any) -> CheckpointManager:
+        hf_config = training.hf_config()
+        hf_config.layer_types = hf_config.layer_types[:LAYERS]
+        hf_config.num_hidden_layers = LAYERS
+        beside = {"hf_config": hf_config, "processing_class": training.byte_tokenizer()}
+        config = CheckpointConfig(**fields)
+        return CheckpointManager(FOLDER / name, self.model, self.optimizer, self.scheduler, config=config, **beside)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        found = dict(self.model[0].named_parameters())
+        for number, part in enumerate(getattr(self.optimizer, "chained_optimizers", [self.optimizer])):
+            for group in part.optimizer.param_groups:
+                for at, parameter in enumerate(group["params"]):
+                    found[f"{number}.{at}.main"] = parameter
+                    moments = part.optimizer.state[parameter].items()
+                    found |= {f"{number}.{at}.{n}": t for n, t in moments if isinstance(t, torch.Tensor)}
+        return {name: tensor.detach().clone() for name, tensor in found.items()}
+
+
+def differing(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> list[str]:
+    return [name for name in before if not torch.equal(before[name], after[name])]
+
+
+def rounds(manager: CheckpointManager, first: int = 10) -> int:
+    """Saves, trains on while the copies are made, loads, and returns how many tensors came back changed, in all."""
+    wrong = 0
+    for number in range(int(os.environ.get("ROUNDS", "2"))):
+        before = run.state()
+        handle = manager.save(first + number)
+        for _ in range(2):
+            run.step()
+        assert differing(before, run.state()), "the training goes on"
+        handle.wait()
+        manager.load(step=first + number)
+        wrong += len(differing(before, run.state()))
+    return wrong
+
+
+@case
+def lazy() -> None:
+    with closing(run.manager("lazy", async_save=True, async_mode="lazy")) as manager:
+        assert rounds(manager) == 0
+    assert library.emulated_held_us() > 0, "optimizer.step() has not waited for a copy, so nothing was shown"
+
+
+@case
+def lazy_without_guards() -> None:
+    """The control: without the guards, saves are torn."""
+    with closing(run.manager("unguarded", async_save=True, async_mode="lazy")) as manager:
+        manager._guards.remove()
+        assert rounds(manager) > 0
+
+
+@case
+def snapshot() -> None:
+    with closing(run.manager("snapshot", async_save=True)) as manager:
+        assert rounds(manager) == 0
+
+
+@case
+def sync() -> None:
+    with closing(run.manager("sync")) as manager:
+        before = run.state()
+        manager.save(1)
+        pinned = library.emulated_pinned_bytes()
+        run.step()
+        manager.load(step=1)
+        assert not differing(before, run.state())
+        # Eight pieces, and not the whole state. A file in memory has pieces of 2 MiB at most.
+        assert pinned <= 8 * (4 << 20) + (1 << 20), pinned
+
+
+@case
+def capture_while_memory_is_prepared() -> None:
+    manager = run.manager("prepare", async_save=True)
+    with emulation.capturing() as capture:
+        preparation(manager)._thread.join()
+    assert preparation(manager).ready == preparation(manager)._wanted
+    assert capture.is_valid, emulation.unsafe_calls()
+    manager.save(1).wait()
+    manager.close()
+
+
+@case
+def capture_beside_lazy() -> None:
+    capture_beside("lazy")
+
+
+@case
+def capture_beside_snapshot() -> None:
+    capture_beside("snapshot")
+
+
+def capture_beside(mode: str) -> None:
+    manager = run.manager(mode + "-capture", async_save=True, async_mode=mode)
+    handle = manager.save(1)
+    with emulation.capturing() as capture:
+        if mode == "lazy":
+            manager.before_step()  # copies are under way: the host waits for them, because a capture cannot
+        handle.wait()
+    assert capture.is_valid, emulation.unsafe_calls()
+    manager.close()
+
+
+@case
+def no_call_after_a_snapshot() -> None:
+    """Once the trainer's thread has copied the state, no other thread calls CUDA."""
+    manager = run.manager("quiet", async_save=True)
+    manager.save(1).wait()
+    run.step()
+    before = calls_of_our_threads()
+    manager.save(2).wait()
+    assert calls_of_our_threads() == before
+    manager.close()
+
+
+def calls_of_our_threads() -> dict[str, str]:
+    return {line[2]: line[3] for line in emulation.report() if line[:2] == ["call", "ours"]}
+
+
+@case
+def hold_in_a_capture() -> None:
+    manager = run.manager("hold", async_save=True, async_mode="lazy")
+    manager.save(1).wait()
+    with emulation.capturing() as capture:
+        manager.before_step()
+    assert capture.is_valid, emulation.unsafe_calls()
+    manager.close()
+
+
+@case
+def tensors_outlive_the_manager() -> None:
+    manager = run.manager("close", async_save=True, async_mode="lazy")
+    manager.save(1).wait()
+    assert emulation.recorded
+    manager.close()
+    assert not any(library.emulated_stream_is_dead(stream) for _, stream in emulation.recorded)
+
+
+@case
+def one_context() -> None:
+    """No thread of ours makes a context on another GPU than the rank's, with an export in line, a load, or a tool."""
+    for mode in ("snapshot", "lazy", "sync"):
+        fields = {"async_save": mode != "sync", "async_mode": "lazy" if mode == "lazy" else "snapshot"}
+        contents = ("model", "optimizer", "extra", "hf_model")
+        with closing(run.manager(f"context-{mode}", save_contents=contents, **fields)) as manager:
+            manager.save(1).wait()
+            manager.load(step=1)
+        gc.collect()
+    assert emulation.contexts() == {int(os.environ["EMULATED_GPU"])}, emulation.report()
+
+
+@case
+def what_is_prepared_is_used() -> None:
+    manager = run.manager("estimate", async_save=True)
+    preparation(manager)._thread.join()
+    buffer = manager._context.host_images._memory._buffer
+    manager.save(1).wait()
+    assert manager._context.host_images._memory._buffer is buffer
+    manager.close()
+
+
+@case
+def nothing_is_pinned_for_the_host() -> None:
+    """All of the state is offloaded, on a machine that has GPUs."""
+    on_gpu, emulation.is_on_gpu = emulation.is_on_gpu, lambda tensor: False
+    before = library.emulated_pinned_bytes()
+    with closing(run.manager("host", async_save=True)) as manager:
+        manager.save(1).wait()
+        manager.load(step=1)
+    merge(MergeRequest(manager.root / "global_steps_1" / "actor", FOLDER / "merged"))
+    assert library.emulated_pinned_bytes() == before
+    emulation.is_on_gpu = on_gpu
+
+
+@case
+def a_stuck_gpu_has_a_deadline() -> None:
+    """Copies are stuck behind a collective. `wait`, `save`, `close` and the exit of the interpreter end."""
+    manager = run.manager("stuck", async_save=True, async_mode="lazy", timeout_s=3.0)
+    other = run.manager("stuck-sync", timeout_s=3.0)
+    library.emulated_stick(1)
+    handle = manager.save(1)
+    assert_hangs(lambda: handle.wait(60))
+    assert_hangs(lambda: manager.save(2))
+    assert_hangs(manager.close)
+    assert_hangs(lambda: other.save(3))
+    assert_hangs(lambda: run.manager("stuck", timeout_s=3.0))  # it is told before the first save
+    TrainerLock(manager.root, manager.role).take(patience_s=0)  # the lock was released
+
+
+def assert_hangs(call: Callable[[], object]) -> None:
+    with pytest.raises(CheckpointError, match="rank 0: GPU 0 has not done its work for 3 s:"):
+        call()
+
+
+@case
+def exit_with_a_stuck_gpu() -> None:
+    manager = run.manager("exit", async_save=True, async_mode="lazy", timeout_s=2.0)
+    library.emulated_stick(1)
+    manager.save(1)
+    sys.exit(7)
+
+
+@case
+def a_fault_closes_everything() -> None:
+    """After an error that stays, `close` raises it and still releases the lock."""
+    manager = run.manager("fault", async_save=True, async_mode="lazy", timeout_s=10.0)
+    manager.save(1).wait()
+    library.emulated_fault_after(3)
+    handle = manager.save(2)
+    with pytest.raises(CheckpointError, match="illegal memory access"):
+        handle.wait()
+    with pytest.raises(CheckpointError, match="illegal memory access"):
+        manager.close()
+    TrainerLock(manager.root, manager.role).take(patience_s=0)  # the lock was released
+
+
+@case
+def a_build_without_cuda_is_refused_at_once() -> None:
+    class Refusing:
+        def __init__(self, device: int, stream: int) -> None:
+            raise RuntimeError(
+                "mcore_ckpt cannot copy GPU tensors: it was built without CUDA, because there was no nvcc"
+            )
+
+    ours, _native.DeviceCopier = _native.DeviceCopier, Refusing  # type: ignore[misc,assignment]
+    with pytest.raises(UnsupportedError, match="cannot copy GPU tensors: it was built without CUDA"):
+        run.manager("refused", async_save=True)
+    _native.DeviceCopier = ours  # type: ignore[misc]
+
+
+def preparation(manager: CheckpointManager) -> Any:
+    return manager._context.host_images._memory._preparation
+
+
+class closing:
+    def __init__(self, manager: CheckpointManager) -> None:
+        self.manager = manager
+
+    def __enter__(self) -> CheckpointManager:
+        return self.manager
+
+    def __exit__(self, *exc: object) -> None:
+        self.manager.close()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    run = Training()
+    for name in sys.argv[2:]:
+        started = time.perf_counter()
+        CASES[name]()
+        sys.stdout.write(f"{name}: {time.perf_counter() - started:.1f} s\n")
+        sys.stdout.flush()
