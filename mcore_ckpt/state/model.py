@@ -79,7 +79,8 @@ def as_chunks(model: Any) -> tuple[torch.nn.Module, ...]:
 
 def has_weights_on_gpu(chunks: Sequence[torch.nn.Module]) -> bool:
     """Returns True if any parameter is on a GPU."""
-    return any(parameter.is_cuda for chunk in chunks for parameter in chunk.parameters())
+    with torch._C.DisableTorchFunction():  # a TorchFunctionMode would be called for each of thousands of parameters
+        return any(parameter.is_cuda for chunk in chunks for parameter in chunk.parameters())
 
 
 def process_groups_of(model: Any) -> ProcessGroups | None:

@@ -53,19 +53,8 @@ def _is_asked_by_us() -> bool:
 
 
 def is_on_gpu(tensor: torch.Tensor) -> bool:
-    """All host memory that is not pinned counts as memory of the GPU, but for tensors that `on_host` has noted."""
-    if tensor.device.type != "cpu" or id(tensor.untyped_storage()._cdata) in _on_host:
-        return False
-    return not (tensor.numel() and library.emulated_is_pinned(tensor.data_ptr()))
-
-
-_on_host: set[int] = set()
-
-
-def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Notes that a tensor is in host memory, as one that was offloaded."""
-    _on_host.add(id(tensor.untyped_storage()._cdata))
-    return tensor
+    """All host memory that is not pinned counts as memory of the GPU."""
+    return tensor.device.type == "cpu" and not (tensor.numel() and library.emulated_is_pinned(tensor.data_ptr()))
 
 
 class _Stream:
@@ -82,6 +71,10 @@ def install(device: int) -> None:
     library.emulated_set_device(device)
     torch.Tensor.is_cuda = property(  # type: ignore[assignment,method-assign]
         lambda tensor: is_on_gpu(tensor) if _is_asked_by_us() else _real_is_cuda(tensor)
+    )
+    is_cpu: Any = torch._C.TensorBase.is_cpu.__get__  # type: ignore[attr-defined]
+    torch.Tensor.is_cpu = property(  # type: ignore[assignment,method-assign]
+        lambda tensor: is_cpu(tensor) and not (_is_asked_by_us() and is_on_gpu(tensor))
     )
     get_device = torch.Tensor.get_device
     torch.Tensor.get_device = lambda t: _device if _is_asked_by_us() else get_device(t)  # type: ignore[method-assign]

@@ -99,6 +99,7 @@ def test_a_process_has_one_context(programs: Programs) -> None:
     programs.run("one_context", EMULATED_GPU="3")
 
 
+@full
 def test_a_stuck_gpu_has_a_deadline(programs: Programs) -> None:
     programs.run("a_stuck_gpu_has_a_deadline")
 

@@ -209,7 +209,7 @@ def _storage(tensor: torch.Tensor) -> int:
 @pytest.mark.world(2)
 def test_one_piece_of_the_weights_is_in_memory_at_a_time(shared_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # While memory for images is being prepared, files are written straight from tensors, which all have memory then.
-    monkeypatch.setattr(HostMemory, "prepare", lambda memory, nbytes: None)
+    monkeypatch.setattr(HostMemory, "prepare", lambda memory, nbytes, device: None)
     with parallel(QUANTIZED):
         training = build(QUANTIZED, seed=1)
         train(training, 0, 1)

@@ -319,6 +319,8 @@ class Save:
         self.commits, self.name = commits, name
     def progress(self):
         return 0, 1
+    def limit_device_wait(self, seconds):
+        assert seconds <= 60
     def finish(self, stall_s):
         ending.wait()
         try:

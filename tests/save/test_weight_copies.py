@@ -81,7 +81,7 @@ def plan_of(tensors: Sequence[torch.Tensor], world: int, rank: int, path: str) -
 
 def captured(plans: Sequence[FilePlan], tensors: Sequence[FileTensors], weights: Callable[[Any], object]) -> bytes:
     """What is in the images, and between them."""
-    buffer = HostMemory().take(max(1, arena_bytes(plans)), pinned=False)
+    buffer = HostMemory().take(max(1, arena_bytes(plans)))
     ctypes.memset(buffer.address, POISON, buffer.nbytes)
     weights(buffer)
     capture_copies(plans, tensors, buffer, None)
