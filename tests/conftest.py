@@ -33,6 +33,7 @@ NOT_QUICK = frozenset(
         "bridge",
         "chaos",
         "crash",
+        "cuda",
         "distributed",
         "faults",
         "gpu",

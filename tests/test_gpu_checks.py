@@ -91,6 +91,7 @@ def test_arguments_reach_the_function(tmp_path: Path) -> None:
     assert called("passes", tmp_path, "one", "two").found == "one and two"
 
 
+@pytest.mark.full
 def test_a_check_that_hangs_is_killed_and_says_where_it_was(tmp_path: Path) -> None:
     calls = [Call("fakes:hangs"), Call("fakes:hangs_at_exit")]
     before, at_exit = call_all(calls, 15.0, tmp_path / "calls")
