@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -284,17 +285,6 @@ def a_build_without_cuda_is_refused_at_once() -> None:
 
 def preparation(manager: CheckpointManager) -> Any:
     return manager._context.host_images._memory._preparation
-
-
-class closing:
-    def __init__(self, manager: CheckpointManager) -> None:
-        self.manager = manager
-
-    def __enter__(self) -> CheckpointManager:
-        return self.manager
-
-    def __exit__(self, *exc: object) -> None:
-        self.manager.close()
 
 
 if __name__ == "__main__":

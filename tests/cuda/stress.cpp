@@ -1,7 +1,6 @@
 // Copies, write jobs, read jobs and the gather kernel on the emulated CUDA, with random delays, in random sizes. Every
 // byte is compared. For the sanitizers: stress FOLDER ROUNDS.
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -23,8 +22,6 @@
 #include "write_job.h"
 
 extern "C" void emulated_set_device(int device);
-extern "C" void emulated_capture(int on);
-extern "C" int emulated_invalidated();
 extern "C" void* emulated_pool_stream();
 
 namespace {
