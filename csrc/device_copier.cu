@@ -240,9 +240,9 @@ struct DeviceCopier::Run {
 namespace {
 
 // Cuts the copies where pieces of pinned memory meet: CUDA refuses a copy to two of them.
-template <typename Run>
-std::vector<Run> cut_at_pieces(const HostBuffer& buffer, const std::vector<DeviceCopier::ToBuffer>& copies) {
-    std::vector<Run> runs;
+std::vector<DeviceCopier::Run> cut_at_pieces(const HostBuffer& buffer,
+                                             const std::vector<DeviceCopier::ToBuffer>& copies) {
+    std::vector<DeviceCopier::Run> runs;
     std::size_t piece_end = 0;
     std::ptrdiff_t mapping = 0;
     for (std::size_t i = 0; i < copies.size(); ++i) {
@@ -324,7 +324,7 @@ std::vector<DeviceCopier::Done> DeviceCopier::start(const std::shared_ptr<HostBu
     for (std::size_t i = 0; i < copies.size(); ++i) {
         if (copies[i].nbytes != 0) sources.require_on_device(i, copies[i].source, copies[i].nbytes);
     }
-    const auto runs = cut_at_pieces<Run>(*buffer, copies);
+    const auto runs = cut_at_pieces(*buffer, copies);
     if (runs.empty()) return {};
 
     if (after_ == nullptr) after_ = std::make_unique<DeviceEvent>(device_);

@@ -152,6 +152,7 @@ class DeviceCopier {
     };
     // How many copies are done when the event has happened.
     using Done = std::pair<std::size_t, std::shared_ptr<DeviceEvent>>;
+    struct Run;
 
     // `stream` must exist as long as any tensor that is recorded on it: torch records an event on the stream when it
     // frees the tensor. So it is one of torch's pool, which are never destroyed.
@@ -193,8 +194,6 @@ class DeviceCopier {
     void close(double seconds);
 
   private:
-    struct Run;
-
     void require_open() const;
     bool look_at_last();
     void keep_alive(const std::shared_ptr<HostBuffer>& buffer);
