@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import glob
 import os
 import re
 import stat
+import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -148,6 +150,23 @@ def _temporary_file(path: Path, data: bytes, write: Callable[[Path, bytes], None
         yield temporary
     finally:
         temporary.unlink(missing_ok=True)  # Otherwise each try on a full disk would leave a file behind.
+
+
+def remove_abandoned_files(path: Path, seconds: float) -> None:
+    """Removes temporary files beside `path` of processes that have died while they wrote it.
+
+    Args:
+        path: the file.
+        seconds: how long after its last change a temporary file is taken for one of a dead process. If a process is
+            only slow, its write fails with FileNotFoundError.
+
+    Raises OSError.
+    """
+    since = time.time() - seconds
+    for temporary in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 32}"):
+        with suppress(FileNotFoundError):
+            if temporary.stat().st_mtime < since:
+                temporary.unlink()
 
 
 def make_folder(path: Path) -> None:

@@ -18,7 +18,7 @@ from fsspec.spec import AbstractBufferedFile
 
 from mcore_ckpt.errors import CheckpointCorruptError, InvalidArgumentError, UnsupportedError
 from mcore_ckpt.io import tuning
-from mcore_ckpt.io.files import FILE_MODE, make_folder, replace_file, sync_dir
+from mcore_ckpt.io.files import FILE_MODE, make_folder, remove_abandoned_files, replace_file, sync_dir
 from mcore_ckpt.io.retries import persist
 from mcore_ckpt.io.room import Room, room_of
 from mcore_ckpt.urls import checked_url, public_url
@@ -151,6 +151,7 @@ class Store:
         if isinstance(self.fs, LocalFileSystem):
             path = Path(self._path(key))
             make_folder(path.parent)
+            remove_abandoned_files(path, tuning.ABANDONED_S)
             replace_file(path, data)
             return
         with self.writing(key, tuning.UPLOAD_PART_BYTES) as stream:

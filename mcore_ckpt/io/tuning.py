@@ -94,6 +94,10 @@ ROOM_POLL_S = 0.05
 # How long a refusal may look for old steps that could be deleted (seconds), because all ranks wait for it.
 OLD_STEPS_LOOK_S = 2.0
 
+# How long after its last change a temporary file in a remote store that is a folder is taken for one of a process that
+# has died (seconds).
+ABANDONED_S = 10.0
+
 # How long after a commit the tracker may still name an older step while a trainer is alive (seconds), before that is
 # called a problem; and how often to look again whether a trainer has mended what looked like a problem.
 TRACKER_SETTLES_S = 10.0

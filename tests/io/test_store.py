@@ -1,5 +1,7 @@
 """URLs of remote stores: what is refused, and no message shows a secret."""
 
+import os
+import time
 from pathlib import Path
 
 import fsspec
@@ -7,7 +9,7 @@ import pytest
 from remote_store import Outage, failing
 
 from mcore_ckpt.errors import CheckpointError, RemoteError, UnsupportedError
-from mcore_ckpt.io import retries
+from mcore_ckpt.io import retries, tuning
 from mcore_ckpt.io.store import Store
 from mcore_ckpt.steps.remote_steps import RemoteSteps
 from mcore_ckpt.urls import public_url
@@ -60,6 +62,20 @@ def test_an_error_that_stays_is_not_tried_again(tmp_path: Path) -> None:
     with pytest.raises(RemoteError, match=r"listing has failed once, and stays so: .*Permission denied"):
         Store(f"file://{tmp_path}").persist("listing", work)
     assert tries == [1]
+
+
+def test_what_a_process_left_that_died_while_it_replaced_a_file_is_removed(tmp_path: Path) -> None:
+    """But nothing of another file, and nothing that may still be written."""
+    old, fresh = "0123456789abcdef" * 2, "fedcba9876543210" * 2
+    others = {f".tracker.txt.{old}", ".tracker.txt", ".tracker.bak", f".other.{old}", f"tracker.{old}"}
+    long_ago = time.time() - tuning.ABANDONED_S - 1
+    for name in {f".tracker.{old}"} | others:
+        (tmp_path / name).write_bytes(b"7")
+        os.utime(tmp_path / name, (long_ago, long_ago))
+    (tmp_path / f".tracker.{fresh}").write_bytes(b"8")
+    Store(tmp_path.as_uri()).replace("tracker", b"9")
+    assert (tmp_path / "tracker").read_bytes() == b"9"
+    assert {path.name for path in tmp_path.iterdir()} == {"tracker", f".tracker.{fresh}"} | others
 
 
 def test_errors_are_of_the_family() -> None:
