@@ -52,6 +52,7 @@ from usage import Usage
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.cli.main import main as command_line
+from mcore_ckpt.io import tuning
 from mcore_ckpt.steps import listing as steps
 
 # A rank that waits for a dead one has its deadline, and one more if rank 0 died while it acted; the rest is for a busy
@@ -116,10 +117,13 @@ class Soak:
         root_of(folder, "").mkdir(parents=True)
 
     def run(self) -> Iterator[Outcome]:
-        """The last life is not killed, and nothing is left behind."""
+        """The last life is not killed, and nothing is left behind.
+
+        It is long enough to remove what others have left in the remote store, which have no process there to ask for.
+        """
         while self._left() > 0:
             yield self._live(self._plan())
-        life = self._life(roots=(PAIR, SINGLE), seconds=5.0)
+        life = self._life(roots=(PAIR, SINGLE), seconds=tuning.ABANDONED_S + 5.0)
         last = self._live(Plan(life))
         stays = (file_names.PINNED_FILE, file_names.RUN_FILE)
         left = [str(path) for path in root_of(self._folder, "").rglob(".*") if path.name not in stays]
@@ -197,18 +201,28 @@ class Soak:
                     for role in status.committed:
                         outcome.problems += [f"torn: {text}" for text in damage(status.role_dir(role))]
                 for role in roles:
-                    known = self._acknowledged(f"{name}/{role}")
-                    newest = max((status.step for status in there if role in status.committed), default=-1)
-                    # Without its disk a root begins again with what the remote store has.
-                    if newest < known and not (outcome.plan.loses_disk and name == SINGLE and outcome.killed):
-                        outcome.problems.append(f"lost: {name}/{role} had step {known}, the newest now is {newest}")
+                    last, later = self._acknowledged(f"{name}/{role}")
+                    found = {status.step for status in there if role in status.committed}
+                    if last and not found & (last | later) and not self._may_lose(name, outcome):
+                        lost = f"{name}/{role} had step {min(last)}, now there are {sorted(found)}"
+                        outcome.problems.append(f"lost: {lost}")
 
-    def _acknowledged(self, seat: str) -> int:
-        """The newest step that a rank was told is committed."""
-        found = [
-            each[2] for rank in (0, 1) for each in notes(ledger(self._folder, rank)) if each[:2] == ["committed", seat]
-        ]
-        return max(found, default=-1)
+    def _may_lose(self, name: str, outcome: Outcome) -> bool:
+        """Without its disk a root begins again with what the remote store has."""
+        return outcome.plan.loses_disk and name == SINGLE and outcome.killed
+
+    def _acknowledged(self, seat: str) -> tuple[set[int], set[int]]:
+        """The step that a rank was told of last that it is committed, and those of saves after it.
+
+        Not the highest: a life that loads an older step, or from another root, saves lower ones, and from then on the
+        higher ones are of a branch that retention may delete.
+        """
+        told = [each for rank in (0, 1) for each in notes(ledger(self._folder, rank)) if each[1] == seat]
+        last = max((_turn(each[3]) for each in told if each[0] == "committed"), default=(-1, -1))
+        return (
+            {each[2] for each in told if each[0] == "committed" and _turn(each[3]) == last},
+            {each[2] for each in told if each[0] == "saving" and _turn(each[3]) > last},
+        )
 
     # -- commands beside the training --------------------------------------------------------------------------------
 
@@ -249,6 +263,12 @@ class Soak:
         log = self._command_log(life)
         found = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
         return [f"{' '.join(command)}: status {status}: {text}" for command, status, text in found if status]
+
+
+def _turn(number: str) -> tuple[int, int]:
+    """When a save was asked for, from its number: the life, and the count in it."""
+    life, save = number.split(".")
+    return int(life), int(save)
 
 
 def _run_command(command: list[str]) -> tuple[int, str]:
