@@ -86,12 +86,14 @@ def measure_ways(copier: _native.DeviceCopier, rounds: int) -> dict[str, dict[st
     nbytes = SMALL_TENSORS * SMALL_BYTES
     state = torch.empty(nbytes, dtype=torch.uint8, device="cuda").random_()
     buffer = _native.HostBuffer(nbytes, device=torch.cuda.current_device())
-    host = torch.frombuffer(buffer, dtype=torch.uint8)[:nbytes]
+    ours = torch.frombuffer(buffer, dtype=torch.uint8)[:nbytes]
+    # A buffer is pinned in pieces, and no copy of CUDA may cross their edges.
+    plain = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     starts = list(range(0, nbytes, SMALL_BYTES))
     sources = [state.data_ptr() + start for start in starts]
     stream = torch.cuda.Stream()
     try:
-        copies = Copies([buffer.address + start for start in starts], sources, SMALL_BYTES, stream.cuda_stream)
+        copies = Copies([plain.data_ptr() + start for start in starts], sources, SMALL_BYTES, stream.cuda_stream)
     except OSError as error:
         print(f"10,000 x 40 KB by other ways: skipped, because {error}", file=sys.stderr)
         return {}
@@ -106,6 +108,7 @@ def measure_ways(copier: _native.DeviceCopier, rounds: int) -> dict[str, dict[st
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     for round_ in range(rounds + 1):  # the first one warms up
         for name, queue in ways.items():
+            host = ours if queue == gather else plain
             host.zero_()
             torch.cuda.synchronize()
             before = time.perf_counter()

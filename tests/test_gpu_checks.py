@@ -34,6 +34,14 @@ def saves():
     for name in ("saved-1", "nccl-1"):
         os.mkdir(os.path.join(os.environ["TMPDIR"], name))
 def of_rank(): return int(os.environ["RANK"]), os.environ["WORLD_SIZE"]
+def sum_of_ranks():
+    import torch
+    from gpu_checks import ranks
+    ranks.connect("gloo")
+    number = torch.tensor(int(os.environ["RANK"]) + 1)
+    torch.distributed.all_reduce(number)
+    torch.distributed.destroy_process_group()
+    return int(number)
 def fails(): raise Failed("it is too slow")
 def is_missing(): raise NotPossible("no wheel")
 def has_a_bug(): return {}["key"]
@@ -142,6 +150,10 @@ def test_a_rank_that_fails_ends_the_others() -> None:
 
 def test_ranks_know_who_they_are() -> None:
     assert on_ranks("fakes:of_rank", world=2, limit_s=600) == [[0, "2"], [1, "2"]]
+
+
+def test_ranks_meet_at_the_store_of_the_check() -> None:
+    assert on_ranks("fakes:sum_of_ranks", world=2, limit_s=600) == [3, 3]
 
 
 @pytest.mark.parametrize(
@@ -328,12 +340,24 @@ def test_what_pytest_says_at_its_end(tmp_path: Path) -> None:
 
 def test_the_slowest_rank_is_the_time_of_a_step() -> None:
     ranks = [
-        {"alone": [1.0, 2.0, 1.0], "beside": [1.0, 1.0, 1.0]},
-        {"alone": [1.0, 1.0, 1.0], "beside": [1.0, 3.0, 1.0]},
+        {"alone": [[1.0, 2.0], [1.0, 1.0]], "beside": [[1.0, 1.0], [1.0, 1.0]]},
+        {"alone": [[1.0, 1.0], [2.0, 1.0]], "beside": [[1.0, 3.0], [3.0, 1.0]]},
     ]
     text, ratio = steps.compared(ranks)
     assert ratio == 1.5
-    assert text == ("steps alone 1000.0 (longest 2000.0) ms, beside 1000.0 (longest 3000.0) ms, longest 1.50 times")
+    assert text == (
+        "steps alone 1500.0 ms, longest of each block 2000.0 2000.0, beside 2000.0 ms, longest of each block "
+        "3000.0 3000.0, median of the longest 1.50 times"
+    )
+
+
+def test_one_long_step_of_a_noisy_machine_does_not_count() -> None:
+    blocks = {"alone": [[1.0, 1.0]] * 5, "beside": [[1.0, 1.0]] * 4 + [[1.0, 9.0]]}
+    assert steps.compared([blocks])[1] == 1.0
+
+
+def test_steps_are_cut_into_blocks() -> None:
+    assert steps.blocks_of([1.0] * 25) == [[1.0] * 10, [1.0] * 10]
 
 
 def test_where_pages_are_in_words() -> None:

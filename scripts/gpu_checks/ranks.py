@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ def on_ranks(
     """Calls a function on all ranks, and returns what each has returned.
 
     Args:
-        function: its name, as "gpu_checks.graphs:capturing". It calls `process_group` or `join` first.
+        function: its name, as "gpu_checks.graphs:capturing". It calls `process_group`, `join` or `connect` first.
         arguments: texts, the same on all ranks.
         world: the number of ranks.
         limit_s: the time limit for all of them together, their exits included.
@@ -32,7 +31,11 @@ def on_ranks(
         Failed: a rank has failed. The message has the reason of the first that has one of its own.
         NotPossible: a rank has found that this machine cannot run it.
     """
-    where = {"MASTER_ADDR": HOST, "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(world), "OMP_NUM_THREADS": "4"}
+    import torch.distributed as dist
+
+    # The store is here and takes a port itself: a port that was only looked for can be gone before a rank listens.
+    store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    where = {"MASTER_ADDR": HOST, "MASTER_PORT": str(store.port), "WORLD_SIZE": str(world), "OMP_NUM_THREADS": "4"}
     calls = [
         Call(function, arguments, {**where, "RANK": str(rank), "LOCAL_RANK": str(rank), **(more or {})})
         for rank in range(world)
@@ -47,13 +50,22 @@ def on_ranks(
     return [each.found for each in outcomes]
 
 
+def connect(backend: str) -> None:
+    """Joins the job's process group, whose store is in the process that has called `on_ranks`."""
+    import torch.distributed as dist
+
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+
+
 def join() -> int:
     """Joins the job's process group with the GPU of this rank, and returns the rank."""
     import torch
     import torch.distributed as dist
 
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl")
+    connect("nccl")
     # The default group's communicator is made here, and not in what is measured.
     dist.all_reduce(torch.ones(1, device="cuda"))
     torch.cuda.synchronize()
@@ -76,9 +88,3 @@ def same_everywhere(value: Any) -> Any:
     values = [value]
     dist.broadcast_object_list(values)
     return values[0]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])

@@ -10,7 +10,8 @@ from gpu_checks.needs import need_gpus, need_module
 from gpu_checks.outcome import Failed, NotPossible
 from gpu_checks.ranks import on_ranks, process_group
 
-# The longest step beside a save may take this many times as long as the longest one alone (docs/benchmarks.md).
+# The longest step of a block beside a save may take this many times as long as that of a block alone, in the median
+# over the blocks (docs/benchmarks.md). The longest of all steps is that of the machine's worst moment.
 LONGEST_RATIO = 1.05
 BLOCKS = 6
 STEPS_OF_A_BLOCK = 10
@@ -36,7 +37,7 @@ def overlap() -> str:
 
 
 def beside_saves() -> dict[str, Any]:
-    """Trains blocks of steps in turn alone and with a save at their begin. Returns the times of this rank."""
+    """Trains blocks of steps alone and with a save at their begin, in turns. Returns the times of this rank."""
     from gpu_checks import trainer
 
     with process_group():
@@ -44,37 +45,47 @@ def beside_saves() -> dict[str, Any]:
         with trainer.saved_by(trainer.shared_folder(), state, async_mode="lazy") as manager:
             manager.save(0).wait()
             trainer.timed_steps(state, 5)
-            alone: list[float] = []
-            beside: list[float] = []
+            found: dict[str, list[list[float]]] = {"alone": [], "beside": []}
             stalls = []
             for block in range(1, BLOCKS + 1):
-                alone += trainer.timed_steps(state, STEPS_OF_A_BLOCK)
-                started = time.perf_counter()
-                handle = manager.save(block)
-                stalls.append(time.perf_counter() - started)
-                beside += trainer.timed_steps(state, STEPS_OF_A_BLOCK)
-                handle.wait()
-    return {"alone": alone, "beside": beside, "stall": max(stalls)}
+                # In turns, so that a machine that gets slower does so for both.
+                for kind in ("alone", "beside")[:: 1 if block % 2 else -1]:
+                    started = time.perf_counter()
+                    handle = manager.save(block) if kind == "beside" else None
+                    stalls += [time.perf_counter() - started] if handle else []
+                    found[kind].append(trainer.timed_steps(state, STEPS_OF_A_BLOCK))
+                    if handle:
+                        handle.wait()
+    return {**found, "stall": max(stalls)}
 
 
 def compared(by_rank: list[dict[str, Any]]) -> tuple[str, float]:
     """Returns the times in words, and how many times as long as alone the longest step beside something takes.
 
     Args:
-        by_rank: for each rank the seconds of its steps, as "alone" and "beside". Ranks train in step, so that the
-            slowest one's time is that of the step.
+        by_rank: for each rank the seconds of the steps of each block, as "alone" and "beside". Ranks train in step, so
+            that the slowest one's time is that of the step.
     """
     alone, beside = (_slowest([each[kind] for each in by_rank]) for kind in ("alone", "beside"))
-    longest = max(beside) / max(alone)
-    return f"steps alone {_in_words(alone)}, beside {_in_words(beside)}, longest {longest:.2f} times", longest
+    longest = statistics.median(map(max, beside)) / statistics.median(map(max, alone))
+    text = f"steps alone {_in_words(alone)}, beside {_in_words(beside)}"
+    return f"{text}, median of the longest {longest:.2f} times", longest
 
 
-def _slowest(by_rank: list[list[float]]) -> list[float]:
-    return [max(times) for times in zip(*by_rank, strict=True)]
+def blocks_of(times: list[float]) -> list[list[float]]:
+    """Returns the times block by block. What does not fill a block is left out."""
+    return [times[at : at + STEPS_OF_A_BLOCK] for at in range(0, len(times) + 1 - STEPS_OF_A_BLOCK, STEPS_OF_A_BLOCK)]
 
 
-def _in_words(seconds: list[float]) -> str:
-    return f"{statistics.median(seconds) * 1e3:.1f} (longest {max(seconds) * 1e3:.1f}) ms"
+def _slowest(by_rank: list[list[list[float]]]) -> list[list[float]]:
+    """Returns for each step of each block the longest time of any rank."""
+    return [[max(times) for times in zip(*blocks, strict=True)] for blocks in zip(*by_rank, strict=True)]
+
+
+def _in_words(blocks: list[list[float]]) -> str:
+    middle = statistics.median(seconds for block in blocks for seconds in block)
+    longest = " ".join(f"{max(block) * 1e3:.1f}" for block in blocks)
+    return f"{middle * 1e3:.1f} ms, longest of each block {longest}"
 
 
 def pinning() -> str:
@@ -103,12 +114,12 @@ def beside_pinning() -> dict[str, Any]:
             # Pages come at half a gigabyte a second or more, with pauses as long as the pieces take.
             end = time.monotonic() + 4 * gigabytes + 5
             beside = []
-            while time.monotonic() < end:
+            while time.monotonic() < end or len(beside) < STEPS_OF_A_BLOCK:
                 beside.append(trainer.timed_step(state))
             manager.save(1).wait()
     return {
-        "alone": alone,
-        "beside": beside,
+        "alone": blocks_of(alone),
+        "beside": blocks_of(beside),
         "pin": _pinning_speed(),
         "buffer": _buffer_speed(),
         "gigabytes": gigabytes,

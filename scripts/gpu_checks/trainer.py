@@ -21,8 +21,9 @@ from gpu_checks.outcome import NotPossible
 from gpu_checks.ranks import same_everywhere
 from mcore_ckpt import CheckpointConfig, CheckpointManager
 
-# A step has to last several times as long as the copy of the state, as in a large training.
-STEP = {"sequence_length": 1024, "num_microbatches": 8}
+# A step has to last several times as long as the copy of the state, as in a large training, and long sequences keep the
+# GPU busy: else the CPU, which launches the kernels, is what is measured.
+STEP = {"sequence_length": 4096, "num_microbatches": 4}
 
 
 def shape(gigabytes: float, **step: int) -> Shape:

@@ -32,15 +32,26 @@ def save_verl_ranks(training: Training, folder: Path) -> None:
         (folder / part).mkdir(parents=True, exist_ok=True)
     if gather(name).index(name) == dist.get_rank():
         torch.save([chunk.state_dict() for chunk in training.model], folder / "model" / name / "model.pt")
-    for optimizer in chained(training.optimizer):
-        # The tests' trainings have no Gloo groups of their own: on a CPU every group is one.
-        optimizer.data_parallel_group_gloo = optimizer.data_parallel_group
+    optimizers = chained(training.optimizer)
+    groups = gloo_groups([optimizer.data_parallel_group for optimizer in optimizers])
+    for optimizer, group in zip(optimizers, groups, strict=True):
+        optimizer.data_parallel_group_gloo = group
     training.optimizer.save_parameter_state(str(folder / f"optim/distrib_optim_{place}"))
     torch.save([random_states()], folder / f"rng_states/rng_states_{place}")
     if dist.get_rank() == 0:
         torch.save(training.scheduler.state_dict(), folder / "optimizer_scheduler/optimizer_scheduler.pt")
     with everywhere():
         pass
+
+
+def gloo_groups(groups: list[dist.ProcessGroup]) -> list[dist.ProcessGroup]:
+    """Groups of the same ranks over gloo. On a CPU every group is one, and the tests' trainings have no others."""
+    if all(dist.get_backend(group) == "gloo" for group in groups):
+        return groups
+    members = [tuple(dist.get_process_group_ranks(group)) for group in groups]
+    all_members = sorted({ranks for of_rank in gather(members) for ranks in of_rank})
+    made = {ranks: dist.new_group(list(ranks), backend="gloo") for ranks in all_members}
+    return [made[ranks] for ranks in members]
 
 
 def save_torch_dist(training: Training, folder: Path, sharding_type: str, **more: Any) -> None:

@@ -113,4 +113,4 @@ def _steps(training: Training) -> list[float | int | None]:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(-1).view(INTEGERS[tensor.element_size()])
+    return tensor.cpu().contiguous().view(-1).view(INTEGERS[tensor.element_size()])

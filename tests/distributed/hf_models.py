@@ -249,7 +249,11 @@ def assert_holds(chunks: Sequence[torch.nn.Module], wanted: dict[str, torch.Tens
 
 
 def logits_of(chunks: Model, tokens: torch.Tensor) -> torch.Tensor | None:
-    """Logits of a batch of tokens, [batch, sequence, vocabulary with padding]; None but on the last stage."""
+    """Logits of a batch of tokens, [batch, sequence, vocabulary with padding]; None but on the last stage.
+
+    Tokens and logits are on the CPU, wherever the model is.
+    """
+    tokens = tokens.to(next(chunks[0].parameters()).device)
 
     def forward(batches: Iterator[torch.Tensor], chunk: torch.nn.Module) -> tuple[torch.Tensor, Any]:
         batch = next(batches)

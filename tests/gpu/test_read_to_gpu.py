@@ -1,3 +1,4 @@
+import functools
 import random
 import zlib
 from pathlib import Path
@@ -24,6 +25,7 @@ def job_of(folder: Path, threads: int) -> _native.ReadJob:
     )
 
 
+@functools.cache
 def crcs(data: bytes) -> list[int]:
     return [zlib.crc32(data[at : at + BLOCK]) for at in range(0, len(data), BLOCK)]
 
