@@ -166,8 +166,8 @@ std::optional<Range> allocation_of(std::uintptr_t address) {
 // asked for once: a training state has thousands of tensors, and torch puts small ones into common allocations of 2 MiB
 // or more, which take 40 us to copy.
 //
-// No GPU has run this class yet, and its time has not been measured. On the fake CUDA of tests/native/fake_cuda, 10,000
-// sources in 40 allocations need 40 look-ups.
+// Its time on a GPU has not been measured. On the fake CUDA of tests/native/fake_cuda, 10,000 sources in 40 allocations
+// need 40 look-ups.
 class SourceCheck {
   public:
     explicit SourceCheck(int device) : device_(device) {}
