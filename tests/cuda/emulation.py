@@ -52,9 +52,15 @@ def _is_asked_by_us() -> bool:
     return name.startswith("mcore_ckpt.") and not name.startswith("mcore_ckpt.cli.demo")
 
 
+# The addresses of storages that are host memory, pinned or not.
+on_host: set[int] = set()
+
+
 def is_on_gpu(tensor: torch.Tensor) -> bool:
-    """All host memory that is not pinned counts as memory of the GPU."""
-    return tensor.device.type == "cpu" and not (tensor.numel() and library.emulated_is_pinned(tensor.data_ptr()))
+    """All host memory that is neither pinned nor in `on_host` counts as memory of the GPU."""
+    if tensor.device.type != "cpu" or (on_host and tensor.untyped_storage().data_ptr() in on_host):
+        return False
+    return not (tensor.numel() and library.emulated_is_pinned(tensor.data_ptr()))
 
 
 class _Stream:
@@ -87,7 +93,7 @@ def install(device: int) -> None:
     _replace("synchronize", lambda *_: None)
     _replace("get_rng_state", lambda *_: torch.get_rng_state())
     _replace("set_rng_state", lambda state, *_: torch.set_rng_state(state))
-    torch.cuda.Stream = _Stream  # type: ignore[assignment,misc]
+    _replace("Stream", _Stream)
     arange = torch.arange
     torch.arange = lambda *args, **named: arange(*args, **{k: v for k, v in named.items() if v != "cuda"})
 

@@ -17,15 +17,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mcore_ckpt import CheckpointConfig, CheckpointManager
+from mcore_ckpt import CheckpointConfig, CheckpointManager, FastTier
 from mcore_ckpt.cli.demo import training
 from mcore_ckpt.errors import CheckpointError, UnsupportedError
 from mcore_ckpt.io import _native
+from mcore_ckpt.load.huggingface import load_hf
 from mcore_ckpt.steps.trainer_lock import TrainerLock
 from mcore_ckpt.tools.merge import MergeRequest, merge
 
 FOLDER = Path(sys.argv[1])
 LAYERS = 2
+WITH_EXPORT = ("model", "optimizer", "extra", "hf_model")
 CASES: dict[str, Callable[[], None]] = {}
 library = emulation.library
 
@@ -41,7 +43,8 @@ class Training:
     def __init__(self) -> None:
         training.TENSOR_PARALLEL = training.PIPELINE_PARALLEL = training.NUM_MICROBATCHES = 1
         self.device = training.start_distributed()
-        emulation.install(int(os.environ.get("EMULATED_GPU", dist.get_rank())))
+        self.gpu = int(os.environ.get("EMULATED_GPU", dist.get_rank()))
+        emulation.install(self.gpu)
         make = training.TransformerConfig
         training.TransformerConfig = lambda **fields: make(**{**fields, "num_layers": LAYERS})  # type: ignore[misc]
         self.model, self.optimizer, self.scheduler = training.build_training_state(self.device, 40)
@@ -125,6 +128,59 @@ def sync() -> None:
 
 
 @case
+def broadcast() -> None:
+    """One rank reads, and sends the bytes to the others' GPUs."""
+    with closing(run.manager("broadcast", async_save=True, async_mode="lazy", load_replicas="broadcast")) as manager:
+        assert rounds(manager) == 0
+
+
+@case
+def fast_tier() -> None:
+    tier = FastTier(FOLDER / "node", replicas=0, durable_every=1)
+    with closing(run.manager("fast", async_save=True, async_mode="lazy", fast=tier)) as manager:
+        assert rounds(manager) == 0
+        assert list((FOLDER / "node").rglob("global_steps_*"))
+
+
+@case
+def an_export_is_of_the_saved_state() -> None:
+    """In the background, too, while the training goes on."""
+    with closing(run.manager("export", save_contents=WITH_EXPORT)) as manager:
+        manager.save(1)
+        wanted = exported(manager)
+    for mode in ("snapshot", "lazy"):
+        fields = {"save_contents": WITH_EXPORT, "async_save": True, "async_mode": mode}
+        with closing(run.manager(f"export-{mode}", **fields)) as manager:
+            handle = manager.save(1)
+            for _ in range(2):
+                run.step()
+            handle.wait()
+            assert exported(manager) == wanted
+            manager.load(step=1)
+
+
+def exported(manager: CheckpointManager) -> dict[str, bytes]:
+    folder = hf_folder(manager)
+    dist.barrier()
+    return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
+
+
+def hf_folder(manager: CheckpointManager) -> Path:
+    return manager.root / "global_steps_1" / manager.role / "huggingface"
+
+
+@case
+def a_model_comes_from_rank_0() -> None:
+    with closing(run.manager("rank0", save_contents=WITH_EXPORT)) as manager:
+        manager.save(1)
+        before = {name: weight.detach().clone() for name, weight in run.model[0].named_parameters()}
+        run.step()
+        assert differing(before, dict(run.model[0].named_parameters()))
+        load_hf(run.model, hf_folder(manager), source="rank0")
+        assert not differing(before, dict(run.model[0].named_parameters()))
+
+
+@case
 def capture_while_memory_is_prepared() -> None:
     manager = run.manager("prepare", async_save=True)
     with emulation.capturing() as capture:
@@ -196,12 +252,11 @@ def one_context() -> None:
     """No thread of ours makes a context on another GPU than the rank's, with an export in line, a load, or a tool."""
     for mode in ("snapshot", "lazy", "sync"):
         fields = {"async_save": mode != "sync", "async_mode": "lazy" if mode == "lazy" else "snapshot"}
-        contents = ("model", "optimizer", "extra", "hf_model")
-        with closing(run.manager(f"context-{mode}", save_contents=contents, **fields)) as manager:
+        with closing(run.manager(f"context-{mode}", save_contents=WITH_EXPORT, **fields)) as manager:
             manager.save(1).wait()
             manager.load(step=1)
         gc.collect()
-    assert emulation.contexts() == {int(os.environ["EMULATED_GPU"])}, emulation.report()
+    assert emulation.contexts() == {run.gpu}, emulation.report()
 
 
 @case
@@ -295,3 +350,4 @@ if __name__ == "__main__":
         CASES[name]()
         sys.stdout.write(f"{name}: {time.perf_counter() - started:.1f} s\n")
         sys.stdout.flush()
+    assert emulation.contexts() <= {run.gpu}, emulation.report()

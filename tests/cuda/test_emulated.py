@@ -1,4 +1,7 @@
-"""Saves and loads of a real training, with an emulated CUDA below mcore_ckpt (emulated_cuda.cpp, program.py)."""
+"""Saves and loads of real trainings, with an emulated CUDA below mcore_ckpt (emulated_cuda.cpp).
+
+Each test runs one or several cases of a program in processes of its own: program.py, other_states.py.
+"""
 
 import fcntl
 import os
@@ -46,14 +49,17 @@ class Programs:
     def __init__(self, native: Path, folder: Path) -> None:
         self.native, self.folder = native, folder
 
-    def run(self, *cases: str, ranks: int = 1, status: int = 0, **environment: str) -> None:
+    def run(
+        self, *cases: str, ranks: int = 1, status: int = 0, program: str = "program.py", **environment: str
+    ) -> None:
         """Runs the cases one after the other in a process of each rank."""
-        paths = os.pathsep.join([str(HERE), str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
+        folders = [HERE, HERE.parent / "distributed", HERE.parent / "support", REPOSITORY]
+        paths = os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])
         with_native = {"EMULATED_NATIVE": str(self.native), "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks > 1 else []
         delay = {"EMULATED_DELAY_US": "20000"}
         done = subprocess.run(
-            [sys.executable, "-W", "ignore", *launcher, HERE / "program.py", self.folder, *cases],
+            [sys.executable, "-W", "ignore", *launcher, HERE / program, self.folder, *cases],
             env=os.environ | with_native | delay | _alone() | environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -118,3 +124,16 @@ def test_a_fault_closes_everything(programs: Programs) -> None:
 @pytest.mark.parametrize("case", ["lazy", "snapshot", "sync"])
 def test_twenty_rounds_of_two_ranks(programs: Programs, case: str) -> None:
     programs.run(case, ranks=2, EMULATED_DELAY_US="600000" if case == "lazy" else "100000", ROUNDS="20")
+
+
+@full
+def test_loads_and_exports_of_two_ranks(programs: Programs) -> None:
+    programs.run(
+        "broadcast", "fast_tier", "an_export_is_of_the_saved_state", "a_model_comes_from_rank_0", "one_context", ranks=2
+    )
+
+
+@full
+@pytest.mark.parametrize("case", ["blockwise", "delayed", "offload", "offload_overlap"])
+def test_quantized_and_offloaded_states(programs: Programs, case: str) -> None:
+    programs.run(case, ranks=2, program="other_states.py")

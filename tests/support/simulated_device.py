@@ -12,7 +12,6 @@ import torch
 from packaging.version import Version
 from torch.overrides import TorchFunctionMode
 
-_IS_CUDA: Any = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
 _MAKE = (torch.empty, torch.zeros, torch.tensor)
 # What gives a tensor on the host if it is called with one.
 _STAY = (
@@ -24,7 +23,8 @@ _STAY = (
 class _Simulation(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if func == _IS_CUDA:
+        # Looked up each time, as torch does: the emulated CUDA of tests/cuda replaces it.
+        if func == torch.Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
             return not is_on_host(args[0])
         if func is torch.Tensor.is_pinned:
             return is_on_host(args[0])
