@@ -21,17 +21,16 @@ from collections.abc import Callable
 import torch
 from cuda_copies import Copies
 
-from mcore_ckpt.io import _native
+from mcore_ckpt.io import _native, tuning
 
 GIGABYTE = 10**9
-GROUP_BYTES = 16 << 20
 TIMEOUT_S = 60.0
 SMALL_TENSORS, SMALL_BYTES = 10_000, 40_960
 
 
 def sizes_of(nbytes: int) -> list[int]:
     """Returns sizes like those of a model's tensors, cut as a save cuts them: no copy is larger than a group."""
-    pattern = [GROUP_BYTES] * 12 + [4 << 20] * 6 + [300_000] * 4 + [8192] * 8
+    pattern = [tuning.COPY_GROUP_BYTES] * 3 + [4 << 20] * 6 + [300_000] * 4 + [8192] * 8
     sizes: list[int] = []
     left = nbytes
     while left > 0:
@@ -55,7 +54,7 @@ def measure(copier: _native.DeviceCopier, sizes: list[int], pairs: int) -> dict[
     def ours() -> tuple[float, float]:
         torch.cuda.synchronize()
         before = time.perf_counter()
-        copier.start(buffer, starts, sources, sizes, stream, GROUP_BYTES)
+        copier.start(buffer, starts, sources, sizes, stream, tuning.COPY_GROUP_BYTES)
         copier.hold(stream, TIMEOUT_S)
         stall = time.perf_counter() - before
         copier.wait(TIMEOUT_S)

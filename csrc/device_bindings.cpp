@@ -48,7 +48,8 @@ void bind_device_copy(py::module_& m) {
     m.attr("DeviceStuck") = py::handle(device_stuck);
     py::register_local_exception_translator(raise_device_stuck);
     m.def("wait_for_device", &wait_for_device, py::arg("device"), py::arg("timeout"), WithoutGil());
-    m.def("numa_node_of", &numa_node_of, py::arg("device"));
+    m.def("side_stream", &side_stream, py::arg("device"), WithoutGil());
+    m.def("numa_node_of", &numa_node_of, py::arg("device"), WithoutGil());
     py::class_<DeviceEvent, std::shared_ptr<DeviceEvent>>(m, "DeviceEvent")
         .def("happened", &DeviceEvent::happened, WithoutGil());
     using Holder = std::unique_ptr<DeviceCopier, DeleteWithoutGil<DeviceCopier>>;

@@ -7,7 +7,9 @@
 #include <cctype>
 #include <fstream>
 #include <future>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -25,6 +27,19 @@ bool thread_has_context() {
     return current_context != nullptr && current_context(&context) == 0 && context != nullptr;
 }
 
+// Whether this process has used the GPU. To wait for one that it has not would initialize it, which takes half a GB of
+// its memory.
+bool is_in_use(int device) {
+    using Function = int (*)(int, unsigned*, int*);
+    static const auto state_of = reinterpret_cast<Function>(driver_function("cuDevicePrimaryCtxGetState"));
+    unsigned flags = 0;
+    int active = 0;
+    if (state_of == nullptr) return true;
+    constexpr int NOT_INITIALIZED = 3;  // CUDA_ERROR_NOT_INITIALIZED of cuda.h: no thread has used any GPU
+    const int status = state_of(device, &flags, &active);
+    return status != NOT_INITIALIZED && (status != 0 || active != 0);
+}
+
 // What the user can do about an error that concerns the installation.
 const char* advice_for(cudaError_t error) {
     switch (error) {
@@ -40,7 +55,7 @@ const char* advice_for(cudaError_t error) {
     }
 }
 
-// How long a cancelled job waits for the copies that are under way.
+// How long a job that has been cancelled, or that hangs, waits for the copies that are under way.
 constexpr double SETTLES_S = 1;
 
 std::size_t most_stride() {
@@ -71,6 +86,7 @@ int device_of(const void* memory) {
 }
 
 void wait_for_device(int device, double seconds) {
+    if (!is_in_use(device)) return;
     // cudaDeviceSynchronize has no deadline. If the GPU hangs, the thread is left behind until the process ends.
     auto done = std::make_shared<std::promise<cudaError_t>>();
     auto result = done->get_future();
@@ -84,6 +100,18 @@ void wait_for_device(int device, double seconds) {
     }).detach();
     if (result.wait_until(after_seconds(seconds)) != std::future_status::ready) throw DeviceStuck(device, seconds);
     check(result.get(), "waiting for the GPU");
+}
+
+std::uintptr_t side_stream(int device) {
+    static std::mutex mutex;
+    static auto& streams = *new std::map<int, CUstream_st*>;
+    const std::lock_guard<std::mutex> lock(mutex);
+    CUstream_st*& stream = streams[device];
+    if (stream == nullptr) {
+        const DeviceCalls calls(device);
+        stream = make_stream().release();
+    }
+    return reinterpret_cast<std::uintptr_t>(stream);
 }
 
 int numa_node_of(int device) {
@@ -158,10 +186,12 @@ EventHandle make_event() {
     return EventHandle(event);
 }
 
-HostToDeviceCopies::HostToDeviceCopies()
-    : stream_(make_stream()), copied_{make_event(), make_event()}, most_stride_(most_stride()) {}
-
-HostToDeviceCopies::~HostToDeviceCopies() { cudaStreamSynchronize(stream_.get()); }
+HostToDeviceCopies::HostToDeviceCopies(int device, double seconds)
+    : device_(device),
+      seconds_(seconds),
+      stream_(make_stream()),
+      copied_{make_event(), make_event()},
+      most_stride_(most_stride()) {}
 
 void HostToDeviceCopies::copy(void* device, const void* host, std::size_t nbytes) {
     check(cudaMemcpyAsync(device, host, nbytes, cudaMemcpyHostToDevice, stream_.get()), "queueing a copy to the GPU");
@@ -185,7 +215,19 @@ void HostToDeviceCopies::record(int buffer) {
 }
 
 void HostToDeviceCopies::wait(int buffer) {
-    poll_until(Clock::time_point::max(), [&] { return has_happened(copied_[buffer].get(), "copying to the GPU"); });
+    const auto copied = [&] { return has_happened(copied_[buffer].get(), "copying to the GPU"); };
+    stuck_ = !poll_until(after_seconds(seconds_), copied);
+    if (stuck_) throw DeviceStuck(device_, seconds_);
+}
+
+bool HostToDeviceCopies::settle() noexcept {
+    try {
+        record(0);
+        const auto copied = [&] { return has_happened(copied_[0].get(), "copying to the GPU"); };
+        return poll_until(after_seconds(stuck_ ? SETTLES_S : seconds_), copied);
+    } catch (const std::exception&) {
+        return false;
+    }
 }
 
 DeviceToHostCopies::DeviceToHostCopies() : stream_(make_stream()), copied_(make_event()) {}

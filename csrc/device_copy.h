@@ -45,6 +45,14 @@ class DeviceStuck : public std::runtime_error {
 // Waits until the GPU has done all work that is queued on it. Throws DeviceStuck after so many seconds.
 void wait_for_device(int device, double seconds);
 
+// A stream for copies from this GPU, which is always the same one, and is never destroyed: torch records an event on it
+// when it frees a tensor that was recorded on it, perhaps long after the copier is gone.
+//
+// It is none of torch's pool of 32 streams, of which NCCL and the training take some, too. When all have been taken,
+// the pool begins again with the first one, and a collective or a graph capture would then share its stream with our
+// copies.
+std::uintptr_t side_stream(int device);
+
 // The NUMA node whose memory is nearest to a GPU; -1 if the system does not tell.
 int numa_node_of(int device);
 
@@ -83,8 +91,8 @@ using EventHandle = std::unique_ptr<CUevent_st, DestroyHandle>;
 // DeviceCalls.
 class HostToDeviceCopies {
   public:
-    HostToDeviceCopies();
-    ~HostToDeviceCopies();  // waits for all copies
+    // `seconds`: how long to wait for a copy.
+    HostToDeviceCopies(int device, double seconds);
     HostToDeviceCopies(const HostToDeviceCopies&) = delete;
     HostToDeviceCopies& operator=(const HostToDeviceCopies&) = delete;
 
@@ -94,10 +102,17 @@ class HostToDeviceCopies {
     // Tells that all copies since the last record() were from buffer `buffer`, which is 0 or 1.
     void record(int buffer);
 
-    // Waits until the copies from this buffer are done.
+    // Waits until the copies from this buffer are done. Throws DeviceStuck if they take too long.
     void wait(int buffer);
 
+    // Waits until all copies are done, also those after the last record(). Returns false if that takes too long, or is
+    // not known. Then the host buffers must stay (keep_for_ever).
+    bool settle() noexcept;
+
   private:
+    const int device_;
+    const double seconds_;
+    bool stuck_ = false;
     StreamHandle stream_;
     EventHandle copied_[2];
     std::size_t most_stride_ = 0;  // the largest stride of rows that the GPU copies in one call
@@ -154,8 +169,7 @@ class DeviceCopier {
     using Done = std::pair<std::size_t, std::shared_ptr<DeviceEvent>>;
     struct Run;
 
-    // `stream` must exist as long as any tensor that is recorded on it: torch records an event on the stream when it
-    // frees the tensor. So it is one of torch's pool, which are never destroyed.
+    // `stream` must exist as long as any tensor that is recorded on it (side_stream).
     DeviceCopier(int device, std::uintptr_t stream);
     // Does not wait. Buffers that copies may still write to stay in memory for ever.
     ~DeviceCopier();

@@ -18,6 +18,7 @@ const bool BUILT_WITH_CUDA = false;
 
 int device_of(const void*) { refuse(); }
 void wait_for_device(int, double) { refuse(); }
+std::uintptr_t side_stream(int) { refuse(); }
 int numa_node_of(int) { refuse(); }
 void pin_memory(void*, std::size_t, int) { refuse(); }
 void unpin_memory(void*, int) noexcept {}
@@ -28,12 +29,12 @@ DeviceCalls::~DeviceCalls() = default;
 void DestroyHandle::operator()(CUstream_st*) const noexcept {}
 void DestroyHandle::operator()(CUevent_st*) const noexcept {}
 
-HostToDeviceCopies::HostToDeviceCopies() { refuse(); }
-HostToDeviceCopies::~HostToDeviceCopies() = default;
+HostToDeviceCopies::HostToDeviceCopies(int device, double seconds) : device_(device), seconds_(seconds) { refuse(); }
 void HostToDeviceCopies::copy(void*, const void*, std::size_t) { refuse(); }
 void HostToDeviceCopies::copy(const Grid&) { refuse(); }
 void HostToDeviceCopies::record(int) { refuse(); }
 void HostToDeviceCopies::wait(int) { refuse(); }
+bool HostToDeviceCopies::settle() noexcept { return false; }
 
 DeviceToHostCopies::DeviceToHostCopies() { refuse(); }
 void DeviceToHostCopies::copy(void*, const void*, std::size_t) { refuse(); }

@@ -40,10 +40,11 @@ bool poll_until(Clock::time_point deadline, Over over) {
 
 constexpr double FOREVER_S = 1e9;
 
-// The time in so many seconds. FOREVER_S and more are for ever.
+// The time in so many seconds, or in FOREVER_S, which is 31 years. A later time would overflow where a clock is turned
+// into another one (std::future::wait_until of GCC 10).
 inline Clock::time_point after_seconds(double seconds) {
-    if (!(seconds < FOREVER_S)) return Clock::time_point::max();
-    return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
+    const std::chrono::duration<double> wait(seconds < FOREVER_S ? seconds : FOREVER_S);
+    return Clock::now() + std::chrono::duration_cast<Clock::duration>(wait);
 }
 
 }  // namespace mcore_ckpt

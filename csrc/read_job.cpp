@@ -54,8 +54,8 @@ DamagedBlock::DamagedBlock(std::size_t number, std::uint64_t at, std::size_t siz
       offset(at),
       nbytes(size) {}
 
-// The file, the buffers and the stream of one thread. The destructor destroys the members from the last to the first:
-// it waits for the copies to the GPU, gives the buffers back that the copies read, and leaves the GPU.
+// The file, the buffers and the stream of one thread. The destructor waits for the copies to the GPU. Then it destroys
+// the members from the last to the first: it gives the buffers back that the copies read, and leaves the GPU.
 class ReadJob::Lane {
   public:
     explicit Lane(ReadJob& job) : job_(job) {
@@ -64,8 +64,14 @@ class ReadJob::Lane {
         auto& cache = BufferCache::of_this_process();
         buffers_[0] = cache.take(job.buffer_bytes_, job.device_);
         if (to_device) buffers_[1] = cache.take(job.buffer_bytes_, job.device_);
-        if (to_device) copies_.emplace();
+        if (to_device) copies_.emplace(job.device_, job.settings_.device_seconds);
     }
+
+    ~Lane() {
+        if (copies_ && !copies_->settle()) keep_for_ever({buffers_[0], buffers_[1]});
+    }
+    Lane(const Lane&) = delete;
+    Lane& operator=(const Lane&) = delete;
 
     void read(const Piece& piece) {
         if (!file_ || file_number_ != piece.file) {

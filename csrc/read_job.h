@@ -37,7 +37,7 @@ class ReadJob {
         std::size_t block_bytes;
         bool direct;            // bypass the page cache
         bool pinned;            // destinations may be in GPU memory
-        double device_seconds;  // how long run() waits for the work that is queued on their GPU (DeviceStuck)
+        double device_seconds;  // how long to wait for their GPU: for what is queued on it, and for each copy
     };
 
     ReadJob(std::vector<std::string> paths, const Settings& settings);
@@ -60,8 +60,8 @@ class ReadJob {
                     const std::optional<std::vector<std::uint32_t>>& crcs, Rows rows);
 
     // Returns when all rows have arrived. Throws the first error of any thread: FileError, DamagedBlock, an error of
-    // pinning or of a copy to the GPU; or std::runtime_error("cancelled") after cancel(). Nothing is in flight any more
-    // when it throws.
+    // pinning or of a copy to the GPU, DeviceStuck; or std::runtime_error("cancelled") after cancel(). Unless the GPU
+    // hangs, nothing is in flight any more when it throws.
     void run();
 
     std::uint64_t progress() const { return bytes_read_; }

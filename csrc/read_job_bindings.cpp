@@ -36,11 +36,12 @@ void bind_read_job(py::module_& m) {
 
     py::class_<ReadJob>(m, "ReadJob")
         .def(py::init([](std::vector<std::string> paths, int threads, std::size_t piece_bytes, std::size_t block_bytes,
-                         bool direct, bool pinned) {
-                 return new ReadJob(std::move(paths), {threads, piece_bytes, block_bytes, direct, pinned, FOREVER_S});
+                         bool direct, bool pinned, double device_timeout) {
+                 return new ReadJob(std::move(paths),
+                                    {threads, piece_bytes, block_bytes, direct, pinned, device_timeout});
              }),
              py::arg("paths"), py::kw_only(), py::arg("threads"), py::arg("piece_bytes"), py::arg("block_bytes"),
-             py::arg("direct") = true, py::arg("pinned") = false)
+             py::arg("direct") = true, py::arg("pinned") = false, py::arg("device_timeout") = FOREVER_S)
         .def(
             "add",
             [](ReadJob& job, std::size_t file, std::uint64_t offset, std::size_t nbytes,

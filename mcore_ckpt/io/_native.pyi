@@ -115,6 +115,7 @@ class ReadJob:
         block_bytes: int,
         direct: bool = True,
         pinned: bool = False,
+        device_timeout: float = ...,
     ) -> None:
         """Prepares a job without opening the files. Raises ValueError for unusable settings.
 
@@ -123,6 +124,8 @@ class ReadJob:
             block_bytes: how many bytes a CRC covers.
             direct: whether to bypass the page cache if the file system supports that.
             pinned: whether to read into pinned buffers, which is required for destinations on a GPU.
+            device_timeout: how long to wait for a GPU, in seconds: for what is queued on it, and for each copy. If it
+                takes longer, `run` raises DeviceStuck.
         """
 
     def add(
@@ -192,7 +195,17 @@ class DeviceStuck(RuntimeError):
     """A GPU has not done its work in time. `args` are the GPU's number, and for how many seconds it was waited for."""
 
 def wait_for_device(device: int, timeout: float) -> None:
-    """Waits until a GPU has done all work that is queued on it. Raises DeviceStuck after `timeout` seconds."""
+    """Waits until a GPU has done all work that is queued on it. Of a GPU that this process does not use, there is none.
+
+    Raises DeviceStuck after `timeout` seconds.
+    """
+
+def side_stream(device: int) -> int:
+    """Returns a stream for copies from a GPU, as `torch.cuda.ExternalStream` takes it. It is never destroyed.
+
+    It is the same one at each call, and none of torch's pool, whose streams others share. Raises RuntimeError if CUDA
+    fails.
+    """
 
 def numa_node_of(device: int) -> int:
     """Returns the NUMA node whose memory is nearest to a GPU; -1 if the system does not tell."""
@@ -204,13 +217,14 @@ class DeviceEvent:
         """Returns whether it has happened. Raises RuntimeError, with CUDA's message, if a copy has failed."""
 
 class DeviceCopier:
-    """Copies GPU tensors to a pinned buffer on a stream of its own, while training continues.
+    """Copies GPU tensors to a pinned buffer on another stream, while training continues.
 
     All methods can be called from any thread, even at the same time.
 
-    groups = copier.start(buffer, offsets, sources, nbytes, torch.cuda.current_stream().cuda_stream, 16 << 20)
+    copier = DeviceCopier(device, side_stream(device))
+    groups = copier.start(buffer, offsets, sources, nbytes, torch.cuda.current_stream().cuda_stream, 64 << 20)
     ...  # queue work that only reads the tensors
-    copier.hold(torch.cuda.current_stream().cuda_stream)
+    copier.hold(torch.cuda.current_stream().cuda_stream, 60.0)
     ...  # queue work that changes them
     """
 

@@ -154,15 +154,10 @@ class _Buffers:
 
 def _receive(requests: Sequence[Request], encoded: bytes, device: torch.device) -> None:
     _send(torch.frombuffer(bytearray(encoded), dtype=torch.uint8).to(device), 0)
-    targets = [request.fill.target().detach() for request in requests]
-    memories = [
-        target
-        if request.fill.encode is None and target.is_contiguous()
-        else torch.empty(target.shape, dtype=target.dtype, device=target.device)
-        for target, request in zip(targets, requests, strict=True)
-    ]
+    arriving = _Arriving(requests)
+    sizes = [(target.numel(), r.fill.dtype) for target, r in zip(arriving.targets, requests, strict=True)]
     failure: Exception | None = None
-    for message in _messages([(target.numel(), r.fill.dtype) for target, r in zip(targets, requests, strict=True)]):
+    for message in _messages(sizes):
         status = torch.zeros(1, dtype=torch.int64, device=device)
         _receive_into(status, 0)
         if status.item() != _GOOD:
@@ -172,25 +167,41 @@ def _receive(requests: Sequence[Request], encoded: bytes, device: torch.device) 
         buffer = torch.empty(size, dtype=torch.uint8, device=device)
         _receive_into(buffer, 0)
         try:
-            _unpack(message, buffer, requests, memories)
+            if failure is None:
+                for segment in message:
+                    arriving.take(segment, buffer)
         except Exception as error:  # kept, because rank 0 continues to send, and blocks if nobody receives
-            failure = failure or error
-    for request, target, memory in zip(requests, targets, memories, strict=True):
-        if request.fill.encode is not None:
-            request.fill.encode(memory)
-        elif memory is not target:
-            target.copy_(memory)
+            failure = error
     if failure is not None:
         raise failure
 
 
-def _unpack(
-    message: Sequence[_Segment], buffer: torch.Tensor, requests: Sequence[Request], memories: Sequence[torch.Tensor]
-) -> None:
-    for segment in message:
-        dtype = requests[segment.number].fill.dtype
-        values = buffer[segment.at : segment.at + (segment.stop - segment.start) * dtype.itemsize].view(dtype)
-        memories[segment.number].view(-1)[segment.start : segment.stop].copy_(values)
+class _Arriving:
+    """Fills the tensors of requests, of which one at a time arrives, in their order, in one segment or several.
+
+    A tensor that is not filled in place has memory of its own only from its first segment to its last: all of them
+    together could be a second copy of the model.
+    """
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self._requests = requests
+        self.targets = [request.fill.target().detach() for request in requests]
+        self._memory = torch.empty(0)
+
+    def take(self, segment: _Segment, message: torch.Tensor) -> None:
+        fill, target = self._requests[segment.number].fill, self.targets[segment.number]
+        in_place = fill.encode is None and target.is_contiguous()
+        if segment.start == 0:
+            self._memory = target if in_place else torch.empty(target.shape, dtype=target.dtype, device=target.device)
+        nbytes = (segment.stop - segment.start) * fill.dtype.itemsize
+        values = message[segment.at : segment.at + nbytes].view(fill.dtype)
+        self._memory.view(-1)[segment.start : segment.stop].copy_(values)
+        if segment.stop == target.numel() and not in_place:
+            if fill.encode is not None:
+                fill.encode(self._memory)
+            else:
+                target.copy_(self._memory)
+            self._memory = torch.empty(0)
 
 
 def _messages(tensors: Sequence[tuple[int, torch.dtype]]) -> Iterator[list[_Segment]]:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from mcore_ckpt.errors import CommitError, UnsupportedError
+from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.io import _native, tuning
-from mcore_ckpt.io.device_waits import as_checkpoint_errors
+from mcore_ckpt.io.device_waits import as_checkpoint_errors, saying_what_hangs
 from mcore_ckpt.io.pages import PAGE_BYTES, page_ceil
 
 
@@ -24,13 +24,12 @@ class DeviceCopies:
 
     def __init__(self, device: int, timeout_s: float) -> None:
         self._device, self._timeout_s = device, timeout_s
-        # From torch's pool, because torch uses the stream when it frees a tensor that was recorded on it. That may be
-        # long after the copier was closed, and streams of the pool are never destroyed.
-        self._stream = torch.cuda.Stream(device)
         try:
-            self._copier = _native.DeviceCopier(device, self._stream.cuda_stream)
+            stream = _native.side_stream(device)
+            self._copier = _native.DeviceCopier(device, stream)
         except RuntimeError as error:
             raise UnsupportedError(str(error)) from None
+        self._stream = torch.cuda.ExternalStream(stream, device)
 
     def start(
         self,
@@ -54,7 +53,7 @@ class DeviceCopies:
 
         Raises CommitError if CUDA fails.
         """
-        after = torch.cuda.current_stream().cuda_stream
+        after = torch.cuda.current_stream(self._device).cuda_stream
         # Before the copies, so that after an error, too, no memory is reused that a copy may still read.
         for tensor in tensors:
             if tensor.is_cuda:
@@ -69,7 +68,7 @@ class DeviceCopies:
         wait longer than `timeout_s`, and if a copy has failed.
         """
         with as_checkpoint_errors():
-            self._copier.hold(torch.cuda.current_stream().cuda_stream, self._timeout_s)
+            self._copier.hold(torch.cuda.current_stream(self._device).cuda_stream, self._timeout_s)
 
     def wait(self) -> None:
         """Waits until all copies are done. Raises CommitError if they hang or have failed."""
@@ -84,16 +83,20 @@ class DeviceCopies:
     def try_out(self) -> None:
         """Copies a few bytes in both ways, so that what is wrong with the installation is known before the first save.
 
-        Raises UnsupportedError, with what to do.
+        Raises:
+            UnsupportedError: a copy fails. The message says what to do.
+            CommitError: the GPU hangs.
         """
         large = tuning.GATHER_BELOW_BYTES
+        after = torch.cuda.current_stream(self._device).cuda_stream
         try:
-            source = torch.arange(large + PAGE_BYTES, device="cuda").to(torch.uint8)
+            source = torch.arange(large + PAGE_BYTES, device=f"cuda:{self._device}").to(torch.uint8)
             buffer = _native.HostBuffer(page_ceil(source.nbytes), device=self._device)
-            sizes, address = [PAGE_BYTES, large], source.data_ptr()
-            self.start(buffer, [0, PAGE_BYTES], [address, address + PAGE_BYTES], sizes, [source])
-            self.wait()
-        except (CommitError, RuntimeError, MemoryError) as error:
+            sizes, sources = [PAGE_BYTES, large], [source.data_ptr(), source.data_ptr() + PAGE_BYTES]
+            with saying_what_hangs():
+                self._copier.start(buffer, [0, PAGE_BYTES], sources, sizes, after, tuning.COPY_GROUP_BYTES)
+                self._copier.wait(self._timeout_s)
+        except (RuntimeError, MemoryError) as error:
             raise UnsupportedError(
                 f"the state is on GPU {self._device}, from which nothing can be copied: {error}"
             ) from error

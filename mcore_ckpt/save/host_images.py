@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -45,6 +46,14 @@ class HostImages:
         self._timeout_s = timeout_s
         self._device: DeviceCopies | None = None
 
+    @cached_property
+    def _gpu(self) -> int:
+        """The number of the GPU that the state is on: the current one of the thread that makes the manager.
+
+        Another thread may have another current GPU, when it calls `save` or a guard.
+        """
+        return torch.cuda.current_device()
+
     def try_gpu(self) -> None:
         """Copies a few bytes from the current GPU. Raises UnsupportedError if that fails."""
         self._copies_from_gpu().try_out()
@@ -54,7 +63,7 @@ class HostImages:
 
         Raises nothing.
         """
-        self._memory.prepare(nbytes, torch.cuda.current_device() if on_gpu else None)
+        self._memory.prepare(nbytes, self._gpu if on_gpu else None)
 
     def reserve(self, files: Sequence[FilePlan]) -> _native.HostBuffer:
         """Reserves host memory for this rank's parts of the files, and returns it. Earlier images are lost.
@@ -69,7 +78,7 @@ class HostImages:
             RuntimeError: CUDA cannot pin the memory.
         """
         self.wait()  # copies of a save that failed may still be writing into that memory
-        return self._memory.take(arena_bytes(files), torch.cuda.current_device())
+        return self._memory.take(arena_bytes(files), self._gpu)
 
     def reserve_ready(self, files: Sequence[FilePlan]) -> ReservedImages:
         """Reserves host memory for the files of a state in CPU memory, without a long wait.
@@ -150,7 +159,7 @@ class HostImages:
 
     def _copies_from_gpu(self) -> DeviceCopies:
         if self._device is None:
-            self._device = DeviceCopies(torch.cuda.current_device(), self._timeout_s)
+            self._device = DeviceCopies(self._gpu, self._timeout_s)
         return self._device
 
     def hold(self) -> None:

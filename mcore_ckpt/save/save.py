@@ -104,6 +104,7 @@ class Save:
         self._group_keys = keys_to_save(self._trainer)
         self._groups = NO_GROUPS
         self._samples = ReplicaSamples()
+        self._reads_gpu = False
         self._different: tuple[DifferentReplicas, ...] = ()
         self._attempt: Attempt | None = None
         self._capture: Capture | Exception | None = None
@@ -140,29 +141,14 @@ class Save:
         """
         self._attempt = attempt
         try:
-            if self._on_nodes is not None:
-                make_staging(attempt)
-            if self._plan.on_host or self._plan.weights.pieces:
+            if self._plan.on_host or self._plan.weights.reads_host:
                 # verl (0.9.1, `offload_megatron_optimizer`) and megatron's `offload_to_cpu` do not wait for their
                 # copies, so a copy to the host memory that is read now may still be under way.
                 wait_for_gpu(self._trainer.config.timeout_s)
+            # Before all that may fail on one rank alone, because the ranks do it together: those that gather weights
+            # would wait for one that does not.
             self._complete_weights()
-            self._samples = take_samples(
-                self._plan.replicated,
-                attempt.number,
-                self._trainer.config.verify_replicas,
-                self._plan.copies,
-            )
-            if self._plan.on_gpu and not self._has_images:
-                # Threads read the tensors, with no stream that would put them behind the work of the training.
-                wait_for_gpu(self._trainer.config.timeout_s)
-            self._times.mark("planned")
-            self._capture = self._captured()
-            self._times.mark("captured")
-            if self._is_async and len(self._images.files) < len(self._plan.files):
-                self._start_writing(attempt.staging).wait_for_sources()
-            if self._is_async and not self._plan.on_gpu:
-                self._events.captured(time.perf_counter(), self._nbytes, time.perf_counter() - self._times["planned"])
+            self._copy_state(attempt)
             if self._has_images:
                 # The trainer may offload its tensors now.
                 self._plan = replace(self._plan, tensors=(), weights=NO_WEIGHTS, copies={})
@@ -297,6 +283,25 @@ class Save:
 
     # -- capture --------------------------------------------------------------------------------------------
 
+    def _copy_state(self, attempt: Attempt) -> None:
+        """Copies the tensors, or writes those that have no image. No rank waits for another one."""
+        if self._on_nodes is not None:
+            make_staging(attempt)
+        self._samples = take_samples(
+            self._plan.replicated, attempt.number, self._trainer.config.verify_replicas, self._plan.copies
+        )
+        self._reads_gpu = any(tensor.is_cuda for members in self._plan.tensors for tensor in members.tensors)
+        if self._plan.on_gpu and not self._has_images:
+            # Threads read the tensors, with no stream that would put them behind the work of the training.
+            wait_for_gpu(self._trainer.config.timeout_s)
+        self._times.mark("planned")
+        self._capture = self._captured()
+        self._times.mark("captured")
+        if self._is_async and len(self._images.files) < len(self._plan.files):
+            self._start_writing(attempt.staging).wait_for_sources()
+        if self._is_async and not self._plan.on_gpu:
+            self._events.captured(time.perf_counter(), self._nbytes, time.perf_counter() - self._times["planned"])
+
     def _complete_weights(self) -> None:
         """Gathers the weights that this rank has only in part, if they are saved. All ranks call it together.
 
@@ -352,6 +357,7 @@ class Save:
         assert isinstance(self._capture, Capture), "begin comes first"
         self._times.mark("writing")
         self._writer = FileWriter(staging, self._capture.writes, self._context.commits, self._device_timeout_s)
+        self._writer.limit_device_wait(self._device_timeout_s)  # it may have changed meanwhile, at the exit
         self._writer.start()
         return self._writer
 
@@ -378,9 +384,9 @@ class Save:
     def _replicas_record(self) -> Record:
         """Returns what rank 0 compares with what other ranks have (`compare_replicas`)."""
         assert self._writer is not None
-        # Samples that come from a GPU were queued before the copies of files, which have been written. A rank that
-        # copies nothing from the GPU has not waited for it.
-        has_arrived = self._plan.on_gpu
+        # Samples that come from a GPU were queued before the copies of tensors, which have been written. A rank that
+        # copies none, or only weights that it has made before, has not waited for the samples.
+        has_arrived = self._reads_gpu
         mended = [(each.tensor, each.other, each.stored) for each in self._writer.mended]
         return {"crcs": self._samples.to_record(has_arrived), "names": self._samples.names(), "mended": mended}
 

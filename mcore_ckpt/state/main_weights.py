@@ -180,6 +180,11 @@ class MainWeights:
         """True if weights are made on a GPU."""
         return any(device.type == "cuda" for device in self.memory)
 
+    @property
+    def reads_host(self) -> bool:
+        """True if some of the main parameters are in host memory."""
+        return bool(self.pieces) and not all(m.main.is_cuda for m in _mains_by_parameter(self.optimizer).values())
+
     def with_tensors(self, new: Mapping[int, torch.Tensor]) -> MainWeights:
         """Returns the same weights with some of the tensors replaced by those in `new`, by `id` of the old tensor."""
         return replace(self, by_parameter={at: new.get(id(old), old) for at, old in self.by_parameter.items()})

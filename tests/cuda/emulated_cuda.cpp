@@ -293,13 +293,6 @@ EXPORTED std::size_t emulated_report(char* text, std::size_t size) {
     std::snprintf(text, size, "%s", all.c_str());
     return all.size();
 }
-// A stream of torch's pool: it is never destroyed.
-EXPORTED void* emulated_pool_stream() {
-    auto* stream = new CUstream_st;
-    const Lock lock(tables_mutex);
-    streams.insert(stream);
-    return stream;
-}
 
 extern "C" {
 
@@ -545,11 +538,18 @@ int current_context(void** context) {
     return 0;
 }
 
+int context_state(int device, unsigned*, int* active) {
+    const Lock lock(log_mutex);
+    *active = contexts.count(device) != 0 ? 1 : 0;
+    return 0;
+}
+
 }  // namespace
 
 // Replaces cuda_driver.cu.
 void* mcore_ckpt::driver_function(const char* name) {
     if (std::strcmp(name, "cuPointerGetAttributes") == 0) return reinterpret_cast<void*>(&pointer_attributes);
     if (std::strcmp(name, "cuCtxGetCurrent") == 0) return reinterpret_cast<void*>(&current_context);
+    if (std::strcmp(name, "cuDevicePrimaryCtxGetState") == 0) return reinterpret_cast<void*>(&context_state);
     return nullptr;
 }

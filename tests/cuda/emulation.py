@@ -30,7 +30,6 @@ def _load_native() -> ctypes.CDLL:
     library = ctypes.CDLL(path)
     for name in ("emulated_is_pinned", "emulated_stream_is_dead"):
         getattr(library, name).argtypes = [ctypes.c_void_p]
-    library.emulated_pool_stream.restype = ctypes.c_void_p
     library.emulated_held_us.restype = ctypes.c_long
     library.emulated_pinned_bytes.restype = ctypes.c_size_t
     library.emulated_report.argtypes = [ctypes.c_char_p, ctypes.c_size_t]
@@ -64,10 +63,8 @@ def is_on_gpu(tensor: torch.Tensor) -> bool:
 
 
 class _Stream:
-    """A stream of torch's pool, or the current one."""
-
-    def __init__(self, device: int | None = None, handle: int | None = None) -> None:
-        self.cuda_stream = library.emulated_pool_stream() if handle is None else handle
+    def __init__(self, handle: int) -> None:
+        self.cuda_stream = handle
 
 
 def install(device: int) -> None:
@@ -89,13 +86,13 @@ def install(device: int) -> None:
     )
     _replace("is_available", lambda: True)
     _replace("current_device", lambda: _device)
-    _replace("current_stream", lambda *_: _Stream(handle=0))
+    _replace("current_stream", lambda *_: _Stream(0))
     _replace("synchronize", lambda *_: None)
     _replace("get_rng_state", lambda *_: torch.get_rng_state())
     _replace("set_rng_state", lambda state, *_: torch.set_rng_state(state))
-    _replace("Stream", _Stream)
+    _replace("ExternalStream", lambda handle, *_: _Stream(handle))
     arange = torch.arange
-    torch.arange = lambda *args, **named: arange(*args, **{k: v for k, v in named.items() if v != "cuda"})
+    torch.arange = lambda *args, **named: arange(*args, **{k: v for k, v in named.items() if "cuda" not in str(v)})
 
 
 def _replace(name: str, ours: Any) -> None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager, FastTier
 from mcore_ckpt.cli.demo import training
-from mcore_ckpt.errors import CheckpointError, UnsupportedError
+from mcore_ckpt.errors import CheckpointError, CommitError, UnsupportedError
 from mcore_ckpt.io import _native, tuning
 from mcore_ckpt.load.huggingface import load_hf
 from mcore_ckpt.steps.trainer_lock import TrainerLock
@@ -304,7 +304,7 @@ def a_stuck_gpu_has_a_deadline() -> None:
 
 
 def assert_hangs(call: Callable[[], object]) -> None:
-    with pytest.raises(CheckpointError, match="rank 0: GPU 0 has not done its work for 3 s:"):
+    with pytest.raises(CommitError, match="rank 0: GPU 0 has not done its work for 3 s:"):
         call()
 
 

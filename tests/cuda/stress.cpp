@@ -22,7 +22,7 @@
 #include "write_job.h"
 
 extern "C" void emulated_set_device(int device);
-extern "C" void* emulated_pool_stream();
+extern "C" std::size_t emulated_report(char* text, std::size_t size);
 
 namespace {
 
@@ -164,10 +164,18 @@ void gather_rows(std::mt19937_64& random) {
         std::memcpy(expected.data() + starts[i], rows[i].data(), rows[i].nbytes());
     }
     table.count = count;
-    const auto stream = static_cast<cudaStream_t>(emulated_pool_stream());
+    const auto stream = reinterpret_cast<cudaStream_t>(side_stream(DEVICE));
     REQUIRE(launch_gather(table, stream) == cudaSuccess);
     REQUIRE(cudaStreamSynchronize(stream) == cudaSuccess);
     REQUIRE(std::memcmp(to->data(), expected.data(), end) == 0);
+}
+
+// A process that has not used a GPU does not initialize it by waiting for it.
+void waiting_makes_no_context() {
+    wait_for_device(DEVICE + 1, 1.0);
+    std::string report(1 << 16, ' ');
+    emulated_report(report.data(), report.size());
+    REQUIRE(report.find("context " + std::to_string(DEVICE + 1)) == std::string::npos);
 }
 
 }  // namespace
@@ -176,12 +184,13 @@ int main(int count, char** arguments) {
     if (count != 3) return 2;
     const std::string path = std::string(arguments[1]) + "/file";
     emulated_set_device(DEVICE);
+    waiting_makes_no_context();
     std::mt19937_64 random(7);
-    DeviceCopier copier(DEVICE, reinterpret_cast<std::uintptr_t>(emulated_pool_stream()));
+    DeviceCopier copier(DEVICE, side_stream(DEVICE));
     for (int round = 0; round < std::atoi(arguments[2]); ++round) {
         write_while_training(copier, random, path);
         write_and_read(random, path);
-        if (round % 10 == 0) gather_rows(random);  // each makes a stream, which stays
+        if (round % 10 == 0) gather_rows(random);
     }
     copier.close(FOREVER_S);
     return 0;

@@ -27,11 +27,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from training import Layout, Training, build, parallel, train
 
-from mcore_ckpt import CheckpointConfig, CheckpointManager
+from mcore_ckpt import CheckpointConfig, CheckpointManager, FastTier
 from mcore_ckpt.errors import CheckpointError, CheckpointMismatchError, UnsupportedError
 from mcore_ckpt.io import tuning
 from mcore_ckpt.io.host_memory import HostMemory
 from mcore_ckpt.load.huggingface import load_hf
+from mcore_ckpt.save import save as saving
 from mcore_ckpt.save.weight_copies import WeightCopies
 from mcore_ckpt.state import main_weights
 from mcore_ckpt.state.main_weights import weights_to_save
@@ -234,6 +235,24 @@ def test_a_failed_copy_fails_the_save_on_all_ranks(shared_path: Path, monkeypatc
         manager = manager_of(training, shared_path, async_save=True)
         if dist.get_rank() == 1:
             monkeypatch.setattr(WeightCopies, "take", lambda copies, fragments: 1 / 0)
+        with pytest.raises(CheckpointError, match="division by zero"):
+            manager.save(1).wait()
+        monkeypatch.undo()
+        manager.save(2).wait()
+        manager.close()
+
+
+@pytest.mark.world(2)
+def test_a_folder_that_fails_on_one_node_fails_the_save_on_all(
+    shared_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not keep this rank from gathering weights together with the others."""
+    with parallel(QUANTIZED):
+        training = build(QUANTIZED, seed=1)
+        fast = FastTier(shared_path / "node", replicas=0)
+        manager = manager_of(training, shared_path / "root", async_save=True, fast=fast)
+        if dist.get_rank() == 1:
+            monkeypatch.setattr(saving, "make_staging", lambda attempt: 1 / 0)
         with pytest.raises(CheckpointError, match="division by zero"):
             manager.save(1).wait()
         monkeypatch.undo()

@@ -14,6 +14,7 @@ from mcore_ckpt.checkpoint.manifest import FileRecord
 from mcore_ckpt.checkpoint.reading import open_file
 from mcore_ckpt.errors import CheckpointCorruptError
 from mcore_ckpt.io import _native, tuning
+from mcore_ckpt.io.device_waits import saying_what_hangs
 from mcore_ckpt.sharding.plan import ReadRange
 
 
@@ -36,6 +37,7 @@ def read_ranges(
     Raises:
         CheckpointCorruptError: a block's CRC is wrong, or a file cannot be read. No byte of the bad block has been
             copied, but other blocks may have been copied.
+        CommitError: the GPU of a tensor hangs.
     """
     for path in {read.stored.file for read, _ in reads}:
         with open_file(role_dir, files[path]):
@@ -58,6 +60,7 @@ def read_stored(
         piece_bytes=piece_bytes,
         block_bytes=BLOCK_BYTES,
         pinned=any(memory.is_cuda for _, memory in reads),
+        device_timeout=tuning.DEVICE_READ_S,
     )
     for read, memory in reads:
         stored, rows, item = read.stored, read.rows, item_bytes(read.stored.dtype)
@@ -76,7 +79,8 @@ def read_stored(
             owner=memory,
         )
     try:
-        job.run()
+        with saying_what_hangs():
+            job.run()
     except _native.DamagedBlock as damage:
         number, offset, nbytes = damage.args
         stored = reads[number][0].stored

@@ -538,7 +538,7 @@ void after_a_failure_nothing_is_in_flight() {
     }
     const int handles = fake_cuda::handles();
     fake_cuda::fail("cudaEventCreateWithFlags", 1);
-    REQUIRE(!thrown_by<std::runtime_error>([] { const HostToDeviceCopies copies; }).empty());
+    REQUIRE(!thrown_by<std::runtime_error>([] { const HostToDeviceCopies copies(DEVICE, 1.0); }).empty());
     fake_cuda::fail(nullptr, 0);
     REQUIRE(fake_cuda::handles() == handles);
 }
