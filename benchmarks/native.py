@@ -1,4 +1,5 @@
-"""CRC-32 and host copies against what everyone has: zlib, torch's copy_ and one memcpy.
+"""CRC-32 and host copies against what everyone has: zlib, torch's copy_ and one memcpy. Also what it costs to fetch
+pages of the GPU's NUMA node instead of any node's (`mbind`), and in small steps instead of all at once.
 
     python benchmarks/native.py [--mebibytes 512] [--pairs 15] [--json]
 
@@ -17,7 +18,7 @@ from functools import partial
 
 import torch
 
-from mcore_ckpt.io import _native
+from mcore_ckpt.io import _native, tuning
 
 MEBIBYTE = 1 << 20
 
@@ -78,6 +79,27 @@ def measure_copy(nbytes: int, tensors: int, threads: int, pairs: int) -> dict[st
     }
 
 
+def measure_pages(nbytes: int, pairs: int) -> dict[str, dict[str, float]]:
+    """Fetches the pages of host memory as a save prepares it, but for the pauses."""
+
+    def fetch(node: int, step: int) -> None:
+        buffer = _native.HostBuffer.reserve(nbytes, numa_node=node)
+        for at in range(0, nbytes, step):
+            buffer.fetch(at, min(step, nbytes - at))
+
+    def plain() -> None:
+        fetch(-1, nbytes)
+
+    return {
+        "pages of NUMA node 0, at once / of any node, at once": compare(
+            partial(fetch, 0, nbytes), plain, nbytes, pairs
+        ),
+        f"pages in steps of {tuning.PREPARE_BYTES >> 20} MiB / at once": compare(
+            partial(fetch, -1, tuning.PREPARE_BYTES), plain, nbytes, pairs
+        ),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mebibytes", type=int, default=512, help="bytes that each call works on")
@@ -86,7 +108,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     nbytes = arguments.mebibytes * MEBIBYTE
-    results = measure_crc(nbytes, arguments.pairs)
+    results = measure_crc(nbytes, arguments.pairs) | measure_pages(nbytes, arguments.pairs)
     for threads in sorted({1, os.cpu_count() or 1}):
         for tensors in (1, 64, 8192):
             results |= measure_copy(nbytes, tensors, threads, arguments.pairs)

@@ -2,6 +2,7 @@
 // there, every function that needs a GPU throws.
 #pragma once
 
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -34,7 +35,7 @@ class DeviceStuck : public std::runtime_error {
   public:
     DeviceStuck(int number, double waited)
         : std::runtime_error("GPU " + std::to_string(number) + " has not done its work for " +
-                             std::to_string(static_cast<long>(waited + 0.5)) + " s"),
+                             std::to_string(std::lround(waited)) + " s"),
           device(number),
           seconds(waited) {}
 

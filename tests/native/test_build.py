@@ -80,7 +80,7 @@ def test_a_broken_nvcc_leaves_a_host_only_build_that_says_so(tmp_path: Path) -> 
         "import ctypes\n"
         "text = ctypes.create_string_buffer(b'123456789')\n"
         "print(native.built_with_cuda, hex(native.crc32(ctypes.addressof(text), 9)))\n"
-        "native.DeviceCopier(0)\n",
+        "native.DeviceCopier(0, 1)\n",
     )
     assert used.stdout.split() == ["False", "0xcbf43926"]
     assert used.stderr.splitlines()[-1].startswith("RuntimeError: mcore_ckpt cannot copy GPU tensors")
