@@ -128,7 +128,7 @@ void one_round(const std::string& folder) {
     std::vector<std::string> paths;
     for (const Stored& file : files) paths.push_back(file.path);
     const int threads = static_cast<int>(1 + below(6));
-    ReadJob job(paths, {threads, below(200'000), block_bytes, below(2) == 0, false});
+    ReadJob job(paths, {threads, below(200'000), block_bytes, below(2) == 0, false, FOREVER_S});
     const auto trouble = static_cast<Trouble>(below(4));
     std::vector<Wanted> reads(below(40));
     for (Wanted& read : reads) {

@@ -6,7 +6,6 @@
 #include <atomic>
 #include <cerrno>
 #include <chrono>
-#include <condition_variable>
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
@@ -32,17 +31,17 @@ using namespace mcore_ckpt;
 namespace {
 
 std::mutex arrival;
-std::condition_variable arrivals;
 std::uintptr_t arrived = 0;
 
 // Replaces an event of a GPU: it happens when `arrived` reaches its number.
 class NumberedEvent final : public Event {
   public:
     explicit NumberedEvent(std::uintptr_t number) : number_(number) {}
-    void wait() const override {
-        std::unique_lock<std::mutex> lock(arrival);
-        arrivals.wait(lock, [&] { return arrived >= number_; });
+    bool happened() const override {
+        const std::lock_guard<std::mutex> lock(arrival);
+        return arrived >= number_;
     }
+    int device() const override { return 0; }
 
   private:
     const std::uintptr_t number_;
@@ -52,19 +51,17 @@ class NumberedEvent final : public Event {
 class HeldBackEvent final : public Event {
   public:
     explicit HeldBackEvent(const WriteJob& job) : job_(job) {}
-    void wait() const override {
-        const auto until = std::chrono::steady_clock::now() + std::chrono::milliseconds(20);
-        while (job_.progress() == 0 && std::chrono::steady_clock::now() < until) std::this_thread::yield();
-    }
+    bool happened() const override { return job_.progress() != 0 || Clock::now() >= until_; }
+    int device() const override { return 0; }
 
   private:
     const WriteJob& job_;
+    const Clock::time_point until_ = Clock::now() + std::chrono::milliseconds(20);
 };
 
 void arrive(std::uintptr_t event) {
     const std::lock_guard<std::mutex> lock(arrival);
     arrived = event;
-    arrivals.notify_all();
 }
 
 using Random = std::mt19937_64;
@@ -148,7 +145,8 @@ void write_files(Random& random, const std::string& folder, std::size_t count, s
     const bool direct = below(random, 2) == 0;
     std::vector<Expected> files;
     for (std::size_t i = 0; i < count; ++i) files.emplace_back(random, largest);
-    WriteJob first(1 + below(random, 4), piece, direct), second(1 + below(random, 4), piece, direct);
+    WriteJob first(1 + below(random, 4), piece, direct, FOREVER_S);
+    WriteJob second(1 + below(random, 4), piece, direct, FOREVER_S);
     std::vector<std::uint64_t> cuts;
     for (std::size_t i = 0; i < count; ++i) {
         const std::uint64_t end = files[i].data.size(), cut = page_floor(below(random, end + 1));
@@ -188,7 +186,7 @@ void write_what_arrives(Random& random, const std::string& folder) {
     const Expected expected(random);
     const auto buffer = std::make_shared<HostBuffer>(expected.data.size());
     arrive(0);
-    WriteJob job(3, PAGE_BYTES, below(random, 2) == 0);
+    WriteJob job(3, PAGE_BYTES, below(random, 2) == 0, FOREVER_S);
     WriteJob::Range range{folder + "/file", expected.layout, 0, expected.data.size()};
     range.buffer = buffer;
     for (std::size_t i = 0; i < expected.offsets.size(); ++i) {
@@ -216,7 +214,7 @@ void overtake(Random& random, const std::string& folder) {
     const auto buffer = std::make_shared<HostBuffer>(end);
     std::copy(data.begin(), data.end(), buffer->data());
     put_descriptor(slot, crc32(data.data(), slot, 0), 0, end, data.data());
-    WriteJob job(2, PAGE_BYTES, false);
+    WriteJob job(2, PAGE_BYTES, false, FOREVER_S);
     WriteJob::Range range{folder + "/file", layout, 0, end};
     range.buffer = buffer;
     range.ready = {{PAGE_BYTES, std::make_shared<HeldBackEvent>(job)}, {end, std::make_shared<NumberedEvent>(0)}};
@@ -231,7 +229,7 @@ void overtake(Random& random, const std::string& folder) {
 // complete.
 void stop_somewhere(Random& random, const std::string& folder) {
     const Expected expected(random);
-    WriteJob job(3, PAGE_BYTES, false);
+    WriteJob job(3, PAGE_BYTES, false, FOREVER_S);
     for (int i = 0; i < 3; ++i) {
         const std::string path = folder + "/file" + std::to_string(i);
         job.add_file({path, expected.layout, 0, expected.data.size(), expected.sources()});
@@ -258,7 +256,7 @@ void stop_somewhere(Random& random, const std::string& folder) {
 void fail_somewhere(Random& random, const std::string& folder) {
     const Expected expected(random);
     const bool missing = below(random, 2) == 0;
-    WriteJob job(3, PAGE_BYTES, false);
+    WriteJob job(3, PAGE_BYTES, false, FOREVER_S);
     const std::uint64_t limit = std::uint64_t{1} << 20;
     rlimit before;
     getrlimit(RLIMIT_FSIZE, &before);
@@ -303,7 +301,7 @@ void drop_all_that_a_job_uses(Random& random, const std::string& folder) {
     const std::weak_ptr<void> dropped[] = {buffer, event, owner};
     arrive(0);
 
-    WriteJob job(2, PAGE_BYTES, below(random, 2) == 0);
+    WriteJob job(2, PAGE_BYTES, below(random, 2) == 0, FOREVER_S);
     WriteJob::Range in_place{folder + "/file0", expected->layout, 0, end};
     in_place.buffer = buffer;
     in_place.buffer_offset = PAGE_BYTES;
