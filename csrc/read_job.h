@@ -49,7 +49,7 @@ class ReadJob {
         std::size_t source_stride;
         std::uint8_t* destination;
         std::size_t destination_stride;
-        int device;                                   // the GPU of the destination; HostBuffer::NO_DEVICE: host memory
+        int device = HostBuffer::NO_DEVICE;           // the GPU of the destination; or it is in host memory
         std::shared_ptr<const void> owner = nullptr;  // keeps the destination alive; nullptr if the caller does
     };
 

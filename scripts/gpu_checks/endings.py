@@ -99,7 +99,7 @@ def stuck_device() -> str:
         if world > count:
             texts.append(f"{cause}: not possible with one GPU")
             continue
-        for ending in ("wait", "exit"):
+        for ending in ("wait", "close", "exit"):
             if ending == "exit" and not exits:
                 texts.append("exit: not checked, because no process ends beside such a kernel here")
                 continue
@@ -130,11 +130,12 @@ def stuck_alone() -> None:
 
 
 def stuck(cause: str, ending: str) -> str:
-    """Saves behind work that never ends on rank 0, then waits and closes, or returns at once.
+    """Saves behind work that never ends on rank 0, then waits and closes, or returns at once; or only closes.
 
     Args:
         cause: "kernel" or "collective".
-        ending: "wait": call `wait` and `close`. "exit": do not.
+        ending: "wait": call `wait` and `close`. "exit": do not. "close": call `close` without a save under way, which
+            unpins memory, and perhaps the driver then waits for the GPU.
     """
     from gpu_checks import trainer
 
@@ -145,6 +146,9 @@ def stuck(cause: str, ending: str) -> str:
     _kept.append((manager, state))
     if os.environ["RANK"] == "0":
         _stick(cause)
+    if ending == "close":
+        closed_after, _ = _until_it_raises("close", manager.close)
+        return f"{closed_after:.0f} s"
     print("save is called", flush=True)
     handle = manager.save(2)
     if ending == "exit":
