@@ -172,42 +172,43 @@ void buffers_are_used_again() {
     constexpr std::size_t MEBIBYTE = std::size_t{1} << 20;
     BufferCache& cache = BufferCache::of_this_process();
     cache.free_idle();
-    const std::uint8_t* first = cache.take(3 * MEBIBYTE, false)->data();
-    require(cache.take(2 * MEBIBYTE, false)->data() == first, "a larger buffer is not used again");
+    const std::uint8_t* first = cache.take(3 * MEBIBYTE, HostBuffer::NO_DEVICE)->data();
+    require(cache.take(2 * MEBIBYTE, HostBuffer::NO_DEVICE)->data() == first, "a larger buffer is not used again");
     {
-        const auto one = cache.take(MEBIBYTE, false), other = cache.take(MEBIBYTE, false);
+        const auto one = cache.take(MEBIBYTE, HostBuffer::NO_DEVICE),
+                   other = cache.take(MEBIBYTE, HostBuffer::NO_DEVICE);
         require(one->data() == first && other->data() != first, "two owners have the same buffer");
     }
     require(cache.free_idle() == 4 * MEBIBYTE && cache.free_idle() == 0, "the idle buffers");
-    for (std::size_t size = 1; size < 40; ++size) cache.take(size * MEBIBYTE, false);
+    for (std::size_t size = 1; size < 40; ++size) cache.take(size * MEBIBYTE, HostBuffer::NO_DEVICE);
     require(cache.free_idle() == 39 * MEBIBYTE, "jobs of growing sizes fill the cache");
 }
 
 void idle_buffers_are_bounded() {
     BufferCache& cache = BufferCache::of_this_process();
     std::vector<std::shared_ptr<HostBuffer>> buffers;
-    while (buffers.size() < 5) buffers.push_back(cache.take(BufferCache::MOST_IDLE_BYTES / 4, false));
+    while (buffers.size() < 5) buffers.push_back(cache.take(BufferCache::MOST_IDLE_BYTES / 4, HostBuffer::NO_DEVICE));
     buffers.clear();
     require(cache.free_idle() == BufferCache::MOST_IDLE_BYTES / 4 * 4, "the bound");
-    cache.take(BufferCache::MOST_IDLE_BYTES + 1, false);
+    cache.take(BufferCache::MOST_IDLE_BYTES + 1, HostBuffer::NO_DEVICE);
     require(cache.free_idle() == 0, "a buffer beyond the bound");
 }
 
 // The child has a cache of its own, also while another thread of the parent holds the lock of the parent's cache.
 void a_forked_child_begins_with_an_empty_cache() {
     BufferCache& cache = BufferCache::of_this_process();
-    auto kept = cache.take(1, false);
-    cache.take(PAGE_BYTES, false);
+    auto kept = cache.take(1, HostBuffer::NO_DEVICE);
+    cache.take(PAGE_BYTES, HostBuffer::NO_DEVICE);
     std::atomic<bool> stop{false};
     std::thread busy([&] {
-        while (!stop) cache.take(PAGE_BYTES, false);
+        while (!stop) cache.take(PAGE_BYTES, HostBuffer::NO_DEVICE);
     });
     for (int i = 0; i < 20; ++i) {
         const pid_t child = ::fork();
         if (child == 0) {
             BufferCache& own = BufferCache::of_this_process();
             const bool empty = own.free_idle() == 0;
-            own.take(PAGE_BYTES, false);
+            own.take(PAGE_BYTES, HostBuffer::NO_DEVICE);
             kept.reset();
             ::_exit(empty && own.free_idle() == PAGE_BYTES ? 0 : 1);
         }
