@@ -224,10 +224,12 @@ bool HostToDeviceCopies::settle() noexcept {
     try {
         record(0);
         const auto copied = [&] { return has_happened(copied_[0].get(), "copying to the GPU"); };
-        return poll_until(after_seconds(stuck_ ? SETTLES_S : seconds_), copied);
+        if (poll_until(after_seconds(stuck_ ? SETTLES_S : seconds_), copied)) return true;
     } catch (const std::exception&) {
-        return false;
+        // CUDA fails, so that nothing is known of the copies.
     }
+    static_cast<void>(stream_.release());  // it has work left
+    return false;
 }
 
 DeviceToHostCopies::DeviceToHostCopies() : stream_(make_stream()), copied_(make_event()) {}
