@@ -106,8 +106,8 @@ class HostToDeviceCopies {
     // Waits until the copies from this buffer are done. Throws DeviceStuck if they take too long.
     void wait(int buffer);
 
-    // Waits until all copies are done, also those after the last record(). Returns false if that takes too long, or is
-    // not known. Then the host buffers must stay (keep_for_ever).
+    // Waits until all copies are over, also those after the last record(). Returns false if that takes too long. Then
+    // the host buffers must stay (keep_for_ever).
     bool settle() noexcept;
 
   private:
