@@ -321,9 +321,9 @@ class Save:
         return [number for number in range(len(self._plan.files)) if number not in images]
 
     def _reserve_images(self) -> ReservedImages:
-        if not self._has_images:
-            return ReservedImages(None, ())
         images, files = self._context.host_images, self._plan.files
+        if not self._has_images or not files:  # a rank may write small files alone
+            return ReservedImages(None, ())
         if self._plan.on_gpu:
             return ReservedImages(images.reserve(files), tuple(range(len(files))))
         return images.reserve_ready(files)

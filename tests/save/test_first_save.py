@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -284,6 +285,13 @@ def test_a_save_waits_for_the_rest_if_nearly_all_is_ready(gate: Gate, tmp_path: 
     assert gate.fetched[-1][2] == "MainThread"
     check_saved(manager, model, saved, handle.wait().path)
     manager.close()
+
+
+def test_a_rank_that_writes_no_tensors_can_save_in_the_background(tmp_path: Path) -> None:
+    config = CheckpointConfig(save_contents=("extra",), load_contents=("extra",), async_save=True)
+    with closing(CheckpointManager(tmp_path, Model(), config=config)) as manager:
+        manager.save(1, {"seen": 5}).wait()
+        assert manager.load().extra_state == {"seen": 5}
 
 
 def test_only_async_saves_prepare(gate: Gate, tmp_path: Path) -> None:
