@@ -41,6 +41,7 @@ from mcore_ckpt.save.plan import estimated_bytes
 from mcore_ckpt.save.save import Save
 from mcore_ckpt.save.save_events import SaveEvents
 from mcore_ckpt.state.model import as_chunks, has_weights_on_gpu
+from mcore_ckpt.state.thread_settings import settings_for_state
 from mcore_ckpt.state.trainer import Trainer
 from mcore_ckpt.state.trainer_setup import complete_together, read_trainer
 from mcore_ckpt.steps import leftovers
@@ -137,7 +138,7 @@ class CheckpointManager:
                 },
             )
             check_assets(hf_config)
-            images = HostImages(config.timeout_s, config.max_host_bytes)
+            images = HostImages(config.timeout_s, trainer.gpu, config.max_host_bytes)
             if has_weights_on_gpu(trainer.chunks):
                 images.try_gpu()
             # Open the store now, so that a missing package is noticed now and not at the first upload.
@@ -220,7 +221,7 @@ class CheckpointManager:
         """
         started = time.perf_counter()
         events = SaveEvents(self._delivery, step, self._trainer.role, self._trainer.agreement.rank, started)
-        with events.telling_of_failure():
+        with events.telling_of_failure(), settings_for_state(self._trainer.gpu):
             return self._save(step, extra_state, roles, path, max_to_keep, events, started)
 
     def _save(
@@ -346,7 +347,8 @@ class CheckpointManager:
             fast = self._context.fast
             load = partial(load_state, self._trainer, self._remote, step, folder, failure, verify)
             load = partial(load, tier=fast and fast.tier, loaded=self._loaded)
-            return load_and_tell(self._delivery, self._trainer, step, folder, load)
+            with settings_for_state(self._trainer.gpu):
+                return load_and_tell(self._delivery, self._trainer, step, folder, load)
 
     def _loaded(self, manifest: Manifest, place: Path | str) -> None:
         """Notes that the training goes on from a checkpoint."""

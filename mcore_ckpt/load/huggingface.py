@@ -65,6 +65,7 @@ from mcore_ckpt.state.model import (
 from mcore_ckpt.state.optimizer import follow_model, read_optimizer
 from mcore_ckpt.state.quantized import has_quantized
 from mcore_ckpt.state.shards import LocalShard, ParameterState
+from mcore_ckpt.state.thread_settings import gpu_of, settings_for_state
 from mcore_ckpt.state.unsupported import (
     refuse_missing_layers,
     refuse_quantized_without_mains,
@@ -217,27 +218,28 @@ def load_hf(
     except BaseException as error:
         agreement.fail_next_round(topic, error)
         raise
-    path = find_folder_together(agreement, name, "model", everywhere=source != "rank0")
-    # Of a model on the hub each node may have the copy in another place.
-    same = str(path.absolute()) if path == Path(name) else name
-    arguments = {
-        "path": None if source == "rank0" else same,
-        "source": source,
-        "ignore": list(ignore),
-        "base": None if base is None else str(base),
-        "strict_model": strict_model,
-    }
-    base = None if base is None else find_folder_together(agreement, base, "config", everywhere=False)
-    opened = _open_together(here, path, arguments, base)
-    plan = _plan_together(here, opened, source, ignore, topic)
-    nbytes = _apply_together(here, plan, source)
-    if optimizer is not None:
-        follow_model(optimizer)
-        if has_quantized(here.chunks):
-            write_weights(here.chunks, optimizer)
-    seconds = time.monotonic() - started
-    model_read, left_out = plan.reader.model.describe(), plan.reader.left_out
-    return HfLoadReport(path, model_read, len(plan.requests), nbytes, seconds, left_out)
+    with settings_for_state(gpu_of(here.chunks)):
+        path = find_folder_together(agreement, name, "model", everywhere=source != "rank0")
+        # Of a model on the hub each node may have the copy in another place.
+        same = str(path.absolute()) if path == Path(name) else name
+        arguments = {
+            "path": None if source == "rank0" else same,
+            "source": source,
+            "ignore": list(ignore),
+            "base": None if base is None else str(base),
+            "strict_model": strict_model,
+        }
+        base = None if base is None else find_folder_together(agreement, base, "config", everywhere=False)
+        opened = _open_together(here, path, arguments, base)
+        plan = _plan_together(here, opened, source, ignore, topic)
+        nbytes = _apply_together(here, plan, source)
+        if optimizer is not None:
+            follow_model(optimizer)
+            if has_quantized(here.chunks):
+                write_weights(here.chunks, optimizer)
+        seconds = time.monotonic() - started
+        model_read, left_out = plan.reader.model.describe(), plan.reader.left_out
+        return HfLoadReport(path, model_read, len(plan.requests), nbytes, seconds, left_out)
 
 
 def _here(model: Any, optimizer: Any, agreement: Agreement) -> _Here:

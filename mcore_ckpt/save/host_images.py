@@ -5,9 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-
-import torch
 
 from mcore_ckpt.formats.native.file_plan import FilePlan
 from mcore_ckpt.io import _native, tuning
@@ -38,24 +35,17 @@ class HostImages:
 
     Args:
         timeout_s: how long to wait for a GPU, in seconds.
+        gpu: the number of the GPU of the training; None without one.
         limit: the largest number of bytes of host memory; None for no limit.
     """
 
-    def __init__(self, timeout_s: float, limit: int | None = None) -> None:
+    def __init__(self, timeout_s: float, gpu: int | None, limit: int | None = None) -> None:
         self._memory = HostMemory(limit)
-        self._timeout_s = timeout_s
+        self._timeout_s, self._gpu = timeout_s, gpu
         self._device: DeviceCopies | None = None
 
-    @cached_property
-    def _gpu(self) -> int:
-        """The number of the GPU that the state is on: the current one of the thread that makes the manager.
-
-        Another thread may have another current GPU, when it calls `save` or a guard.
-        """
-        return torch.cuda.current_device()
-
     def try_gpu(self) -> None:
-        """Copies a few bytes from the current GPU. Raises UnsupportedError if that fails."""
+        """Copies a few bytes from the GPU. Raises UnsupportedError if that fails."""
         self._copies_from_gpu().try_out()
 
     def prepare(self, nbytes: int, on_gpu: bool) -> None:
@@ -159,6 +149,7 @@ class HostImages:
 
     def _copies_from_gpu(self) -> DeviceCopies:
         if self._device is None:
+            assert self._gpu is not None, "copies from a GPU without one"
             self._device = DeviceCopies(self._gpu, self._timeout_s)
         return self._device
 

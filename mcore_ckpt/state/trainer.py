@@ -42,6 +42,7 @@ class Trainer:
         source_files: the files beside the weights of the model that the training started from, by path. Rank 0's first
             save fills it.
         nodes: the nodes of the job, if there is a fast tier.
+        gpu: the number of the GPU of the training (`thread_settings.gpu_of`); None without one.
         agreement: connects this rank with the other ranks of the role, for rounds on the trainer's own thread.
     """
 
@@ -59,6 +60,7 @@ class Trainer:
     stages: tuple[StageRecord, ...]
     first_instance: bool
     vocab_size: int | None
+    gpu: int | None
     agreement: Agreement
     model: Facts = field(default_factory=dict)
     layers: Layers = field(default_factory=dict)

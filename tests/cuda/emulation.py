@@ -10,6 +10,7 @@ import ctypes
 import importlib.util
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -44,6 +45,7 @@ recorded: list[tuple[torch.UntypedStorage, int]] = []
 
 _real_is_cuda: Any = torch._C.TensorBase.is_cuda.__get__  # type: ignore[attr-defined]
 _device = 0
+_current = threading.local()
 
 
 def _is_asked_by_us() -> bool:
@@ -70,7 +72,7 @@ class _Stream:
 def install(device: int) -> None:
     """Puts this process, on whose thread the training runs, on a GPU of the emulated CUDA."""
     global _device
-    _device = device
+    _device = _current.device = device
     library.emulated_set_device(device)
     torch.Tensor.is_cuda = property(  # type: ignore[assignment,method-assign]
         lambda tensor: is_on_gpu(tensor) if _is_asked_by_us() else _real_is_cuda(tensor)
@@ -85,7 +87,8 @@ def install(device: int) -> None:
         (tensor.untyped_storage(), stream.cuda_stream)
     )
     _replace("is_available", lambda: True)
-    _replace("current_device", lambda: _device)
+    _replace("current_device", _current_device)
+    _replace("device", _as_current)
     _replace("current_stream", lambda *_: _Stream(0))
     _replace("synchronize", lambda *_: None)
     _replace("get_rng_state", lambda *_: torch.get_rng_state())
@@ -98,6 +101,18 @@ def install(device: int) -> None:
 def _replace(name: str, ours: Any) -> None:
     theirs = getattr(torch.cuda, name)
     setattr(torch.cuda, name, lambda *args: ours(*args) if _is_asked_by_us() else theirs(*args))
+
+
+def _current_device() -> int:
+    return getattr(_current, "device", 0)  # that of a new thread is GPU 0
+
+
+@contextmanager
+def _as_current(device: int) -> Iterator[None]:
+    before = _current_device()
+    _current.device = device
+    yield
+    _current.device = before
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,34 @@ def sync() -> None:
         manager.load(step=1)
         assert not differing(before, run.state())
     assert pinned <= 8 * piece + (1 << 20) < sum(tensor.nbytes for tensor in before.values()), pinned
+
+
+@case
+def a_call_may_come_from_any_thread_and_mode() -> None:
+    """A save waits for the training's GPU, although a new thread's is GPU 0. After a load, the training goes on."""
+    waited_for: list[int] = []
+
+    def wait(gpu: int, seconds: float) -> None:
+        waited_for.append(gpu)
+
+    def load() -> None:
+        with torch.inference_mode(), torch.device("meta"):
+            manager.load(step=1)
+            load_hf(run.model, hf_folder(manager))
+
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        ThreadPoolExecutor(1) as thread,
+        closing(run.manager("thread", save_contents=WITH_EXPORT)) as manager,
+    ):
+        patch.setattr(_native, "wait_for_device", wait)
+        before = run.state()
+        thread.submit(manager.save, 1).result()
+        run.step()
+        thread.submit(load).result()
+        assert not differing(before, run.state())
+        run.step()
+    assert set(waited_for) == {run.gpu} != {0}
 
 
 @case

@@ -102,7 +102,7 @@ def test_what_outlives_a_manager_and_what_it_needs(programs: Programs) -> None:
 
 @full
 def test_a_process_has_one_context(programs: Programs) -> None:
-    programs.run("one_context", EMULATED_GPU="3")
+    programs.run("one_context", "a_call_may_come_from_any_thread_and_mode", EMULATED_GPU="3")
 
 
 @full

@@ -46,7 +46,7 @@ def image_in(buffer: _native.HostBuffer, plan: FilePlan) -> torch.Tensor:
 
 @pytest.fixture
 def staging() -> Iterator[HostImages]:
-    staging = HostImages(60.0)
+    staging = HostImages(60.0, torch.cuda.current_device())
     yield staging
     staging.close()
 

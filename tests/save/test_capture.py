@@ -137,7 +137,7 @@ def test_in_place_the_sources_are_the_elements_in_a_row_as_long_as_the_capture_l
 @pytest.mark.parametrize("lazy", [None, ()])
 def test_what_is_queued_before_the_capture_is_in_it_and_what_follows_is_not(device: str, lazy: Any) -> None:
     tensor = torch.zeros(1 << 20, device=device)
-    plans, staging = [plan_of([tensor], 1, 0)], HostImages(60.0)
+    plans, staging = [plan_of([tensor], 1, 0)], HostImages(60.0, None)
     buffer = staging.reserve(plans) if device == "cuda" else staging.reserve_ready(plans).buffer
     assert buffer is not None
     for _ in range(50):
@@ -201,7 +201,7 @@ def test_staging_takes_one_page_aligned_range_for_each_file() -> None:
         == sum(page_ceil(plan.head) + page_ceil(plan.nbytes) for plan in plans)
         <= 6 * PAGE_BYTES + 30_000 + 3 * 2000
     )
-    staging = HostImages(60.0, limit=arena_bytes(plans))
+    staging = HostImages(60.0, None, limit=arena_bytes(plans))
     reserved = staging.reserve_ready(plans).buffer
     assert reserved is not None
     assert reserved.address % PAGE_BYTES == 0

@@ -1,0 +1,44 @@
+"""Sets what torch keeps for each thread, while a public call works on the training state.
+
+A call may come from any thread, and from inside `torch.inference_mode()` or `torch.device("cuda")`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+_CPU = torch.device("cpu")
+
+
+def gpu_of(chunks: Sequence[torch.nn.Module]) -> int | None:
+    """Returns the number of the GPU of a training: that of its parameters.
+
+    If they are all in host memory, perhaps offloaded, it is this thread's current GPU. None: there is no GPU.
+    """
+    with torch._C.DisableTorchFunction():  # a TorchFunctionMode would be called for each of thousands of parameters
+        each = (parameter for chunk in chunks for parameter in chunk.parameters())
+        found = next((parameter.get_device() for parameter in each if parameter.is_cuda), None)
+    if found is None and torch.cuda.is_available():
+        return torch.cuda.current_device()
+    return found
+
+
+@contextmanager
+def settings_for_state(gpu: int | None) -> Iterator[None]:
+    """Lets the body read and change a training state that is on a GPU, or, with None, in host memory.
+
+    The GPU is the current one: in a new thread that is GPU 0, whose random generator, stream and work are another
+    training's. Tensors are ordinary ones: a moment that was made or changed in inference mode would fail in the next
+    step of the optimizer. What the body creates without naming a device is in host memory.
+    """
+    with ExitStack() as settings:
+        settings.enter_context(torch.inference_mode(False))
+        settings.enter_context(torch.no_grad())
+        if gpu is not None:
+            settings.enter_context(torch.cuda.device(gpu))
+        if torch.get_default_device() != _CPU:  # else without it, because it costs something in each call of torch
+            settings.enter_context(_CPU)
+        yield
