@@ -119,7 +119,8 @@ class CheckpointConfig:
         async_mode: when an async `save` returns. "snapshot": after the state has been copied. "lazy": immediately. The
             state on a GPU is then copied during the next forward and backward pass. Megatron's methods that change the
             state (`optimizer.step()`, parameter gathers, loading) make their CUDA stream wait for the copy. Other code
-            that changes the state must call `manager.before_step()` first. In both modes, state in CPU memory is copied
+            that changes the state must call `manager.before_step()` first. Without the optimizer of a model that is
+            trained, "lazy" is "snapshot". In both modes, state in CPU memory is copied
             before `save` returns.
         if_busy: what `save` does while an earlier save is under way: "wait" for it, or "raise" BusyError.
         if_failed: what happens after a background save has failed. "raise": the next call of the manager raises the

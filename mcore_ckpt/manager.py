@@ -33,7 +33,7 @@ from mcore_ckpt.save.context import SaveContext
 from mcore_ckpt.save.destination import find_destination
 from mcore_ckpt.save.drain import Drain
 from mcore_ckpt.save.fast_saves import FastSaves, open_fast_saves
-from mcore_ckpt.save.guards import Guards, changing_methods
+from mcore_ckpt.save.guards import Guards, changing_methods, why_not_lazy
 from mcore_ckpt.save.hf_export import check_exportable, warn_of_config
 from mcore_ckpt.save.host_images import HostImages
 from mcore_ckpt.save.opening import Opening
@@ -167,7 +167,7 @@ class CheckpointManager:
         self._context = SaveContext(trainer, commits, images, lock, uploads, room, self._delivery, history, fast=fast)
         self._opening = Opening(self._context)
         self._background = BackgroundSaves(commits, warns=config.if_failed == "warn")
-        self._guards = Guards(changing_methods(trainer) if _is_lazy(config) else [], self._context.host_images.hold)
+        self._guards = Guards(_to_delay(trainer), self._context.host_images.hold)
         self._closed = False
         self._prepare_host_images()
 
@@ -639,5 +639,15 @@ def _policy(config: CheckpointConfig, max_to_keep: int | None) -> PreservationPo
     return PreservationPolicy(max_to_keep, config.keep_every)
 
 
-def _is_lazy(config: CheckpointConfig) -> bool:
-    return config.async_save and config.async_mode == "lazy" and torch.cuda.is_available()
+def _to_delay(trainer: Trainer) -> list[tuple[Any, str]]:
+    """Lists the methods that wait for the copies of a lazy save."""
+    config = trainer.config
+    if not (config.async_save and config.async_mode == "lazy" and torch.cuda.is_available()):
+        return []
+    if (reason := why_not_lazy(trainer)) and trainer.agreement.is_coordinator:
+        logger.warning(
+            'async_mode is "lazy", but %s: save() waits until the state is copied, as with "snapshot". A manager may '
+            "have an optimizer that it does not save (save_contents)",
+            reason,
+        )
+    return changing_methods(trainer)

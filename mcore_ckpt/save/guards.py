@@ -9,6 +9,7 @@ from functools import update_wrapper
 from types import MethodType
 from typing import Any
 
+from mcore_ckpt.state.model import gradients_share_memory
 from mcore_ckpt.state.optimizers.chain import optimizer_parts
 from mcore_ckpt.state.trainer import Trainer
 
@@ -23,6 +24,15 @@ def changing_methods(trainer: Trainer) -> list[tuple[Any, str]]:
     return [(optimizer, name) for optimizer in unique for name in by_optimizer] + [
         (chunk, name) for chunk in trainer.chunks for name in by_chunk
     ]
+
+
+def why_not_lazy(trainer: Trainer) -> str | None:
+    """Says what changes the training state past all guards; None if nothing does, so that saves can be lazy."""
+    if gradients_share_memory(trainer.chunks):
+        return "the next backward pass changes the parameters, because they share memory with gradients"
+    if trainer.optimizer is None and any(each.requires_grad for chunk in trainer.chunks for each in chunk.parameters()):
+        return "the manager has no optimizer whose step it could delay"
+    return None
 
 
 class Guards:

@@ -29,6 +29,7 @@ from mcore_ckpt.save.context import SaveContext
 from mcore_ckpt.save.copies import CopyHandle
 from mcore_ckpt.save.drain import DrainHandle
 from mcore_ckpt.save.group_lists import NO_GROUPS, keys_to_save
+from mcore_ckpt.save.guards import why_not_lazy
 from mcore_ckpt.save.hf_export import completed, export_together
 from mcore_ckpt.save.host_images import ReservedImages
 from mcore_ckpt.save.need import need_of_rank
@@ -44,7 +45,7 @@ from mcore_ckpt.save.save_times import SaveTimes
 from mcore_ckpt.save.small_files import SmallFiles, read_steps, sizes_of_assets
 from mcore_ckpt.save.tracking import follow_nodes
 from mcore_ckpt.state.main_weights import NO_WEIGHTS, is_gathered_by_megatron
-from mcore_ckpt.state.model import gradients_share_memory, sync_parameters
+from mcore_ckpt.state.model import sync_parameters
 from mcore_ckpt.steps import tracker
 from mcore_ckpt.steps.commit import remove_folder, remove_if_empty
 from mcore_ckpt.steps.node_transaction import NodeAttempt, commit_on_nodes, make_staging
@@ -347,7 +348,7 @@ class Save:
         """Returns the argument `lazy` of `HostImages.capture`."""
         if not self._plan.on_gpu:
             return None
-        is_lazy = self._trainer.config.async_mode == "lazy" and not gradients_share_memory(self._trainer.chunks)
+        is_lazy = self._trainer.config.async_mode == "lazy" and why_not_lazy(self._trainer) is None
         return self._plan.buffers if is_lazy else None
 
     # -- write ----------------------------------------------------------------------------------------------

@@ -56,13 +56,14 @@ class Training:
     def step(self) -> None:
         training.train_step(self.model, self.optimizer, self.scheduler, self.text)
 
-    def manager(self, name: str, **fields: Any) -> CheckpointManager:
+    def manager(self, name: str, with_optimizer: bool = True, **fields: Any) -> CheckpointManager:
         hf_config = training.hf_config()
         hf_config.layer_types = hf_config.layer_types[:LAYERS]
         hf_config.num_hidden_layers = LAYERS
         beside = {"hf_config": hf_config, "processing_class": training.byte_tokenizer()}
         config = CheckpointConfig(**fields)
-        return CheckpointManager(FOLDER / name, self.model, self.optimizer, self.scheduler, config=config, **beside)
+        optimizer = self.optimizer if with_optimizer else None
+        return CheckpointManager(FOLDER / name, self.model, optimizer, self.scheduler, config=config, **beside)
 
     def state(self) -> dict[str, torch.Tensor]:
         found = dict(self.model[0].named_parameters())
@@ -107,6 +108,26 @@ def lazy_without_guards() -> None:
     with closing(run.manager("unguarded", async_save=True, async_mode="lazy")) as manager:
         manager._guards.remove()
         assert rounds(manager) > 0
+
+
+@case
+def lazy_without_the_optimizer() -> None:
+    """Nothing can delay its step, so the weights are copied before `save` returns."""
+    contents = {"save_contents": ("model",), "load_contents": ("model",)}
+    with closing(
+        run.manager("weights", with_optimizer=False, async_save=True, async_mode="lazy", **contents)
+    ) as manager:
+        before = weights()
+        handle = manager.save(1)
+        run.step()
+        assert differing(before, weights())
+        handle.wait()
+        manager.load(step=1)
+        assert not differing(before, weights())
+
+
+def weights() -> dict[str, torch.Tensor]:
+    return {name: weight.detach().clone() for name, weight in run.model[0].named_parameters()}
 
 
 @case
@@ -204,11 +225,11 @@ def hf_folder(manager: CheckpointManager) -> Path:
 def a_model_comes_from_rank_0() -> None:
     with closing(run.manager("rank0", save_contents=WITH_EXPORT)) as manager:
         manager.save(1)
-        before = {name: weight.detach().clone() for name, weight in run.model[0].named_parameters()}
+        before = weights()
         run.step()
-        assert differing(before, dict(run.model[0].named_parameters()))
+        assert differing(before, weights())
         load_hf(run.model, hf_folder(manager), source="rank0")
-        assert not differing(before, dict(run.model[0].named_parameters()))
+        assert not differing(before, weights())
 
 
 @case
