@@ -292,11 +292,12 @@ class Save:
             self._plan.replicated, attempt.number, self._trainer.config.verify_replicas, self._plan.copies
         )
         self._reads_gpu = any(tensor.is_cuda for members in self._plan.tensors for tensor in members.tensors)
-        if self._plan.on_gpu and not self._has_images:
-            # Threads read the tensors, with no stream that would put them behind the work of the training.
-            wait_for_gpu(self._trainer.config.timeout_s)
         self._times.mark("planned")
         self._capture = self._captured()
+        if self._plan.on_gpu and not self._has_images:
+            # Threads read the tensors, with no stream that would put them behind the work of the training, and behind
+            # that of the capture: strided tensors are copied in rows.
+            wait_for_gpu(self._trainer.config.timeout_s)
         self._times.mark("captured")
         if self._is_async and len(self._images.files) < len(self._plan.files):
             self._start_writing(attempt.staging).wait_for_sources()

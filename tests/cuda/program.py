@@ -152,6 +152,36 @@ def sync() -> None:
 
 
 @case
+def sync_of_a_strided_tensor() -> None:
+    """A save waits for the GPU after it has asked it for a copy in rows, which only the wait completes here."""
+    turned = torch.rand(64, 32).t()
+    run.model[0].module.decoder.final_layernorm.register_buffer("turned", turned)
+    asked: list[tuple[torch.Tensor, torch.Tensor]] = []
+    in_rows = torch.Tensor.contiguous
+
+    def ask(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_contiguous():
+            return in_rows(tensor)
+        asked.append((torch.zeros(tensor.shape), tensor))
+        return asked[-1][0]
+
+    def wait(gpu: int, seconds: float) -> None:
+        for copy, tensor in asked:
+            copy.copy_(tensor)
+        asked.clear()
+
+    with pytest.MonkeyPatch.context() as patch, closing(run.manager("strided")) as manager:
+        patch.setattr(_native, "wait_for_device", wait)
+        patch.setattr(torch.Tensor, "contiguous", ask)
+        manager.save(1)
+        patch.undo()
+        saved = turned.clone()
+        turned.zero_()
+        manager.load(step=1)
+        assert torch.equal(turned, saved)
+
+
+@case
 def a_call_may_come_from_any_thread_and_mode() -> None:
     """A save waits for the training's GPU, although a new thread's is GPU 0. After a load, the training goes on."""
     waited_for: list[int] = []
