@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_ckpt.errors import CommitError
-from mcore_ckpt.io import _native
+from mcore_ckpt.io import _native, tuning
 
 
 def wait_for_gpu(timeout_s: float) -> None:
@@ -26,8 +26,15 @@ def wait_for_gpu(timeout_s: float) -> None:
     if not _native.built_with_cuda:  # then all of the state is in host memory, or the save is refused
         torch.cuda.synchronize()
         return
-    with as_checkpoint_errors():
-        _native.wait_for_device(torch.cuda.current_device(), timeout_s)
+    gpu = torch.cuda.current_device()
+    with as_checkpoint_errors(gpu):
+        _native.wait_for_device(gpu, timeout_s)
+
+
+def wait_before_reading(tensor: torch.Tensor) -> None:
+    """Waits for the GPU of a tensor whose values the host reads next, for which torch would wait without a deadline."""
+    if tensor.is_cuda:
+        wait_for_gpu(tuning.DEVICE_READ_S)
 
 
 @contextmanager
@@ -44,13 +51,13 @@ def saying_what_hangs() -> Iterator[None]:
 
 
 @contextmanager
-def as_checkpoint_errors() -> Iterator[None]:
-    """Raises CommitError, with the rank, if a GPU hangs or CUDA fails."""
+def as_checkpoint_errors(gpu: int | None, advice: str = "") -> Iterator[None]:
+    """Raises CommitError, with the rank and the GPU's number, if that GPU hangs or CUDA fails."""
     try:
         with saying_what_hangs():
             yield
     except RuntimeError as error:
-        raise _error_of_rank(str(error)) from None
+        raise _error_of_rank(f"GPU {gpu}: {error}{advice}") from None
 
 
 def _error_of_rank(message: str) -> CommitError:

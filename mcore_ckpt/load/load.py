@@ -29,6 +29,7 @@ from mcore_ckpt.formats import kinds
 from mcore_ckpt.formats.native.folder import Folder, LocalFolder
 from mcore_ckpt.formats.native.remote_folder import RemoteFolder
 from mcore_ckpt.formats.native.spread_folder import SpreadFolder
+from mcore_ckpt.io.device_waits import wait_for_gpu
 from mcore_ckpt.load.broadcast import refuse_broadcast
 from mcore_ckpt.load.candidates import find_candidates, folder_of
 from mcore_ckpt.load.fill import TensorFill, fill_tensors
@@ -150,6 +151,7 @@ def load_state(
     held: list[HeldRole] = []
 
     def work() -> Record:
+        wait_for_gpu(trainer.agreement.timeout_s)  # plans read values of the state, for which torch waits for ever
         held.extend(own_held(tier))
         return {"request": request, "failure": failure, "held": [each.to_record() for each in held]}
 

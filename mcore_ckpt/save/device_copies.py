@@ -58,7 +58,7 @@ class DeviceCopies:
         for tensor in tensors:
             if tensor.is_cuda:
                 tensor.record_stream(self._stream)
-        with as_checkpoint_errors():
+        with as_checkpoint_errors(self._device):
             return self._copier.start(buffer, offsets, sources, nbytes, after, tuning.COPY_GROUP_BYTES)
 
     def hold(self) -> None:
@@ -67,17 +67,17 @@ class DeviceCopies:
         The host does not wait, unless the stream is being captured into a CUDA graph. Raises CommitError if it has to
         wait longer than `timeout_s`, and if a copy has failed.
         """
-        with as_checkpoint_errors():
+        with as_checkpoint_errors(self._device):
             self._copier.hold(torch.cuda.current_stream(self._device).cuda_stream, self._timeout_s)
 
     def wait(self) -> None:
         """Waits until all copies are done. Raises CommitError if they hang or have failed."""
-        with as_checkpoint_errors():
+        with as_checkpoint_errors(self._device):
             self._copier.wait(self._timeout_s)
 
     def close(self) -> None:
         """Waits for the copies. Raises CommitError if they hang or have failed. Host memory that they use stays."""
-        with as_checkpoint_errors():
+        with as_checkpoint_errors(self._device):
             self._copier.close(self._timeout_s)
 
     def try_out(self) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from mcore_ckpt.formats.native.file_plan import FilePlan
 from mcore_ckpt.io import _native, tuning
+from mcore_ckpt.io.device_waits import as_checkpoint_errors
 from mcore_ckpt.io.host_memory import HostMemory
 from mcore_ckpt.io.pages import page_ceil
 from mcore_ckpt.save.capture import Capture, FileTensors, arena_bytes, capture_copies
@@ -63,12 +64,14 @@ class HostImages:
 
         Raises:
             UnsupportedError: the files need more bytes than the limit.
-            CommitError: copies of an earlier save hang.
+            CommitError: copies of an earlier save hang, or CUDA cannot pin the memory.
             MemoryError: the system does not have the memory.
-            RuntimeError: CUDA cannot pin the memory.
         """
         self.wait()  # copies of a save that failed may still be writing into that memory
-        return self._memory.take(arena_bytes(files), self._gpu)
+        nbytes = arena_bytes(files)
+        advice = f"; a save needs {nbytes} bytes of pinned memory, and one with async_save=False about 1 GB"
+        with as_checkpoint_errors(self._gpu, advice):
+            return self._memory.take(nbytes, self._gpu)
 
     def reserve_ready(self, files: Sequence[FilePlan]) -> ReservedImages:
         """Reserves host memory for the files of a state in CPU memory, without a long wait.

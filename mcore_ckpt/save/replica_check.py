@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from mcore_ckpt.io import _native
+from mcore_ckpt.io.device_waits import wait_before_reading
 from mcore_ckpt.ranks.rounds import Record
 from mcore_ckpt.save.replica_lists import ReplicatedTensors
 from mcore_ckpt.state.offloaded import HostCopies, in_host_memory
@@ -84,6 +85,7 @@ def _sample(listed: ReplicatedTensors, attempt: str, everything: bool, copies: H
         if found is None or not found.untyped_storage().nbytes():
             parts.append(None)
         elif everything:
+            wait_before_reading(found)
             parts.append(_crc_of_all(found.contiguous()))
         elif not found.is_contiguous():
             parts.append(None)  # a part of it cannot be had without a copy of all of it

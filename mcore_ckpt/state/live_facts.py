@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from mcore_ckpt.checkpoint.model_facts import Facts, config_facts
+from mcore_ckpt.io.device_waits import wait_before_reading
 from mcore_ckpt.state.model import language_model_of, unwrap
 
 # So many rotary frequencies are kept, evenly spaced: enough to tell any two kinds of scaling apart.
@@ -46,6 +47,7 @@ def _arguments(model: Any) -> dict[str, Any]:
     found["seq_len_interpolation_factor"] = getattr(rotary, "seq_len_interpolation_factor", None)
     frequencies = getattr(rotary, "inv_freq", None)
     if isinstance(frequencies, torch.Tensor) and frequencies.ndim == 1 and len(frequencies) and not frequencies.is_meta:
+        wait_before_reading(frequencies)
         found |= _of_frequencies(frequencies.tolist(), found)
     return found
 

@@ -15,6 +15,7 @@ import torch
 from mcore_ckpt.checkpoint.pt_tensors import is_known
 from mcore_ckpt.checkpoint.unpickling import MOST_KEY_PARTS
 from mcore_ckpt.errors import UnsupportedError
+from mcore_ckpt.io.device_waits import wait_before_reading
 
 # Types of values without parts, which torch's safe unpickler makes.
 ATOMS = (type(None), bool, int, float, complex, str, bytes)
@@ -95,6 +96,7 @@ def copy_tensor(value: torch.Tensor, field: str) -> torch.Tensor:
             f"{field} is a {kind} tensor of {value.dtype} on {value.device}, which cannot be stored: use dense tensors "
             "with values"
         )
+    wait_before_reading(value)
     return value.detach().to("cpu", copy=True).contiguous()
 
 

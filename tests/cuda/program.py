@@ -7,6 +7,7 @@ import gc
 import os
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -23,6 +24,11 @@ from mcore_ckpt.cli.demo import training
 from mcore_ckpt.errors import CheckpointError, CommitError, UnsupportedError
 from mcore_ckpt.io import _native, tuning
 from mcore_ckpt.load.huggingface import load_hf
+from mcore_ckpt.save.replica_check import take_samples
+from mcore_ckpt.save.replica_lists import ReplicatedTensors
+from mcore_ckpt.state.live_facts import read_facts
+from mcore_ckpt.state.optimizers.chain import optimizer_parts
+from mcore_ckpt.state.plain import copy_tensor
 from mcore_ckpt.steps.trainer_lock import TrainerLock
 from mcore_ckpt.tools.merge import MergeRequest, merge
 
@@ -308,6 +314,25 @@ def no_call_after_a_snapshot() -> None:
 
 def calls_of_our_threads() -> dict[str, str]:
     return {line[2]: line[3] for line in emulation.report() if line[:2] == ["call", "ours"]}
+
+
+@case
+def the_host_waits_with_a_deadline_before_it_reads_numbers() -> None:
+    """Of the trainer's own state, of the optimizer's steps, of all replicas, and of the rotary embedding."""
+    waits: list[int] = []
+    weight = next(run.model[0].parameters())
+    replicas = [ReplicatedTensors("label", ("weight",), (weakref.ref(weight),), True)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_native, "wait_for_device", lambda gpu, seconds: waits.append(gpu))
+        for read in (
+            lambda: copy_tensor(torch.ones(2), "positions"),
+            lambda: optimizer_parts(run.optimizer)[0].steps(),
+            lambda: take_samples(replicas, "attempt", True, {}),
+            lambda: read_facts(run.model),
+        ):
+            before = len(waits)
+            read()
+            assert len(waits) > before, read.__code__.co_names
 
 
 @case

@@ -1,7 +1,9 @@
 """Reading back: any range, and nothing of a block that is not what was written."""
 
+import gc
 import os
 import pickle
+import weakref
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -18,10 +20,11 @@ from mcore_ckpt.checkpoint.index import BLOCK_BYTES
 from mcore_ckpt.checkpoint.manifest import FileRecord
 from mcore_ckpt.checkpoint.plain_files import pickle_plain, write_plain
 from mcore_ckpt.checkpoint.reading import read_index, read_manifest, read_plain
-from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
+from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, CommitError
+from mcore_ckpt.formats.native import ranges
 from mcore_ckpt.formats.native.ranges import read_ranges
 from mcore_ckpt.formats.native.write_requests import TensorWrite, WriteRequest
-from mcore_ckpt.io import tuning
+from mcore_ckpt.io import _native, tuning
 from mcore_ckpt.io.pages import PAGE_BYTES
 from mcore_ckpt.sharding.overlap import Rows
 from mcore_ckpt.sharding.plan import ReadRange, ShardKey, StoredShard
@@ -313,3 +316,25 @@ def test_a_plain_file_that_holds_no_dict(value: object, tmp_path: Path) -> None:
     torch.save(value, tmp_path / "rng.pt")
     with pytest.raises(CheckpointCorruptError, match="not a dict"):
         read_plain(tmp_path, plain_record(tmp_path / "rng.pt"))
+
+
+def test_what_a_hung_gpu_may_still_write_to_is_never_freed(written: Written, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Hung:
+        def __init__(self, *arguments: object, **named: object) -> None:
+            self.owners: list[object] = []
+
+        def add(self, *arguments: object, owner: object) -> None:
+            self.owners.append(owner)
+
+        def run(self) -> None:
+            raise _native.DeviceStuck(3, 600.0)
+
+    monkeypatch.setattr(_native, "ReadJob", Hung)
+    target = poisoned(10)
+    freed = weakref.ref(target)
+    with pytest.raises(CommitError, match="GPU 3 has not done its work for 600 s"):
+        written.read_into(target, 0, 10)
+    del target
+    gc.collect()
+    assert freed() is not None
+    ranges._hung.clear()

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_ckpt.errors import UnsupportedError
+from mcore_ckpt.errors import CommitError, UnsupportedError
 from mcore_ckpt.formats.native.file_plan import FilePlan, StructureCache, plan_file
 from mcore_ckpt.formats.native.write_requests import TensorWrite, WriteRequest
 from mcore_ckpt.io import tuning
@@ -137,7 +137,7 @@ def test_in_place_the_sources_are_the_elements_in_a_row_as_long_as_the_capture_l
 @pytest.mark.parametrize("lazy", [None, ()])
 def test_what_is_queued_before_the_capture_is_in_it_and_what_follows_is_not(device: str, lazy: Any) -> None:
     tensor = torch.zeros(1 << 20, device=device)
-    plans, staging = [plan_of([tensor], 1, 0)], HostImages(60.0, None)
+    plans, staging = [plan_of([tensor], 1, 0)], HostImages(60.0, 0 if device == "cuda" else None)
     buffer = staging.reserve(plans) if device == "cuda" else staging.reserve_ready(plans).buffer
     assert buffer is not None
     for _ in range(50):
@@ -248,6 +248,15 @@ def test_an_event_vouches_for_all_that_lies_before_its_offset(
         # And no later than it must: what the first event has copied can be written then.
         first = events[0][0]
         assert (ready[0][1] == events[0][1]) == (copies[0][0] <= first)
+
+
+def test_memory_that_cannot_be_pinned_is_an_error_of_this_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(memory: HostMemory, nbytes: int, device: int | None) -> None:
+        raise RuntimeError("pinning memory: out of memory")
+
+    monkeypatch.setattr(HostMemory, "take", refuse)
+    with pytest.raises(CommitError, match="rank 0: GPU 3: pinning memory: out of memory; a save needs 4096"):
+        HostImages(60.0, 3).reserve([plan_of([torch.zeros(1)], 1, 0)])
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

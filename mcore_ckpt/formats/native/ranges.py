@@ -45,6 +45,18 @@ def read_ranges(
     return read_stored(role_dir, reads, check, piece_bytes)
 
 
+# The jobs whose GPU hung. Copies that are queued there may still write to the destinations, which the jobs keep alive.
+_hung: list[_native.ReadJob] = []
+
+
+def _run(job: _native.ReadJob) -> None:
+    try:
+        job.run()
+    except _native.DeviceStuck:
+        _hung.append(job)
+        raise
+
+
 def read_stored(
     role_dir: Path,
     reads: Sequence[tuple[ReadRange, torch.Tensor]],
@@ -80,7 +92,7 @@ def read_stored(
         )
     try:
         with saying_what_hangs():
-            job.run()
+            _run(job)
     except _native.DamagedBlock as damage:
         number, offset, nbytes = damage.args
         stored = reads[number][0].stored

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from mcore_ckpt.errors import UnsupportedError
+from mcore_ckpt.io.device_waits import wait_before_reading
 from mcore_ckpt.sharding.plan import PARAM
 from mcore_ckpt.state.optimizers.kinds import Kind, Shapes, find_kind, kind_name
 from mcore_ckpt.state.quantized import is_quantized
@@ -335,6 +336,8 @@ def _numbers(steps: Sequence[Any]) -> set[float | int]:
         on_device = [step for step in tensors if not step.is_cpu]
         numbers.update(map(torch.Tensor.item, (step for step in tensors if step.is_cpu)))
         # All these steps are transferred together, because each transfer waits for the device.
+        if on_device:
+            wait_before_reading(on_device[0])
         return numbers.union(torch.stack(on_device).tolist() if on_device else ())
 
 
