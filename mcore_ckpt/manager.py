@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -221,7 +221,7 @@ class CheckpointManager:
         """
         started = time.perf_counter()
         events = SaveEvents(self._delivery, step, self._trainer.role, self._trainer.agreement.rank, started)
-        with events.telling_of_failure(), settings_for_state(self._trainer.gpu):
+        with events.telling_of_failure(), self._settings():
             return self._save(step, extra_state, roles, path, max_to_keep, events, started)
 
     def _save(
@@ -347,7 +347,7 @@ class CheckpointManager:
             fast = self._context.fast
             load = partial(load_state, self._trainer, self._remote, step, folder, failure, verify)
             load = partial(load, tier=fast and fast.tier, loaded=self._loaded)
-            with settings_for_state(self._trainer.gpu):
+            with self._settings():
                 return load_and_tell(self._delivery, self._trainer, step, folder, load)
 
     def _loaded(self, manifest: Manifest, place: Path | str) -> None:
@@ -502,6 +502,9 @@ class CheckpointManager:
             last.callback(self._context.host_images.close)
             if fast is not None:
                 last.callback(fast.wait)
+
+    def _settings(self) -> AbstractContextManager[None]:
+        return settings_for_state(self._trainer.gpu, self._trainer.config.timeout_s)
 
     @contextmanager
     def _in_step(self, topic: str) -> Iterator[None]:

@@ -8,12 +8,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 import torch.distributed as dist
 
 from mcore_ckpt.errors import CommitError
 from mcore_ckpt.io import _native, tuning
+
+# For how many seconds this thread waits for a GPU before it reads from it.
+_patience = ContextVar("patience", default=tuning.DEVICE_READ_S)
+
+
+@contextmanager
+def patience(timeout_s: float) -> Iterator[None]:
+    """Lets this thread wait for at most `timeout_s` seconds whenever the body has to wait for a GPU."""
+    before = _patience.set(timeout_s)
+    try:
+        yield
+    finally:
+        _patience.reset(before)
+
+
+def patience_s() -> float:
+    """Returns for how many seconds this thread waits for a GPU."""
+    return _patience.get()
 
 
 def wait_for_gpu(timeout_s: float) -> None:
@@ -34,7 +53,7 @@ def wait_for_gpu(timeout_s: float) -> None:
 def wait_before_reading(tensor: torch.Tensor) -> None:
     """Waits for the GPU of a tensor whose values the host reads next, for which torch would wait without a deadline."""
     if tensor.is_cuda:
-        wait_for_gpu(tuning.DEVICE_READ_S)
+        wait_for_gpu(patience_s())
 
 
 @contextmanager

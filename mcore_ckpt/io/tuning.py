@@ -33,8 +33,7 @@ LOOK_THREADS = 32
 WRITE_BYTES = 4 << 20
 # Reads take larger pieces, which need not stay in the cache: the CPU reads each byte only once, for its CRC.
 READ_BYTES = 16 << 20
-# How long a read waits for the GPU that it copies to, and the host for a number that is on a GPU (seconds). Loads first
-# wait for what the training has queued there, with the trainer's own deadline, and what takes longer than this hangs.
+# How long a thread waits for a GPU before it reads from it, or copies to it, where no `timeout_s` is given (seconds).
 DEVICE_READ_S = 600.0
 # From a file in memory, a read is a copy. Pieces of one block stay in the cache for its CRC and the second copy.
 READ_MEMORY_BYTES = 1 << 20

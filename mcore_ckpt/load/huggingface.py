@@ -218,7 +218,7 @@ def load_hf(
     except BaseException as error:
         agreement.fail_next_round(topic, error)
         raise
-    with settings_for_state(gpu_of(here.chunks)):
+    with settings_for_state(gpu_of(here.chunks), timeout_s):
         path = find_folder_together(agreement, name, "model", everywhere=source != "rank0")
         # Of a model on the hub each node may have the copy in another place.
         same = str(path.absolute()) if path == Path(name) else name

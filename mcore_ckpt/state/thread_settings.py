@@ -10,6 +10,8 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
+from mcore_ckpt.io.device_waits import patience
+
 _CPU = torch.device("cpu")
 
 
@@ -27,16 +29,18 @@ def gpu_of(chunks: Sequence[torch.nn.Module]) -> int | None:
 
 
 @contextmanager
-def settings_for_state(gpu: int | None) -> Iterator[None]:
+def settings_for_state(gpu: int | None, timeout_s: float) -> Iterator[None]:
     """Lets the body read and change a training state that is on a GPU, or, with None, in host memory.
 
     The GPU is the current one: in a new thread that is GPU 0, whose random generator, stream and work are another
     training's. Tensors are ordinary ones: a moment that was made or changed in inference mode would fail in the next
-    step of the optimizer. What the body creates without naming a device is in host memory.
+    step of the optimizer. What the body creates without naming a device is in host memory. A read of the GPU waits for
+    `timeout_s` seconds at most.
     """
     with ExitStack() as settings:
         settings.enter_context(torch.inference_mode(False))
         settings.enter_context(torch.no_grad())
+        settings.enter_context(patience(timeout_s))
         if gpu is not None:
             settings.enter_context(torch.cuda.device(gpu))
         if torch.get_default_device() != _CPU:  # else without it, because it costs something in each call of torch

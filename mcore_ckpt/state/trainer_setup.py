@@ -25,7 +25,7 @@ from mcore_ckpt.state.model import chunk_layers, model_shards, own_layers, proce
 from mcore_ckpt.state.optimizers.chain import optimizer_parts
 from mcore_ckpt.state.param_groups import group_keys
 from mcore_ckpt.state.shards import LocalShard
-from mcore_ckpt.state.thread_settings import gpu_of
+from mcore_ckpt.state.thread_settings import gpu_of, settings_for_state
 from mcore_ckpt.state.trainer import Trainer
 from mcore_ckpt.state.unsupported import (
     refuse_missing_layers,
@@ -64,6 +64,9 @@ def read_trainer(
     check_megatron()
     groups = process_groups_of(chunks)
     coordinates, topology = read_topology(groups, len(chunks))
+    gpu = gpu_of(chunks)
+    with settings_for_state(gpu, config.timeout_s):
+        model = read_facts(chunks)
     return Trainer(
         root=root,
         role=role,
@@ -75,9 +78,9 @@ def read_trainer(
         vocab_size=config.vocab_size or _vocab_size(objects["hf_config"]),
         first_instance=is_first_optimizer_instance(groups),
         replicas=read_replicas(groups),
-        gpu=gpu_of(chunks),
+        gpu=gpu,
         agreement=agreement,
-        model=read_facts(chunks),
+        model=model,
         group_keys=group_keys(optimizer_parts(objects["optimizer"])),
         **objects,
     )

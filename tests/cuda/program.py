@@ -308,12 +308,15 @@ def no_call_after_a_snapshot() -> None:
     run.step()
     before = calls_of_our_threads()
     manager.save(2).wait()
-    assert calls_of_our_threads() == before
+    assert calls_of_our_threads() == before, (calls_of_our_threads(), before)
     manager.close()
 
 
 def calls_of_our_threads() -> dict[str, str]:
-    return {line[2]: line[3] for line in emulation.report() if line[:2] == ["call", "ours"]}
+    """Counts them by name, without that for which `save` itself waits before it reads numbers of the GPU."""
+    counted = {line[2]: line[3] for line in emulation.report() if line[:2] == ["call", "ours"]}
+    counted.pop("cudaDeviceSynchronize", None)
+    return counted
 
 
 @case

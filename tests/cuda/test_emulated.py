@@ -75,7 +75,12 @@ def programs(native: Path, tmp_path: Path) -> Programs:
 
 
 def test_the_guards_of_lazy_saves_keep_them_whole(programs: Programs) -> None:
-    programs.run("lazy", "lazy_without_guards", "lazy_without_the_optimizer", EMULATED_DELAY_US="400000", ROUNDS="1")
+    programs.run("lazy", "lazy_without_guards", EMULATED_DELAY_US="400000", ROUNDS="1")
+
+
+@full
+def test_without_the_optimizer_weights_are_copied_before_a_save_returns(programs: Programs) -> None:
+    programs.run("lazy_without_the_optimizer", EMULATED_DELAY_US="400000", ROUNDS="1")
 
 
 def test_a_graph_can_be_captured_during_saves(programs: Programs) -> None:

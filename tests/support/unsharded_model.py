@@ -45,6 +45,7 @@ def trainer_of(model: torch.nn.Module, optimizer: Any, **config: Any) -> Trainer
         stages=(),
         first_instance=True,
         vocab_size=None,
+        gpu=None,
         agreement=SimpleNamespace(rank=0),  # type: ignore[arg-type]
     )
 

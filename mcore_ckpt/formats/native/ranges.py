@@ -14,7 +14,7 @@ from mcore_ckpt.checkpoint.manifest import FileRecord
 from mcore_ckpt.checkpoint.reading import open_file
 from mcore_ckpt.errors import CheckpointCorruptError
 from mcore_ckpt.io import _native, tuning
-from mcore_ckpt.io.device_waits import saying_what_hangs
+from mcore_ckpt.io.device_waits import patience_s, saying_what_hangs
 from mcore_ckpt.sharding.plan import ReadRange
 
 
@@ -72,7 +72,7 @@ def read_stored(
         piece_bytes=piece_bytes,
         block_bytes=BLOCK_BYTES,
         pinned=any(memory.is_cuda for _, memory in reads),
-        device_timeout=tuning.DEVICE_READ_S,
+        device_timeout=patience_s(),
     )
     for read, memory in reads:
         stored, rows, item = read.stored, read.rows, item_bytes(read.stored.dtype)
