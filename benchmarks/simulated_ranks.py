@@ -297,6 +297,7 @@ class Rank0:
             stages=(),
             first_instance=True,
             vocab_size=None,
+            gpu=None,
             agreement=agreement,
         )
         self._names = TensorNames()

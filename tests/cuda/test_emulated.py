@@ -75,7 +75,7 @@ def programs(native: Path, tmp_path: Path) -> Programs:
 
 
 def test_the_guards_of_lazy_saves_keep_them_whole(programs: Programs) -> None:
-    programs.run("lazy", "lazy_without_guards", EMULATED_DELAY_US="400000", ROUNDS="1")
+    programs.run("lazy", "lazy_without_guards", EMULATED_DELAY_US="200000", ROUNDS="1")
 
 
 @full

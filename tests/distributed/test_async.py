@@ -20,6 +20,7 @@ from training import Training, build, parallel, train
 from mcore_ckpt import CheckpointManager, SaveHandle
 from mcore_ckpt.errors import BusyError, CommitError, UnsupportedError
 from mcore_ckpt.formats.native.writer import FileWriter
+from mcore_ckpt.save.guards import changing_methods
 
 DP2 = LAYOUTS["dp2-bf16"]
 
@@ -236,8 +237,8 @@ def test_a_load_waits_for_the_save_under_way(shared_path: Path, monkeypatch: pyt
 def test_a_closed_manager_gives_back_the_methods_that_it_guarded(
     shared_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a GPU there is nothing to guard, so this says that there is one. Nothing is saved."""
-    monkeypatch.setattr("mcore_ckpt.manager._is_lazy", lambda config: True)
+    """Without a GPU there is nothing to guard, so this says that there is. Nothing is saved."""
+    monkeypatch.setattr("mcore_ckpt.manager._to_delay", changing_methods)
     with parallel(DP2):
         training = build(DP2, seed=1)
         manager = start(training, shared_path, async_mode="lazy")

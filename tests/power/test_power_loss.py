@@ -35,8 +35,8 @@ def run(tmp_path: Path, *arguments: str) -> dict[str, Any]:
 
 
 def test_a_part_of_the_states_of_saves(tmp_path: Path) -> None:
-    found = run(tmp_path, "saves", "--states", "30", "--samples", "1", "--syncs", "commit.py:publish")
-    assert found["tried"] == 30
+    found = run(tmp_path, "saves", "--states", "10", "--samples", "1", "--syncs", "commit.py:publish")
+    assert found["tried"] == 10
     # Of the step's folder, of the root, and of the role's folder if it has links to files of another program.
     assert len(found["without"]) == 3
     assert all(each["problem"] for each in found["without"])

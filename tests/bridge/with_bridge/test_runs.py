@@ -96,6 +96,7 @@ def test_another_layout_loads_what_bridges_own_manager_loads(
 
 
 @pytest.mark.shows("Megatron-Bridge", "moving over")
+@pytest.mark.full
 def test_a_run_moves_over_and_goes_on_with_its_own(
     tmp_path: Path, left_by_bridge: BridgeRun, uninterrupted: Uninterrupted
 ) -> None:

@@ -129,6 +129,7 @@ def test_lora_saves_the_adapters_alone(model: Path, tmp_path: Path, uninterrupte
 
 
 @pytest.mark.shows("ms-swift", "retention")
+@pytest.mark.full
 def test_the_best_checkpoint_stays_after_a_restart(model: Path, tmp_path: Path) -> None:
     """ms-swift counts by the time of folders, and forgets at a restart which checkpoint was the best."""
     run = killed(model, tmp_path, save_steps=1, save_total_limit=2, eval_iters=1)
@@ -181,6 +182,7 @@ def test_what_stays_is_the_newest_the_best_and_the_current_one(
 
 
 @pytest.mark.shows("ms-swift", "moving over")
+@pytest.mark.full
 def test_a_run_of_ms_swifts_own_goes_on_with_ours(model: Path, tmp_path: Path, uninterrupted: Any) -> None:
     stock = killed(model, tmp_path, pipeline=StockSft)
     again = resumed(
@@ -209,6 +211,7 @@ def test_a_run_goes_back_to_ms_swifts_own(model: Path, tmp_path: Path, uninterru
 
 
 @pytest.mark.shows("ms-swift", "other layout")
+@pytest.mark.full
 def test_another_layout_loads_what_megatron_makes_of_it(model: Path, tmp_path: Path) -> None:
     """Ours reads what two tensor-parallel ranks have saved; Megatron's loader reads the same step, converted."""
     run = killed(model, tmp_path, 2, **NOT_DISTRIBUTED, **TP2)
@@ -275,6 +278,7 @@ def test_pipeline_stages_go_on(model: Path, tmp_path: Path, uninterrupted: Any) 
 
 
 @pytest.mark.shows("ms-swift", "precision-aware")
+@pytest.mark.full
 def test_a_precision_aware_optimizer_goes_on(model: Path, tmp_path: Path) -> None:
     """With transformer-engine's FusedAdam stood in for (fused_adam.py): moments in 16 bits."""
     check_switches(model, tmp_path, fused_adam, use_precision_aware_optimizer=True, exp_avg_dtype="bf16")
@@ -307,6 +311,7 @@ def test_weights_that_are_safetensors_alone_keep_their_place(model: Path, tmp_pa
     assert (state["iteration"], state["consumed_train_samples"]) == (STEPS, 4 * STEPS)
 
 
+@pytest.mark.full
 def test_merged_weights_keep_their_place(model: Path, tmp_path: Path) -> None:
     """ms-swift reads it from `iter_{N}/common.pt`, which it would have copied beside the merged weights."""
     run = killed(model, tmp_path, save_safetensors=True, **LORA)
