@@ -176,7 +176,7 @@ def _tier(nodes: Nodes) -> NodeTier:
     folder = Path("/dev/shm/run")
     addressed = Nodes(tuple(replace(node, address="10.0.0.1:4000") for node in nodes.all))
     lock = TrainerLock(folder, "actor")
-    return NodeTier(FastTier(folder), "actor", addressed, 1, 8, folder, "token", 60.0, None, lock)
+    return NodeTier(FastTier(folder), "actor", addressed, 1, 8, folder, b"secret", 60.0, None, lock)
 
 
 def timed(work: Callable[[], Result]) -> tuple[Result, float]:

@@ -50,6 +50,9 @@ class FastTier:
         bytes_per_s: how many bytes a second each node receives at most for the copies of one role. None: no limit.
         domain: returns, on each node, the name of its failure domain, such as its rack. Copies go to nodes of other
             domains. None: each node is a domain of its own.
+        tls: a folder with `cert.pem`, `key.pem` and `ca.pem`. With it, what nodes send each other is encrypted, and
+            each node must show a certificate of that authority. None: nothing is encrypted, as in the job's other
+            traffic (gloo, NCCL).
 
     Raises:
         InvalidArgumentError: a value is not allowed.
@@ -65,6 +68,7 @@ class FastTier:
     durable_every: int | None = limited(10, least=1)
     bytes_per_s: int | None = limited(None, least=1)
     domain: Callable[[], str] | None = None
+    tls: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         if not local_path(self.folder, "folder of the fast tier").is_absolute():
@@ -72,6 +76,8 @@ class FastTier:
                 f"folder of the fast tier is {os.fspath(self.folder)!r}: use an absolute path, such as /dev/shm/run, "
                 "which is a folder of each node's own"
             )
+        if self.tls is not None:
+            local_path(self.tls, "tls of the fast tier")
         check_fields(self, " of the fast tier")
         if self.domain is not None and not callable(self.domain):
             raise InvalidTypeError(

@@ -1,25 +1,17 @@
-"""Serves the files below a folder to the other nodes of a job, over TCP.
+"""Serves the files below a folder to the other nodes of a job, over TCP (`peer_protocol.py`).
 
-A request is one line of JSON, an answer a header and bytes:
-
-    request    {"token": ..., "verb": "read", "path": ..., "start": ..., "stop": ...}  newline
-    answer     one byte (0: here it is, 1: there is no such file, 2: refused), 8 bytes (length, big-endian), the bytes
-
-`peer_store.py` is the other side. A connection carries one request after the other. The verbs are `read` (bytes of a
-file), `sizes` (the files below a folder, as JSON) and `note` (bytes that this process has published under a name).
-
-Who does not know the token gets nothing. The token is random, and the job's key-value store has it. Nothing is
-encrypted, as in the job's other traffic (gloo, NCCL).
+Who does not know the secret gets nothing, and can take little: few such connections are open at a time, and each only
+for a moment. Nothing waits for the other side without a deadline.
 """
 
 from __future__ import annotations
 
-import hmac
 import json
 import logging
 import os
+import resource
+import select
 import socket
-import struct
 import threading
 import time
 from contextlib import suppress
@@ -29,17 +21,53 @@ from typing import Any, BinaryIO
 from mcore_ckpt.errors import CheckpointCorruptError
 from mcore_ckpt.io.files import inside, open_regular
 from mcore_ckpt.io.folder_sizes import sizes_below
+from mcore_ckpt.io.peer_protocol import HEADER, HERE, MISSING, REFUSED, REQUEST_BYTES, admit, answer_time_s
+from mcore_ckpt.io.peer_tls import PeerTls
 
 logger = logging.getLogger(__name__)
 
-HEADER = struct.Struct("!BQ")
-HERE, MISSING, REFUSED = range(3)
-# The longest request line, in bytes. Paths are shorter than 4096 bytes.
-REQUEST_BYTES = 16384
-# A connection that sends nothing for so long is closed. A client then opens another one.
+# How long a client may take to prove that it knows the secret, and to send a request that it has begun (seconds).
+_INTRODUCTION_S, _REQUEST_S = 5.0, 10.0
+# How long an answer may take in addition to its bytes' time (seconds).
+_ANSWER_S = 30.0
+# A connection without a request for so long is closed. A client then opens another one.
 _IDLE_S = 300.0
-# The pause after a connection could not be accepted, in seconds.
-_ACCEPT_PAUSE_S = 0.1
+# How often deadlines are looked at (seconds).
+_LOOK_S = 0.5
+# How many connections are open at most: of clients that are known, and of those that are not known yet. The second
+# number also has to be small for another reason: each connection has a thread.
+_MOST_KNOWN, _MOST_UNKNOWN = 1024, 64
+# So many descriptors stay free for the training and its saves.
+_SPARE_DESCRIPTORS = 64
+# Messages about strangers come at most so often (seconds), because anybody can cause them.
+_QUIET_S = 60.0
+
+
+class _Client:
+    """A connection to this server.
+
+    Attributes:
+        connection: the connection.
+        deadline: when it is cut, by `time.monotonic()`.
+        is_known: True once the client has proved that it knows the secret.
+        is_idle: True while it has no request under way.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.deadline = time.monotonic() + _INTRODUCTION_S
+        self.is_known = self.is_idle = False
+
+    def cut(self) -> None:
+        """Ends the connection, and wakes the thread that waits for it."""
+        with suppress(OSError):  # the client has gone
+            # `close` alone would do nothing while a forked process has the connection, too. That of SSLSocket would
+            # first forget how to decrypt, under the feet of the thread that reads.
+            socket.socket.shutdown(self.connection, socket.SHUT_RDWR)
+
+    def may_take(self, seconds: float) -> None:
+        """Sets the deadline of what comes next."""
+        self.deadline = time.monotonic() + seconds
 
 
 class PeerServer:
@@ -47,27 +75,30 @@ class PeerServer:
 
     Args:
         folder: the folder. Nothing outside it is served.
-        token: what a request must contain.
+        secret: what a client must know.
         host: the address to listen on, without port.
+        tls: how connections are encrypted; None if they are not.
 
     Raises:
         OSError: the address cannot be used.
 
     Example:
-        >>> server = PeerServer(Path("/dev/shm/run"), token, "10.0.0.7")  # doctest: +SKIP
+        >>> server = PeerServer(Path("/dev/shm/run"), secret, "10.0.0.7")  # doctest: +SKIP
         >>> server.address  # doctest: +SKIP
         '10.0.0.7:40213'
     """
 
-    def __init__(self, folder: Path, token: str, host: str) -> None:
-        self._folder, self._token = folder, token
+    def __init__(self, folder: Path, secret: bytes, host: str, tls: PeerTls | None = None) -> None:
+        self._folder, self._secret, self._tls = folder, secret, tls
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, 0), family=family, backlog=512)
+        self._socket.settimeout(_LOOK_S)
         self.address = f"{host}:{self._socket.getsockname()[1]}"
         self._notes: dict[str, bytes] = {}
-        self._connections: set[socket.socket] = set()
+        self._clients: dict[_Client, None] = {}  # in the order in which they came
         self._lock = threading.Lock()
         self._closed = False
+        self._quiet_until = 0.0
         threading.Thread(target=self._accept, name="mcore_ckpt peer server", daemon=True).start()
 
     def publish(self, name: str, data: bytes, instead_of: str | None = None) -> None:
@@ -83,97 +114,158 @@ class PeerServer:
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._socket.close()
-        with self._lock:
-            open_now = list(self._connections)
-        for connection in open_now:
-            with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+        for client in self._all_clients():
+            client.cut()
 
     def _accept(self) -> None:
-        while True:
+        waiting = select.poll()
+        waiting.register(self._socket, select.POLLIN)
+        while not self._is_closed():
+            self._cut_overdue()
+            if not waiting.poll(_LOOK_S * 1000):
+                continue
+            if not self._has_room():
+                time.sleep(_LOOK_S)  # further clients wait in the socket's queue
+                continue
             try:
                 connection, _ = self._socket.accept()
-            except OSError as error:
-                if self._is_closed():
-                    return
-                logger.warning("the server of %s cannot accept a connection: %s", self._folder, error)
-                time.sleep(_ACCEPT_PAUSE_S)  # too many files may be open, which lasts a while
+            except TimeoutError:  # the client has gone
                 continue
-            with self._lock:
-                self._connections.add(connection)
-            if self._is_closed():  # `close` may have looked at the connections before this one was there
-                self._drop(connection)
-                return
-            thread = threading.Thread(target=self._serve, args=(connection,), name="mcore_ckpt peer", daemon=True)
-            try:
-                thread.start()
-            except RuntimeError:  # the system grants no thread: the client tries another node
-                self._drop(connection)
+            except OSError as error:
+                if not self._is_closed():
+                    self._tell("the server of %s cannot accept a connection: %s", self._folder, error)
+                    time.sleep(_LOOK_S)  # too many files may be open, which lasts a while
+                continue
+            self._begin(connection)
+
+    def _begin(self, connection: socket.socket) -> None:
+        """Serves a new connection on a thread of its own."""
+        if connection.fileno() >= _most_descriptors() - _SPARE_DESCRIPTORS:  # the smallest free number was taken
+            self._tell(
+                "the server of %s refuses connections, because too many files are open: raise ulimit -n", self._folder
+            )
+            connection.close()
+            return
+        if self._tls is not None:
+            connection = self._tls.server.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+        client = _Client(connection)
+        with self._lock:
+            self._clients[client] = None
+        if self._is_closed():  # `close` may have looked at the connections before this one was there
+            self._drop(client)
+            return
+        try:
+            threading.Thread(target=self._serve, args=(client,), name="mcore_ckpt peer", daemon=True).start()
+        except RuntimeError:  # the system grants no thread: the client tries another node
+            self._drop(client)
 
     def _is_closed(self) -> bool:
         return self._closed
 
-    def _serve(self, connection: socket.socket) -> None:
+    def _all_clients(self) -> list[_Client]:
+        with self._lock:
+            return list(self._clients)
+
+    def _cut_overdue(self) -> None:
+        """Cuts connections that are too slow, and the oldest ones of strangers if there are too many."""
+        now, clients = time.monotonic(), self._all_clients()
+        for client in clients:
+            if client.deadline < now:
+                client.cut()
+        strangers = [client for client in clients if not client.is_known]
+        for client in strangers[: max(0, len(strangers) + 1 - min(_MOST_UNKNOWN, _most_descriptors() // 8))]:
+            self._forget(client)
+
+    def _has_room(self) -> bool:
+        """Returns whether one more client may come. If there is no room, the longest idle one goes."""
+        known = [client for client in self._all_clients() if client.is_known]
+        if len(known) < min(_MOST_KNOWN, _most_descriptors() // 4):
+            return True
+        idle = min((client for client in known if client.is_idle), key=lambda each: each.deadline, default=None)
+        if idle is None:
+            return False
+        self._forget(idle)
+        return True
+
+    def _tell(self, message: str, *values: object) -> None:
+        if time.monotonic() >= self._quiet_until:
+            self._quiet_until = time.monotonic() + _QUIET_S
+            logger.warning(message, *values)
+
+    def _serve(self, client: _Client) -> None:
+        connection = client.connection
         try:
-            connection.settimeout(_IDLE_S)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if self._tls is not None:
+                connection.do_handshake()  # type: ignore[attr-defined]
+            if not admit(connection, self._secret, client.deadline):
+                self._tell("a connection without the job's secret was refused: does another job use this port?")
+                return
+            client.is_known = True
+            connection.settimeout(None)  # the deadline cuts the connection
             with connection.makefile("rb") as requests:
-                while self._answer(connection, requests):
+                while self._answer(client, requests):
                     pass
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: an SSLSocket that was closed beside this thread
             logger.debug("a peer has gone away: %s", error)
         finally:
-            self._drop(connection)
+            self._drop(client)
 
-    def _drop(self, connection: socket.socket) -> None:
+    def _forget(self, client: _Client) -> None:
+        """Cuts a connection. Its thread closes it, because another file could get the descriptor's number before."""
         with self._lock:
-            self._connections.discard(connection)
-        with suppress(OSError):  # the client has gone
-            connection.shutdown(socket.SHUT_RDWR)  # `close` alone would do nothing while a forked process has it, too
-        connection.close()
+            self._clients.pop(client, None)
+        client.cut()
 
-    def _answer(self, connection: socket.socket, requests: BinaryIO) -> bool:
+    def _drop(self, client: _Client) -> None:
+        self._forget(client)
+        client.connection.close()
+
+    def _answer(self, client: _Client, requests: BinaryIO) -> bool:
         """Answers the next request. Returns False if there is none, or if it makes no sense."""
-        line = requests.readline(REQUEST_BYTES)
+        client.may_take(_IDLE_S)
+        client.is_idle = True
+        begun = requests.peek(1)  # type: ignore[attr-defined]
+        client.is_idle = False
+        client.may_take(_REQUEST_S)
+        line = requests.readline(REQUEST_BYTES) if begun else b""
         if not line.endswith(b"\n"):
             return False
         try:
             request = json.loads(line)
-            verb, path, token = str(request["verb"]), str(request["path"]), str(request["token"])
+            verb, path = str(request["verb"]), str(request["path"])
         except (ValueError, KeyError, TypeError, RecursionError):
             return False
-        # JSON can spell text that UTF-8 cannot encode.
-        if not hmac.compare_digest(token.encode(errors="surrogatepass"), self._token.encode()):
-            logger.warning("a request without the job's token was refused: does another job use this port?")
-            _send(connection, REFUSED, b"wrong token")
-            return False
+        client.may_take(_ANSWER_S)
         try:
-            self._obey(connection, verb, path, request)
+            self._obey(client, verb, path, request)
         except (FileNotFoundError, NotADirectoryError):
-            _send(connection, MISSING, b"")
+            _send(client, MISSING, b"")
         except (CheckpointCorruptError, ValueError, _UnreadableError) as error:
-            _send(connection, REFUSED, str(error).encode(errors="replace"))
+            _send(client, REFUSED, str(error).encode(errors="replace"))
         return True
 
-    def _obey(self, connection: socket.socket, verb: str, path: str, request: dict[str, Any]) -> None:
+    def _obey(self, client: _Client, verb: str, path: str, request: dict[str, Any]) -> None:
         if verb == "read":
-            self._send_range(connection, path, request.get("start"), request.get("stop"))
+            self._send_range(client, path, request.get("start"), request.get("stop"))
         elif verb == "sizes":
-            _send(connection, HERE, json.dumps(self._sizes_below(path)).encode())
+            _send(client, HERE, json.dumps(self._sizes_below(path)).encode())
         elif verb == "note":
             with self._lock:
                 data = self._notes.get(path)
-            _send(connection, MISSING if data is None else HERE, data or b"")
+            _send(client, MISSING if data is None else HERE, data or b"")
         else:
             raise ValueError(f"{verb!r} is no verb")
 
-    def _send_range(self, connection: socket.socket, path: str, start: Any, stop: Any) -> None:
+    def _send_range(self, client: _Client, path: str, start: Any, stop: Any) -> None:
         descriptor = self._open(path)
         with open(descriptor, "rb", buffering=0) as file:
             size = os.fstat(descriptor).st_size
             start, stop = 0 if start is None else start, size if stop is None else stop
             if not (isinstance(start, int) and isinstance(stop, int) and 0 <= start <= stop <= size):
                 raise ValueError(f"{path} has {size} bytes, so [{start}, {stop}) cannot be read")
+            client.may_take(_ANSWER_S + answer_time_s(stop - start))
+            connection = client.connection
             connection.sendall(HEADER.pack(HERE, stop - start))
             if stop > start:
                 sent = connection.sendfile(file, start, stop - start)
@@ -202,6 +294,13 @@ class _UnreadableError(Exception):
     """A file cannot be opened. This is an answer, whereas another OSError is of the connection, which is closed."""
 
 
-def _send(connection: socket.socket, status: int, data: bytes) -> None:
-    connection.sendall(HEADER.pack(status, len(data)))
-    connection.sendall(data)
+def _send(client: _Client, status: int, data: bytes) -> None:
+    client.may_take(_ANSWER_S + answer_time_s(len(data)))
+    client.connection.sendall(HEADER.pack(status, len(data)))
+    client.connection.sendall(data)
+
+
+def _most_descriptors() -> int:
+    """Returns how many descriptors this process may have; a training may change it."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return soft if soft != resource.RLIM_INFINITY else 1 << 20

@@ -11,7 +11,19 @@ from typing import Any
 
 from mcore_ckpt.errors import CheckpointCorruptError
 from mcore_ckpt.io.json_fields import FieldError, as_dict, get_int
-from mcore_ckpt.io.peer_server import HEADER, HERE, MISSING, REFUSED
+from mcore_ckpt.io.peer_protocol import (
+    HEADER,
+    HERE,
+    MISSING,
+    REFUSED,
+    ConnectionEndedError,
+    HandshakeError,
+    answer_time_s,
+    introduce,
+    receive,
+    receive_into,
+)
+from mcore_ckpt.io.peer_tls import PeerTls
 
 # The longest listing, and the longest text that says why a request is refused, in bytes.
 _LISTING_BYTES, _REASON_BYTES = 64 << 20, 64 << 10
@@ -35,18 +47,20 @@ class PeerStore:
 
     Args:
         address: "host:port" of the node's server.
-        token: the job's token.
+        secret: the job's secret.
         name: the node's name, for messages.
-        timeout_s: how long to wait for each piece of an answer, in seconds.
+        timeout_s: how long to wait for an answer, in seconds. A longer answer has more time: `answer_time_s`.
+        tls: how connections are encrypted; None if they are not.
 
     Example:
-        >>> PeerStore("10.0.0.7:40213", token, "node7", 60).read("global_steps_9/actor/manifest.json", 0, 20)
+        >>> PeerStore("10.0.0.7:40213", secret, "node7", 60).read("global_steps_9/actor/manifest.json", 0, 20)
         ... # doctest: +SKIP
     """
 
-    def __init__(self, address: str, token: str, name: str, timeout_s: float) -> None:
+    def __init__(self, address: str, secret: bytes, name: str, timeout_s: float, tls: PeerTls | None = None) -> None:
         host, _, port = address.rpartition(":")
-        self._address, self._token, self._name, self._timeout_s = (host, int(port)), token, name, timeout_s
+        self._address, self._secret, self._name, self._timeout_s = (host, int(port)), secret, name, timeout_s
+        self._tls = tls
         self._idle: list[socket.socket] = []
         self._lock = threading.Lock()
 
@@ -106,7 +120,7 @@ class PeerStore:
 
     def _ask(self, request: dict[str, Any], memory: memoryview | None, most: int = 0) -> bytes:
         """Sends a request. The answer fills `memory` if there is any, and is returned otherwise."""
-        line = json.dumps({"token": self._token, **request}).encode() + b"\n"
+        line = json.dumps(request).encode() + b"\n"
         connection, is_new = self._connection()
         try:
             try:
@@ -118,20 +132,21 @@ class PeerStore:
                 connection.close()
                 connection = self._connect()
                 status, length = self._header(connection, line)
+            deadline = time.monotonic() + self._timeout_s + answer_time_s(length)
             if status == HERE and memory is not None:
                 if length != len(memory):
                     raise PeerError(f"{self._name}: sent {length} bytes of {request['path']}, not {len(memory)}")
-                self._fill(connection, memory)
+                receive_into(connection, memory, deadline)
                 data = b""
             else:
                 if status == HERE and length > most:
                     raise _TooLongError(f"{self.url_of(request['path'])}: has {length} bytes, and not {most} at most")
-                data = self._receive(connection, length)
+                data = receive(connection, length, deadline)
         except BaseException as error:
             connection.close()
             if isinstance(error, PeerError) or not isinstance(error, OSError):
                 raise
-            raise PeerError(f"{self._name}: does not answer: {error}") from error
+            raise self._silent(error) from error
         with self._lock:
             self._idle.append(connection)
         if status == MISSING:
@@ -144,31 +159,33 @@ class PeerStore:
         with self._lock:
             if self._idle:
                 return self._idle.pop(), False
-        try:
-            return self._connect(), True
-        except OSError as error:
-            raise PeerError(f"{self._name}: cannot be reached at {self._address[0]}: {error}") from error
+        return self._connect(), True
 
     def _connect(self) -> socket.socket:
-        connection = socket.create_connection(self._address, timeout=self._timeout_s)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        deadline = time.monotonic() + self._timeout_s
+        try:
+            connection = socket.create_connection(self._address, timeout=self._timeout_s)
+        except OSError as error:
+            raise PeerError(f"{self._name}: cannot be reached at {self._address[0]}: {error}") from error
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if self._tls is not None:
+                connection = self._tls.client.wrap_socket(connection)
+            introduce(connection, self._secret, deadline)
+        except OSError as error:
+            connection.close()
+            raise self._silent(error) from error
         return connection
 
     def _header(self, connection: socket.socket, request: bytes) -> tuple[int, int]:
+        deadline = time.monotonic() + self._timeout_s
+        connection.settimeout(self._timeout_s)
         connection.sendall(request)
-        status, length = HEADER.unpack(self._receive(connection, HEADER.size))
+        status, length = HEADER.unpack(receive(connection, HEADER.size, deadline))
         if status not in (HERE, MISSING, REFUSED) or (status != HERE and length > _REASON_BYTES):
             raise PeerError(f"{self._name}: does not answer as a peer server does: another program may use its port")
         return status, length
 
-    def _receive(self, connection: socket.socket, nbytes: int) -> bytes:
-        data = bytearray(nbytes)
-        self._fill(connection, memoryview(data))
-        return bytes(data)
-
-    def _fill(self, connection: socket.socket, memory: memoryview) -> None:
-        while memory:
-            count = connection.recv_into(memory)
-            if not count:
-                raise PeerError(f"{self._name}: has closed the connection")
-            memory = memory[count:]
+    def _silent(self, error: OSError) -> PeerError:
+        says_it = isinstance(error, (HandshakeError, ConnectionEndedError))
+        return PeerError(f"{self._name}: {error}" if says_it else f"{self._name}: does not answer: {error}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import secrets
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -19,11 +18,13 @@ from mcore_ckpt.io.folder_sizes import sizes_below
 from mcore_ckpt.io.node_memory import bytes_free, is_memory
 from mcore_ckpt.io.peer_server import PeerServer
 from mcore_ckpt.io.peer_store import PeerStore
+from mcore_ckpt.io.peer_tls import PeerTls, read_tls
 from mcore_ckpt.ranks import deadlines
 from mcore_ckpt.ranks.addresses import own_address
 from mcore_ckpt.ranks.hosts import this_host
 from mcore_ckpt.ranks.nodes import Node, Nodes
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide, same_everywhere
+from mcore_ckpt.steps.job_secret import SecretOffer, given_secret, same_secrets
 from mcore_ckpt.steps.node_steps import FastCheckpoint
 from mcore_ckpt.steps.runs import Ownership, RootRun, elsewhere, whose
 from mcore_ckpt.steps.trainer_lock import TrainerLock
@@ -37,6 +38,14 @@ _TOPIC = "setting up the fast tier"
 _BRANCHES = 8
 
 
+@dataclass(frozen=True)
+class _Own:
+    """What this rank has of the user's for the connections between nodes."""
+
+    secret: bytes | None
+    tls: PeerTls | None
+
+
 @dataclass(eq=False)
 class NodeTier:
     """This rank's part of the fast tier of one role.
@@ -48,11 +57,12 @@ class NodeTier:
         number: the number of this node among them.
         rank: this rank.
         folder: this node's folder, which has the layout of a root.
-        token: what the nodes' servers want to hear.
+        secret: by what the nodes know each other.
         timeout_s: how long to wait for another node, in seconds.
         server: this node's server, on the node's lead; None on its other ranks.
         lock: the lock on the role in this node's folder. Only the lead uses it.
         root: the root, which says of which run the steps of this training are.
+        tls: how the connections between nodes are encrypted; None if they are not.
         unrenamed: saves that are committed, and that this node has still to rename. Only the lead has some.
     """
 
@@ -62,11 +72,12 @@ class NodeTier:
     number: int
     rank: int
     folder: Path
-    token: str
+    secret: bytes
     timeout_s: float
     server: PeerServer | None
     lock: TrainerLock
     root: Path | None = None
+    tls: PeerTls | None = None
     unrenamed: list[Attempt] = field(default_factory=list)
     _stores: dict[int, PeerStore] = field(default_factory=dict)
     _published: str | None = None
@@ -118,7 +129,7 @@ class NodeTier:
         """Returns the files of another node."""
         if number not in self._stores:
             node = self.nodes.all[number]
-            self._stores[number] = PeerStore(node.address, self.token, node.name, self.timeout_s)
+            self._stores[number] = PeerStore(node.address, self.secret, node.name, self.timeout_s, self.tls)
         return self._stores[number]
 
     def publish(self, attempt: str, manifest: bytes) -> None:
@@ -165,16 +176,20 @@ def open_tier(agreement: Agreement, fast: FastTier, role: str, root: Path) -> No
         CheckpointError: a rank has failed, or is missing.
     """
     folder = Path(fast.folder).expanduser()
+    own: list[_Own] = []
+    offers: list[SecretOffer] = []
 
     def combine(records: Sequence[Record]) -> Record:
         same_everywhere([record["fast"] for record in records], "the fast tier", InvalidArgumentError)
+        same_secrets(records)
         nodes = Nodes.of([record["host"] for record in records], [record["domain"] for record in records])
         _check_copies(nodes, fast.replicas)
+        offers.append(SecretOffer.make(own[0].secret, _seen_by_all(fast, folder, root, len(nodes)), role))
         # By rank, and not by node: a thousand nodes' ranks are short numbers, and names are sent once for each node.
         return {
             "nodes": [[node.name, node.domain] for node in nodes.all],
             "of_ranks": [nodes.number_of_host(record["host"]) for record in records],
-            "token": secrets.token_hex(16),
+            "secret": vars(offers[0]),
         }
 
     def work() -> Record:
@@ -183,9 +198,16 @@ def open_tier(agreement: Agreement, fast: FastTier, role: str, root: Path) -> No
             raise InvalidArgumentError(
                 f"folder of the fast tier is {folder}, which is the root: use another folder, or no fast tier"
             )
+        tls = None if fast.tls is None else Path(fast.tls).expanduser()
+        own.append(_Own(given_secret(), None if tls is None else read_tls(tls)))
         host = this_host()
-        settings = replace(fast, folder=str(folder), domain=None)
-        return {"fast": vars(settings), "host": host, "domain": host if fast.domain is None else str(fast.domain())}
+        settings = replace(fast, folder=str(folder), domain=None, tls=None if tls is None else str(tls))
+        return {
+            "fast": vars(settings),
+            "host": host,
+            "domain": host if fast.domain is None else str(fast.domain()),
+            "secret": "none" if own[0].secret is None else "one",
+        }
 
     found = decide(agreement, _TOPIC, work, combine)
     members: list[list[int]] = [[] for _ in found["nodes"]]
@@ -196,12 +218,14 @@ def open_tier(agreement: Agreement, fast: FastTier, role: str, root: Path) -> No
     )
     number = found["of_ranks"][agreement.rank]
     servers: list[PeerServer] = []
+    taken: list[bytes] = []
 
     def serve() -> Record:
+        taken.append(SecretOffer(**found["secret"]).take(own[0].secret))
         if nodes.all[number].lead != agreement.rank:
             return {}
         make_folder(folder)
-        servers.append(PeerServer(folder, found["token"], own_address()))
+        servers.append(PeerServer(folder, taken[0], own_address(), own[0].tls))
         return {"address": servers[0].address}
 
     try:
@@ -212,6 +236,9 @@ def open_tier(agreement: Agreement, fast: FastTier, role: str, root: Path) -> No
         for server in servers:
             server.close()
         raise
+    finally:
+        for offer in offers:  # on rank 0
+            offer.remove()
     at = [replace(node, address=address) for node, address in zip(nodes.all, told["at"], strict=True)]
     return NodeTier(
         fast,
@@ -220,12 +247,20 @@ def open_tier(agreement: Agreement, fast: FastTier, role: str, root: Path) -> No
         number,
         agreement.rank,
         folder,
-        found["token"],
+        taken[0],
         min(agreement.timeout_s, deadlines.PEER_TIMEOUT_S),
         servers[0] if servers else None,
         TrainerLock(folder, role),
         root,
+        own[0].tls,
     )
+
+
+def _seen_by_all(fast: FastTier, folder: Path, root: Path, nodes: int) -> Path | None:
+    """Returns a folder that all ranks see; None if there may be none."""
+    if fast.durable_every is not None:
+        return root
+    return folder if nodes == 1 else None
 
 
 def _check_copies(nodes: Nodes, replicas: int) -> None:

@@ -63,8 +63,10 @@ class NodesOfTest:
             shutil.copy(self.whole / path, place / path)
         if node == 0:
             return Source(LocalFolder(place), tuple(runs(has)))
-        self.servers[node] = self.stack.enter_context(closing(PeerServer(self.root / str(node), "token", "127.0.0.1")))
-        store = PeerStore(self.servers[node].address, "token", f"node{node}", LONG_S)
+        self.servers[node] = self.stack.enter_context(
+            closing(PeerServer(self.root / str(node), b"secret", "127.0.0.1"))
+        )
+        store = PeerStore(self.servers[node].address, b"secret", f"node{node}", LONG_S)
         self.stores[node] = self.stack.enter_context(closing(store))
         return Source(RemoteFolder(store, KEY), tuple(runs(has)))
 
@@ -277,7 +279,7 @@ def test_a_silent_node_is_asked_once(
     good = nodes.put(2, every)
     with socket.create_server(("127.0.0.1", 0)) as silent, ExitStack() as stack:
         host, port = silent.getsockname()
-        store = stack.enter_context(closing(PeerStore(f"{host}:{port}", "token", "node1", 0.05)))
+        store = stack.enter_context(closing(PeerStore(f"{host}:{port}", b"secret", "node1", 0.05)))
         asked = []
         ask = store._ask
         monkeypatch.setattr(store, "_ask", lambda *question: asked.append(question) or ask(*question))

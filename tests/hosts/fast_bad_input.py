@@ -23,7 +23,8 @@ from training import Layout, Training, build, parallel, train
 from mcore_ckpt import CheckpointConfig, CheckpointManager, FastTier
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.io import tuning
-from mcore_ckpt.io.peer_server import HEADER, HERE, PeerServer
+from mcore_ckpt.io.peer_protocol import HEADER, HERE
+from mcore_ckpt.io.peer_server import PeerServer
 from mcore_ckpt.recover import recover
 from mcore_ckpt.save import new_manifest
 from mcore_ckpt.save.background import SaveHandle
@@ -324,38 +325,38 @@ def nonsense(stage: Stage) -> dict[str, Any]:
 _honest = PeerServer._obey
 
 
-def _late(self: PeerServer, connection: Any, verb: str, path: str, request: dict[str, Any]) -> None:
+def _late(self: PeerServer, client: Any, verb: str, path: str, request: dict[str, Any]) -> None:
     time.sleep(0.2)
-    _honest(self, connection, verb, path, request)
+    _honest(self, client, verb, path, request)
 
 
-def _other_bytes(self: PeerServer, connection: Any, verb: str, path: str, request: dict[str, Any]) -> None:
+def _other_bytes(self: PeerServer, client: Any, verb: str, path: str, request: dict[str, Any]) -> None:
     if verb != "read":
-        _honest(self, connection, verb, path, request)
+        _honest(self, client, verb, path, request)
         return
     data = b"\x5a" * (request.get("stop", 5000) - request.get("start", 0))
-    connection.sendall(HEADER.pack(HERE, len(data)) + data)
+    client.connection.sendall(HEADER.pack(HERE, len(data)) + data)
 
 
-def _other_names(self: PeerServer, connection: Any, verb: str, path: str, request: dict[str, Any]) -> None:
+def _other_names(self: PeerServer, client: Any, verb: str, path: str, request: dict[str, Any]) -> None:
     if verb != "sizes":
-        _honest(self, connection, verb, "../" + path, request)
+        _honest(self, client, verb, "../" + path, request)
         return
     data = json.dumps({"../../etc/passwd": 7, "model": [], "rng_states": -3}).encode()
-    connection.sendall(HEADER.pack(HERE, len(data)) + data)
+    client.connection.sendall(HEADER.pack(HERE, len(data)) + data)
 
 
-def _huge_sizes(self: PeerServer, connection: Any, verb: str, path: str, request: dict[str, Any]) -> None:
-    connection.sendall(HEADER.pack(HERE, 1 << 62) + b"\0" * 1000)
+def _huge_sizes(self: PeerServer, client: Any, verb: str, path: str, request: dict[str, Any]) -> None:
+    client.connection.sendall(HEADER.pack(HERE, 1 << 62) + b"\0" * 1000)
 
 
-def _unknown_status(self: PeerServer, connection: Any, verb: str, path: str, request: dict[str, Any]) -> None:
-    connection.sendall(HEADER.pack(77, 3) + b"\xff\xfe\n")
+def _unknown_status(self: PeerServer, client: Any, verb: str, path: str, request: dict[str, Any]) -> None:
+    client.connection.sendall(HEADER.pack(77, 3) + b"\xff\xfe\n")
 
 
-def _half(self: PeerServer, connection: Any, verb: str, path: str, request: dict[str, Any]) -> None:
-    connection.sendall(HEADER.pack(HERE, request.get("stop", 100) - request.get("start", 0)) + b"x")
-    connection.close()
+def _half(self: PeerServer, client: Any, verb: str, path: str, request: dict[str, Any]) -> None:
+    client.connection.sendall(HEADER.pack(HERE, request.get("stop", 100) - request.get("start", 0)) + b"x")
+    client.cut()
 
 
 NONSENSE = {

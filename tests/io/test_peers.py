@@ -1,27 +1,26 @@
 """Files of another node, over real sockets: what arrives, what is refused, and what broken servers cost."""
 
-import json
 import os
 import socket
 import struct
 import threading
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from peer_talk import HOST, SECRET, Talk, answer, broken, raw, request, says, says_and_waits, says_for_ever
 from waiting import LONG_S, join_threads, wait_for
 
 from mcore_ckpt.errors import CheckpointCorruptError
 from mcore_ckpt.io import peer_server
-from mcore_ckpt.io.peer_server import HEADER, HERE, MISSING, REFUSED, REQUEST_BYTES, PeerServer
+from mcore_ckpt.io.peer_protocol import HEADER, HERE, MISSING, REFUSED, REQUEST_BYTES
+from mcore_ckpt.io.peer_server import PeerServer
 from mcore_ckpt.io.peer_store import PeerError, PeerStore
-
-TOKEN, HOST = "0badcafe", "127.0.0.1"
 
 
 @pytest.fixture
@@ -37,36 +36,14 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def server(folder: Path) -> Iterator[PeerServer]:
-    with closing(PeerServer(folder, TOKEN, HOST)) as server:
+    with closing(PeerServer(folder, SECRET, HOST)) as server:
         yield server
 
 
 @pytest.fixture
 def store(server: PeerServer) -> Iterator[PeerStore]:
-    with closing(PeerStore(server.address, TOKEN, "node7", LONG_S)) as store:
+    with closing(PeerStore(server.address, SECRET, "node7", LONG_S)) as store:
         yield store
-
-
-def raw(server: PeerServer) -> socket.socket:
-    host, _, port = server.address.rpartition(":")
-    return socket.create_connection((host, int(port)), timeout=LONG_S)
-
-
-def request(**fields: object) -> bytes:
-    return json.dumps({"token": TOKEN, "verb": "read", "path": "some.bin", **fields}).encode() + b"\n"
-
-
-def answer(connection: socket.socket) -> tuple[int, bytes] | None:
-    """The next answer of a server; None if it has closed the connection."""
-    with connection.makefile("rb") as file:
-        try:
-            header = file.read(HEADER.size)
-        except ConnectionResetError:  # the server has not read all that was sent
-            return None
-        if not header:
-            return None
-        status, length = HEADER.unpack(header)
-        return status, file.read(length)
 
 
 # -- what a server has ----------------------------------------------------------------------------------------
@@ -175,28 +152,12 @@ def test_a_note_is_served_until_another_takes_its_place(server: PeerServer, stor
 def test_a_note_is_waited_for(server: PeerServer, store: PeerStore) -> None:
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(store.note, "later", 10, LONG_S)
-        wait_for(lambda: bool(server._connections))  # it has begun to ask
+        wait_for(lambda: bool(server._clients))  # it has begun to ask
         server.publish("later", b"here")
         assert waiting.result(LONG_S) == b"here"
 
 
 # -- whom and what a server refuses ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("token", ["", "0badcafF", "\udc80", "0badcafe "])
-def test_without_the_token_there_is_nothing(server: PeerServer, token: str) -> None:
-    with raw(server) as connection:
-        connection.sendall(request(token=token))
-        assert answer(connection) == (REFUSED, b"wrong token")
-        assert answer(connection) is None
-
-
-def test_a_store_of_another_job(server: PeerServer) -> None:
-    with (
-        closing(PeerStore(server.address, "another", "node7", LONG_S)) as store,
-        pytest.raises(PeerError, match=r"node7: refused some\.bin: wrong token"),
-    ):
-        store.read("some.bin", 0, 1)
 
 
 @pytest.mark.parametrize("verb", ["read", "sizes"])
@@ -238,10 +199,10 @@ def test_what_is_no_file_is_refused_with_a_reason(store: PeerStore, folder: Path
         b"[]\n",
         b"7\n",
         b"null\n",
-        b'{"token": "0badcafe"}\n',
-        b'{"token": "0badcafe", "verb": "read"}\n',
+        b'{"path": "some.bin"}\n',
+        b'{"verb": "read"}\n',
         b"[" * 16000 + b"\n",
-        b'{"token": ' + b"9" * 10000 + b', "verb": "note", "path": ""}\n',
+        b'{"start": ' + b"9" * 10000 + b', "verb": "note", "path": ""}\n',
         b"GET / HTTP/1.1\r\n",
         b"x" * REQUEST_BYTES,
         b"x" * (REQUEST_BYTES * 10) + b"\n",
@@ -252,24 +213,24 @@ def test_what_is_no_file_is_refused_with_a_reason(store: PeerStore, folder: Path
 def test_garbage_costs_the_connection_only(server: PeerServer, store: PeerStore, line: bytes) -> None:
     with raw(server) as connection:
         connection.sendall(line)
-        if line.startswith(b'{"token": 9'):  # JSON, but a number of ten thousand digits is no token
-            assert answer(connection) in (None, (REFUSED, b"wrong token"))
-        else:
-            assert answer(connection) is None
+        assert answer(connection) is None
     assert store.read("some.bin", 0, 2) == b"\x00\x01"
 
 
-@given(st.binary(max_size=200))
-def test_any_bytes(data: bytes) -> None:
-    """On both sides of the token check. A thread that dies of them would be reported by pytest."""
+@given(st.binary(max_size=200), st.booleans())
+def test_any_bytes(data: bytes, is_known: bool) -> None:
+    """On both sides of the handshake. A thread that dies of them would be reported by pytest."""
     here, there = socket.socketpair()
     with here, there:
         server = PeerServer.__new__(PeerServer)
-        server._folder, server._token, server._notes = Path("/nowhere"), TOKEN, {}
-        server._lock, server._connections = threading.Lock(), set()
-        here.sendall(data + b"\n" + request(path=data.decode("latin-1")) + request(verb=data.decode("latin-1")))
-        here.shutdown(socket.SHUT_WR)
-        server._serve(there)
+        server._folder, server._secret, server._notes = Path("/nowhere"), SECRET, {}
+        server._lock, server._clients, server._tls, server._quiet_until = threading.Lock(), {}, None, 0.0
+        with pytest.MonkeyPatch.context() as patch:
+            if is_known:
+                patch.setattr(peer_server, "admit", lambda *given: True)
+            here.sendall(data + b"\n" + request(path=data.decode("latin-1")) + request(verb=data.decode("latin-1")))
+            here.shutdown(socket.SHUT_WR)
+            server._serve(peer_server._Client(there))
 
 
 def test_a_verb_that_is_none(server: PeerServer) -> None:
@@ -291,12 +252,12 @@ def test_requests_one_after_the_other(server: PeerServer) -> None:
 
 
 def test_a_client_that_says_nothing_is_forgotten(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_server, "_IDLE_S", 0.05)
-    with closing(PeerServer(folder, TOKEN, HOST)) as server, raw(server) as connection:
-        connection.sendall(b'{"token": ')
+    monkeypatch.setattr(peer_server, "_REQUEST_S", 0.05)
+    with closing(PeerServer(folder, SECRET, HOST)) as server, raw(server) as connection:
+        connection.sendall(b'{"verb": ')
         assert answer(connection) is None
         join_threads("mcore_ckpt peer")
-        assert not server._connections
+        assert not server._clients
 
 
 def test_clients_that_go_away_leave_nothing(server: PeerServer, folder: Path) -> None:
@@ -306,7 +267,7 @@ def test_clients_that_go_away_leave_nothing(server: PeerServer, folder: Path) ->
         with raw(server) as connection:
             connection.sendall(request(path="big"))
             connection.recv(10)
-    wait_for(lambda: not server._connections)
+    wait_for(lambda: not server._clients)
     join_threads("mcore_ckpt peer")
 
 
@@ -315,67 +276,13 @@ def test_a_connection_ends_even_if_a_forked_process_has_it_too(server: PeerServe
     with raw(server) as connection:
         connection.sendall(request())
         assert answer(connection) is not None
-        (there,) = server._connections
+        (there,) = (client.connection for client in server._clients)
         with socket.fromfd(there.fileno(), there.family, there.type):
             connection.sendall(b"nonsense\n")
             assert answer(connection) is None
 
 
 # -- what a client makes of servers that are broken -----------------------------------------------------------
-
-Talk = Callable[[socket.socket, threading.Event], None]
-
-
-@contextmanager
-def broken(talk: Talk) -> Iterator[str]:
-    """The address of a server that reads one request of each connection, and then talks."""
-    over = threading.Event()
-    server = socket.create_server((HOST, 0))
-    connections = []
-
-    def serve(connection: socket.socket) -> None:
-        with connection, connection.makefile("rb") as requests:
-            if requests.readline():
-                with suppress(OSError):  # the client has gone away
-                    talk(connection, over)
-
-    def accept() -> None:
-        while not over.is_set():
-            connection, _ = server.accept()
-            connections.append(threading.Thread(target=serve, args=(connection,)))
-            connections[-1].start()
-
-    thread = threading.Thread(target=accept)
-    thread.start()
-    try:
-        yield f"{HOST}:{server.getsockname()[1]}"
-    finally:
-        over.set()
-        socket.create_connection(server.getsockname()).close()  # wakes the thread that accepts
-        thread.join(LONG_S)
-        server.close()
-        for each in connections:
-            each.join(LONG_S)
-            assert not each.is_alive()
-
-
-def says(data: bytes) -> Talk:
-    return lambda connection, over: connection.sendall(data)
-
-
-def says_and_waits(data: bytes) -> Talk:
-    def talk(connection: socket.socket, over: threading.Event) -> None:
-        connection.sendall(data)
-        over.wait(LONG_S)
-
-    return talk
-
-
-def says_for_ever(connection: socket.socket, over: threading.Event) -> None:
-    connection.sendall(HEADER.pack(HERE, 2**60))
-    while not over.is_set():
-        connection.sendall(b"x" * 65536)
-
 
 BROKEN: dict[str, tuple[Talk, str]] = {
     "nothing": (says(b""), "has closed the connection"),
@@ -402,7 +309,7 @@ BROKEN: dict[str, tuple[Talk, str]] = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_read_from_a_broken_server(name: str) -> None:
     talk, message = BROKEN[name]
-    with broken(talk) as address, closing(PeerStore(address, TOKEN, "node7", 0.3)) as store:
+    with broken(talk) as address, closing(PeerStore(address, SECRET, "node7", 0.3)) as store:
         with pytest.raises(PeerError, match=message) as caught:
             store.read("key", 0, 4)
         assert str(caught.value).startswith("node7:")
@@ -415,7 +322,7 @@ def test_other_questions_to_a_broken_server(name: str) -> None:
     talk, _ = BROKEN[name]
     tracemalloc.start()
     try:
-        with broken(talk) as address, closing(PeerStore(address, TOKEN, "node7", 0.3)) as store:
+        with broken(talk) as address, closing(PeerStore(address, SECRET, "node7", 0.3)) as store:
             with pytest.raises(PeerError, match=r"^node7"):
                 store.sizes("key")
             with pytest.raises(PeerError, match=r"^node7"):
@@ -451,7 +358,7 @@ def test_other_questions_to_a_broken_server(name: str) -> None:
 def test_a_listing_that_makes_no_sense(listing: bytes) -> None:
     with (
         broken(says(HEADER.pack(HERE, len(listing)) + listing)) as address,
-        closing(PeerStore(address, TOKEN, "node7", LONG_S)) as store,
+        closing(PeerStore(address, SECRET, "node7", LONG_S)) as store,
         pytest.raises(PeerError, match="node7: sent a listing that makes no sense"),
     ):
         store.sizes("key")
@@ -461,7 +368,7 @@ def test_a_listing_that_makes_no_sense(listing: bytes) -> None:
 def test_any_answer(data: bytes) -> None:
     """Of a connection that ends after it."""
     here, there = socket.socketpair()
-    with here, there, closing(PeerStore("127.0.0.1:1", TOKEN, "node7", LONG_S)) as store:
+    with here, there, closing(PeerStore("127.0.0.1:1", SECRET, "node7", LONG_S)) as store:
         store._connect = lambda: here  # type: ignore[method-assign]
         there.sendall(data)
         there.shutdown(socket.SHUT_WR)
@@ -490,8 +397,8 @@ def test_a_dead_server(server: PeerServer, store: PeerStore) -> None:
 def test_a_server_that_was_started_again(folder: Path) -> None:
     """On the same port, while a client still has connections to the old one."""
     with ExitStack() as stack:
-        first = stack.enter_context(closing(PeerServer(folder, TOKEN, HOST)))
-        store = stack.enter_context(closing(PeerStore(first.address, TOKEN, "node7", LONG_S)))
+        first = stack.enter_context(closing(PeerServer(folder, SECRET, HOST)))
+        store = stack.enter_context(closing(PeerStore(first.address, SECRET, "node7", LONG_S)))
         together = threading.Barrier(4)
 
         def read(_: int) -> bytes:
@@ -512,7 +419,7 @@ def _at_port(folder: Path, port: int) -> PeerServer:
     create = socket.create_server
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket, "create_server", lambda address, **choices: create((address[0], port), **choices))
-        return PeerServer(folder, TOKEN, HOST)
+        return PeerServer(folder, SECRET, HOST)
 
 
 def test_a_server_closed_while_it_sends(server: PeerServer, folder: Path) -> None:
@@ -553,18 +460,18 @@ def test_a_server_closed_twice(server: PeerServer) -> None:
 
 
 def test_a_connection_that_comes_while_the_server_closes(server: PeerServer) -> None:
-    with raw(server) as first:
-        first.sendall(request(path="empty"))
-        assert answer(first) == (HERE, b"")
-        server._closed = True  # as `close` does first
-        with raw(server) as late:
-            assert answer(late) is None
+    server.close()
+    here, there = socket.socketpair()
+    with here:
+        server._begin(there)
+        assert answer(here) is None
+    assert not server._clients
     join_threads("mcore_ckpt peer server")
 
 
 def test_an_address_that_is_not_this_node_s(folder: Path) -> None:
     with pytest.raises(OSError, match="Cannot assign requested address"):
-        PeerServer(folder, TOKEN, "192.0.2.1")  # RFC 5737: an address of documents
+        PeerServer(folder, SECRET, "192.0.2.1")  # RFC 5737: an address of documents
 
 
 def test_ipv6(folder: Path) -> None:
@@ -573,7 +480,7 @@ def test_ipv6(folder: Path) -> None:
     except OSError:
         pytest.skip("no IPv6 here")
     with (
-        closing(PeerServer(folder, TOKEN, "::1")) as server,
-        closing(PeerStore(server.address, TOKEN, "node7", LONG_S)) as store,
+        closing(PeerServer(folder, SECRET, "::1")) as server,
+        closing(PeerStore(server.address, SECRET, "node7", LONG_S)) as store,
     ):
         assert store.read("some.bin", 1, 2) == b"\1"

@@ -34,7 +34,7 @@ def tier(tmp_path: Path) -> Iterator[NodeTier]:
     nodes = Nodes(tuple(Node(f"n{n}", f"n{n}", (2 * n, 2 * n + 1), "127.0.0.1:1") for n in range(3)))
     folder = tmp_path / "node"
     lock = TrainerLock(folder, "actor")
-    with closing(NodeTier(FastTier(folder), "actor", nodes, 1, 2, folder, "token", 0.1, None, lock)) as tier:
+    with closing(NodeTier(FastTier(folder), "actor", nodes, 1, 2, folder, b"secret", 0.1, None, lock)) as tier:
         yield tier
 
 

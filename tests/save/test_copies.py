@@ -56,7 +56,7 @@ class Job:
         folders = [root / str(node) for node in range(NODES)]
         for folder in folders:
             folder.mkdir(parents=True)
-        self.servers = [stack.enter_context(closing(PeerServer(folder, "token", "127.0.0.1"))) for folder in folders]
+        self.servers = [stack.enter_context(closing(PeerServer(folder, b"secret", "127.0.0.1"))) for folder in folders]
         nodes = Nodes(tuple(Node(f"n{n}", f"n{n}", (n,), self.servers[n].address) for n in range(NODES)))
         self.tiers = [
             NodeTier(
@@ -66,7 +66,7 @@ class Job:
                 n,
                 n,
                 folders[n],
-                "token",
+                b"secret",
                 LONG_S,
                 self.servers[n],
                 TrainerLock(folders[n], "actor"),

@@ -1,0 +1,113 @@
+"""Defines what two nodes of a job send each other: how each proves that it knows the secret, and what follows.
+
+    server     8 bytes (_MAGIC), 32 random bytes (its challenge)
+    client     32 random bytes (its challenge), 32 bytes: the client's proof
+    server     32 bytes: the server's proof; zeros if the client's is wrong, and the connection ends
+
+A proof is HMAC-SHA256, with the secret as its key, of the side's name and both challenges. So the secret is never sent,
+and a proof is of no use in another connection. Then requests and answers follow, on one connection any number of them:
+
+    request    {"verb": ..., "path": ..., "start": ..., "stop": ...}  newline
+    answer     one byte (0: here it is, 1: there is no such file, 2: refused), 8 bytes (length, big-endian), the bytes
+
+The verbs are `read` (bytes of a file), `sizes` (the files below a folder, as JSON) and `note` (bytes that the server's
+process has published under a name).
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import socket
+import struct
+import time
+
+HEADER = struct.Struct("!BQ")
+HERE, MISSING, REFUSED = range(3)
+# The longest request line, in bytes. Paths are shorter than 4096 bytes.
+REQUEST_BYTES = 16384
+# Whoever moves fewer bytes a second than this, on average over an answer, counts as lost.
+LEAST_BYTES_PER_S = 1 << 20
+
+_MAGIC = b"mcckpt-2"
+_CHALLENGE_BYTES = 32
+_NO_PROOF = bytes(32)
+
+
+class ConnectionEndedError(OSError):
+    """The other side has closed the connection."""
+
+
+class HandshakeError(OSError):
+    """The other side does not know the secret, or is no program of this kind."""
+
+
+def answer_time_s(nbytes: int) -> float:
+    """Returns how long an answer of so many bytes may take in addition to the time for the first of them."""
+    return nbytes / LEAST_BYTES_PER_S
+
+
+def receive_into(connection: socket.socket, memory: memoryview, deadline: float) -> None:
+    """Fills memory with the next bytes of a connection.
+
+    Raises TimeoutError if they are not all there at the deadline (by `time.monotonic()`), however steadily they come,
+    and ConnectionEndedError if the connection ends before.
+    """
+    while memory:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("timed out")
+        connection.settimeout(left)
+        count = connection.recv_into(memory)
+        if not count:
+            raise ConnectionEndedError("has closed the connection")
+        memory = memory[count:]
+
+
+def receive(connection: socket.socket, nbytes: int, deadline: float) -> bytes:
+    """Returns the next bytes of a connection. Takes memory for what has come, not for what was announced.
+
+    Raises like `receive_into`.
+    """
+    data = bytearray()
+    while len(data) < nbytes:
+        piece = bytearray(min(nbytes - len(data), LEAST_BYTES_PER_S))
+        receive_into(connection, memoryview(piece), deadline)
+        data += piece
+    return bytes(data)
+
+
+def admit(connection: socket.socket, secret: bytes, deadline: float) -> bool:
+    """Asks a client for its proof, and gives the server's. Returns False if the client's is wrong.
+
+    Raises OSError if the client does not answer as one.
+    """
+    challenge = secrets.token_bytes(_CHALLENGE_BYTES)
+    connection.sendall(_MAGIC + challenge)
+    answer = receive(connection, _CHALLENGE_BYTES + len(_NO_PROOF), deadline)
+    both = challenge + answer[:_CHALLENGE_BYTES]
+    is_known = hmac.compare_digest(answer[_CHALLENGE_BYTES:], _proof(secret, b"client", both))
+    connection.sendall(_proof(secret, b"server", both) if is_known else _NO_PROOF)
+    return is_known
+
+
+def introduce(connection: socket.socket, secret: bytes, deadline: float) -> None:
+    """Proves to a server that this process knows the secret, and asks the server for its proof.
+
+    Raises HandshakeError if the server has another secret or is another program, and OSError if it does not answer.
+    """
+    greeting = receive(connection, len(_MAGIC) + _CHALLENGE_BYTES, deadline)
+    if not greeting.startswith(_MAGIC):
+        raise HandshakeError("does not answer as a peer server does: another program may use its port")
+    own = secrets.token_bytes(_CHALLENGE_BYTES)
+    both = greeting[len(_MAGIC) :] + own
+    connection.sendall(own + _proof(secret, b"client", both))
+    proof = receive(connection, len(_NO_PROOF), deadline)
+    if proof == _NO_PROOF:
+        raise HandshakeError("has another secret: it belongs to another job")
+    if not hmac.compare_digest(proof, _proof(secret, b"server", both)):
+        raise HandshakeError("does not know this job's secret: it only pretends to be a node of this job")
+
+
+def _proof(secret: bytes, side: bytes, challenges: bytes) -> bytes:
+    return hmac.digest(secret, side + challenges, "sha256")

@@ -1,0 +1,52 @@
+"""Encrypts the connections between the nodes of a job, if the user gives certificates."""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+
+from mcore_ckpt.errors import InvalidArgumentError
+from mcore_ckpt.io.secret_files import check_private
+
+CERTIFICATE, KEY, AUTHORITY = "cert.pem", "key.pem", "ca.pem"
+
+
+@dataclass(frozen=True)
+class PeerTls:
+    """How a node encrypts what it serves, and what it reads from other nodes.
+
+    Both sides show a certificate, which the job's own authority must have signed. Names in certificates are not
+    looked at, because nodes are known by addresses that a job does not know before.
+
+    Attributes:
+        server: for the connections that this node accepts.
+        client: for those that it opens.
+    """
+
+    server: ssl.SSLContext
+    client: ssl.SSLContext
+
+
+def read_tls(folder: Path) -> PeerTls:
+    """Reads this node's certificate, its key and the authority's certificate: the files of a folder.
+
+    Raises InvalidArgumentError if a file is missing or makes no sense, or if other users can read the key.
+    """
+    check_private(folder / KEY)
+    return PeerTls(_context(folder, ssl.PROTOCOL_TLS_SERVER), _context(folder, ssl.PROTOCOL_TLS_CLIENT))
+
+
+def _context(folder: Path, protocol: int) -> ssl.SSLContext:
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_REQUIRED
+    try:
+        context.load_cert_chain(folder / CERTIFICATE, folder / KEY)
+        context.load_verify_locations(folder / AUTHORITY)
+    except OSError as error:  # ssl.SSLError is one
+        raise InvalidArgumentError(
+            f"{folder}: cannot be used for TLS: {error}: it must have {CERTIFICATE}, {KEY} and {AUTHORITY} (PEM)"
+        ) from error
+    return context

@@ -1,0 +1,134 @@
+"""Gives all ranks of a job one secret, by which its nodes know each other.
+
+The job's key-value store is no place for a secret: whoever reaches its port can read it. So the secret is the user's,
+or a file has it for the moment in which the ranks read it. Who has neither gets it through the store, with a warning.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+import secrets
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from mcore_ckpt.errors import CheckpointNotFoundError, InvalidArgumentError
+from mcore_ckpt.io.files import make_folder
+from mcore_ckpt.io.secret_files import read_private, write_private
+from mcore_ckpt.ranks.rounds import Record, same_everywhere
+
+logger = logging.getLogger(__name__)
+
+VARIABLE, FILE_VARIABLE = "MCORE_CKPT_SECRET", "MCORE_CKPT_SECRET_FILE"
+# Shorter ones could be guessed: whoever speaks to a node can test guesses.
+_LEAST_BYTES = 16
+_RANDOM_BYTES = 32
+
+
+def given_secret() -> bytes | None:
+    """Returns the user's secret, from a file or the environment; None if there is none.
+
+    Raises InvalidArgumentError if it is too short, or if other users can read the file.
+    """
+    path = os.environ.get(FILE_VARIABLE)
+    text = read_private(Path(path)) if path else os.environ.get(VARIABLE, "").encode(errors="surrogateescape")
+    secret = text.strip()
+    if (path or secret) and len(secret) < _LEAST_BYTES:
+        raise InvalidArgumentError(
+            f"{FILE_VARIABLE if path else VARIABLE}: has {len(secret)} bytes: use at least {_LEAST_BYTES} random ones"
+        )
+    return secret or None
+
+
+@dataclass(frozen=True)
+class SecretOffer:
+    """Where the ranks find the secret. Rank 0 makes it, and sends it through the key-value store.
+
+    Attributes:
+        nonce: makes the secrets of a job's several trainers different.
+        check: shows to who has the secret that it is the right one.
+        path: the file that has it; None if the user has given it to all ranks.
+        text: the secret itself, in hexadecimal digits, if there was no other way.
+    """
+
+    nonce: str
+    check: str
+    path: str | None = None
+    text: str | None = None
+
+    @staticmethod
+    def make(given: bytes | None, folder: Path | None, role: str) -> SecretOffer:
+        """Makes the secret of a role. Only rank 0 calls it, and `remove` later.
+
+        Args:
+            given: the user's secret, which all ranks have; None if there is none.
+            folder: a folder that all ranks see; None if there is none.
+            role: the role.
+
+        Raises OSError.
+        """
+        nonce = secrets.token_hex(16)
+        if given is not None:
+            return SecretOffer(nonce, _check(_derive(given, nonce)))
+        own = secrets.token_bytes(_RANDOM_BYTES)
+        check = _check(_derive(own, nonce))
+        if folder is None:
+            logger.warning(
+                "the nodes' secret goes through the job's key-value store, which everybody can read who reaches its "
+                "port (MASTER_PORT): set %s or %s on all ranks",
+                FILE_VARIABLE,
+                VARIABLE,
+            )
+            return SecretOffer(nonce, check, text=own.hex())
+        make_folder(folder)
+        for left in folder.glob(f".{role}.secret-*"):  # of a start that was killed
+            left.unlink(missing_ok=True)
+        path = folder / f".{role}.secret-{nonce}"
+        write_private(path, own)
+        return SecretOffer(nonce, check, path=str(path))
+
+    def take(self, given: bytes | None) -> bytes:
+        """Returns the secret. Raises InvalidArgumentError or CheckpointNotFoundError if it cannot be had here."""
+        if self.text is not None:
+            own = bytes.fromhex(self.text)
+        elif self.path is None:
+            assert given is not None, "same_secrets has found that all ranks have one"
+            own = given
+        else:
+            own = self._read(Path(self.path))
+        secret = _derive(own, self.nonce)
+        if not hmac.compare_digest(_check(secret), self.check):
+            where = f"{VARIABLE} or {FILE_VARIABLE}" if self.path is None else self.path
+            raise InvalidArgumentError(f"{where}: has another secret here than on rank 0")
+        return secret
+
+    def remove(self) -> None:
+        """Removes the file, when all ranks have read it."""
+        if self.path is not None:
+            with suppress(OSError):
+                os.unlink(self.path)
+
+    def _read(self, path: Path) -> bytes:
+        if not path.exists():
+            raise CheckpointNotFoundError(
+                f"{path}: is not there, although rank 0 has just made it: all ranks must see the same folder. If they "
+                f"cannot, set {FILE_VARIABLE} or {VARIABLE} on all of them"
+            )
+        return read_private(path)
+
+
+def same_secrets(records: Sequence[Record]) -> None:
+    """Raises InvalidArgumentError if some ranks have a secret of the user's and others have none."""
+    found = [record["secret"] for record in records]
+    same_everywhere(found, f"{VARIABLE} or {FILE_VARIABLE}", InvalidArgumentError)
+
+
+def _derive(secret: bytes, nonce: str) -> bytes:
+    return hmac.digest(secret, b"mcore_ckpt nodes " + nonce.encode(), "sha256")
+
+
+def _check(secret: bytes) -> str:
+    return hmac.digest(secret, b"check", "sha256").hex()
