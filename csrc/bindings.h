@@ -6,6 +6,9 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
+#include <string>
+#include <tuple>
 #include <vector>
 
 namespace mcore_ckpt {
@@ -15,6 +18,14 @@ using Numbers = std::vector<std::uintptr_t>;
 // Throws std::invalid_argument unless the lists of destinations (which the caller calls `what`), sources and sizes have
 // the same length.
 void require_same_length(std::size_t destinations, const char* what, std::size_t sources, std::size_t sizes);
+
+// What a job's `longest_call` is to Python.
+template <typename Job>
+std::optional<std::tuple<std::string, std::string, double>> longest_call(const Job& job) {
+    const auto found = job.longest_call();
+    if (!found) return {};
+    return std::make_tuple(found->doing, found->path, found->seconds);
+}
 
 void bind_host_buffer(pybind11::module_& m);
 void bind_write_job(pybind11::module_& m);

@@ -38,7 +38,9 @@ FileError::FileError(int error, const std::string& doing, const std::string& fil
       path(file),
       offset(at) {}
 
-File::File(const std::string& path, Mode mode, bool direct) : path_(path), direct_(direct) {
+File::File(const std::string& path, Mode mode, bool direct, CallLog* calls)
+    : path_(path), calls_(calls), direct_(direct) {
+    const CallLog::Call call(calls_, "opening", path_);
     const int flags = O_CLOEXEC | (mode == Mode::READ ? O_RDONLY : O_RDWR | O_CREAT);
     descriptor_ = open_file(path, flags | (direct ? O_DIRECT : 0));
     if (descriptor_ < 0 && direct && errno == EINVAL) {
@@ -50,7 +52,10 @@ File::File(const std::string& path, Mode mode, bool direct) : path_(path), direc
     if (in_memory_) direct_ = false;  // since Linux 6.6 tmpfs accepts O_DIRECT and ignores it
 }
 
-File::~File() { ::close(descriptor_); }
+File::~File() {
+    const CallLog::Call call(calls_, "closing", path_);
+    ::close(descriptor_);
+}
 
 std::uint64_t File::size() const {
     struct stat status{};
@@ -60,6 +65,7 @@ std::uint64_t File::size() const {
 
 void File::reserve(std::uint64_t offset, std::uint64_t nbytes) {
     if (nbytes == 0 || in_memory_) return;
+    const CallLog::Call call(calls_, "reserving room", path_);
     while (::fallocate(descriptor_, 0, offset, nbytes) != 0) {
         if (errno == EINTR) continue;
         if (errno == EOPNOTSUPP || errno == ENOSYS || errno == EINVAL) return;
@@ -109,6 +115,7 @@ void File::write(std::vector<iovec>& pieces, std::uint64_t offset) {
     while (next != pieces.end()) {
         const bool was_direct = direct();
         const int count = static_cast<int>(std::min<std::ptrdiff_t>(pieces.end() - next, IOV_MAX));
+        const CallLog::Call call(calls_, "writing", path_);
         const ssize_t written = ::pwritev(descriptor_, &*next, count, offset);
         if (written < 0) {
             const int number = errno;
@@ -126,6 +133,7 @@ std::size_t File::read(void* data, std::size_t nbytes, std::uint64_t offset, std
     std::size_t done = 0;
     while (done < nbytes) {
         const bool was_direct = direct();
+        const CallLog::Call call(calls_, "reading", path_);
         const ssize_t count = ::pread(descriptor_, next + done, nbytes - done, offset + done);
         if (count < 0) {
             const int number = errno;
@@ -145,6 +153,7 @@ std::size_t File::read(void* data, std::size_t nbytes, std::uint64_t offset, std
 
 void File::start_writeback(std::uint64_t offset, std::uint64_t nbytes) {
     // An error is ignored: sync() writes the bytes then.
+    const CallLog::Call call(calls_, "writing", path_);
     ::sync_file_range(descriptor_, offset, nbytes, SYNC_FILE_RANGE_WRITE);
 }
 
@@ -154,12 +163,14 @@ bool File::map(void* address, std::size_t nbytes, std::uint64_t offset) const {
 }
 
 void File::truncate(std::uint64_t size) {
+    const CallLog::Call call(calls_, "setting the size", path_);
     while (::ftruncate(descriptor_, size) != 0) {
         if (errno != EINTR) throw FileError(errno, "setting the size", path_, size);
     }
 }
 
 void File::sync() {
+    const CallLog::Call call(calls_, "waiting for the disk", path_);
     while (::fdatasync(descriptor_) != 0) {
         if (errno != EINTR) throw FileError(errno, "waiting for the disk", path_, 0);
     }

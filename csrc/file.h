@@ -10,6 +10,8 @@
 #include <string>
 #include <vector>
 
+#include "call_log.h"
+
 namespace mcore_ckpt {
 
 // O_DIRECT requires offsets, sizes and addresses to be multiples of a block. A page is enough for all file systems seen
@@ -36,8 +38,8 @@ class File {
     enum class Mode { READ, WRITE };
 
     // `direct`: bypass the page cache if the file is on a disk and the file system supports it. Some network file
-    // systems do not.
-    File(const std::string& path, Mode mode, bool direct);
+    // systems do not. `calls`: notes each call to the system; it must outlive the file.
+    File(const std::string& path, Mode mode, bool direct, CallLog* calls = nullptr);
     ~File();
     File(const File&) = delete;
     File& operator=(const File&) = delete;
@@ -83,6 +85,7 @@ class File {
     bool open_again_without_direct() const;
 
     const std::string path_;
+    CallLog* const calls_;
     int descriptor_ = -1;
     bool in_memory_ = false;
     mutable std::atomic<bool> direct_;

@@ -21,7 +21,7 @@ void bind_host_buffer(py::module_& m) {
     };
     py::class_<HostBuffer, std::shared_ptr<HostBuffer>>(m, "HostBuffer", py::buffer_protocol())
         .def(py::init([shared](std::size_t nbytes, const std::optional<int>& device, int threads) {
-                 const py::gil_scoped_release release;
+                 const ReleasedGil release;
                  return shared(new HostBuffer(nbytes, device.value_or(HostBuffer::NO_DEVICE), threads));
              }),
              py::arg("nbytes"), py::kw_only(), py::arg("device") = py::none(), py::arg("threads") = 1)

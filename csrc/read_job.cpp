@@ -75,7 +75,7 @@ class ReadJob::Lane {
 
     void read(const Piece& piece) {
         if (!file_ || file_number_ != piece.file) {
-            file_.emplace(job_.paths_[piece.file], File::Mode::READ, job_.settings_.direct);
+            file_.emplace(job_.paths_[piece.file], File::Mode::READ, job_.settings_.direct, &job_.calls_);
             file_number_ = piece.file;
         }
         if (copies_) copies_->wait(buffer_);

@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "call_log.h"
 #include "event.h"
 #include "host_buffer.h"
 
@@ -65,6 +66,8 @@ class ReadJob {
     void run();
 
     std::uint64_t progress() const { return bytes_read_; }
+    // The call to the system that has lasted longest, of those that are under way.
+    std::optional<CallLog::Longest> longest_call() const { return calls_.longest(); }
     void cancel() { cancelled_ = true; }
     std::size_t scratch_bytes() const;
 
@@ -95,6 +98,7 @@ class ReadJob {
 
     const std::vector<std::string> paths_;
     const Settings settings_;
+    CallLog calls_;
     const std::size_t most_bytes_;  // the size of the largest piece allowed, in whole pages
 
     std::vector<Rows> reads_;

@@ -58,6 +58,7 @@ void bind_read_job(py::module_& m) {
             py::arg("destination_stride"), py::arg("device") = py::none(), py::arg("owner") = py::none())
         .def("run", &ReadJob::run, WithoutGil())
         .def("progress", &ReadJob::progress)
+        .def("longest_call", &longest_call<ReadJob>)
         .def("cancel", &ReadJob::cancel)
         .def_property_readonly("scratch_bytes", &ReadJob::scratch_bytes);
 }

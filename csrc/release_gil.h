@@ -2,12 +2,39 @@
 #pragma once
 
 #include <pybind11/pybind11.h>
+#include <unistd.h>
 
 #include <memory>
 
 namespace mcore_ckpt {
 
-using WithoutGil = pybind11::call_guard<pybind11::gil_scoped_release>;
+inline bool interpreter_ends() {
+#if PY_VERSION_HEX >= 0x030D0000
+    return Py_IsFinalizing() != 0;
+#else
+    return _Py_IsFinalizing() != 0;
+#endif
+}
+
+// Lets other Python threads run as long as it lives. An interpreter that ends makes a daemon thread that wants the GIL
+// back exit, by unwinding its stack (up to Python 3.13). pybind11's own class does not let that through, so the process
+// would abort. Here such a thread sleeps until the process is gone, as it does from Python 3.14 on; if the end comes
+// while the thread waits for the GIL, the stack is unwound.
+class ReleasedGil {
+  public:
+    ReleasedGil() : state_(PyEval_SaveThread()) {}
+    ~ReleasedGil() noexcept(false) {
+        while (interpreter_ends()) ::pause();
+        PyEval_RestoreThread(state_);
+    }
+    ReleasedGil(const ReleasedGil&) = delete;
+    ReleasedGil& operator=(const ReleasedGil&) = delete;
+
+  private:
+    PyThreadState* state_;
+};
+
+using WithoutGil = pybind11::call_guard<ReleasedGil>;
 
 // For destructors that wait for threads or a GPU, or unmap much memory. The last owner may be Python, with the GIL, or
 // a C++ object that is destroyed without it.
@@ -15,7 +42,7 @@ template <class T>
 struct DeleteWithoutGil {
     void operator()(T* object) const {
         if (PyGILState_Check() != 0) {
-            const pybind11::gil_scoped_release release;
+            const ReleasedGil release;
             delete object;
         } else {
             delete object;
@@ -27,6 +54,7 @@ struct DeleteWithoutGil {
 inline std::shared_ptr<const void> owner_of(const pybind11::object& object) {
     if (object.is_none()) return nullptr;
     const auto drop = [](PyObject* owned) {
+        if (interpreter_ends()) return;  // its memory goes with the process
         const pybind11::gil_scoped_acquire gil;
         Py_DECREF(owned);
     };

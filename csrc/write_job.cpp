@@ -567,7 +567,7 @@ std::size_t WriteJob::piece_bytes_of(const File& file) const {
 }
 
 void WriteJob::open(Target& target) {
-    auto file = std::make_unique<File>(target.range.path, File::Mode::WRITE, direct_);
+    auto file = std::make_unique<File>(target.range.path, File::Mode::WRITE, direct_, &calls_);
     file->reserve(target.range.start, target.range.stop - target.range.start);
     const Lock lock(mutex_);
     target.set_pieces(piece_bytes_of(*file));

@@ -17,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "call_log.h"
 #include "event.h"
 #include "file.h"
 #include "file_layout.h"
@@ -85,6 +86,9 @@ class WriteJob {
     // Makes the job wait for a GPU for at most so many seconds from now on.
     void limit_device_wait(double seconds) { device_seconds_ = seconds; }
 
+    // The call to the system that has lasted longest, of those that are under way.
+    std::optional<CallLog::Longest> longest_call() const { return calls_.longest(); }
+
     void cancel();
     // Cancels the job, waits for its threads, closes its files, and drops the buffers, owners and events.
     void close();
@@ -124,6 +128,7 @@ class WriteJob {
     const std::size_t piece_bytes_;
     const bool direct_;
     const pid_t process_;
+    CallLog calls_;
 
     mutable std::mutex mutex_;            // guards the members below, and those of Target that say so
     std::condition_variable changed_;     // for the threads of the job

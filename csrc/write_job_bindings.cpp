@@ -84,7 +84,7 @@ std::optional<Crcs> wait(WriteJob& job, std::int64_t file, const std::optional<d
         const auto until = std::min(deadline, WriteJob::Clock::now() + SIGNALS_EVERY);
         std::optional<Crcs> crcs;
         {
-            const py::gil_scoped_release release;
+            const ReleasedGil release;
             crcs = job.wait(number(file), until);
         }
         if (crcs || until == deadline) return crcs;
@@ -96,7 +96,7 @@ std::optional<Crcs> wait(WriteJob& job, std::int64_t file, const std::optional<d
 void finish(WriteJob& job, std::int64_t file, const std::optional<py::bytes>& tail, const WriteJob::Patches& patches) {
     std::optional<std::string> bytes;
     if (tail) bytes = static_cast<std::string>(*tail);
-    const py::gil_scoped_release release;
+    const ReleasedGil release;
     job.finish(number(file), bytes, patches);
 }
 
@@ -130,6 +130,7 @@ void bind_write_job(py::module_& m) {
         .def("progress", &WriteJob::progress)
         .def("times", &WriteJob::times, WithoutGil())
         .def("limit_device_wait", &WriteJob::limit_device_wait, py::arg("seconds"))
+        .def("longest_call", &longest_call<WriteJob>)
         .def("cancel", &WriteJob::cancel, WithoutGil())
         .def("close", &WriteJob::close, WithoutGil());
 }

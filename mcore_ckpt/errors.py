@@ -13,6 +13,7 @@ All errors of public calls derive from CheckpointError:
 | UnsupportedError | `CheckpointManager(...)`, `save`, `load`, `load_hf` |
 | NoRoomError | `save`, and the tools that write a checkpoint or a model; it is also a CommitError |
 | CommitError | `save`, `SaveHandle.wait`; after an async save also the next `save`, `load`, `wait` or `close` |
+| HungDiskError | every call that uses the disk; it is also a CommitError |
 | BusyError | `save` |
 | LockedError | `save`, and the tools that write a step: `reshard`, `collect` and `convert` |
 | RemoteError | `CheckpointManager(...)`, `load`, `latest_step`, `remote_steps`, `recover`, `load_hf` |
@@ -74,6 +75,12 @@ class NoRoomError(CommitError):
     """The files would not fit on the disk, or into a quota. Nothing has been written, and older checkpoints stay."""
 
 
+class HungDiskError(CommitError):
+    """The file system hangs: a call has not returned for `timeout_s`. Nothing has been committed, or loaded."""
+
+    may_pass = True
+
+
 class BusyError(CheckpointError):
     """`save` was called while another save is under way, and `if_busy` is "raise". Nothing has been done."""
 
@@ -114,6 +121,7 @@ _BY_NAME: dict[str, type[CheckpointError]] = {
         UnsupportedError,
         CommitError,
         NoRoomError,
+        HungDiskError,
         BusyError,
         LockedError,
         RemoteError,

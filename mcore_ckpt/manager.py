@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -17,15 +18,24 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import Manifest
 from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.delivery import Delivery
-from mcore_ckpt.errors import CheckpointError, CommitError, InvalidArgumentError, InvalidTypeError, NoRoomError
+from mcore_ckpt.errors import (
+    CheckpointError,
+    CommitError,
+    HungDiskError,
+    InvalidArgumentError,
+    InvalidTypeError,
+    NoRoomError,
+)
 from mcore_ckpt.field_checks import check_value
 from mcore_ckpt.formats.huggingface.assets import check_assets
+from mcore_ckpt.io.disk_watch import DiskWatch
 from mcore_ckpt.io.room import NOTHING
 from mcore_ckpt.io.store import Store
 from mcore_ckpt.load.candidates import remote_steps
 from mcore_ckpt.load.load import VERIFY_WORDS, LoadResult, load_state
 from mcore_ckpt.load.load_events import load_and_tell
 from mcore_ckpt.load.node_candidates import found_on_nodes, own_held, why_not_whole
+from mcore_ckpt.ranks import deadlines
 from mcore_ckpt.ranks.meeting import rendezvous
 from mcore_ckpt.ranks.rounds import Record, agree, decide
 from mcore_ckpt.save.background import BackgroundSaves, SaveHandle, is_deleting_here
@@ -41,7 +51,7 @@ from mcore_ckpt.save.plan import estimated_bytes
 from mcore_ckpt.save.save import Save
 from mcore_ckpt.save.save_events import SaveEvents
 from mcore_ckpt.state.model import as_chunks, has_weights_on_gpu
-from mcore_ckpt.state.thread_settings import settings_for_state
+from mcore_ckpt.state.thread_settings import settings_for_state, settings_here
 from mcore_ckpt.state.trainer import Trainer
 from mcore_ckpt.state.trainer_setup import complete_together, read_trainer
 from mcore_ckpt.steps import leftovers
@@ -146,6 +156,10 @@ class CheckpointManager:
         except BaseException as error:
             agreement.fail_next_round(_SETTING_UP, error)
             raise
+        settings, who = partial(settings_here, trainer.gpu, config.timeout_s), f"rank {agreement.rank}: "
+        self._disk = agreement.runner = DiskWatch(config.timeout_s, settings, who)
+        # Saves read the state on the trainer's thread, unless it is copied. Then CUDA is none of their business.
+        commits.runner = DiskWatch(config.timeout_s, who=who, beside=self._disk) if config.async_save else self._disk
         lock = TrainerLock(trainer.root, role)
         trainer = _set_up_together(trainer, remote, lock)
         fast = None if config.fast is None else open_fast_saves(trainer, config.fast, _SETTING_UP)
@@ -157,7 +171,7 @@ class CheckpointManager:
                 fast.close()
                 raise
         if agreement.is_coordinator:
-            log_root(trainer.root)
+            self._disk.run(partial(log_root, trainer.root))
         self._trainer = trainer
         self._remote = remote
         self._delivery = Delivery(config.listeners)
@@ -261,8 +275,11 @@ class CheckpointManager:
         with self._raising_earlier_failure():
             try:
                 need = NOTHING if save is None else save.need
-                attempt = open_together(self._trainer.agreement, topic, role_dir, busy, failure, prepare, need)
-            except NoRoomError as error:
+                patience_s = deadlines.DISK_PATIENCE_S if self._trainer.config.async_save else math.inf
+                attempt = open_together(
+                    self._trainer.agreement, topic, role_dir, busy, failure, prepare, need, patience_s=patience_s
+                )
+            except (NoRoomError, HungDiskError) as error:
                 if save is None or not (self._trainer.config.async_save and self._trainer.config.if_failed == "warn"):
                     raise
                 events.failed(error)
@@ -493,8 +510,7 @@ class CheckpointManager:
             last.callback(self._background.raise_failure)
             last.callback(self._delivery.close)
             # Release the lock last, because the role's next trainer removes half-uploaded steps as leftovers.
-            last.callback(self._context.lock.release)
-            last.callback(self._context.history.release)
+            last.callback(self._release)
             if fast is not None:
                 last.callback(fast.close)
             if self._context.uploads is not None:
@@ -502,6 +518,14 @@ class CheckpointManager:
             last.callback(self._context.host_images.close)
             if fast is not None:
                 last.callback(fast.wait)
+
+    def _release(self) -> None:
+        """Gives up what other processes look at. If the disk hangs, they see later that this one has ended."""
+        for release in (self._context.history.release, self._context.lock.release):
+            try:
+                self._disk.run(release)
+            except HungDiskError as error:
+                logger.warning("the lock of %s below %s stays: %s", self._trainer.role, self._trainer.root, error)
 
     def _settings(self) -> AbstractContextManager[None]:
         return settings_for_state(self._trainer.gpu, self._trainer.config.timeout_s)
@@ -539,7 +563,8 @@ class CheckpointManager:
 
         A deletion that is under way would also delete a staging folder that is made in that step now.
         """
-        if self._background.is_deleting and step in file_names.step_dirs(self._trainer.root):
+        root = self._trainer.root
+        if self._background.is_deleting and step in self._disk.run(lambda: file_names.step_dirs(root)):
             self._background.wait_for_deletions()
 
     def _prepare_host_images(self) -> None:

@@ -181,6 +181,11 @@ class ReadJob:
             RuntimeError: the job was cancelled (the message is "cancelled"), or CUDA failed (the message is CUDA's).
         """
 
+    def longest_call(self) -> tuple[str, str, float] | None:
+        """Returns what the system has been asked to do longest without an answer: what, with which file, and for how
+        many seconds. None if no call is under way.
+        """
+
     def progress(self) -> int:
         """Returns how many bytes have been read from files, including unneeded bytes in pages and between tensors."""
 
@@ -477,6 +482,9 @@ class WriteJob:
                 called.
             ValueError: no file has this number.
         """
+
+    def longest_call(self) -> tuple[str, str, float] | None:
+        """Does the same as `ReadJob.longest_call`."""
 
     def limit_device_wait(self, seconds: float) -> None:
         """Makes the job wait for a GPU for at most so many seconds from now on."""

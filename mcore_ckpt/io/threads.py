@@ -60,6 +60,7 @@ def _start(run: Callable[[], None], threads: int) -> list[threading.Thread]:
     workers: list[threading.Thread] = []
     for _ in range(threads):
         worker = threading.Thread(target=run, name="mcore_ckpt files", daemon=True)
+        worker.started_by = threading.current_thread()  # type: ignore[attr-defined]  # for `disk_watch.Look`
         try:
             worker.start()
         except (RuntimeError, MemoryError):  # a limit of threads or memory: those that run do all of the work

@@ -27,6 +27,9 @@ EXTRA_WAIT_S = 1.5
 # How long the processes of a command wait for each other before they say so (seconds).
 NOTICE_S = 3.0
 
+# How long one call to the file system may hold up an async save, in seconds. Then the trainer goes on without it.
+DISK_PATIENCE_S = 2.0
+
 # How long an exiting interpreter waits for other ranks to commit a running save, and for uploads (seconds).
 EXIT_WAIT_S = 60.0
 

@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from mcore_ckpt.errors import AgreementError, CheckpointError, CommitError, from_record, to_record
 from mcore_ckpt.ranks import deadlines
@@ -33,6 +33,46 @@ from mcore_ckpt.ranks.key_value_store import (
 
 # A record is what a rank submits, and what all ranks get. It consists of plain JSON values.
 Record = dict[str, Any]
+T = TypeVar("T")
+
+
+Result = TypeVar("Result", covariant=True)
+
+
+class Started(Protocol[Result]):
+    """Work that has been started."""
+
+    def wait(self, patience_s: float) -> bool: ...
+    def result(self) -> Result: ...
+
+
+class Runner(Protocol):
+    """Does the work of a rank in a round; `io.disk_watch.DiskWatch` gives it up if the disk hangs."""
+
+    def run(self, work: Callable[[], T]) -> T: ...
+    def start(self, work: Callable[[], T]) -> Started[T]: ...
+    def leave(self, work: Any) -> None: ...
+
+
+class _Done(Generic[T]):
+    def __init__(self, result: T) -> None:
+        self.result = lambda: result
+
+    def wait(self, patience_s: float) -> bool:
+        return True
+
+
+class _Here:
+    """Does work on the thread that asks for it."""
+
+    def run(self, work: Callable[[], T]) -> T:
+        return work()
+
+    def start(self, work: Callable[[], T]) -> _Done[T]:
+        return _Done(work())
+
+    def leave(self, work: Any) -> None:
+        raise AssertionError("work that was done at once is not left")
 
 
 class Agreement:
@@ -48,6 +88,9 @@ class Agreement:
         host: the store that `store` is a client of. This object keeps a reference to it, because the store's server
             stops when the last reference is dropped. `destroy_process_group()` drops the job's own reference, perhaps
             while a save is still finishing.
+
+    Attributes:
+        runner: does this rank's work in each round.
     """
 
     def __init__(
@@ -65,6 +108,7 @@ class Agreement:
         self._given: list[str] = []
         self._take_until = math.inf
         self._limit = WaitLimit()
+        self.runner: Runner = _Here()
 
     @property
     def is_coordinator(self) -> bool:
@@ -372,7 +416,7 @@ def decide(
     with store_failures(topic, error):
         round_ = agreement.begin(topic, name, timeout_s)
         try:
-            own = _work_and_submit(round_, work)
+            own = _work_and_submit(round_, partial(agreement.runner.run, work))
         except BaseException as interrupt:
             if agreement.is_coordinator:
                 round_.announce_failure(interrupt)
@@ -387,12 +431,13 @@ def decide(
             # announce the failure before they give up.
             round_.shorten_deadline(deadlines.EXTRA_WAIT_S / 2)
         try:
-            record = combine(round_.collect(error))
+            records = round_.collect(error)
+            record = agreement.runner.run(lambda: combine(records))
             # A record that cannot be sent must fail here. After the claim, the other ranks would wait for it in vain.
             pack(record)
             round_.claim(error)
             if act is not None:
-                act()
+                agreement.runner.run(act)
         except (Exception, KeyboardInterrupt, SystemExit) as failure:
             earlier = round_.announce_failure(failure)
             if not isinstance(failure, Exception):

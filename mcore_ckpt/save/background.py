@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import threading
 from collections import deque
 from collections.abc import Callable
 from functools import partial
 from weakref import WeakSet
 
-from mcore_ckpt.errors import CheckpointError, CommitError, from_record, to_record
+from mcore_ckpt.errors import CheckpointError, CommitError, HungDiskError, from_record, to_record
+from mcore_ckpt.io.disk_watch import wait_for_thread
 from mcore_ckpt.ranks import deadlines
 from mcore_ckpt.ranks.rounds import Agreement, Record
 from mcore_ckpt.save.copies import CopyHandle
@@ -196,11 +198,11 @@ class BackgroundSaves:
 
     def wait_for_save(self) -> None:
         """Waits until no save is under way. The save's own deadlines limit this wait."""
-        self._save.wait()
+        self._save.wait(math.inf)
 
     def wait_for_deletions(self) -> None:
-        """Waits until the deletions that follow committed saves are done."""
-        self._deletions.wait()
+        """Waits until the deletions that follow committed saves are done. Raises HungDiskError if the disk hangs."""
+        self._deletions.wait(self._commits.timeout_s)
 
     def wait_until_idle(self) -> None:
         """Waits until no save is under way and no old step is being deleted."""
@@ -297,12 +299,12 @@ class _Worker:
                 return
         self._run()
 
-    def wait(self) -> None:
-        """Waits until no function is left to call."""
+    def wait(self, timeout_s: float) -> None:
+        """Waits until no function is left to call. Raises HungDiskError if one hangs for `timeout_s`."""
         with self._lock:
             thread = self._thread
         if thread is not None:
-            thread.join()
+            wait_for_thread(thread, timeout_s)
 
     def _run(self) -> None:
         while True:
@@ -332,5 +334,8 @@ def _finish_all() -> None:
         each.wait_for_save()
     # Wait for the workers after the saves, because each save may add a deletion.
     for worker in list(_workers):
-        worker.wait()
+        try:
+            worker.wait(deadlines.EXIT_WAIT_S)
+        except HungDiskError as error:
+            logger.error("the interpreter ends before this: %s", error)
     finish_drains()

@@ -19,10 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt.checkpoint.manifest import Manifest, WrittenFile
+from mcore_ckpt.errors import HungDiskError
 from mcore_ckpt.formats.native.writer import FileWriter
 from mcore_ckpt.io import _native
 from mcore_ckpt.io.device_waits import wait_for_gpu
+from mcore_ckpt.io.disk_watch import Work
 from mcore_ckpt.io.files import sync_names
+from mcore_ckpt.ranks import deadlines
 from mcore_ckpt.ranks.rounds import Record
 from mcore_ckpt.save.capture import Capture, capture_in_place
 from mcore_ckpt.save.context import SaveContext
@@ -50,10 +53,15 @@ from mcore_ckpt.steps import tracker
 from mcore_ckpt.steps.commit import remove_folder, remove_if_empty
 from mcore_ckpt.steps.node_transaction import NodeAttempt, commit_on_nodes, make_staging
 from mcore_ckpt.steps.retention import PreservationPolicy
-from mcore_ckpt.steps.transaction import Attempt, check_seen, commit_together
+from mcore_ckpt.steps.transaction import Attempt, await_opening, check_seen, commit_together
 from mcore_ckpt.steps.upload_queue import UploadHandle
 
 logger = logging.getLogger(__name__)
+
+_NOT_READY = (
+    "the disk hangs, and the host memory for a copy of the state is not ready yet, so nothing is saved. The training "
+    "goes on"
+)
 
 
 class Save:
@@ -173,8 +181,16 @@ class Save:
             self._events.failed(error, self._times.phases(self._events.phase, time.perf_counter()))
             raise
         if self._on_nodes is None and self._trainer.agreement.is_coordinator and self._policy is not None:
-            self._old_steps = find_old_steps(self._context, self._opened_attempt.role_dir, self.step, self._policy)
+            self._old_steps = self._find_old_steps(self._policy)
         return report
+
+    def _find_old_steps(self, policy: PreservationPolicy) -> OldSteps | None:
+        role_dir = self._opened_attempt.role_dir
+        try:
+            return self._context.commits.runner.run(lambda: find_old_steps(self._context, role_dir, self.step, policy))
+        except HungDiskError as error:
+            logger.warning("old steps stay until the next save: %s", error)
+            return None
 
     def _write_and_commit(self, stall_s: float | None) -> SaveReport:
         attempt = self._opened_attempt
@@ -208,6 +224,7 @@ class Save:
         exports = "hf_model" in self._trainer.config.save_contents
         commits, topic = self._context.commits, f"saving step {self.step} of {self._trainer.role}"
         try:
+            await_opening(commits, topic, attempt)
             if self._on_nodes is not None:
                 assert self._context.fast is not None
                 commit_on_nodes(commits, topic, attempt, self._context.fast.tier, write, self._manifest)
@@ -221,8 +238,7 @@ class Save:
                     self._move_tracker,
                 )
         finally:
-            if self._writer is not None:
-                self._writer.close()
+            self._stop_writing()
             self._capture = None  # it keeps the host memory alive, which a larger buffer may replace from now on
         if self._stamped is not None:
             self._context.history.committed(self._stamped)
@@ -300,9 +316,20 @@ class Save:
             wait_for_gpu(self._trainer.config.timeout_s)
         self._times.mark("captured")
         if self._is_async and len(self._images.files) < len(self._plan.files):
-            self._start_writing(attempt.staging).wait_for_sources()
+            self._write_in_place(attempt)
         if self._is_async and not self._plan.on_gpu:
             self._events.captured(time.perf_counter(), self._nbytes, time.perf_counter() - self._times["planned"])
+
+    def _write_in_place(self, attempt: Attempt) -> None:
+        """Writes the files that have no image, while the trainer waits. Raises HungDiskError if the disk hangs."""
+        if attempt.is_late:
+            raise HungDiskError(f"{attempt.staging}: {_NOT_READY}")
+        disk = self._context.commits.runner
+        writing = disk.start(lambda: self._start_writing(attempt.staging).wait_for_sources())
+        if not writing.wait(deadlines.DISK_PATIENCE_S):
+            disk.leave(writing)
+            raise HungDiskError(f"{attempt.staging}: {_NOT_READY}")
+        writing.result()
 
     def _complete_weights(self) -> None:
         """Gathers the weights that this rank has only in part, if they are saved. All ranks call it together.
@@ -362,6 +389,11 @@ class Save:
         self._writer.limit_device_wait(self._device_timeout_s)  # it may have changed meanwhile, at the exit
         self._writer.start()
         return self._writer
+
+    def _stop_writing(self) -> None:
+        """Waits until no thread writes any more, unless the disk hangs."""
+        if self._writer is not None:
+            Work(self._writer.close, self._device_timeout_s).wait(deadlines.DISK_PATIENCE_S)
 
     def _write(self, staging: Path) -> list[WrittenFile]:
         """Writes this rank's files durably."""

@@ -6,7 +6,7 @@ A call may come from any thread, and from inside `torch.inference_mode()` or `to
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
 
@@ -26,6 +26,18 @@ def gpu_of(chunks: Sequence[torch.nn.Module]) -> int | None:
     if found is None and torch.cuda.is_available():
         return torch.cuda.current_device()
     return found
+
+
+def settings_here(gpu: int | None, timeout_s: float) -> AbstractContextManager[None]:
+    """Returns what lets another thread work on the state in this thread's place: also on its CUDA stream."""
+    stream = None if gpu is None or not torch.cuda.is_initialized() else torch.cuda.current_stream(gpu)
+    return _settings_on(stream, gpu, timeout_s)
+
+
+@contextmanager
+def _settings_on(stream: torch.cuda.Stream | None, gpu: int | None, timeout_s: float) -> Iterator[None]:
+    with settings_for_state(gpu, timeout_s), nullcontext() if stream is None else torch.cuda.stream(stream):
+        yield
 
 
 @contextmanager

@@ -6,6 +6,7 @@ called it. `commit_together` runs on any thread. It lets each rank write, and co
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +14,16 @@ from pathlib import Path
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import Manifest
 from mcore_ckpt.checkpoint.reading import read_manifest
-from mcore_ckpt.errors import BusyError, CheckpointCorruptError, CheckpointNotFoundError, CommitError, from_record
+from mcore_ckpt.errors import (
+    BusyError,
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    CommitError,
+    HungDiskError,
+    from_record,
+)
 from mcore_ckpt.io.room import NOTHING, Need
-from mcore_ckpt.ranks.rounds import Agreement, Record, decide, same_everywhere
+from mcore_ckpt.ranks.rounds import Agreement, Record, Started, decide, same_everywhere
 from mcore_ckpt.steps import commit
 
 
@@ -27,11 +35,15 @@ class Attempt:
         number: its id (`commit.new_attempt`).
         staging: the folder that ranks write into.
         role_dir: the role's folder, where the checkpoint is after the commit.
+        is_late: true if the disk had not answered when the trainer went on. Then `await_opening` comes next.
+        opening: makes the staging folder meanwhile, on rank 0.
     """
 
     number: str
     staging: Path
     role_dir: Path
+    is_late: bool = False
+    opening: Started[object] | None = None
 
 
 def open_together(
@@ -43,6 +55,7 @@ def open_together(
     prepare: Callable[[Need], object] = lambda need: None,
     need: Need = NOTHING,
     number: str | None = None,
+    patience_s: float = math.inf,
 ) -> Attempt:
     """Waits for all ranks, then makes the staging folder on rank 0. Every rank must call it.
 
@@ -56,6 +69,8 @@ def open_together(
         prepare: runs on rank 0 before the folder is made. It gets the need of all ranks together.
         need: the files that this rank will write.
         number: the id of the save, on all ranks; None for a new one. With it, a rank may skip the round.
+        patience_s: for how long one call to the file system may hold up the ranks, in seconds. Then they go on without
+            the folder, which is made meanwhile. An error of it is raised by `await_opening`.
 
     Raises:
         BusyError: an earlier save is still under way on some rank.
@@ -64,6 +79,11 @@ def open_together(
     """
     name = number and opening_of(number)
     number = number or commit.new_attempt()
+    openings: list[Started[object]] = []
+
+    def open_now(need: Need) -> None:
+        prepare(need)
+        commit.open_staging(role_dir, number)
 
     def combine(records: Sequence[Record]) -> Record:
         same_everywhere([{"folder": record["folder"]} for record in records], "the folder to save to", CommitError)
@@ -71,19 +91,44 @@ def open_together(
         failure = failure_among(records)
         if failure is not None:
             return {"failure": failure}
-        prepare(Need.sum(_need_of(record["need"]) for record in records))
-        commit.open_staging(role_dir, number)
-        return {"attempt": number}
+        need = Need.sum(_need_of(record["need"]) for record in records)
+        openings.append(agreement.runner.start(lambda: open_now(need)))
+        if not openings[0].wait(patience_s):
+            return {"attempt": number, "late": True}
+        openings[0].result()
+        return {"attempt": number, "late": False}
 
     request = {"folder": str(role_dir), "busy": busy, "failure": failure, "need": record_of(need)}
     try:
         outcome = decide(agreement, topic, lambda: request, combine, CommitError, name=name)
-    except Exception:
-        # If this is rank 0, it may have made the folder before the round failed.
-        commit.discard(file_names.staging_dir(role_dir, number))
+    except Exception as error:
+        # Rank 0 may have made the folder before the round failed.
+        if openings and not isinstance(error, HungDiskError):
+            agreement.runner.run(lambda: commit.discard(file_names.staging_dir(role_dir, number)))
         raise
     raise_failure(outcome)
-    return Attempt(outcome["attempt"], file_names.staging_dir(role_dir, outcome["attempt"]), role_dir)
+    staging, is_late = file_names.staging_dir(role_dir, outcome["attempt"]), outcome["late"]
+    return Attempt(outcome["attempt"], staging, role_dir, is_late, openings[0] if openings and is_late else None)
+
+
+def await_opening(agreement: Agreement, topic: str, attempt: Attempt) -> None:
+    """Waits until rank 0 has made the staging folder, if `open_together` has gone on without it. Every rank calls it.
+
+    Raises what `open_together` would have raised.
+    """
+    if not attempt.is_late:
+        return
+
+    def work() -> Record:
+        try:
+            if attempt.opening is not None:
+                attempt.opening.result()
+        except HungDiskError:
+            agreement.runner.leave(attempt.opening)
+            raise
+        return {}
+
+    decide(agreement, topic, work, lambda _: {}, CommitError, name=f"{attempt.number}-opened")
 
 
 def opening_of(number: str) -> str:
@@ -173,12 +218,14 @@ def commit_together(
         # The ranks match their rounds by counting them, except for rounds with a name. This round needs a name, because
         # a rank that failed in `open_together` while the others did not misses this round and would count one less.
         decide(agreement, topic, lambda: write(attempt.staging), combine, CommitError, act, name=attempt.number)
+    except HungDiskError:
+        raise  # a look at the disk would hang, too
     except Exception:
         # Rank 0 may have renamed the folder and then died, or announced the rename too late for this rank. So look at
         # the disk to see whether the checkpoint is committed.
-        if not is_committed(attempt):
+        if not agreement.runner.run(lambda: is_committed(attempt)):
             if agreement.is_coordinator:
-                commit.discard(attempt.staging)
+                agreement.runner.run(lambda: commit.discard(attempt.staging))
             raise
 
 

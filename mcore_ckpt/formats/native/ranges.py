@@ -15,6 +15,7 @@ from mcore_ckpt.checkpoint.reading import open_file
 from mcore_ckpt.errors import CheckpointCorruptError
 from mcore_ckpt.io import _native, tuning
 from mcore_ckpt.io.device_waits import patience_s, saying_what_hangs
+from mcore_ckpt.io.disk_watch import in_job
 from mcore_ckpt.sharding.plan import ReadRange
 
 
@@ -51,7 +52,8 @@ _hung: list[_native.ReadJob] = []
 
 def _run(job: _native.ReadJob) -> None:
     try:
-        job.run()
+        with in_job(job):
+            job.run()
     except _native.DeviceStuck:
         _hung.append(job)
         raise

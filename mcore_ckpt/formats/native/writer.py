@@ -13,6 +13,7 @@ from mcore_ckpt.formats.native.file_plan import FilePlan, FileWrite, slot_across
 from mcore_ckpt.io import _native, tuning
 from mcore_ckpt.io.checksums import crc32
 from mcore_ckpt.io.device_waits import saying_what_hangs
+from mcore_ckpt.io.disk_watch import in_job
 from mcore_ckpt.io.files import make_folders, overwrite
 from mcore_ckpt.ranks.rounds import Record
 
@@ -73,7 +74,8 @@ class FileWriter:
 
     def close(self) -> None:
         """Stops all writing. After it has returned, no thread writes any more."""
-        self._job.close()
+        with in_job(self._job):
+            self._job.close()
         self._writes = ()  # they keep host memory alive
 
     def start(self) -> None:
@@ -118,7 +120,7 @@ class FileWriter:
             crcs = self._wait(number)
             share = write.plan.share
             if share.owner != self._exchange.rank:
-                self._job.finish(number, None)
+                self._finish(number, None)
                 head = base64.b64encode(self._heads[number]).decode()
                 part = {"structure": write.plan.structure, "crc32": crcs, "head": head}
                 self._exchange.give(write.plan.path, part)
@@ -146,7 +148,7 @@ class FileWriter:
 
     def _wait(self, number: int) -> list[int]:
         try:
-            with saying_what_hangs():
+            with saying_what_hangs(), in_job(self._job):
                 crcs = self._job.wait(number)
         except RuntimeError as error:
             raise CommitError(f"{self._role_dir}: writing was stopped: {error}") from None
@@ -155,6 +157,10 @@ class FileWriter:
         if number not in self._heads:
             self._heads[number] = self._writes[number].head()
         return crcs
+
+    def _finish(self, number: int, tail: bytes | None, patches: Sequence[tuple[int, int]] = ()) -> None:
+        with in_job(self._job):
+            self._job.finish(number, tail, patches)
 
     def _parts_of_others(self, plan: FilePlan) -> list[_Part]:
         parts = []
@@ -176,7 +182,7 @@ class FileWriter:
         index_crc = crc32(index)
         tail = plan.pt.tail(slots, index, index_crc)
         patches = [(offset, slots[slot]) for offset, slot in plan.layout.foreign_descriptors(list(plan.share.cuts))]
-        self._job.finish(number, tail, patches)
+        self._finish(number, tail, patches)
         if heads:
             overwrite(self._role_dir / plan.path, heads)
         return WrittenFile(

@@ -1,0 +1,321 @@
+"""Runs work that uses a file system on a thread of its own, and gives it up if a call to the system does not return.
+
+A frozen file system, or one whose server has gone, answers neither with success nor with an error, and nothing wakes a
+thread that waits for it. So the caller waits for the work, and looks where its threads are. Slow work is not given up,
+however long it takes: only a single call that lasts longer than the caller allows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import linecache
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from types import FrameType
+from typing import Any, Generic, Protocol, TypeVar, cast
+
+from mcore_ckpt.errors import HungDiskError
+
+Result = TypeVar("Result")
+
+# The first look comes after the first number of seconds, because nearly all work is over before. Pauses between looks
+# are a part of the time that a call may last.
+_FIRST_LOOK_S, _LONGEST_PAUSE_S, _LOOKS = 0.05, 1.0, 20
+# How long work gets to end after it was interrupted, in seconds.
+_INTERRUPTION_S = 10.0
+
+# Modules in which calls to the file system are made, besides this package.
+_CALLERS = ("os", "pathlib", "shutil", "posixpath", "genericpath", "glob", "tempfile", "zipfile", "codecs")
+# Modules of this package in which threads wait for something else, with deadlines of its own.
+_WAITERS = (
+    *(f"mcore_ckpt.{room}." for room in ("ranks", "state", "models", "sharding", "load")),
+    *(f"mcore_ckpt.io.{name}" for name in ("device_waits", "disk_watch", "peer_")),
+)
+
+
+class Job(Protocol):
+    """A job of the extension, which makes its calls to the system on threads that Python does not see."""
+
+    def longest_call(self) -> tuple[str, str, float] | None: ...
+    def cancel(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call to the system that has not returned.
+
+    Attributes:
+        doing: what was asked for.
+        path: the file or folder.
+        seconds: for how long at least.
+    """
+
+    doing: str
+    path: str
+    seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path}: {self.doing} has not returned for {self.seconds:.0f} s: the disk, or the server that has "
+            "it, hangs. Everything works again when it answers; look at the system's log (dmesg) and at the server"
+        )
+
+
+class _GivenUp(BaseException):
+    """Ends work that nobody waits for any more, as soon as its thread runs again."""
+
+
+@contextmanager
+def in_job(job: Job) -> Iterator[None]:
+    """Tells that this thread waits for a job of the extension."""
+    thread = threading.current_thread()
+    thread.native_job = job  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        thread.native_job = None  # type: ignore[attr-defined]
+
+
+def _job_of(thread: threading.Thread) -> Job | None:
+    return getattr(thread, "native_job", None)
+
+
+class Look:
+    """Looks, again and again, whether threads make progress.
+
+    Args:
+        thread: the thread to look at, together with those that it has started (`io/threads.py`).
+    """
+
+    def __init__(self, thread: threading.Thread) -> None:
+        self._thread = thread
+        self._seen: dict[int, tuple[tuple[int, int, int], float]] = {}
+
+    def longest(self) -> Call | None:
+        """Returns the call that has lasted longest, as far as looks at the same call tell."""
+        now, frames = time.monotonic(), sys._current_frames()
+        calls = [self._call_of(thread, frames, now) for thread in _family(self._thread)]
+        return max((call for call in calls if call is not None), key=lambda call: call.seconds, default=None)
+
+    def _call_of(self, thread: threading.Thread, frames: dict[int, FrameType], now: float) -> Call | None:
+        number = cast(int, thread.ident)
+        job = _job_of(thread)
+        if job is not None:
+            found = job.longest_call()
+            return None if found is None else Call(*found)
+        frame = frames.get(number)
+        if frame is None or not _is_in_call(frame):
+            self._seen.pop(number, None)
+            return None
+        place = (id(frame), frame.f_lasti, _cpu_time(thread))
+        before, since = self._seen.get(number, (None, now))
+        if place != before:
+            since = now
+        self._seen[number] = (place, since)
+        return Call(_words(frame), _path(frame), now - since)
+
+
+def _family(thread: threading.Thread) -> list[threading.Thread]:
+    members = [thread]
+    for other in threading.enumerate():
+        if getattr(other, "started_by", None) in members:
+            members.append(other)
+    return members
+
+
+def _is_in_call(frame: FrameType) -> bool:
+    """Returns whether a thread may be in a call to the file system: it is if it stays there, and computes nothing."""
+    name = str(frame.f_globals.get("__name__", ""))
+    if name.split(".")[0] != "mcore_ckpt":
+        return name in _CALLERS
+    return not name.startswith(_WAITERS) and "sleep(" not in _words(frame)
+
+
+def _cpu_time(thread: threading.Thread) -> int:
+    """Returns how long a thread has computed, in nanoseconds; 0 if the system does not tell."""
+    try:
+        return int(Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def _words(frame: FrameType) -> str:
+    """Returns the text of the call that a frame is in, such as "os.rename(staging, role_dir)"."""
+    code = frame.f_code
+    first, last, start, stop = next(islice(code.co_positions(), frame.f_lasti // 2, None))
+    line = linecache.getline(code.co_filename, first or frame.f_lineno)
+    words = line.encode()[start:stop].decode(errors="replace") if first == last else line.strip()
+    return words or code.co_name
+
+
+def _path(frame: FrameType | None) -> str:
+    """Returns the path that a call is about: of the frames from the innermost on, the first that has one."""
+    while frame is not None:
+        for value in frame.f_locals.values():
+            if isinstance(value, Path) or (isinstance(value, str) and value.startswith("/")):
+                return str(value)
+        frame = frame.f_back
+    return "a file"
+
+
+class Work(Generic[Result]):
+    """Work on a thread of its own.
+
+    Args:
+        work: the work.
+        timeout_s: how long a single call to the system may last, in seconds.
+        around: is entered on that thread while it works.
+        who: what the error's message begins with.
+    """
+
+    def __init__(
+        self,
+        work: Callable[[], Result],
+        timeout_s: float,
+        around: AbstractContextManager[object] | None = None,
+        who: str = "",
+    ) -> None:
+        self._work, self._timeout_s, self._around, self._who = work, timeout_s, around or nullcontext(), who
+        self._ended = threading.Event()
+        self._result: list[Result] = []
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="mcore_ckpt work", daemon=True)
+        self._thread.started_by = threading.current_thread()  # type: ignore[attr-defined]
+        self._look = Look(self._thread)
+        try:
+            self._thread.start()
+        except RuntimeError:  # the system grants no thread: do the work here, and do not look at it
+            self._run()
+
+    @property
+    def ended(self) -> bool:
+        """True if the work has ended."""
+        return self._ended.is_set()
+
+    @property
+    def longest(self) -> Call | None:
+        """The call that has lasted longest."""
+        return self._look.longest()
+
+    def wait(self, patience_s: float = float("inf")) -> bool:
+        """Waits for the end of the work, and returns True.
+
+        Returns False as soon as a call to the system has lasted `patience_s`.
+
+        Raises HungDiskError as soon as a call has lasted too long. The work is then given up: its thread ends when the
+        call returns.
+        """
+        pause = _FIRST_LOOK_S
+        try:
+            while not self._ended.wait(pause):
+                call = self._look.longest()
+                if call is not None and call.seconds >= self._timeout_s:
+                    self.give_up()
+                    raise _error(self._who, call)
+                if call is not None and call.seconds >= patience_s:
+                    return False
+                pause = max(_FIRST_LOOK_S, min(_LONGEST_PAUSE_S, min(self._timeout_s, patience_s) / _LOOKS))
+        except HungDiskError:
+            raise
+        except BaseException:  # such as Ctrl-C: it is for the work, which goes on otherwise
+            self.give_up()
+            self._ended.wait(_INTERRUPTION_S)
+            raise
+        return True
+
+    def result(self) -> Result:
+        """Waits for the end of the work like `wait`, and returns its result or raises its error."""
+        self.wait()
+        if self._error is not None:
+            raise self._error
+        return self._result[0]
+
+    def give_up(self) -> None:
+        """Ends the work as soon as its thread runs again."""
+        number = self._thread.ident
+        if number is None or self._ended.is_set():
+            return
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(number), ctypes.py_object(_GivenUp))
+        job = _job_of(self._thread)
+        if job is not None:
+            job.cancel()
+
+    def _run(self) -> None:
+        try:
+            with self._around:
+                self._result.append(self._work())
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._ended.set()
+
+
+def _error(who: str, call: Call | None) -> HungDiskError:
+    error = HungDiskError(f"{who}the disk has hung, and answers again: try again" if call is None else f"{who}{call}")
+    error.names_rank = bool(who)
+    return error
+
+
+class DiskWatch:
+    """Runs the work of threads that use the same file systems; implements `ranks.rounds.Runner`.
+
+    Args:
+        timeout_s: how long a single call to the system may last, in seconds.
+        around: returns, on the thread that asks for work, what is entered on the thread that works.
+        who: what messages begin with, such as "rank 3: ".
+        beside: a watch of other threads, which use the same file systems: if work of the one hangs, both refuse work.
+    """
+
+    def __init__(
+        self,
+        timeout_s: float,
+        around: Callable[[], AbstractContextManager[object]] = nullcontext,
+        who: str = "",
+        beside: DiskWatch | None = None,
+    ) -> None:
+        self._timeout_s, self._around, self._who = timeout_s, around, who
+        self._left: list[Work[Any]] = [] if beside is None else beside._left
+
+    def start(self, work: Callable[[], Result]) -> Work[Result]:
+        """Starts work. Raises HungDiskError if earlier work hangs."""
+        for each in list(self._left):
+            if not each.ended:
+                raise _error(self._who, each.longest)
+            self._left.remove(each)
+        return Work(work, self._timeout_s, self._around(), self._who)
+
+    def run(self, work: Callable[[], Result]) -> Result:
+        """Does work, and returns its result.
+
+        Raises HungDiskError if a call to the system has not returned in time, or if one of earlier work has not.
+        """
+        started = self.start(work)
+        try:
+            return started.result()
+        except HungDiskError:
+            self.leave(started)
+            raise
+
+    def leave(self, work: Work[Any]) -> None:
+        """Refuses all other work until this work has ended."""
+        self._left.append(work)
+
+
+def wait_for_thread(thread: threading.Thread, timeout_s: float) -> None:
+    """Waits for a thread. Raises HungDiskError as soon as it has been in one call to the system for `timeout_s`."""
+    look = Look(thread)
+    pause = _FIRST_LOOK_S
+    while True:
+        thread.join(pause)
+        if not thread.is_alive():
+            return
+        call = look.longest()
+        if call is not None and call.seconds >= timeout_s:
+            raise _error("", call)
+        pause = max(_FIRST_LOOK_S, min(_LONGEST_PAUSE_S, timeout_s / _LOOKS))

@@ -1,0 +1,104 @@
+"""A file system that is frozen while a manager saves and loads: nothing waits for ever, and all is well afterwards."""
+
+import fcntl
+import os
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from small_disks import ext4
+from test_runs import Training
+from waiting import LONG_S
+
+from mcore_ckpt.errors import BusyError, HungDiskError
+from mcore_ckpt.ranks import deadlines
+from mcore_ckpt.tools.verify import verify
+
+TIMEOUT_S = 1.0
+_FREEZE, _THAW = 0xC0045877, 0xC0045878  # linux/fs.h: FIFREEZE, FITHAW
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with ext4(tmp_path / "disk") as disk:
+        yield disk
+
+
+@contextmanager
+def frozen(disk: Path) -> Iterator[None]:
+    descriptor = os.open(disk, os.O_RDONLY)
+    fcntl.ioctl(descriptor, _FREEZE, 0)
+    try:
+        yield
+    finally:
+        fcntl.ioctl(descriptor, _THAW, 0)
+        os.close(descriptor)
+
+
+HANGS = r"^rank 0: .*/run/.* has not returned for \d+ s: the disk, or the server that has it, hangs"
+
+
+def test_a_save_fails_and_the_next_one_after_the_thaw_is_whole(disk: Path) -> None:
+    training = Training(disk / "run", timeout_s=TIMEOUT_S).save(1)
+    with frozen(disk):
+        for _ in range(2):  # the second one is refused at once
+            with pytest.raises(HungDiskError, match=HANGS):
+                training.save(2)
+    wait_until_back(training)
+    training.save(3)
+    training.close()
+    assert verify(disk / "run").is_sound
+    assert Training(disk / "run", timeout_s=TIMEOUT_S).manager.load().step == 3
+
+
+def test_an_async_save_returns_whatever_the_disk_does(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deadlines, "DISK_PATIENCE_S", 0.2)
+    training = Training(disk / "run", timeout_s=TIMEOUT_S, async_save=True, if_busy="raise", if_failed="warn")
+    training.manager.save(1).wait()
+    with frozen(disk):
+        first = training.manager.save(2)
+        assert not first.done  # it has returned before anything was decided
+        with pytest.raises(BusyError):
+            training.manager.save(3)
+        with pytest.raises(HungDiskError, match=HANGS):
+            first.wait(LONG_S)
+        second = training.manager.save(3)
+        with pytest.raises(HungDiskError, match=HANGS):
+            second.wait(LONG_S)
+    wait_until_back(training)
+    training.manager.save(4).wait(LONG_S)
+    training.close()
+    assert verify(disk / "run").is_sound
+
+
+def wait_until_back(training: Training) -> None:
+    """Until calls that hung have returned."""
+    watch = training.manager._disk
+    deadline = time.monotonic() + LONG_S
+    while any(not work.ended for work in watch._left):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_load_fails_and_succeeds_after_the_thaw(disk: Path) -> None:
+    """Reading does not hang on a frozen file system, but what a load notes there does."""
+    training = Training(disk / "run", timeout_s=TIMEOUT_S).save(1)
+    with frozen(disk):
+        try:
+            training.manager.load()
+        except HungDiskError as error:
+            assert re.match(HANGS, str(error))
+    assert training.manager.load().step == 1
+    training.close()
+
+
+def test_closing_ends(disk: Path, caplog: pytest.LogCaptureFixture) -> None:
+    training = Training(disk / "run", timeout_s=TIMEOUT_S).save(1)
+    with frozen(disk):
+        training.close()
+    assert "the lock of actor below" in caplog.text
+    wait_until_back(training)
+    Training(disk / "run", timeout_s=TIMEOUT_S).save(2).close()

@@ -1,0 +1,177 @@
+"""Work that hangs in a call to the system: opening a pipe, which waits until somebody opens its other end."""
+
+import ctypes
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from waiting import LONG_S, wait_for
+
+from mcore_ckpt.errors import HungDiskError
+from mcore_ckpt.io import _native
+from mcore_ckpt.io.disk_watch import DiskWatch, Work, in_job, wait_for_thread
+from mcore_ckpt.io.threads import for_each
+
+TIMEOUT_S = 0.3
+
+
+@pytest.fixture
+def pipe(tmp_path: Path) -> Path:
+    os.mkfifo(tmp_path / "pipe")
+    return tmp_path / "pipe"
+
+
+def answer(pipe: Path) -> None:
+    """Lets a call that opens the pipe for reading return."""
+    os.close(os.open(pipe, os.O_WRONLY))
+
+
+def opens(pipe: Path, after: Callable[[], object] = lambda: None) -> Callable[[], str]:
+    def work() -> str:
+        pipe.open("rb").close()
+        after()
+        return "opened"
+
+    return work
+
+
+def test_a_hung_call_is_named_and_other_work_refused_until_it_returns(pipe: Path) -> None:
+    reached: list[str] = []
+    watch = DiskWatch(TIMEOUT_S, who="rank 3: ")
+    beside = DiskWatch(TIMEOUT_S, beside=watch)
+    message = rf"^rank 3: {pipe}: io\.open\(.*\) has not returned for 0 s: the disk.*hangs"
+    with pytest.raises(HungDiskError, match=message) as caught:
+        watch.run(opens(pipe, lambda: reached.append("further")))
+    assert caught.value.names_rank
+    for each in (watch, beside):
+        with pytest.raises(HungDiskError, match="has not returned for"):
+            each.run(lambda: reached.append("other work"))
+    (work,) = watch._left
+    answer(pipe)
+    wait_for(lambda: work.ended)
+    assert reached == []  # what was given up does nothing more
+    assert watch.run(lambda: 5) == 5
+    assert not beside._left
+
+
+def test_a_result_and_an_error_come_back() -> None:
+    watch = DiskWatch(TIMEOUT_S)
+    assert watch.run(lambda: threading.current_thread().name) == "mcore_ckpt work"
+    with pytest.raises(ZeroDivisionError):
+        watch.run(lambda: 1 // 0)
+    with pytest.raises(SystemExit):
+        watch.run(lambda: exit(3))
+
+
+def test_patience(pipe: Path) -> None:
+    """Who does not want to wait goes on, and the work does, too."""
+    work = DiskWatch(LONG_S).start(opens(pipe))
+    assert not work.wait(patience_s=0.1)
+    answer(pipe)
+    assert work.result() == "opened"
+
+
+def test_slow_work_is_not_given_up() -> None:
+    """It computes, sleeps, or waits for something else for longer than a call may last."""
+    watch, over = DiskWatch(0.15), threading.Event()
+    threading.Timer(0.5, over.set).start()
+    assert watch.run(lambda: over.wait(LONG_S))
+
+    def compute() -> int:
+        end = time.monotonic() + 0.5
+        while time.monotonic() < end:
+            sum(range(1000))
+        return 1
+
+    assert watch.run(compute) == 1
+
+
+def test_threads_of_the_work_are_looked_at(pipe: Path) -> None:
+    def work() -> None:
+        for_each([pipe, pipe], lambda path: path.open("rb").close(), threads=2)
+
+    with pytest.raises(HungDiskError, match=f"^{pipe}: io.open"):
+        DiskWatch(TIMEOUT_S).run(work)
+    answer(pipe)
+
+
+def test_threads_of_a_native_job_are_looked_at(pipe: Path) -> None:
+    job = _native.ReadJob([str(pipe)], threads=1, piece_bytes=4096, block_bytes=4096, direct=False)
+    memory = bytearray(4096)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    job.add(0, 0, 4096, None, 0, 4096, 1, 4096, address, 4096, owner=memory)
+
+    def work() -> None:
+        with in_job(job):
+            job.run()
+
+    with pytest.raises(HungDiskError, match=f"^{pipe}: opening has not returned for"):
+        DiskWatch(TIMEOUT_S).run(work)
+    found = job.longest_call()
+    assert found is not None
+    assert found[:2] == ("opening", str(pipe))
+    answer(pipe)
+    wait_for(lambda: job.longest_call() is None)
+
+
+def test_an_interruption_ends_the_work_too(pipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C comes to the thread that waits."""
+    reached: list[int] = []
+    go_on = threading.Event()
+
+    def works() -> None:
+        for number in range(1000):
+            go_on.wait(0.01)
+            reached.append(number)
+
+    work = Work(works, LONG_S)
+    real = work._ended.wait
+    calls = iter([KeyboardInterrupt])
+
+    def interrupted(timeout: float | None = None) -> bool:
+        for error in calls:
+            raise error
+        return real(timeout)
+
+    monkeypatch.setattr(work._ended, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        work.wait()
+    assert work.ended
+    assert len(reached) < 1000
+
+
+def test_what_is_entered_around_the_work_is_entered_on_its_thread() -> None:
+    seen: list[str] = []
+
+    @contextmanager
+    def around():  # type: ignore[no-untyped-def]
+        seen.append(threading.current_thread().name)
+        yield
+
+    def make():  # type: ignore[no-untyped-def]
+        seen.append(threading.current_thread().name)
+        return around()
+
+    DiskWatch(TIMEOUT_S, make).run(lambda: None)
+    assert seen == [threading.current_thread().name, "mcore_ckpt work"]
+
+
+def test_without_threads_the_work_is_done_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    assert DiskWatch(TIMEOUT_S).run(lambda: threading.current_thread().name) == threading.current_thread().name
+
+
+def test_waiting_for_a_thread(pipe: Path) -> None:
+    thread = threading.Thread(target=opens(pipe), daemon=True)
+    thread.start()
+    with pytest.raises(HungDiskError, match=f"^{pipe}: io.open"):
+        wait_for_thread(thread, TIMEOUT_S)
+    answer(pipe)
+    wait_for_thread(thread, LONG_S)
