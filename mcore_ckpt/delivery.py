@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Sequence
 from weakref import WeakSet
 
-from mcore_ckpt.events import Event, Listener
+from mcore_ckpt.events import ErrorText, Event, Listener
 
 logger = logging.getLogger(__name__)
 
@@ -171,14 +171,14 @@ class Delivery:
     def _call(self, listener: Listener, event: Event) -> None:
         try:
             listener(event)
-        except BaseException:  # also SystemExit, which would end this thread without a word
+        except BaseException as error:  # also SystemExit, which would end this thread without a word
             if (id(listener), type(event)) not in self._logged:
                 self._logged.add((id(listener), type(event)))
                 logger.warning(
                     "%s has failed. Saves are not affected. Its further failures with this kind of event are not "
-                    "logged",
+                    "logged\n%s",
                     _told(listener, event),
-                    exc_info=True,
+                    ErrorText.of(error).stacktrace,
                 )
 
 

@@ -38,9 +38,11 @@ import errno
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+from mcore_ckpt.redaction import redacted
+
 
 class CheckpointError(Exception):
-    """Base class of all errors of this package.
+    """Base class of all errors of this package. A message may quote URLs and options: it is kept without secrets.
 
     Attributes:
         names_rank: True if the message already begins with the rank on which the error happened.
@@ -49,6 +51,9 @@ class CheckpointError(Exception):
 
     names_rank = False
     may_pass = False
+
+    def __init__(self, *values: object) -> None:
+        super().__init__(*(redacted(value) if isinstance(value, str) else value for value in values))
 
 
 class CheckpointNotFoundError(CheckpointError):
@@ -165,10 +170,10 @@ def reworded(error: Error, message: str) -> Error:
 def to_record(error: BaseException, rank: int) -> dict[str, Any]:
     """Turns an error into strings that can be sent to other ranks.
 
-    If the error's type is not of this module, the message contains the name of the type.
+    If the error's type is not of this module, the message contains the name of the type, and no secrets.
     """
     name = type(error).__name__
-    text = str(error) if name in _BY_NAME else f"{name}: {error}"
+    text = str(error) if name in _BY_NAME else redacted(f"{name}: {error}")
     if not getattr(error, "names_rank", False):
         text = f"rank {rank}: {text}"
     # A message can contain a file name with bytes that are not valid text. Escape them, so that it can be sent.

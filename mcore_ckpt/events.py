@@ -30,6 +30,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from mcore_ckpt.redaction import redacted
+
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
@@ -73,7 +75,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class ErrorText:
-    """An error as text. The error itself would keep the failed call's variables in memory.
+    """An error as text without secrets. The error itself would keep the failed call's variables in memory.
 
     Attributes:
         type: the full name of its class, such as mcore_ckpt.errors.CommitError.
@@ -92,7 +94,7 @@ class ErrorText:
             message, trace = str(error), "".join(traceback.format_exception(error))
         except Exception:
             message, trace = "the error has no readable message", ""
-        return cls(_full_name(type(error)), message, trace)
+        return cls(_full_name(type(error)), redacted(message), redacted(trace))
 
     @classmethod
     def redacted(cls, error: BaseException, message: str) -> ErrorText:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from mcore_ckpt.errors import InvalidArgumentError, InvalidTypeError
+from mcore_ckpt.redaction import redacted
 
 T = TypeVar("T")
 
@@ -44,11 +45,11 @@ def one_of(default: str, *others: str) -> Any:
 
 
 def checked(cls: type[T]) -> type[T]:
-    """Makes a dataclass answer an unknown field with the closest name.
+    """Makes a dataclass answer an unknown field with the closest name, and its repr show no secrets.
 
     Use it above `@dataclass`. The class calls `check_fields` in `__post_init__`.
     """
-    make = cls.__init__
+    make, shown = cls.__init__, cls.__repr__
 
     @functools.wraps(make)
     def init(self: Any, *values: Any, **named: Any) -> None:
@@ -58,6 +59,7 @@ def checked(cls: type[T]) -> type[T]:
         make(self, *values, **named)
 
     cls.__init__ = init  # type: ignore[method-assign]
+    cls.__repr__ = lambda self: redacted(shown(self))  # type: ignore[method-assign]
     return cls
 
 

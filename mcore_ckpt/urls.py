@@ -5,23 +5,19 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from urllib.parse import urlsplit, urlunsplit
 
 from mcore_ckpt.errors import InvalidArgumentError, InvalidTypeError
+from mcore_ckpt.redaction import MASK, redacted_url
 
 _FORM = "use a URL such as s3://bucket/prefix or file:///folder"
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
+_URL = re.compile(r"(?:[A-Za-z][A-Za-z0-9+.-]*::)*[A-Za-z][A-Za-z0-9+.-]*:/")  # fsspec chains URLs with `::`
 # What follows these is not a bucket, a container or a host.
 _WITHOUT_HOST = ("file", "local", "memory", "hdfs")
 
 
 def public_url(url: str) -> str:
     """Returns a URL without user, password and query."""
-    try:
-        parts = urlsplit(url)
-    except ValueError:
-        return "(an unreadable URL)"
-    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", "")).rstrip("/")
+    return redacted_url(url).replace(f"{MASK}@", "").rstrip("/")
 
 
 def checked_url(url: object, name: str = "remote") -> str:
@@ -43,7 +39,7 @@ def checked_url(url: object, name: str = "remote") -> str:
     # fsspec does not expand "~", and would make a folder with that name.
     expanded = "file://" + os.path.expanduser(url.removeprefix("file://")) if url.startswith("file://~") else url
     if advice := _advice(expanded):
-        shown = _shown(url)
+        shown = redacted_url(url)
         raise InvalidArgumentError(f"{name} is {shown!r}: {advice if shown == url else _FORM}")
     return expanded
 
@@ -63,7 +59,7 @@ def local_path(path: object, name: str) -> Path:
         raise InvalidArgumentError(f"{name} is empty: use a path, such as '/checkpoints/run'")
     if is_url(text) and not os.path.lexists(text):
         raise InvalidArgumentError(
-            f"{name} is the URL {_shown(text)!r}: use the path of a folder. Only `remote` and "
+            f"{name} is the URL {redacted_url(text)!r}: use the path of a folder. Only `remote` and "
             "`mcore-ckpt list --remote URL` take the URL of a store"
         )
     try:
@@ -106,10 +102,3 @@ def _without_slashes(url: str) -> str:
 
 def _of_path(path: str) -> str:
     return f"use {'file://' + os.path.abspath(os.path.expanduser(path))!r}"
-
-
-def _shown(url: str) -> str:
-    """Returns a URL of any form without what may be secret in it."""
-    before, at, after = url.partition("?")[0].rpartition("@")
-    start = re.match(r"[^:]*:/*", before)
-    return f"{start[0] if start else ''}***@{after}" if at else after

@@ -13,7 +13,7 @@ import io
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from rich.console import Console
 
@@ -36,6 +36,7 @@ from mcore_ckpt.cli import (
 from mcore_ckpt.cli.demo import command as demo
 from mcore_ckpt.cli.examples import add_examples
 from mcore_ckpt.errors import CheckpointError, InvalidArgumentError
+from mcore_ckpt.redaction import redacted
 
 SUCCESS, BAD_CHECKPOINT, UNUSABLE_ARGUMENTS = 0, 1, 2
 INTERRUPTED, READER_GONE = 130, 141  # as shells report programs that SIGINT or SIGPIPE has ended
@@ -97,16 +98,23 @@ def _run(argv: Sequence[str] | None, defaults: Mapping[str, Any]) -> int:
     except BrokenPipeError:
         raise
     except OSError as error:
-        complaints.print(f"mcore-ckpt: {type(error).__name__}: {error}", style="red", markup=False)
+        complaints.print(redacted(f"mcore-ckpt: {type(error).__name__}: {error}"), style="red", markup=False)
         return BAD_CHECKPOINT
     except KeyboardInterrupt:
         complaints.print("mcore-ckpt: interrupted", style="red")
         return INTERRUPTED
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose complaints quote the arguments without secrets. Those of subcommands are of the same class."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(redacted(message))
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Returns the parser of all subcommands."""
-    parser = argparse.ArgumentParser(prog="mcore-ckpt", description="Checkpoints for training with Megatron-core.")
+    parser = _Parser(prog="mcore-ckpt", description="Checkpoints for training with Megatron-core.")
     subparsers = parser.add_subparsers(metavar="command", required=True)
     for command in COMMANDS:
         command.add_to(subparsers)

@@ -107,7 +107,9 @@ def add_to(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--hf_upload_path", "--hf-upload-path", metavar="REPO", help="then upload to this HuggingFace repository"
     )
-    parser.add_argument("--private", action="store_true", help="if the repository is new, make it private")
+    visibility = parser.add_mutually_exclusive_group()
+    visibility.add_argument("--public", action="store_true", help="if the repository is new, let everybody see it")
+    visibility.add_argument("--private", action="store_true", help="if the repository is new, hide it (the default)")
     add_force(parser, "a HuggingFace model in target, or in REPO,")
     add_json(parser)
     add_ignored_flags(parser)
@@ -122,8 +124,9 @@ def run(args: argparse.Namespace) -> int:
 
     check_patterns("--ignore", args.ignore)
     request = _request(args)
-    if args.private and args.hf_upload_path is None:
-        raise InvalidArgumentError("--private needs a repository to upload to: give --hf_upload_path")
+    if (args.public or args.private) and args.hf_upload_path is None:
+        flag = "--public" if args.public else "--private"
+        raise InvalidArgumentError(f"{flag} needs a repository to upload to: give --hf_upload_path")
     if args.hf_upload_path is not None and not can_push_to_hub():
         raise InvalidArgumentError("--hf_upload_path needs huggingface_hub: pip install huggingface_hub")
     if args.hf_upload_path is not None and not args.force:
@@ -138,7 +141,7 @@ def run(args: argparse.Namespace) -> int:
     if not ranks.is_coordinator:
         return 0
     if args.hf_upload_path is not None:
-        push_to_hub(report.target, args.hf_upload_path, args.private)
+        push_to_hub(report.target, args.hf_upload_path, private=not args.public)
     if args.json:
         print(json.dumps(as_json(report)))
     else:

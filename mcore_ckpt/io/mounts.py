@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mcore_ckpt.redaction import redacted
+
 _OCTAL = re.compile(r"\\([0-7]{3})")
 
 
@@ -69,8 +71,8 @@ def parse_mount(line: str) -> Mount:
     kind, source, of_system = system.split(" ")[:3]
     # Both lists have `rw` or `ro`. Nothing can be written if one of them has `ro`.
     names = [*of_system.split(","), *of_mount.split(",")]
-    pairs = (name.partition("=") for name in names if name != "rw")
-    return Mount(kind, _plain(source), _plain(point), {name: value for name, _, value in pairs})
+    pairs = (redacted(name).partition("=") for name in names if name != "rw")
+    return Mount(kind, redacted(_plain(source)), _plain(point), {name: value for name, _, value in pairs})
 
 
 def _plain(text: str) -> str:

@@ -35,7 +35,7 @@ def persist(
         url: the store, for messages.
         what: the operation, for messages.
         work: the operation; it must be repeatable.
-        redacted: turns an error into text without the secrets of the URL.
+        redacted: turns an error into text without secrets.
         stop: when set, no further try is made.
         answers: exceptions that are an answer of the store and no failure, such as FileNotFoundError. They are raised
             without another try.

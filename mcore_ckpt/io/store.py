@@ -21,6 +21,7 @@ from mcore_ckpt.io import tuning
 from mcore_ckpt.io.files import FILE_MODE, make_folder, remove_abandoned_files, replace_file, sync_dir
 from mcore_ckpt.io.retries import persist
 from mcore_ckpt.io.room import Room, room_of
+from mcore_ckpt.redaction import redacted, secrets_of
 from mcore_ckpt.urls import checked_url, public_url
 
 logger = logging.getLogger(__name__)
@@ -55,14 +56,16 @@ class Store:
     def __init__(self, url: str) -> None:
         url = checked_url(url)
         self.url = public_url(url)
-        self._secrets = _secrets(url)
+        self._secrets = secrets_of(url)
         scheme = urlsplit(url).scheme
         try:
             # A cached listing would lack the files that this run uploads later.
             self.fs, root = fsspec.core.url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
         except ImportError as error:
             extra = f": pip install 'mcore_ckpt[{_PACKAGES[scheme]}]'" if scheme in _PACKAGES else ""
-            raise UnsupportedError(f"remote={self.url!r} needs a package that is missing ({error}){extra}") from None
+            raise UnsupportedError(
+                f"remote={self.url!r} needs a package that is missing ({self.plain(error)}){extra}"
+            ) from None
         except ValueError as error:
             raise InvalidArgumentError(
                 f"remote is {self.url!r}: {self.redacted(error)}: use a URL of a store that fsspec knows, such as "
@@ -79,11 +82,12 @@ class Store:
         return f"{self.url}/{key}"
 
     def redacted(self, error: BaseException) -> str:
-        """Returns the text of an error without the secrets of the URL."""
-        text = f"{type(error).__name__}: {error}"
-        for secret in self._secrets:
-            text = text.replace(secret, "***")
-        return text
+        """Returns the type and the text of an error without secrets, those of the URL among them."""
+        return f"{type(error).__name__}: {self.plain(error)}"
+
+    def plain(self, error: BaseException) -> str:
+        """Returns the text of an error without secrets."""
+        return redacted(str(error), self._secrets)
 
     def room(self) -> Room | None:
         """Returns how much can be written into the store; None if it does not tell, as most do not. Raises OSError."""
@@ -198,7 +202,10 @@ class Store:
         answers: tuple[type[Exception], ...] = (FileNotFoundError,),
     ) -> Result:
         """Runs `work` until it succeeds, with growing pauses; see `retries.persist`."""
-        return persist(self.url, what, work, self.redacted, stop or threading.Event(), answers)
+        try:
+            return persist(self.url, what, work, self.redacted, stop or threading.Event(), answers)
+        except FileNotFoundError as error:  # of a web server, it has the whole URL
+            raise FileNotFoundError(self.plain(error)) from None
 
     def names(self, key: str) -> list[str]:
         """Returns the names of the files and folders in a folder; an empty list if the folder is missing.
@@ -216,11 +223,6 @@ class Store:
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{key}" if key else self._root
-
-
-def _secrets(url: str) -> list[str]:
-    parts = urlsplit(url)
-    return [text for text in (parts.netloc.rpartition("@")[0], parts.password, parts.query) if text]
 
 
 def _protect(descriptor: int) -> None:

@@ -21,6 +21,7 @@ from functools import partial
 from weakref import WeakSet
 
 from mcore_ckpt.errors import CheckpointError, CommitError, HungDiskError, from_record, to_record
+from mcore_ckpt.events import ErrorText
 from mcore_ckpt.io.disk_watch import wait_for_thread
 from mcore_ckpt.ranks import deadlines
 from mcore_ckpt.ranks.rounds import Agreement, Record
@@ -139,7 +140,7 @@ class SaveHandle:
             self._exception = CommitError(f"{type(error).__name__}: {error}")
             if not isinstance(error, Exception):
                 raise
-            logger.exception("a save has failed with an unexpected error")
+            logger.error("a save has failed with an unexpected error\n%s", ErrorText.of(error).stacktrace)
         finally:
             self._progress = save.progress()
             self._save = None
@@ -315,8 +316,9 @@ class _Worker:
                 work = self._waiting.popleft()
             try:
                 work()
-            except Exception:
-                logger.exception("the thread %r continues after an unexpected error", self._name)
+            except Exception as error:
+                trace = ErrorText.of(error).stacktrace
+                logger.error("the thread %r continues after an unexpected error\n%s", self._name, trace)
 
 
 # Weak references are enough, because a running thread keeps its worker and its save alive even if the trainer has

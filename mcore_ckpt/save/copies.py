@@ -20,6 +20,7 @@ from pathlib import Path
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, CommitError
+from mcore_ckpt.events import ErrorText
 from mcore_ckpt.io import tuning
 from mcore_ckpt.io.checksums import crc32
 from mcore_ckpt.io.files import FILE_MODE, make_folders, sync_dir, sync_names, write_all
@@ -181,8 +182,9 @@ class Copies:
             except CheckpointError as error:
                 problem = str(error)
             except Exception as error:
-                logger.exception("copies of step %d have failed unexpectedly", wanted.handle.step)
-                problem = f"{type(error).__name__}: {error}"
+                told = ErrorText.of(error)
+                logger.error("copies of step %d have failed unexpectedly\n%s", wanted.handle.step, told.stacktrace)
+                problem = f"{told.type}: {told.message}"
             if problem is not None and not self._closed:
                 logger.warning("step %d is on too few nodes: %s", wanted.handle.step, problem)
             self._end(wanted, problem)

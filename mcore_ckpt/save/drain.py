@@ -15,6 +15,7 @@ from weakref import WeakSet
 
 from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest, WrittenFile
 from mcore_ckpt.errors import CheckpointError, CommitError
+from mcore_ckpt.events import ErrorText
 from mcore_ckpt.io import tuning
 from mcore_ckpt.io.file_copies import copy_checked
 from mcore_ckpt.io.files import make_folders, sync_names
@@ -261,7 +262,8 @@ class Drains:
         except CheckpointError as failure:
             error = failure
         except Exception as failure:
-            logger.exception("copying step %d to the root has failed unexpectedly", handle.step)
+            trace = ErrorText.of(failure).stacktrace
+            logger.error("copying step %d to the root has failed unexpectedly\n%s", handle.step, trace)
             error = CommitError(f"{type(failure).__name__}: {failure}")
         finally:
             if error is not None:

@@ -263,7 +263,7 @@ class UploadQueue:
         return upload.manifest
 
     def _give_up(self, step: int, handle: UploadHandle, error: Exception) -> None:
-        handle.exception = CheckpointError(f"step {step} is not uploaded: {error}")
+        handle.exception = CheckpointError(f"step {step} is not uploaded: {self._remote.store.plain(error)}")
         self._forget(step, handle)
         logger.warning("%s: %s", self._remote.store.url, handle.exception)
         self._tell_failed(step, ErrorText.redacted(handle.exception, str(handle.exception)), 0.0)

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from forks import Start, forked, separate
+from hub_server import HubServer
 from mcore_checkpoints import make, make_checkpoint, mcore_tensors, pad_vocabulary, weights
 from tiny_models import make_hf_folder
 
@@ -257,6 +258,34 @@ def test_upload_comes_last(saved: Path, tmp_path: Path, monkeypatch: pytest.Monk
     ]
 
 
+@pytest.mark.parametrize(
+    ("flags", "is_there", "is_private"),
+    [
+        ([], False, True),
+        (["--private"], False, True),
+        (["--public"], False, False),
+        ([], True, False),  # whoever has made it has chosen
+    ],
+)
+def test_a_new_repository_is_private_unless_asked_otherwise(
+    flags: list[str], is_there: bool, is_private: bool, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pushed: list[str] = []
+    monkeypatch.setattr("huggingface_hub.HfApi.upload_folder", lambda _, repo_id, folder_path: pushed.append(repo_id))
+    with HubServer() as hub, hub.used(tmp_path / "home", HF_TOKEN="hf_own"):
+        if is_there:
+            hub.add("me/model", {"README.md": b"mine"})
+        assert main(["merge", str(saved), str(tmp_path / "merged"), "--hf_upload_path", "me/model", *flags]) == 0
+        assert hub.repositories["me/model"].is_private == is_private
+    assert pushed == ["me/model"]
+
+
+def test_a_repository_is_not_both(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["merge", "saved", "merged", "--hf_upload_path", "me/model", "--private", "--public"])
+    assert "--public: not allowed with argument --private" in capsys.readouterr().err
+
+
 def test_a_model_on_the_hub_is_not_replaced_unasked(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -286,11 +315,15 @@ def test_an_upload_that_fails_leaves_the_folder(
 ) -> None:
     class HfApi:
         def create_repo(self, repository: str, **options: Any) -> None:
-            raise ConnectionError("no such host")
+            raise ConnectionError("no such host: https://user:S3CRET@host/x?X-Amz-Signature=S3CRET")
 
     monkeypatch.setattr("huggingface_hub.HfApi", HfApi)
     assert main(["merge", str(saved), str(tmp_path / "merged"), "--hf_upload_path", "me/model"]) == 1
-    assert "is complete, but could not be uploaded to me/model: ConnectionError" in capsys.readouterr().err
+    assert (
+        "is complete, but could not be uploaded to me/model: ConnectionError: no such host: https://***@host/x?..."
+        in (said := capsys.readouterr().err)
+    )
+    assert "S3CRET" not in said
     assert_same(tmp_path / "merged", hf)
 
 
@@ -303,6 +336,7 @@ def test_an_upload_that_fails_leaves_the_folder(
         (["--step", "4"], 1, "no complete checkpoint of step 4: there are the steps "),
         (["--role", "critic"], 2, "has the roles actor"),
         (["--private"], 2, "--private needs a repository"),
+        (["--public"], 2, "--public needs a repository"),
         (["--local_dir", "elsewhere"], 2, "source: give it once"),
         (["--tie-word-embedding"], 1, "tie_word_embedding is True, but the tensors have a head"),
         (["--is-value-model"], 1, "is_value_model is True, but the tensors are those of a model with a language model"),

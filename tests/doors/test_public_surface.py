@@ -25,7 +25,7 @@ DOORS = (
     "mcore_ckpt.schedule",
 )
 # They check options, and make the public names of packages, those of integrations included.
-HELPERS = ("mcore_ckpt.field_checks", "mcore_ckpt.public_names", "mcore_ckpt.urls")
+HELPERS = ("mcore_ckpt.field_checks", "mcore_ckpt.public_names", "mcore_ckpt.redaction", "mcore_ckpt.urls")
 # The public names of this room are its modules: see its docstring.
 ROOM_OF_MODULES = "mcore_ckpt.tools"
 OUTSIDE = ("mcore_ckpt.integrations", "mcore_ckpt.cli")

@@ -200,8 +200,9 @@ class _Unexpected(logging.Handler):
         self._kept = kept
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.exc_info:
-            self._kept.append(logging.Formatter().format(record))
+        text = logging.Formatter().format(record)
+        if "Traceback (most recent call last)" in text:
+            self._kept.append(text)
 
 
 class _Rank:

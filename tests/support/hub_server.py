@@ -1,4 +1,5 @@
-"""A HuggingFace hub on this machine: the parts of its HTTP interface that huggingface_hub downloads models through.
+"""A HuggingFace hub on this machine: the parts of its HTTP interface that huggingface_hub downloads models and makes
+repositories through.
 
     with HubServer() as hub:
         hub.add("owner/name", folder)
@@ -39,6 +40,7 @@ class Repository:
 
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
     branches: dict[str, str] = field(default_factory=dict)
+    is_private: bool = False
     token: str | None = None
     is_gated: bool = False
 
@@ -178,6 +180,15 @@ def _handler(hub: HubServer) -> type[BaseHTTPRequestHandler]:
         def do_GET(self) -> None:
             self._answer()
 
+        def do_POST(self) -> None:
+            """Makes a repository, as `create_repo` asks for it."""
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            name = f"{asked['organization']}/{asked['name']}"
+            status = 409 if name in hub.repositories else 200
+            is_private = asked.get("visibility") == "private" or asked.get("private", False)  # old clients
+            hub.repositories.setdefault(name, Repository(is_private=is_private))
+            self._send(status, {}, json.dumps({"url": f"{hub.endpoint}/{name}"}).encode())
+
         def log_message(self, *_: object) -> None:
             pass
 
@@ -261,7 +272,7 @@ def _handler(hub: HubServer) -> type[BaseHTTPRequestHandler]:
             for name, text in {**headers, "Content-Length": str(len(data))}.items():
                 self.send_header(name, text)
             self.end_headers()
-            if self.command == "GET":
+            if self.command != "HEAD":
                 self.wfile.write(data[:most])
             if most is not None:
                 self.close_connection = True

@@ -31,6 +31,7 @@ from mcore_ckpt.formats.huggingface.safetensors_files import INDEX_FILE, SINGLE_
 from mcore_ckpt.formats.huggingface.side_files import CONFIG_FILE, GENERATION_CONFIG_FILE, LEFT_OUT
 from mcore_ckpt.ranks.hosts import this_host
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide, same_everywhere
+from mcore_ckpt.redaction import redacted
 
 logger = logging.getLogger(__name__)
 
@@ -292,7 +293,7 @@ class _HubFiles:
                 )
             )
         except Exception as error:  # huggingface_hub, its HTTP library and the system raise many types
-            raise _explain(self.model, error, lacks) from error
+            raise _explain(self.model, error, lacks) from None  # its URLs can be signed
 
 
 def _in_other_folders(kept: str) -> Iterator[str]:
@@ -399,6 +400,6 @@ def _status(error: BaseException) -> Any:
 
 
 def _words(error: BaseException) -> str:
-    """Returns the first line of an error, without what follows "?" in URLs, where signatures of downloads stand."""
+    """Returns the first line of an error, without the signatures of downloads that stand in URLs."""
     line = next(iter(str(error).splitlines()), "")
-    return re.sub(r"\?[^\s'\"]+", "?...", f"{type(error).__name__}: {line}")
+    return redacted(f"{type(error).__name__}: {line}")

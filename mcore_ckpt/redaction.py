@@ -1,0 +1,187 @@
+"""Removes secrets from text that leaves the package: messages, log lines, events, reports, files.
+
+`redacted` is the only place that knows what a secret looks like. Where a secret may end and the rest begin is not
+always certain, because people also write passwords with `/`, `?` or `@` into URLs. Then more is removed, not less.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from urllib.parse import unquote
+
+MASK = "***"
+_NO_QUERY = "?..."
+_LEAST_SECRET = 3  # a shorter one would be found in other words
+
+# Characters of URLs, also percent-encoded, once or several times, and with JSON's escaped slashes.
+_AT = r"(?:@|%(?:25)*40)"
+_IS = r"(?:=|%(?:25)*3D)"
+_START = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{0,30}:(?:\\?/)+")
+_BEFORE_URL = ("::", "/", ",", "=", "&", "|", "(", "[", "{")  # within another one; a password can have a `:/`
+_ENCODED = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{0,30}%(?:25)*3A(?:%(?:25)*2F|/){2}[^\s'\"<>`]*", re.IGNORECASE)
+_IN_TEXT = re.compile(rf"{_START.pattern}[^\s'\"<>`]*")
+# What follows a URL in a sentence.
+_PUNCTUATION = re.compile(r"(?<![).,;:?!\]}])[).,;:?!\]}]+$")
+_QUERY = re.compile(r"\?|#|%(?:25)*3F", re.IGNORECASE)
+# Without these, what follows a `#` is no query, but belongs to a path.
+_FILLED = re.compile(rf"\?|{_IS}", re.IGNORECASE)
+_PARAMETER = re.compile(rf"(?:;|%(?:25)*3B)[\w.-]+{_IS}[^/?#;]*", re.IGNORECASE)
+_AUTHORITY = re.compile(r"(?:[^/?#\\]|\\(?!/))*")
+_USER = re.compile(rf".*{_AT}", re.DOTALL)
+_USER_END = re.compile(rf"{_AT}$")
+# A host, with a port or without; the end of one URL of a chain; the ARN of an access point in place of a bucket. What
+# else has a `:` is a user with a password that has a `/`, `?` or `#`. A port has two digits or more.
+_HOST = re.compile(r"[^:]*(?::\d{2,5}|::)?|\[[0-9A-Fa-f:.%]*\](?::\d*)?|arn:.*", re.DOTALL)
+_PORT = re.compile(r":\d*$")
+# What is before an `@` in these is a part of a path or, in Azure's, a container: it is no user if no password follows.
+_WITHOUT_USER = ("file:", "local:", "abfs:", "abfss:", "wasb:", "wasbs:", "az:")
+
+# The names of options, headers and parameters that hold secrets. Of `*_token` only these, because models have others.
+_NAME = r"""(?:[\w.-]{0,40}?(?:
+      secret(?:[_.-]?(?:access[_.-]?)?(?:key|token))? | passw(?:or)?d | passphrase
+    | (?:access|account|api|auth|shared|private|encryption|storage|signing|session|master
+        |customer)[_.-]?key(?:[_.-]?id)?
+    | (?:access|auth|session|security|sas|refresh|bearer|api|hf|hub|hugging_face|oauth|delegation|github|gitlab|vault
+        )[_.-]?token
+    | signature | credentials? | connection[_.-]?string | authorization | jsessionid | phpsessid)
+  | (?<![\w.-])(?:token|auth|pass|sig|sas|pwd|delegation|sessionid|session_id|cookie))"""
+# One of these is in each of the names. Nearly all texts have none, and are searched quickly.
+_WORD = re.compile(
+    r"secret|pass|key|token|sig|cred|connection|auth|sess|sas|pwd|delegation|cookie|bearer", re.IGNORECASE
+)
+_NOTHING = r"(?!None\b|True\b|False\b|null\b|true\b|false\b|\*\*\*)"
+_VALUE = rf"""(?:[(\[{{][^)\]}}]*[)\]}}] | \\?"(?:[^"\\]|\\[^"])*\\?" | \\?'(?:[^'\\]|\\[^'])*\\?'
+    | {_NOTHING}[^\s,;&'"<>)}}\]\\]+)"""
+_FLAGS = re.IGNORECASE | re.VERBOSE
+_SECRET = re.compile(_NAME, _FLAGS).fullmatch
+# `secret=...`, `secret%3D...`, `"secret": "..."`, `('secret', '...')`, `<Signature>...</Signature>`
+_ASSIGNED = re.compile(rf"(?<![A-Za-z0-9])({_NAME}\s*{_IS}\s*)[brfu]?{_VALUE}", _FLAGS)
+_ENTRY = re.compile(rf"""(\\?["']{_NAME}\\?["']\s*[:,]\s*)[brfu]?{_VALUE}""", _FLAGS)
+_LINE = re.compile(rf"(^[ \t-]*{_NAME}:[ \t]+)\S+[ \t]*$", _FLAGS | re.MULTILINE)  # of YAML
+_FLAG = re.compile(rf"(--(?:{_NAME}|token)\s+)(?!-){_VALUE}", _FLAGS)
+_ELEMENT = re.compile(rf"(<{_NAME}(?:Provided)?>)[^<]+", _FLAGS)
+_KEY = re.compile(rf"""(\\?["']key\\?["']\s*[:,]\s*|(?<![\w.-])key=){_VALUE}""", _FLAGS)  # fsspec's, beside `secret`
+_HEADER = re.compile(
+    r"""((?:proxy-)?authorization["']?\s*[:=,]\s*["']?|\bx-[\w-]{0,40}(?:token|key|signature|credential)["']?:\s*["']?
+        |\b(?:set-)?cookie["']?:\s*["']?)(?!\s*["']?\*\*\*)[^'"\r\n]+""",
+    _FLAGS,
+)
+_BEARER = re.compile(r"\b(bearer\s+)[\w.~+/=-]{8,}", re.IGNORECASE)
+_TOKEN = re.compile(
+    r"\b(?:(?:AKIA|ASIA)[0-9A-Z]{16}|hf_[A-Za-z0-9]{16,}|gh[pousr]_\w{20,}|github_pat_\w{20,}|AIza[\w-]{30,}"
+    r"|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)"
+)
+_RELATIVE_QUERY = re.compile(rf"\?(?=[\w.%-]+{_IS})[^\s'\"<>`]*")
+# In front of a host, without a scheme. Behind a `/` or a port, what follows the next `/` is a path.
+_USER_AND_PASSWORD = re.compile(
+    rf"(?:(?<![^\s'\"=(,\[/])[^\s:/@'\"=(,]{{1,64}}:[^\s/'\"]{{1,256}}"
+    rf"|(?<![^\s'\"=(,\[])[^\s:/@'\"=(,]{{1,64}}:(?![/:]|\d{{2,5}}/)(?:(?!:/)[^\s'\"]){{1,256}}){_AT}(?=[\w\[])"
+)
+
+
+def redacted(text: str, secrets: Iterable[str] = ()) -> str:
+    """Returns a text without the secrets in it. What is left says which host, bucket and path are meant.
+
+    Args:
+        text: any text, such as the message of an error.
+        secrets: what else must not stand in it, such as `secrets_of` a URL.
+
+    Example:
+        >>> redacted("cannot open simplecache::s3://KEY:SECRET@bucket/run?sig=SECRET (token=SECRET)")
+        'cannot open simplecache::s3://***@bucket/run?... (token=***)'
+    """
+    for secret in secrets:
+        text = text.replace(secret, MASK)
+    text = _ENCODED.sub(lambda found: _masked(_decoded(found[0])), text)
+    text = _IN_TEXT.sub(lambda found: _masked(found[0]), text)
+    text = _RELATIVE_QUERY.sub(_NO_QUERY, _TOKEN.sub(MASK, text))
+    if _WORD.search(text):
+        text = _without_options(text)
+    return _USER_AND_PASSWORD.sub(f"{MASK}@", text)
+
+
+def redacted_url(url: str) -> str:
+    """Returns a text that should be one URL without user, password and query, whatever characters are in it.
+
+    Example:
+        >>> redacted_url("s3:/key:it's secret@bucket/run")
+        's3:/***@bucket/run'
+    """
+    shown = _masked(url).partition(_NO_QUERY)[0] if _START.search(url) else _without_user(url).partition("?")[0]
+    return redacted(shown)
+
+
+def secrets_of(url: str) -> list[str]:
+    """Returns the secrets of a URL as other programs may quote them: with the user, alone, and percent-decoded.
+
+    Example:
+        >>> secrets_of("s3://key:pass%40word@bucket/run")
+        ['key:pass%40word', 'key:pass@word', 'pass%40word', 'pass@word']
+    """
+    scheme = _START.search(url)
+    rest = url[scheme.end() :] if scheme else url
+    user = _user_of(rest, scheme[0] if scheme else "")
+    query = rest[len(user) :].partition("?")[2]
+    values = [value for name, _, value in (pair.partition("=") for pair in query.split("&")) if _SECRET(name)]
+    user = _USER_END.sub("", user)
+    found = [user, user.partition(":")[2], query, *values]
+    both = [text for each in found for text in (each, unquote(each)) if len(text) >= _LEAST_SECRET]
+    return sorted(dict.fromkeys(both), key=len, reverse=True)
+
+
+def _without_options(text: str) -> str:
+    for pattern in (_HEADER, _BEARER):
+        text = pattern.sub(rf"\g<1>{MASK}", text)
+    total = 0
+    for pattern in (_ASSIGNED, _ENTRY, _LINE, _FLAG, _ELEMENT):
+        text, count = pattern.subn(rf"\g<1>{MASK}", text)
+        total += count
+    return _KEY.sub(rf"\g<1>{MASK}", text) if total else text
+
+
+def _decoded(text: str) -> str:
+    while not _START.match(text):
+        text = unquote(text)
+    return text
+
+
+def _masked(text: str) -> str:
+    """Returns a URL, or several without a space between them, without users, passwords, parameters and queries."""
+    end = _PUNCTUATION.search(text)
+    url, after = (text, "") if end is None else (text[: end.start()], end[0])
+    first, *more = _START.finditer(url)
+    starts = [first, *(start for start in more if url.endswith(_BEFORE_URL, 0, start.start()))]
+    shown = url[: starts[0].start()]
+    for number, start in enumerate(starts):
+        stop = starts[number + 1].start() if number + 1 < len(starts) else len(url)
+        part = start[0] + _without_user(url[start.end() : stop], start[0])
+        rest = _QUERY.search(part)
+        # Everything that follows may belong to the query, also another URL.
+        if rest is not None and _FILLED.search(part, rest.start()):
+            return shown + _PARAMETER.sub(f";{MASK}", part[: rest.start()]) + _NO_QUERY + after
+        shown += _PARAMETER.sub(f";{MASK}", part)
+    return shown + after
+
+
+def _without_user(rest: str, scheme: str = "") -> str:
+    user = _user_of(rest, scheme)
+    if not user:
+        return rest
+    return f"{MASK}@{rest[len(user) :]}" if _USER.fullmatch(user) else f"{user.partition(':')[0]}:{MASK}"
+
+
+def _user_of(rest: str, scheme: str) -> str:
+    """Returns the user and the password with which the part of a URL behind its scheme begins, and their `@`.
+
+    Without an `@`, because the text was cut, it returns everything. Without a user, it returns an empty text.
+    """
+    authority = _AUTHORITY.match(rest)
+    assert authority is not None, "the expression matches an empty text"
+    found = _USER.match(authority[0])
+    if found is None and not _HOST.fullmatch(authority[0]):
+        found = _USER.match(rest)
+        if found is None and not _PORT.search(authority[0]):
+            return rest
+    user = "" if found is None else found[0]
+    return "" if scheme.lower().startswith(_WITHOUT_USER) and ":" not in unquote(user) else user
