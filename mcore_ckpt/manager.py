@@ -20,6 +20,7 @@ from mcore_ckpt.delivery import Delivery
 from mcore_ckpt.errors import CheckpointError, CommitError, InvalidArgumentError, InvalidTypeError, NoRoomError
 from mcore_ckpt.field_checks import check_value
 from mcore_ckpt.formats.huggingface.assets import check_assets
+from mcore_ckpt.io.access import top_mode
 from mcore_ckpt.io.room import NOTHING
 from mcore_ckpt.io.store import Store
 from mcore_ckpt.load.candidates import remote_steps
@@ -142,11 +143,12 @@ class CheckpointManager:
             if has_weights_on_gpu(trainer.chunks):
                 images.try_gpu()
             # Open the store now, so that a missing package is noticed now and not at the first upload.
-            remote = None if config.remote is None else RemoteSteps(Store(config.remote), trainer.root)
+            store = None if config.remote is None else Store(config.remote, config.shared_with_group)
+            remote = None if store is None else RemoteSteps(store, trainer.root)
         except BaseException as error:
             agreement.fail_next_round(_SETTING_UP, error)
             raise
-        lock = TrainerLock(trainer.root, role)
+        lock = TrainerLock(trainer.root, role, top_mode(config.shared_with_group))
         trainer = _set_up_together(trainer, remote, lock)
         fast = None if config.fast is None else open_fast_saves(trainer, config.fast, _SETTING_UP)
         if fast is not None:
@@ -261,7 +263,10 @@ class CheckpointManager:
         with self._raising_earlier_failure():
             try:
                 need = NOTHING if save is None else save.need
-                attempt = open_together(self._trainer.agreement, topic, role_dir, busy, failure, prepare, need)
+                mode = self._trainer.folder_mode(role_dir)
+                attempt = open_together(
+                    self._trainer.agreement, topic, role_dir, busy, failure, prepare, need, folder_mode=mode
+                )
             except NoRoomError as error:
                 if save is None or not (self._trainer.config.async_save and self._trainer.config.if_failed == "warn"):
                     raise

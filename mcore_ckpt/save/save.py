@@ -21,6 +21,7 @@ from typing import Any
 from mcore_ckpt.checkpoint.manifest import Manifest, WrittenFile
 from mcore_ckpt.formats.native.writer import FileWriter
 from mcore_ckpt.io import _native
+from mcore_ckpt.io.access import top_mode
 from mcore_ckpt.io.device_waits import wait_for_gpu
 from mcore_ckpt.io.files import sync_names
 from mcore_ckpt.ranks.rounds import Record
@@ -287,7 +288,7 @@ class Save:
     def _copy_state(self, attempt: Attempt) -> None:
         """Copies the tensors, or writes those that have no image. No rank waits for another one."""
         if self._on_nodes is not None:
-            make_staging(attempt)
+            make_staging(attempt, top_mode(self._trainer.config.shared_with_group))
         self._samples = take_samples(
             self._plan.replicated, attempt.number, self._trainer.config.verify_replicas, self._plan.copies
         )

@@ -43,6 +43,7 @@ def open_together(
     prepare: Callable[[Need], object] = lambda need: None,
     need: Need = NOTHING,
     number: str | None = None,
+    folder_mode: int | None = None,
 ) -> Attempt:
     """Waits for all ranks, then makes the staging folder on rank 0. Every rank must call it.
 
@@ -56,6 +57,7 @@ def open_together(
         prepare: runs on rank 0 before the folder is made. It gets the need of all ranks together.
         need: the files that this rank will write.
         number: the id of the save, on all ranks; None for a new one. With it, a rank may skip the round.
+        folder_mode: the mode of new folders, as in `commit.open_staging`. Only rank 0's counts.
 
     Raises:
         BusyError: an earlier save is still under way on some rank.
@@ -72,7 +74,7 @@ def open_together(
         if failure is not None:
             return {"failure": failure}
         prepare(Need.sum(_need_of(record["need"]) for record in records))
-        commit.open_staging(role_dir, number)
+        commit.open_staging(role_dir, number, folder_mode)
         return {"attempt": number}
 
     request = {"folder": str(role_dir), "busy": busy, "failure": failure, "need": record_of(need)}
