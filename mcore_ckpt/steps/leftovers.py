@@ -106,8 +106,8 @@ def find_leftovers(root: Path, role: str | None = None) -> list[Path]:
 def _unlink(entry: Path) -> None:
     try:
         entry.unlink(missing_ok=True)
-    except PermissionError as error:  # in a folder with the sticky bit, only its owner may
-        logger.warning("%s stays: %s: it belongs to %s", entry, error.strerror, owner_of(entry))
+    except PermissionError:  # in a folder with the sticky bit, only its owner may
+        logger.warning("%s stays: this user may not remove it: it belongs to %s", entry, owner_of(entry))
 
 
 def _remove_in_if_allowed(step_path: Path, role: str, alone: bool) -> None:
