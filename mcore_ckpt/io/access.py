@@ -10,7 +10,8 @@ import os
 import pwd
 import re
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mcore_ckpt.errors import InvalidArgumentError
@@ -40,7 +41,7 @@ def mode_below(root: Path, path: Path, shared: bool | None) -> int:
 
     Nobody loses what he could read: the evaluations of a team go on in its older roots.
     """
-    if shared is None and root.is_dir() and path.is_relative_to(root):
+    if shared is None and root.is_dir() and path.resolve().is_relative_to(root.resolve()):
         return mode_in(root, FOLDER_MODE)
     return top_mode(shared)
 
@@ -88,11 +89,15 @@ def is_foreign(path: Path) -> bool:
     return False
 
 
-def naming_owner(error: PermissionError, folder: Path) -> OSError:
-    """Returns an error that also says whose a folder is, if it is another user's."""
-    if not is_foreign(folder):
-        return error
-    return PermissionError(error.errno, f"{error.strerror}: {folder} belongs to {owner_of(folder)}", error.filename)
+@contextmanager
+def naming_owner(path: Path) -> Iterator[None]:
+    """Lets a PermissionError also say whose a file or folder is, if it is another user's."""
+    try:
+        yield
+    except PermissionError as error:
+        if is_foreign(path):
+            error.strerror = f"{error.strerror}: {path} belongs to {owner_of(path)}"
+        raise
 
 
 def strange(path: Path, shared: bool | None) -> str | None:
@@ -120,7 +125,7 @@ def check_own_folder(path: Path, shared: bool | None) -> None:
 
     Raises InvalidArgumentError, and OSError if the folder cannot be looked at.
     """
-    above = [folder for folder in path.parents if folder != folder.parent]
+    above = [folder for folder in (*path.parents, *path.resolve().parents) if folder != folder.parent]
     for folder in (folder for folder in above if folder.parent.stat().st_mode & stat.S_IWOTH):
         if is_foreign(folder):
             raise InvalidArgumentError(

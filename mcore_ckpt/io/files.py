@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mcore_ckpt.errors import CheckpointCorruptError
-from mcore_ckpt.io.access import FILE_MODE, FOLDER_MODE, mode_in
+from mcore_ckpt.io.access import FILE_MODE, FOLDER_MODE, mode_in, naming_owner
 
 # A file in the store that all models of the HuggingFace hub's cache share (huggingface_hub 2.4, `shared_blob_path`).
 _SHARED_BLOB = re.compile(r"[0-9a-f]{64}")
@@ -60,7 +60,8 @@ def _write_new(path: Path, parts: Iterable[memoryview | bytes], finish: Callable
 def open_new(path: Path, flags: int = os.O_EXCL) -> int:
     """Makes a file that is not more open than its folder, and returns its descriptor for writing. Raises OSError."""
     mode = mode_in(path.parent, FILE_MODE)
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | flags, mode)
+    with naming_owner(path.parent):
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | flags, mode)
 
 
 def new_folder(path: Path, mode: int | None = None, exist_ok: bool = False) -> None:
@@ -71,7 +72,8 @@ def new_folder(path: Path, mode: int | None = None, exist_ok: bool = False) -> N
         mode: its mode, before the umask is applied. None: it is not more open than the folder above it.
         exist_ok: whether it may be there already. Then its mode stays.
     """
-    path.mkdir(mode_in(path.parent, FOLDER_MODE) if mode is None else mode, exist_ok=exist_ok)
+    with naming_owner(path.parent):
+        path.mkdir(mode_in(path.parent, FOLDER_MODE) if mode is None else mode, exist_ok=exist_ok)
 
 
 def make_folders(base: Path, path: str) -> None:
@@ -135,7 +137,8 @@ def replace_file(path: Path, data: bytes) -> None:
 
     Raises OSError.
     """
-    with _temporary_file(path, data, lambda temporary, data: write_file(temporary, [data])) as temporary:
+    write = _temporary_file(path, data, lambda temporary, data: write_file(temporary, [data]))
+    with naming_owner(path), write as temporary:  # in a folder with the sticky bit, only its owner may replace it
         os.replace(temporary, path)
     sync_dir(path.parent)
 

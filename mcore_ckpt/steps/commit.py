@@ -19,7 +19,7 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import Manifest, WrittenFile, decode_manifest, encode_manifest
 from mcore_ckpt.errors import CommitError
 from mcore_ckpt.io import limits, tuning
-from mcore_ckpt.io.access import naming_owner, top_mode
+from mcore_ckpt.io.access import top_mode
 from mcore_ckpt.io.files import make_parents, new_folder, sync_dir, write_file
 from mcore_ckpt.io.json_fields import FieldError
 from mcore_ckpt.io.removal import remove_tree
@@ -66,8 +66,6 @@ def open_staging(role_dir: Path, attempt: str, mode: int | None = None) -> Path:
             # raise this error at every try, hence the limit.
             if not tries_left:
                 raise
-        except PermissionError as error:
-            raise naming_owner(error, role_dir.parent) from error
     raise AssertionError("unreachable: the last try returns or raises")
 
 

@@ -90,10 +90,8 @@ class SecretOffer:
             with suppress(OSError):  # if another user has made it, it means nothing here
                 left.unlink()
         path = folder / f".{role}.secret-{nonce}"
-        try:
+        with naming_owner(folder):
             write_private(path, own)
-        except PermissionError as error:
-            raise naming_owner(error, folder) from error
         return SecretOffer(nonce, check, path=str(path))
 
     def take(self, given: bytes | None) -> bytes:

@@ -37,10 +37,8 @@ def remove_leftovers(root: Path, role: str, alone: bool) -> None:
     """
     if not root.is_dir():
         return
-    try:
+    with naming_owner(root):
         listed = list(root.iterdir())
-    except PermissionError as error:
-        raise naming_owner(error, root) from error
     for entry in listed:
         if file_names.is_deleted_dir(entry.name):
             if is_deleted_for_good(entry, alone):

@@ -275,7 +275,11 @@ class ToolLocks:
             role = file_names.role_of_trainer_file(name)
             if role is None or role in self._roles:
                 continue
-            claim = read_claim(self._root / name)
+            try:
+                claim = read_claim(self._root / name)
+            except PermissionError:
+                yield role  # taking it says whose it is
+                continue
             if claim is not None and not claim.is_of_tool:
                 yield role
 

@@ -22,7 +22,7 @@ from mcore_ckpt.io.access import mode_below, top_mode
 from mcore_ckpt.steps import leftovers
 from mcore_ckpt.steps.listing import complete_steps
 from mcore_ckpt.steps.new_folder import mode_as
-from mcore_ckpt.steps.trainer_lock import TrainerLock
+from mcore_ckpt.steps.trainer_lock import ToolLocks, TrainerLock
 
 ROLE = "actor"
 DEAD = b'{"host": "gone", "pid": 1, "start": 1}'
@@ -340,3 +340,23 @@ def test_a_step_of_another_user_says_whose_it_is(place: Path) -> None:
     run_as(BOB, lambda: file_names.step_dir(place, 1).mkdir())
     with pytest.raises(Exception, match=f"Permission denied.*belongs to user {BOB}"):
         run_as(ALICE, lambda: save(place, 1))
+
+
+def test_a_tracker_of_another_user_is_told_by_name(place: Path) -> None:
+    """The save goes on without it."""
+    run_as(BOB, lambda: (place / file_names.TRACKER_FILE).write_text("7"))
+
+    def train() -> list[str]:
+        told = warnings_told()
+        save(place, 1)
+        return told
+
+    told = run_as(ALICE, train)
+    assert any(f"could not be updated: [Errno 1] Operation not permitted: {place}" in text for text in told), told
+    assert any(f"belongs to user {BOB}" in text for text in told)
+
+
+def test_a_tool_says_whose_lock_it_cannot_read(place: Path) -> None:
+    run_as(BOB, lambda: file_names.trainer_file(place, "critic").touch(0o600))
+    with pytest.raises(LockedError, match=f"it cannot be read.*belongs to user {BOB}"):
+        run_as(ALICE, lambda: ToolLocks(place, [ROLE]).__enter__())
