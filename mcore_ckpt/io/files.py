@@ -73,7 +73,7 @@ def new_folder(path: Path, mode: int | None = None, exist_ok: bool = False) -> N
         exist_ok: whether it may be there already. Then its mode stays.
     """
     with naming_owner(path.parent):
-        path.mkdir(mode_in(path.parent, FOLDER_MODE) if mode is None else mode, exist_ok=exist_ok)
+        path.mkdir(mode_in(path.parent, FOLDER_MODE) if mode is None else mode, False, exist_ok)
 
 
 def make_folders(base: Path, path: str) -> None:
