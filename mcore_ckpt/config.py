@@ -41,7 +41,7 @@ class FastTier:
     Attributes:
         folder: a folder of each node's own, with the same path on all nodes, which is not the root. Below `/dev/shm` it
             is memory, which outlives the processes, but not the node. On a local disk it also outlives a restart of the
-            node.
+            node. One that another user has made or can write in is refused.
         replicas: how many other nodes get a copy of each file. So many nodes can be lost at once without losing a step.
             Bytes that another node's rank has anyway, because it is a data-parallel replica, are not sent.
         keep: how many steps each node keeps.

@@ -135,6 +135,6 @@ def check_own_folder(path: Path, shared: bool | None) -> None:
     reason = strange(path, shared)
     if reason is not None:
         raise InvalidArgumentError(
-            f"{path}: {reason}, so a step in it may not be of this training: use a folder with another name, or "
-            "remove this one. If it is yours, chown it or chmod 700 it; shared_with_group=True lets the group write"
+            f"{path}: {reason}, so a step in it may not be of this training: use a folder with another name. If only "
+            "its mode is wrong, use one in it, or chmod 700 it; shared_with_group=True lets the group write"
         )
