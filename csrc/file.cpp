@@ -23,9 +23,19 @@ bool has_no_disk(int descriptor) {
     return ::fstatfs(descriptor, &system) == 0 && (system.f_type == TMPFS_MAGIC || system.f_type == RAMFS_MAGIC);
 }
 
+// What mcore_ckpt/io/access.py decides (`mode_in`): a new file is not more open than its folder.
+mode_t mode_of_new(const std::string& path) {
+    const std::size_t slash = path.find_last_of('/');
+    const std::string folder = slash == std::string::npos ? "." : path.substr(0, slash + 1);
+    struct stat status{};
+    const mode_t given = ::stat(folder.c_str(), &status) == 0 ? status.st_mode : 0;
+    return 0664 & (given | S_IRWXU);
+}
+
 int open_file(const std::string& path, int flags) {
+    const mode_t mode = flags & O_CREAT ? mode_of_new(path) : 0;
     for (;;) {
-        const int descriptor = ::open(path.c_str(), flags, 0664);
+        const int descriptor = ::open(path.c_str(), flags, mode);
         if (descriptor >= 0 || errno != EINTR) return descriptor;
     }
 }

@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 #include <unistd.h>
 
+#include <exception>
 #include <memory>
 
 namespace mcore_ckpt {
@@ -18,19 +19,19 @@ inline bool interpreter_ends() {
 
 // Lets other Python threads run as long as it lives. An interpreter that ends makes a daemon thread that wants the GIL
 // back exit, by unwinding its stack (up to Python 3.13). pybind11's own class does not let that through, so the process
-// would abort. Here such a thread sleeps until the process is gone, as it does from Python 3.14 on; if the end comes
-// while the thread waits for the GIL, the stack is unwound.
+// would abort. While an exception unwinds the stack already, the thread sleeps until the process is gone.
 class ReleasedGil {
   public:
-    ReleasedGil() : state_(PyEval_SaveThread()) {}
+    ReleasedGil() : exceptions_(std::uncaught_exceptions()), state_(PyEval_SaveThread()) {}
     ~ReleasedGil() noexcept(false) {
-        while (interpreter_ends()) ::pause();
+        while (interpreter_ends() && std::uncaught_exceptions() > exceptions_) ::pause();
         PyEval_RestoreThread(state_);
     }
     ReleasedGil(const ReleasedGil&) = delete;
     ReleasedGil& operator=(const ReleasedGil&) = delete;
 
   private:
+    const int exceptions_;
     PyThreadState* state_;
 };
 

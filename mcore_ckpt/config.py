@@ -41,7 +41,7 @@ class FastTier:
     Attributes:
         folder: a folder of each node's own, with the same path on all nodes, which is not the root. Below `/dev/shm` it
             is memory, which outlives the processes, but not the node. On a local disk it also outlives a restart of the
-            node.
+            node. One that another user has made or can write in is refused.
         replicas: how many other nodes get a copy of each file. So many nodes can be lost at once without losing a step.
             Bytes that another node's rank has anyway, because it is a data-parallel replica, are not sent.
         keep: how many steps each node keeps.
@@ -172,6 +172,10 @@ class CheckpointConfig:
             report, by field.
         reset_moments: whether `load` may start an optimizer with new moments if it needs others than the checkpoint has
             (Muon after Adam), and take over only its main parameters. If not, such a load is refused.
+        shared_with_group: whether the group may read and write what is saved, as far as the umask lets it. True: new
+            folders have mode 0770 and files 0660, less what the umask takes. False: 0700 and 0600. None: a root that is
+            there already decides, and what is made in it is as open as it is; for a new root and for the fast tier it
+            is True if the umask lets the group write, and else False. Folders that are there keep their modes.
         strict: whether `load` raises an error if the checkpoint that it reads is damaged. If not, it loads the next
             older one.
         listeners: what to call with the events of saves, loads, deletions and uploads (`mcore_ckpt.events`): functions,
@@ -212,6 +216,7 @@ class CheckpointConfig:
     reset_moments: bool = False
     strict: bool = False
     assume_optimizer_step: int | None = limited(None, least=1)
+    shared_with_group: bool | None = None
     listeners: tuple[Listener, ...] = dataclasses.field(default=(), hash=False)  # listeners need not be hashable
     fast: FastTier | None = None
 

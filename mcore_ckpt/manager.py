@@ -28,6 +28,7 @@ from mcore_ckpt.errors import (
 )
 from mcore_ckpt.field_checks import check_value
 from mcore_ckpt.formats.huggingface.assets import check_assets
+from mcore_ckpt.io.access import top_mode
 from mcore_ckpt.io.disk_watch import DiskWatch
 from mcore_ckpt.io.room import NOTHING
 from mcore_ckpt.io.store import Store
@@ -152,7 +153,8 @@ class CheckpointManager:
             if has_weights_on_gpu(trainer.chunks):
                 images.try_gpu()
             # Open the store now, so that a missing package is noticed now and not at the first upload.
-            remote = None if config.remote is None else RemoteSteps(Store(config.remote), trainer.root)
+            store = None if config.remote is None else Store(config.remote, config.shared_with_group)
+            remote = None if store is None else RemoteSteps(store, trainer.root)
         except BaseException as error:
             agreement.fail_next_round(_SETTING_UP, error)
             raise
@@ -160,7 +162,7 @@ class CheckpointManager:
         self._disk = agreement.runner = DiskWatch(config.timeout_s, settings, who)
         # Saves read the state on the trainer's thread, unless it is copied. Then CUDA is none of their business.
         commits.runner = DiskWatch(config.timeout_s, who=who, beside=self._disk) if config.async_save else self._disk
-        lock = TrainerLock(trainer.root, role)
+        lock = TrainerLock(trainer.root, role, top_mode(config.shared_with_group))
         trainer = _set_up_together(trainer, remote, lock)
         fast = None if config.fast is None else open_fast_saves(trainer, config.fast, _SETTING_UP)
         if fast is not None:
@@ -277,7 +279,15 @@ class CheckpointManager:
                 need = NOTHING if save is None else save.need
                 patience_s = deadlines.DISK_PATIENCE_S if self._trainer.config.async_save else math.inf
                 attempt = open_together(
-                    self._trainer.agreement, topic, role_dir, busy, failure, prepare, need, patience_s=patience_s
+                    self._trainer.agreement,
+                    topic,
+                    role_dir,
+                    busy,
+                    failure,
+                    prepare,
+                    need,
+                    folder_mode=partial(self._trainer.folder_mode, role_dir),
+                    patience_s=patience_s,
                 )
             except (NoRoomError, HungDiskError) as error:
                 if save is None or not (self._trainer.config.async_save and self._trainer.config.if_failed == "warn"):

@@ -9,7 +9,7 @@ from pathlib import Path
 from mcore_ckpt.errors import CheckpointCorruptError
 from mcore_ckpt.io import tuning
 from mcore_ckpt.io.checksums import crc32
-from mcore_ckpt.io.files import FILE_MODE, FOLDER_MODE, make_parents, open_regular, sync_dir, write_all, write_file
+from mcore_ckpt.io.files import make_parents, new_folder, open_new, open_regular, sync_dir, write_all, write_file
 
 
 def copy_checked(
@@ -29,7 +29,7 @@ def copy_checked(
     found, done = 0, 0
     reading = open_regular(source)
     try:
-        writing = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
+        writing = open_new(target)
         try:
             # One byte more than there should be shows that the file is too large.
             piece = bytearray(min(tuning.READ_BYTES, size + 1))
@@ -58,7 +58,7 @@ def copy_durably(source: Path, target: Path) -> None:
     if not source.is_dir():
         write_file(target, pieces_of(source))
         return
-    target.mkdir(FOLDER_MODE)
+    new_folder(target)
     for entry in sorted(source.iterdir()):
         copy_durably(entry, target / entry.name)
     sync_dir(target)

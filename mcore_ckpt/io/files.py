@@ -14,11 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mcore_ckpt.errors import CheckpointCorruptError
-
-# Permissions of new files and folders, before the umask is applied. They let only the owner and the group write,
-# whatever the umask.
-FILE_MODE = 0o664
-FOLDER_MODE = 0o775
+from mcore_ckpt.io.access import FILE_MODE, FOLDER_MODE, mode_in, naming_owner
 
 # A file in the store that all models of the HuggingFace hub's cache share (huggingface_hub 2.4, `shared_blob_path`).
 _SHARED_BLOB = re.compile(r"[0-9a-f]{64}")
@@ -49,7 +45,7 @@ def write_hint(path: Path, data: bytes) -> None:
 
 
 def _write_new(path: Path, parts: Iterable[memoryview | bytes], finish: Callable[[int], None]) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
+    descriptor = open_new(path)
     try:
         for part in parts:
             write_all(descriptor, memoryview(part))
@@ -61,13 +57,32 @@ def _write_new(path: Path, parts: Iterable[memoryview | bytes], finish: Callable
         os.close(descriptor)
 
 
+def open_new(path: Path, flags: int = os.O_EXCL) -> int:
+    """Makes a file that is not more open than its folder, and returns its descriptor for writing. Raises OSError."""
+    mode = mode_in(path.parent, FILE_MODE)
+    with naming_owner(path.parent):
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | flags, mode)
+
+
+def new_folder(path: Path, mode: int | None = None, exist_ok: bool = False) -> None:
+    """Makes one folder. Raises OSError.
+
+    Args:
+        path: the folder.
+        mode: its mode, before the umask is applied. None: it is not more open than the folder above it.
+        exist_ok: whether it may be there already. Then its mode stays.
+    """
+    with naming_owner(path.parent):
+        path.mkdir(mode_in(path.parent, FOLDER_MODE) if mode is None else mode, False, exist_ok)
+
+
 def make_folders(base: Path, path: str) -> None:
     """Makes the folders that the file `path` is in, below `base`. Raises FileNotFoundError if `base` is gone.
 
     `base` itself is never made, because a staging folder that another rank has discarded must not be made again.
     """
     for parent in reversed(Path(path).parents[:-1]):
-        (base / parent).mkdir(FOLDER_MODE, exist_ok=True)
+        new_folder(base / parent, exist_ok=True)
 
 
 def sync_file(path: Path) -> None:
@@ -122,7 +137,8 @@ def replace_file(path: Path, data: bytes) -> None:
 
     Raises OSError.
     """
-    with _temporary_file(path, data, lambda temporary, data: write_file(temporary, [data])) as temporary:
+    write = _temporary_file(path, data, lambda temporary, data: write_file(temporary, [data]))
+    with naming_owner(path), write as temporary:  # in a folder with the sticky bit, only its owner may replace it
         os.replace(temporary, path)
     sync_dir(path.parent)
 
@@ -169,26 +185,26 @@ def remove_abandoned_files(path: Path, seconds: float) -> None:
                 temporary.unlink()
 
 
-def make_folder(path: Path) -> None:
-    """Makes a folder and its missing parents, durably. Raises OSError."""
-    make_parents(path)
+def make_folder(path: Path, mode: int | None = None) -> None:
+    """Makes a folder and its missing parents, durably. `mode` is as in `new_folder`. Raises OSError."""
+    make_parents(path, mode)
     if not path.is_dir():
-        _make_durably(path)
+        _make_durably(path, mode)
 
 
-def make_parents(path: Path) -> None:
-    """Makes the missing folders above `path`, durably. Raises OSError."""
+def make_parents(path: Path, mode: int | None = None) -> None:
+    """Makes the missing folders above `path`, durably. `mode` is as in `new_folder`. Raises OSError."""
     for parent in reversed(path.parents):
-        # `mkdir(parents=True)` would ignore FOLDER_MODE for the parents and make them as open as the umask allows.
+        # `mkdir(parents=True)` would ignore the mode for the parents and make them as open as the umask allows.
         if not parent.is_dir():
             try:
-                _make_durably(parent)
+                _make_durably(parent, mode)
             except FileExistsError:
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(parent)) from None
 
 
-def _make_durably(folder: Path) -> None:
-    folder.mkdir(FOLDER_MODE, exist_ok=True)
+def _make_durably(folder: Path, mode: int | None) -> None:
+    new_folder(folder, mode, exist_ok=True)
     with suppress(PermissionError):  # the folder above belongs to another user, who may not let it be read
         sync_dir(folder.parent)
 

@@ -18,7 +18,8 @@ from fsspec.spec import AbstractBufferedFile
 
 from mcore_ckpt.errors import CheckpointCorruptError, InvalidArgumentError, UnsupportedError
 from mcore_ckpt.io import tuning
-from mcore_ckpt.io.files import FILE_MODE, make_folder, remove_abandoned_files, replace_file, sync_dir
+from mcore_ckpt.io.access import FILE_MODE, mode_below, mode_in
+from mcore_ckpt.io.files import make_folder, remove_abandoned_files, replace_file, sync_dir
 from mcore_ckpt.io.retries import persist
 from mcore_ckpt.io.room import Room, room_of
 from mcore_ckpt.redaction import redacted, secrets_of
@@ -43,6 +44,7 @@ class Store:
     Args:
         url: a URL in fsspec's form: s3://bucket/prefix, gs://..., hdfs://host/path, file:///path. Credentials are read
             from the environment variables that the store's own tools use.
+        shared: whether the group may read what is written to file:///path, as in `access.mode_below`.
 
     Raises:
         InvalidArgumentError: fsspec does not know the URL.
@@ -53,7 +55,7 @@ class Store:
         []
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, shared: bool | None = None) -> None:
         url = checked_url(url)
         self.url = public_url(url)
         self._secrets = secrets_of(url)
@@ -74,6 +76,7 @@ class Store:
         except Exception as error:
             raise UnsupportedError(f"remote={self.url!r} cannot be used: {self.redacted(error)}") from None
         self._root = root.rstrip("/")
+        self._shared = shared
         self._has_folders = scheme not in _WITHOUT_FOLDERS
         self.tells_md5 = scheme in _TELL_MD5
 
@@ -132,13 +135,13 @@ class Store:
         path = self._path(key)
         is_local = isinstance(self.fs, LocalFileSystem)
         if is_local:
-            make_folder(Path(path).parent)
+            self._make_folder(Path(path).parent)
         elif self._has_folders:
             self.fs.makedirs(path.rpartition("/")[0], exist_ok=True)
         stream = self.fs.open(path, "wb", block_size=part_bytes)
         try:
             if is_local:
-                _protect(stream.fileno())
+                _protect(stream.fileno(), Path(path).parent)
             yield stream
             if is_local:
                 stream.flush()
@@ -154,7 +157,7 @@ class Store:
         """Writes a small file, or replaces it atomically, without retries."""
         if isinstance(self.fs, LocalFileSystem):
             path = Path(self._path(key))
-            make_folder(path.parent)
+            self._make_folder(path.parent)
             remove_abandoned_files(path, tuning.ABANDONED_S)
             replace_file(path, data)
             return
@@ -221,16 +224,20 @@ class Store:
 
         return self.persist(f"listing {key or 'the root'}", names)
 
+    def _make_folder(self, folder: Path) -> None:
+        root = Path(self._root)
+        make_folder(folder, mode_below(root, root, self._shared))
+
     def _path(self, key: str) -> str:
         return f"{self._root}/{key}" if key else self._root
 
 
-def _protect(descriptor: int) -> None:
-    """Removes all permissions beyond FILE_MODE from a file, whatever the umask. Ignores mounts without permissions."""
-    mode = stat.S_IMODE(os.fstat(descriptor).st_mode)
-    if mode & ~FILE_MODE:
+def _protect(descriptor: int, folder: Path) -> None:
+    """Makes a file not more open than its folder, whatever the umask. Ignores mounts without permissions."""
+    mode, allowed = stat.S_IMODE(os.fstat(descriptor).st_mode), mode_in(folder, FILE_MODE)
+    if mode & ~allowed:
         with suppress(OSError):
-            os.fchmod(descriptor, mode & FILE_MODE)
+            os.fchmod(descriptor, mode & allowed)
 
 
 def _abandon(stream: Any) -> None:

@@ -13,7 +13,7 @@ from mcore_ckpt.formats.native.folder import Folder, LocalFolder
 from mcore_ckpt.formats.native.remote_folder import RemoteFolder
 from mcore_ckpt.formats.native.spread_folder import Source, SpreadFolder
 from mcore_ckpt.ranks.rounds import Record
-from mcore_ckpt.steps.node_steps import FastCheckpoint, HeldRole, fast_checkpoints, held_roles
+from mcore_ckpt.steps.node_steps import FastCheckpoint, HeldRole, fast_checkpoints
 from mcore_ckpt.steps.node_tier import NodeTier
 
 logger = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 def own_held(tier: NodeTier | None) -> list[HeldRole]:
     """Returns what this node has, on its lead; nothing on other ranks, and without a fast tier."""
-    return held_roles(tier.folder) if tier is not None and tier.is_lead else []
+    return tier.held() if tier is not None and tier.is_lead else []
 
 
 def found_on_nodes(tier: NodeTier | None, records: Sequence[Record]) -> list[FastCheckpoint]:

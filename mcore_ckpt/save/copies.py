@@ -23,7 +23,7 @@ from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, CommitErr
 from mcore_ckpt.events import ErrorText
 from mcore_ckpt.io import tuning
 from mcore_ckpt.io.checksums import crc32
-from mcore_ckpt.io.files import FILE_MODE, make_folders, sync_dir, sync_names, write_all
+from mcore_ckpt.io.files import make_folders, open_new, sync_dir, sync_names, write_all
 from mcore_ckpt.io.peer_store import PeerError
 from mcore_ckpt.io.threads import results_of
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide
@@ -287,7 +287,7 @@ class Copies:
         make_folders(role_dir, file.path)
         path = role_dir / file.path
         partial_path = file_names.partial_file(path)
-        descriptor = os.open(partial_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, FILE_MODE)
+        descriptor = open_new(partial_path, os.O_TRUNC)
         try:
             crc, piece = 0, bytearray(min(tuning.PEER_BYTES, file.size))
             for start in range(0, file.size, tuning.PEER_BYTES):

@@ -127,6 +127,7 @@ class Drain:
             prepare=partial(self.prepare, self.saving),
             need=need,
             number=self.attempt.number,
+            folder_mode=partial(trainer.folder_mode, self.saving.role_dir),
         )
         exports = "hf_model" in trainer.config.save_contents
         durable = replace(manifest, placement=None)

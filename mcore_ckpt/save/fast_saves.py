@@ -19,7 +19,7 @@ from mcore_ckpt.state.trainer import Trainer
 from mcore_ckpt.steps.choice import order_of
 from mcore_ckpt.steps.commit import new_attempt
 from mcore_ckpt.steps.listing import step_status
-from mcore_ckpt.steps.node_steps import FastCheckpoint, HeldRole, fast_checkpoints, held_roles, safest
+from mcore_ckpt.steps.node_steps import FastCheckpoint, HeldRole, fast_checkpoints, safest
 from mcore_ckpt.steps.node_tier import NodeTier, open_tier
 from mcore_ckpt.steps.worth import lack_of
 
@@ -193,7 +193,7 @@ def open_fast_saves(trainer: Trainer, config: FastTier, topic: str) -> FastSaves
         config: the user's choices.
         topic: what the ranks meet for, for messages.
     """
-    tier = open_tier(trainer.agreement, config, trainer.role, trainer.root)
+    tier = open_tier(trainer.agreement, config, trainer.role, trainer.root, trainer.config.shared_with_group)
     try:
         return _opened(trainer, tier, topic)
     except BaseException:
@@ -222,7 +222,7 @@ def _found_together(
     """Returns the arguments of `FastSaves.found`, and on rank 0 adds what there is. Every rank calls it."""
 
     def work() -> Record:
-        held = held_roles(tier.folder) if tier.is_lead else []
+        held = tier.held() if tier.is_lead else []
         return {"held": [each.to_record() for each in held if each.head.role == tier.role]}
 
     def combine(records: Sequence[Record]) -> Record:

@@ -31,7 +31,7 @@ from mcore_ckpt.formats.native.folder import LocalFolder
 from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.formats.native.write_requests import TensorWrite
 from mcore_ckpt.io import tuning
-from mcore_ckpt.io.files import FOLDER_MODE, sync_names, write_file
+from mcore_ckpt.io.files import make_folder, new_folder, sync_names, write_file
 from mcore_ckpt.models.accounting import account
 from mcore_ckpt.models.adapters import Beside, no_place_in_peft, peft_tensors, trained_beside, with_adapters
 from mcore_ckpt.models.architecture import HfModel
@@ -308,7 +308,7 @@ def _export(trainer: Trainer, reader: NativeReader, folder: Path) -> list[Writte
     plan = plan_export(model, tensors, alpha=alpha, max_shard_bytes=tuning.HF_FILE_BYTES, least_files=useful)
     if trainer.agreement.is_coordinator:
         _tell_left_out(plan, folder)
-    folder.mkdir(FOLDER_MODE, exist_ok=True)
+    new_folder(folder, exist_ok=True)
     # NaN is allowed, because a training that has diverged must still get its checkpoint.
     weights = write_weights(plan, _own_files(trainer, len(plan.files)), reader, folder, allow_nan=True)
     index = write_index(plan, folder) if trainer.agreement.is_coordinator else None
@@ -336,7 +336,7 @@ def _export_adapter(trainer: Trainer, reader: NativeReader, folder: Path) -> lis
     planned = plan_adapter_folder(model, adapted, tensors, trainer.adapters, base=base, beside=beside)
     target = folder / file_names.ADAPTER_DIR
     _tell_left_out(planned.plan, target)
-    target.mkdir(FOLDER_MODE, parents=True)
+    make_folder(target)
     written = write_adapter_folder(planned, reader, target, allow_nan=True)
     paths = save_assets(folder, trainer.hf_config, trainer.processing_class, trainer.source_files)
     assets = written_side_files(folder, paths)

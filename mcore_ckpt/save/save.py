@@ -22,6 +22,7 @@ from mcore_ckpt.checkpoint.manifest import Manifest, WrittenFile
 from mcore_ckpt.errors import HungDiskError
 from mcore_ckpt.formats.native.writer import FileWriter
 from mcore_ckpt.io import _native
+from mcore_ckpt.io.access import top_mode
 from mcore_ckpt.io.device_waits import wait_for_gpu
 from mcore_ckpt.io.disk_watch import Work
 from mcore_ckpt.io.files import sync_names
@@ -303,7 +304,7 @@ class Save:
     def _copy_state(self, attempt: Attempt) -> None:
         """Copies the tensors, or writes those that have no image. No rank waits for another one."""
         if self._on_nodes is not None:
-            make_staging(attempt)
+            make_staging(attempt, top_mode(self._trainer.config.shared_with_group))
         self._samples = take_samples(
             self._plan.replicated, attempt.number, self._trainer.config.verify_replicas, self._plan.copies
         )

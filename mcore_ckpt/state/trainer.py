@@ -11,6 +11,7 @@ import torch
 from mcore_ckpt.checkpoint.manifest import AdapterSettings, StageRecord
 from mcore_ckpt.checkpoint.model_facts import Facts
 from mcore_ckpt.config import CheckpointConfig
+from mcore_ckpt.io.access import mode_below
 from mcore_ckpt.ranks.nodes import Nodes
 from mcore_ckpt.ranks.rounds import Agreement
 from mcore_ckpt.ranks.topology import RankCoordinates, Replicas, Topology
@@ -68,3 +69,7 @@ class Trainer:
     group_keys: tuple[tuple[str, ...], ...] = ()
     source_files: dict[str, bytes] = field(default_factory=dict)
     nodes: Nodes | None = None
+
+    def folder_mode(self, role_dir: Path) -> int:
+        """Returns the mode of the folders that are made for a role's folder, before the umask is applied."""
+        return mode_below(self.root, role_dir, self.config.shared_with_group)

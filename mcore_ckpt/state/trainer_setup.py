@@ -178,6 +178,7 @@ def _arguments(trainer: Trainer, remote_url: str | None) -> Record:
         "vocab_size": trainer.vocab_size,
         "load_replicas": config.load_replicas,
         "remote": remote_url,
+        "shared_with_group": config.shared_with_group,
         "prune_remote": config.prune_remote,
     }
 

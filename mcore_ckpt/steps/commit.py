@@ -19,7 +19,8 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import Manifest, WrittenFile, decode_manifest, encode_manifest
 from mcore_ckpt.errors import CommitError
 from mcore_ckpt.io import limits, tuning
-from mcore_ckpt.io.files import FOLDER_MODE, make_parents, sync_dir, write_file
+from mcore_ckpt.io.access import top_mode
+from mcore_ckpt.io.files import make_parents, new_folder, sync_dir, write_file
 from mcore_ckpt.io.json_fields import FieldError
 from mcore_ckpt.io.removal import remove_tree
 from mcore_ckpt.io.threads import results_of
@@ -42,15 +43,22 @@ def new_attempt() -> str:
     return uuid.uuid4().hex
 
 
-def open_staging(role_dir: Path, attempt: str) -> Path:
-    """Makes the staging folder that ranks write into, beside the role's folder. Raises OSError."""
+def open_staging(role_dir: Path, attempt: str, mode: int | None = None) -> Path:
+    """Makes the staging folder that ranks write into, beside the role's folder. Raises OSError.
+
+    Args:
+        role_dir: the role's folder.
+        attempt: the id of the save.
+        mode: the mode of new folders, before the umask is applied. None: that of a new root for a new root, and what is
+            made in a folder is not more open than that.
+    """
     staging = file_names.staging_dir(role_dir, attempt)
     for tries_left in reversed(range(_TRIES)):
-        make_parents(role_dir.parent)
+        make_parents(role_dir.parent, top_mode(None) if mode is None else mode)
         try:
             # Not durably, because the trainer waits for this. `publish` syncs the name of this folder.
-            role_dir.parent.mkdir(FOLDER_MODE, exist_ok=True)
-            staging.mkdir(FOLDER_MODE)
+            new_folder(role_dir.parent, mode, exist_ok=True)
+            new_folder(staging, mode)
             write_owner(staging)
             return staging
         except FileNotFoundError:

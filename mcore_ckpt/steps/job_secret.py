@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_ckpt.errors import CheckpointNotFoundError, InvalidArgumentError
+from mcore_ckpt.io.access import naming_owner
 from mcore_ckpt.io.files import make_folder
 from mcore_ckpt.io.secret_files import read_private, write_private
 from mcore_ckpt.ranks.rounds import Record, same_everywhere
@@ -60,13 +61,14 @@ class SecretOffer:
     text: str | None = None
 
     @staticmethod
-    def make(given: bytes | None, folder: Path | None, role: str) -> SecretOffer:
+    def make(given: bytes | None, folder: Path | None, role: str, mode: int | None = None) -> SecretOffer:
         """Makes the secret of a role. Only rank 0 calls it, and `remove` later.
 
         Args:
             given: the user's secret, which all ranks have; None if there is none.
             folder: a folder that all ranks see; None if there is none.
             role: the role.
+            mode: the mode of the folder, if it has to be made, before the umask is applied.
 
         Raises OSError.
         """
@@ -83,11 +85,13 @@ class SecretOffer:
                 VARIABLE,
             )
             return SecretOffer(nonce, check, text=own.hex())
-        make_folder(folder)
+        make_folder(folder, mode)
         for left in folder.glob(f".{role}.secret-*"):  # of a start that was killed
-            left.unlink(missing_ok=True)
+            with suppress(OSError):  # if another user has made it, it means nothing here
+                left.unlink()
         path = folder / f".{role}.secret-{nonce}"
-        write_private(path, own)
+        with naming_owner(folder):
+            write_private(path, own)
         return SecretOffer(nonce, check, path=str(path))
 
     def take(self, given: bytes | None) -> bytes:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.io import tuning
+from mcore_ckpt.io.access import is_foreign, naming_owner, owner_of
 from mcore_ckpt.io.threads import results_of
 from mcore_ckpt.steps.commit import remove_folder, remove_if_empty, remove_replaced, restore_replaced
 from mcore_ckpt.steps.work_folders import (
@@ -36,7 +37,8 @@ def remove_leftovers(root: Path, role: str, alone: bool) -> None:
     """
     if not root.is_dir():
         return
-    listed = list(root.iterdir())
+    with naming_owner(root):
+        listed = list(root.iterdir())
     for entry in listed:
         if file_names.is_deleted_dir(entry.name):
             if is_deleted_for_good(entry, alone):
@@ -47,22 +49,19 @@ def remove_leftovers(root: Path, role: str, alone: bool) -> None:
         elif alone and (
             file_names.is_tracker_under_way(entry.name) or file_names.is_trainer_file_under_way(entry.name, role)
         ):
-            entry.unlink(missing_ok=True)
+            _unlink(entry)
     # The name of a work folder beside a step does not contain its role. If the owner of the folder cannot be checked,
     # the folder belongs to this role only if no trainer of another role holds a lock.
     locked = {file_names.role_of_trainer_file(entry.name) for entry in listed} - {None}
     only = alone and locked <= {role}
     beside_steps = [work.role for entry in listed if (work := file_names.parse_work_dir(entry.name)) is not None]
     for name in {name for name in beside_steps if file_names.parse_step(name) is not None}:
-        _remove_in(root, name, only)
+        _remove_in_if_allowed(root, name, only)
     step_paths = own_steps(root)
     # Of thousands of steps few have leftovers, if any. Looks at them overlap, and take as few calls as can be.
     suspects = results_of(step_paths, lambda path: _may_have_leftovers(path, role), tuning.LOOK_THREADS)
     for step_path in itertools.compress(step_paths, suspects):
-        try:
-            _remove_in(step_path, role, alone)
-        except PermissionError as error:  # the step belongs to another user
-            logger.warning("%s stays as it is: %s", step_path, error)
+        _remove_in_if_allowed(step_path, role, alone)
 
 
 def remove_leftovers_beside(folder: Path) -> None:
@@ -102,6 +101,20 @@ def find_leftovers(root: Path, role: str | None = None) -> list[Path]:
     return found
 
 
+def _unlink(entry: Path) -> None:
+    try:
+        entry.unlink(missing_ok=True)
+    except PermissionError:  # in a folder with the sticky bit, only its owner may
+        logger.warning("%s stays: this user may not remove it: it belongs to %s", entry, owner_of(entry))
+
+
+def _remove_in_if_allowed(step_path: Path, role: str, alone: bool) -> None:
+    try:
+        _remove_in(step_path, role, alone)
+    except PermissionError as error:  # the step belongs to another user
+        logger.warning("%s stays as it is: it belongs to %s: %s", step_path, owner_of(step_path), error)
+
+
 def _remove_in(step_path: Path, role: str, alone: bool) -> None:
     # Retention writes an owner file into a step before it deletes the step, and its process may have died in between.
     # A save does the same to a role's folder before it replaces the folder.
@@ -119,6 +132,8 @@ def _remove_in(step_path: Path, role: str, alone: bool) -> None:
         if is_leftover(entry, alone) and not _is_all_that_is_left(entry, step_path / role):
             logger.warning("removing %s, a leftover of a save that did not finish", entry)
             remove_leftover(entry)
+            if os.path.lexists(entry) and is_foreign(entry):
+                logger.warning("%s stays: this user may not remove it: it belongs to %s", entry, owner_of(entry))
     if alone:
         remove_if_empty(step_path)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.errors import InvalidArgumentError, NoRoomError
+from mcore_ckpt.io.access import FOLDER_MODE, mode_in
 from mcore_ckpt.io.files import sync_dir
 from mcore_ckpt.io.room import Need, room_of
 from mcore_ckpt.steps import commit, leftovers
@@ -92,13 +93,27 @@ def check_space(path: Path, sizes: Iterable[int]) -> None:
     logger.warning("%s. The file system may store them in less room, so it is tried", message)
 
 
-def open_new_folder(path: Path, sizes: Iterable[int], replaceable: Replaceable) -> str:
+def mode_as(*sources: Path) -> int:
+    """Returns the mode of what a tool makes of checkpoints or models: not more open than they are, as with `cp -r`.
+
+    The folders of a checkpoint's step and root count, too. The umask is still to be applied.
+    """
+    mode = FOLDER_MODE
+    for source in sources:
+        of_root = source.parents[:2] if file_names.parse_step(source.parent.name) is not None else ()
+        for folder in (source, *of_root):
+            mode = mode_in(folder, mode)
+    return mode
+
+
+def open_new_folder(path: Path, sizes: Iterable[int], replaceable: Replaceable, mode: int) -> str:
     """Makes the staging folder of a new folder, and removes those that dead processes have left beside it.
 
     Args:
         path: the new folder.
         sizes: the size of each file that will be written, in bytes.
         replaceable: what may be replaced if the folder has files already.
+        mode: the mode of new folders (`mode_as`).
 
     Returns:
         The id of the attempt, which `put_in_place` needs.
@@ -112,7 +127,7 @@ def open_new_folder(path: Path, sizes: Iterable[int], replaceable: Replaceable) 
     leftovers.remove_leftovers_beside(path)
     check_space(path, sizes)
     attempt = commit.new_attempt()
-    commit.open_staging(path, attempt)
+    commit.open_staging(path, attempt, mode)
     return attempt
 
 

@@ -12,6 +12,7 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import Manifest
 from mcore_ckpt.checkpoint.provenance import Run
 from mcore_ckpt.errors import InvalidArgumentError, LockedError
+from mcore_ckpt.io.access import FOLDER_MODE, mode_in
 from mcore_ckpt.io.file_copies import copy_durably
 from mcore_ckpt.io.files import sync_dir
 from mcore_ckpt.io.removal import remove_tree
@@ -53,13 +54,20 @@ class NewStep:
     """
 
     def __init__(
-        self, root: Path, step: int, roles: Sequence[str], force: bool = False, run: Run | None = None
+        self,
+        root: Path,
+        step: int,
+        roles: Sequence[str],
+        force: bool = False,
+        run: Run | None = None,
+        mode: int = FOLDER_MODE,
     ) -> None:
         self._root = root.absolute()
         self._step = step
         self._roles = tuple(roles)
         self._force = force
         self._run = run
+        self._mode = mode
         self._staged: dict[Path, Path] = {}
         self._beside: list[Path] = []
         self._exit = ExitStack()
@@ -70,7 +78,8 @@ class NewStep:
         with ExitStack() as stack:
             if not self._root.exists():
                 stack.callback(commit.remove_if_empty, self._root)
-            stack.enter_context(ToolLocks(self._root, self._roles))
+            stack.enter_context(ToolLocks(self._root, self._roles, self._mode))
+            self._mode = mode_in(self._root, self._mode)
             for role in self._roles:
                 # A killed run may have left its folders. `alone=False`, because tools of older versions hold no lock.
                 leftovers.remove_leftovers(self._root, role, alone=False)
@@ -87,7 +96,7 @@ class NewStep:
     def open(self, role: str) -> Path:
         """Makes the staging folder of a role. Raises OSError."""
         role_dir = file_names.step_dir(self._root, self._step) / role
-        self._staged[role_dir] = commit.open_staging(role_dir, self.attempt)
+        self._staged[role_dir] = commit.open_staging(role_dir, self.attempt, self._mode)
         return self._staged[role_dir]
 
     def add_beside(self, companions: Mapping[str, Path]) -> None:
@@ -102,7 +111,8 @@ class NewStep:
                     f"{step_path / name}: is there already: name another folder to write to, or replace it with --force"
                 )
         if companions:
-            self._beside.append(commit.open_staging(step_path / self._roles[0], commit.new_attempt()))
+            staging = commit.open_staging(step_path / self._roles[0], commit.new_attempt(), self._mode)
+            self._beside.append(staging)
         for name, source in companions.items():
             copy_durably(source, self._beside[0] / _BESIDE / name)
 

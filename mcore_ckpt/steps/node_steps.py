@@ -134,33 +134,47 @@ def order_of(step: FastCheckpoint | NodeStep) -> tuple[int, int]:
     return step.commit.number, step.step
 
 
-def held_roles(folder: Path) -> list[HeldRole]:
-    """Returns what a node's folder has of every checkpoint. What cannot be read is logged and left out."""
+def held_roles(folder: Path, refused: Callable[[Path], str | None] = lambda path: None) -> list[HeldRole]:
+    """Returns what a node's folder has of every checkpoint. What cannot be read is logged and left out.
+
+    So is the folder of a step or role for which `refused` returns a reason. It may raise OSError.
+    """
     found = []
     for step in file_names.step_dirs(folder):
         step_path = file_names.step_dir(folder, step)
         try:
+            if _is_refused(step_path, refused):
+                continue
             names = sorted(os.listdir(step_path))
         except FileNotFoundError:  # another role of the step has just been deleted, and the folder with it
             continue
         except OSError as error:
             logger.warning("%s: is left out: %s", step_path, error)
             continue
-        found += [held for name in names if (held := _held(step, step_path / name)) is not None]
+        found += [held for name in names if (held := _held(step, step_path / name, refused)) is not None]
     return found
 
 
-def _held(step: int, folder: Path) -> HeldRole | None:
+def _is_refused(folder: Path, refused: Callable[[Path], str | None]) -> bool:
+    reason = refused(folder)
+    if reason is not None:
+        logger.warning("%s: is left out: it %s. If it is yours, chown it or chmod 700 it", folder, reason)
+    return reason is not None
+
+
+def _held(step: int, folder: Path, refused: Callable[[Path], str | None]) -> HeldRole | None:
     """Returns what is in a role's folder, or in a save's staging folder. None if it is neither, or has no manifest."""
     work = file_names.parse_work_dir(folder.name)
     is_role = work is None and file_names.is_role(folder.name)
     if not is_role and (work is None or work.purpose != "staging"):
         return None
     try:
+        if _is_refused(folder, refused):
+            return None
         manifest = read_manifest(folder)
-    except CheckpointNotFoundError:
+    except (CheckpointNotFoundError, FileNotFoundError):
         return None
-    except CheckpointCorruptError as error:
+    except (CheckpointCorruptError, OSError) as error:
         logger.warning("%s: is left out: %s", folder, error)
         return None
     own = (folder.name, manifest.attempt) if work is None else (work.role, work.attempt)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from mcore_ckpt.checkpoint import file_names
@@ -13,6 +15,7 @@ from mcore_ckpt.checkpoint.provenance import Run
 from mcore_ckpt.config import FastTier
 from mcore_ckpt.errors import CommitError, InvalidArgumentError, NoRoomError
 from mcore_ckpt.io import limits
+from mcore_ckpt.io.access import check_own_folder, strange, top_mode
 from mcore_ckpt.io.files import make_folder
 from mcore_ckpt.io.folder_sizes import sizes_below
 from mcore_ckpt.io.node_memory import bytes_free, is_memory
@@ -25,7 +28,7 @@ from mcore_ckpt.ranks.hosts import this_host
 from mcore_ckpt.ranks.nodes import Node, Nodes
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide, same_everywhere
 from mcore_ckpt.steps.job_secret import SecretOffer, given_secret, same_secrets
-from mcore_ckpt.steps.node_steps import FastCheckpoint
+from mcore_ckpt.steps.node_steps import FastCheckpoint, HeldRole, held_roles
 from mcore_ckpt.steps.runs import Ownership, RootRun, elsewhere, whose
 from mcore_ckpt.steps.trainer_lock import TrainerLock
 from mcore_ckpt.steps.transaction import Attempt
@@ -63,6 +66,7 @@ class NodeTier:
         lock: the lock on the role in this node's folder. Only the lead uses it.
         root: the root, which says of which run the steps of this training are.
         tls: how the connections between nodes are encrypted; None if they are not.
+        shared: whether the group may read and write what is in the folder (`CheckpointConfig.shared_with_group`).
         unrenamed: saves that are committed, and that this node has still to rename. Only the lead has some.
     """
 
@@ -78,6 +82,7 @@ class NodeTier:
     lock: TrainerLock
     root: Path | None = None
     tls: PeerTls | None = None
+    shared: bool | None = None
     unrenamed: list[Attempt] = field(default_factory=list)
     _stores: dict[int, PeerStore] = field(default_factory=dict)
     _published: str | None = None
@@ -151,6 +156,17 @@ class NodeTier:
         self.publish(attempt, data)
         return data
 
+    def open_folder(self) -> None:
+        """Makes this node's folder if it is not there. Raises InvalidArgumentError if it is another user's."""
+        _open_folder(self.folder, self.shared)
+
+    def held(self) -> list[HeldRole]:
+        """Returns what this node has. Raises InvalidArgumentError if its folder is another user's."""
+        if not os.path.lexists(self.folder):
+            return []
+        check_own_folder(self.folder, self.shared)
+        return held_roles(self.folder, partial(strange, shared=self.shared))
+
     def close(self) -> None:
         """Closes the server and all connections, and gives the lock up."""
         if self.server is not None:
@@ -160,7 +176,7 @@ class NodeTier:
         self.lock.release()
 
 
-def open_tier(agreement: Agreement, fast: FastTier, role: str, root: Path) -> NodeTier:
+def open_tier(agreement: Agreement, fast: FastTier, role: str, root: Path, shared: bool | None = None) -> NodeTier:
     """Finds the nodes of the job, and starts a server on each. Every rank calls it.
 
     Args:
@@ -168,10 +184,11 @@ def open_tier(agreement: Agreement, fast: FastTier, role: str, root: Path) -> No
         fast: the user's choices.
         role: the role.
         root: the folder of the steps in the root.
+        shared: whether the group may read and write what is in the folder.
 
     Raises:
         InvalidArgumentError: there are too few nodes or failure domains for the copies, the ranks have different
-            configurations, or the folder is the root.
+            configurations, or the folder is the root, or another user has made it or can write in it.
         InvalidStateError: this node's address cannot be found.
         CheckpointError: a rank has failed, or is missing.
     """
@@ -184,7 +201,8 @@ def open_tier(agreement: Agreement, fast: FastTier, role: str, root: Path) -> No
         same_secrets(records)
         nodes = Nodes.of([record["host"] for record in records], [record["domain"] for record in records])
         _check_copies(nodes, fast.replicas)
-        offers.append(SecretOffer.make(own[0].secret, _seen_by_all(fast, folder, root, len(nodes)), role))
+        seen_by_all = _seen_by_all(fast, folder, root, len(nodes))
+        offers.append(SecretOffer.make(own[0].secret, seen_by_all, role, top_mode(shared)))
         # By rank, and not by node: a thousand nodes' ranks are short numbers, and names are sent once for each node.
         return {
             "nodes": [[node.name, node.domain] for node in nodes.all],
@@ -198,6 +216,8 @@ def open_tier(agreement: Agreement, fast: FastTier, role: str, root: Path) -> No
             raise InvalidArgumentError(
                 f"folder of the fast tier is {folder}, which is the root: use another folder, or no fast tier"
             )
+        if os.path.lexists(folder):  # before the secret is written into it
+            check_own_folder(folder, shared)
         tls = None if fast.tls is None else Path(fast.tls).expanduser()
         own.append(_Own(given_secret(), None if tls is None else read_tls(tls)))
         host = this_host()
@@ -224,7 +244,7 @@ def open_tier(agreement: Agreement, fast: FastTier, role: str, root: Path) -> No
         taken.append(SecretOffer(**found["secret"]).take(own[0].secret))
         if nodes.all[number].lead != agreement.rank:
             return {}
-        make_folder(folder)
+        _open_folder(folder, shared)
         servers.append(PeerServer(folder, taken[0], own_address(), own[0].tls))
         return {"address": servers[0].address}
 
@@ -250,10 +270,18 @@ def open_tier(agreement: Agreement, fast: FastTier, role: str, root: Path) -> No
         taken[0],
         min(agreement.timeout_s, deadlines.PEER_TIMEOUT_S),
         servers[0] if servers else None,
-        TrainerLock(folder, role),
+        TrainerLock(folder, role, top_mode(shared)),
         root,
         own[0].tls,
+        shared,
     )
+
+
+def _open_folder(folder: Path, shared: bool | None) -> None:
+    # Links are followed, but none that another user has made.
+    if not os.path.lexists(folder):
+        make_folder(folder, top_mode(shared))
+    check_own_folder(folder, shared)
 
 
 def _seen_by_all(fast: FastTier, folder: Path, root: Path, nodes: int) -> Path | None:

@@ -19,7 +19,8 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import Manifest, ManifestSummary, WrittenFile, decode_manifest, encode_manifest
 from mcore_ckpt.checkpoint.reading import read_entries, read_manifest, read_manifest_summary, read_remote_manifest
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, CommitError
-from mcore_ckpt.io.files import FOLDER_MODE, make_folder, sync_dir, write_file
+from mcore_ckpt.io.access import top_mode
+from mcore_ckpt.io.files import make_parents, new_folder, sync_dir, write_file
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide, same_everywhere
 from mcore_ckpt.steps import commit
 from mcore_ckpt.steps.node_steps import HeldRole, files_here
@@ -75,7 +76,7 @@ def open_on_nodes(
 
     def work() -> Record:
         if tier.is_lead and not busy and failure is None:
-            make_folder(tier.folder)
+            tier.open_folder()
             tier.lock.take(agreement.timeout_s / 2)
             rename_committed(tier)
             remove_staging(tier.folder, tier.role, lambda head: tier.ownership().owns(head))
@@ -97,12 +98,17 @@ def open_on_nodes(
     return NodeAttempt(attempt, outcome["is_durable"], outcome["save_count"])
 
 
-def make_staging(attempt: Attempt) -> None:
-    """Makes the staging folder on this node, if no other rank of the node has made it. Raises OSError."""
+def make_staging(attempt: Attempt, mode: int) -> None:
+    """Makes the staging folder on this node, if no other rank of the node has made it. Raises OSError.
+
+    `mode` is that of new folders, before the umask is applied. A folder of older versions, which is more open, does not
+    count: only this training reads what is in it.
+    """
     while not attempt.staging.is_dir():
-        attempt.role_dir.parent.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
+        make_parents(attempt.role_dir.parent, mode)
+        new_folder(attempt.role_dir.parent, mode, exist_ok=True)
         with suppress(FileNotFoundError):  # another role has removed the step's folder, which was empty
-            attempt.staging.mkdir(FOLDER_MODE, exist_ok=True)
+            new_folder(attempt.staging, mode, exist_ok=True)
     with suppress(FileExistsError):
         write_owner(attempt.staging)
 
@@ -196,7 +202,7 @@ def _place_manifest(attempt: Attempt, tier: NodeTier, data: bytes) -> None:
         if file.rank in own
     ]
     if not attempt.staging.is_dir():  # all ranks of this node have had nothing to write
-        make_staging(attempt)
+        make_staging(attempt, top_mode(tier.shared))
     commit.check_files(attempt.staging, written)
     _remove_different(attempt.staging, manifest, own)
     path = attempt.staging / file_names.MANIFEST_FILE

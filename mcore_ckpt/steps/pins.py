@@ -7,7 +7,8 @@ from pathlib import Path
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.errors import CheckpointNotFoundError
 from mcore_ckpt.field_checks import check_value
-from mcore_ckpt.io.files import FILE_MODE, sync_dir
+from mcore_ckpt.io.access import FILE_MODE, mode_in
+from mcore_ckpt.io.files import sync_dir
 from mcore_ckpt.steps.listing import StepStatus, list_steps
 from mcore_ckpt.urls import local_path
 
@@ -30,7 +31,7 @@ def pin(root: str | Path, step: int) -> None:
     if not status.is_complete:
         raise CheckpointNotFoundError(f"step {step} cannot be pinned: {status.reason}")
     try:
-        (status.place / file_names.PINNED_FILE).touch(FILE_MODE)
+        (status.place / file_names.PINNED_FILE).touch(mode_in(status.place, FILE_MODE))
         sync_dir(status.place)
     except FileNotFoundError:
         raise CheckpointNotFoundError(

@@ -23,6 +23,7 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.errors import LockedError
 from mcore_ckpt.io import json_fields as fields
 from mcore_ckpt.io import limits
+from mcore_ckpt.io.access import FOLDER_MODE, is_foreign, owner_of, top_mode
 from mcore_ckpt.io.files import claim_file, make_folder, open_regular, replace_file
 from mcore_ckpt.steps.owner import Owner
 
@@ -82,6 +83,7 @@ class TrainerLock:
     Args:
         root: the folder of the steps.
         role: the role that this trainer saves.
+        mode: the mode of a root that has to be made, before the umask is applied. None: `access.top_mode(None)`.
         is_tool: True if a tool writes the role, not a trainer.
 
     Example:
@@ -89,10 +91,11 @@ class TrainerLock:
         >>> lock.take(patience_s=60.0)  # doctest: +SKIP
     """
 
-    def __init__(self, root: Path, role: str, is_tool: bool = False) -> None:
+    def __init__(self, root: Path, role: str, mode: int | None = None, is_tool: bool = False) -> None:
         # Two managers may spell the path of one folder differently, but they must use the same lock file.
         self._path = file_names.trainer_file(root.resolve(), role)
         self._role = role
+        self._mode = mode
         self._is_tool = is_tool
         self._hold: _Hold | None = None
         self._seen: Claim | None = None
@@ -140,13 +143,13 @@ class TrainerLock:
                     del _holds[self._path]
 
     def _acquire(self, patience_s: float) -> _Hold:
-        make_folder(self._path.parent)
+        make_folder(self._path.parent, top_mode(None) if self._mode is None else self._mode)
         by = {"by": _TOOL} if self._is_tool else {}
         content = fields.encode(asdict(Owner.this_process()) | {"claim": uuid.uuid4().hex} | by)
         deadline = time.monotonic() + patience_s
         waited_for: Claim | None = None
         while True:
-            claim = read_claim(self._path)
+            claim = self._found()
             if claim is None:
                 try:
                     claim_file(self._path, content)
@@ -163,7 +166,7 @@ class TrainerLock:
                     logger.info("%s: taking the place of %s", self._path, claim.owner or "nobody")
                     # Replacing the file leaves no moment without a lock file. If two trainers do this at the same time,
                     # the later one keeps the lock, and the earlier one notices its loss before it commits.
-                    replace_file(self._path, content)
+                    self._replace(content)
                     return _Hold(self._path, content)
                 continue
             has_moved = waited_for is not None and waited_for != claim
@@ -178,6 +181,26 @@ class TrainerLock:
                 )
             waited_for = claim
             time.sleep(min(_LOOK_S, TRAINER_LEASE_S / 10))
+
+    def _found(self) -> Claim | None:
+        try:
+            return read_claim(self._path)
+        except PermissionError as error:
+            raise LockedError(self._why_foreign("it cannot be read")) from error
+
+    def _replace(self, content: bytes) -> None:
+        try:
+            replace_file(self._path, content)
+        except PermissionError as error:
+            if not is_foreign(self._path):
+                raise
+            raise LockedError(self._why_foreign("its process is dead, but it cannot be replaced")) from error
+
+    def _why_foreign(self, what: str) -> str:
+        return (
+            f"{self._path}: {what}: it is the lock of another trainer, and belongs to {owner_of(self._path)}. Let that "
+            "user delete it if no training of his saves here any more, or give this one another root or role"
+        )
 
     def _notice(self, claim: Claim | None) -> None:
         if claim != self._seen:
@@ -218,14 +241,16 @@ class ToolLocks:
     It also excludes trainers of other roles, whose retention would judge the new step. Tools that write other roles may
     run at the same time.
 
+    A root that has to be made gets `mode`, less what the umask takes.
+
     Raises:
         LockedError: a trainer saves below the root, or another tool writes one of the roles.
         OSError: a lock file cannot be written.
     """
 
-    def __init__(self, root: Path, roles: Sequence[str]) -> None:
+    def __init__(self, root: Path, roles: Sequence[str], mode: int = FOLDER_MODE) -> None:
         self._root = root.resolve()
-        self._locks = [TrainerLock(root, role, is_tool=True) for role in roles]
+        self._locks = [TrainerLock(root, role, mode, is_tool=True) for role in roles]
         self._roles = frozenset(roles)
 
     def __enter__(self) -> ToolLocks:
@@ -250,7 +275,11 @@ class ToolLocks:
             role = file_names.role_of_trainer_file(name)
             if role is None or role in self._roles:
                 continue
-            claim = read_claim(self._root / name)
+            try:
+                claim = read_claim(self._root / name)
+            except PermissionError:
+                yield role  # taking it says whose it is
+                continue
             if claim is not None and not claim.is_of_tool:
                 yield role
 

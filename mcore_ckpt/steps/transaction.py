@@ -55,6 +55,7 @@ def open_together(
     prepare: Callable[[Need], object] = lambda need: None,
     need: Need = NOTHING,
     number: str | None = None,
+    folder_mode: Callable[[], int | None] = lambda: None,
     patience_s: float = math.inf,
 ) -> Attempt:
     """Waits for all ranks, then makes the staging folder on rank 0. Every rank must call it.
@@ -69,6 +70,7 @@ def open_together(
         prepare: runs on rank 0 before the folder is made. It gets the need of all ranks together.
         need: the files that this rank will write.
         number: the id of the save, on all ranks; None for a new one. With it, a rank may skip the round.
+        folder_mode: returns, on rank 0, the mode of new folders, as in `commit.open_staging`.
         patience_s: for how long one call to the file system may hold up the ranks, in seconds. Then they go on without
             the folder, which is made meanwhile. An error of it is raised by `await_opening`.
 
@@ -80,10 +82,11 @@ def open_together(
     name = number and opening_of(number)
     number = number or commit.new_attempt()
     openings: list[Started[object]] = []
+    begun: list[Need] = []
 
-    def open_now(need: Need) -> None:
-        prepare(need)
-        commit.open_staging(role_dir, number)
+    def open_now() -> None:
+        prepare(begun[0])
+        commit.open_staging(role_dir, number, folder_mode())
 
     def combine(records: Sequence[Record]) -> Record:
         same_everywhere([{"folder": record["folder"]} for record in records], "the folder to save to", CommitError)
@@ -91,8 +94,8 @@ def open_together(
         failure = failure_among(records)
         if failure is not None:
             return {"failure": failure}
-        need = Need.sum(_need_of(record["need"]) for record in records)
-        openings.append(agreement.runner.start(lambda: open_now(need)))
+        begun.append(Need.sum(_need_of(record["need"]) for record in records))
+        openings.append(agreement.runner.start(open_now))
         if not openings[0].wait(patience_s):
             return {"attempt": number, "late": True}
         openings[0].result()
@@ -103,7 +106,7 @@ def open_together(
         outcome = decide(agreement, topic, lambda: request, combine, CommitError, name=name)
     except Exception as error:
         # Rank 0 may have made the folder before the round failed.
-        if openings and not isinstance(error, HungDiskError):
+        if begun and not isinstance(error, HungDiskError):
             agreement.runner.run(lambda: commit.discard(file_names.staging_dir(role_dir, number)))
         raise
     raise_failure(outcome)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.io import tuning
-from mcore_ckpt.io.files import FOLDER_MODE
+from mcore_ckpt.io.files import new_folder
 from mcore_ckpt.io.threads import results_of
 from mcore_ckpt.steps.owner import read_owner, write_owner
 
@@ -104,7 +104,7 @@ def _age_s(trial: Path) -> float:
     # clock. If this process dies here, the new folder is an empty trial folder, which is removed like any other.
     now = file_names.trial_dir(trial.parent, uuid.uuid4().hex)
     try:
-        now.mkdir(FOLDER_MODE)
+        new_folder(now)
         try:
             return now.stat().st_mtime - trial.stat().st_mtime
         finally:
@@ -134,7 +134,7 @@ def is_in_use(folder: Path, step_path: Path) -> bool:
 def kept_for_upload(role_dir: Path, attempt: str) -> Iterator[None]:
     """Prevents the deletion of the step by any process during the `with` block. Raises OSError if the step is gone."""
     mark = file_names.uploading_dir(role_dir, attempt)
-    mark.mkdir(FOLDER_MODE, exist_ok=True)
+    new_folder(mark, exist_ok=True)
     try:
         write_owner(mark)
         yield

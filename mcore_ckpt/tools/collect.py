@@ -17,6 +17,7 @@ from mcore_ckpt.io import tuning
 from mcore_ckpt.io.file_copies import copy_checked
 from mcore_ckpt.io.files import inside, make_folders, sync_folders_below
 from mcore_ckpt.steps.choice import oldest_first
+from mcore_ckpt.steps.new_folder import mode_as
 from mcore_ckpt.steps.new_step import NewStep
 from mcore_ckpt.steps.node_files import files_among
 from mcore_ckpt.steps.node_steps import (
@@ -252,7 +253,8 @@ def _write(found: FoundStep, root: Path, force: bool, progress: Progress) -> lis
     counter = _Counter(sum(file.size for file in files), progress)
     reports = []
     roles, run = [source.manifest.role for source in found.roles], found.roles[0].manifest.run
-    with NewStep(root, found.step, roles, force, run) as new:
+    mode = mode_as(*(folder for source in found.roles for folder, _ in source.folders))
+    with NewStep(root, found.step, roles, force, run, mode) as new:
         new.check_space(file.size for file in files)
         for source in found.roles:
             staging = new.open(source.manifest.role)

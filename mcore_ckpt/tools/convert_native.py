@@ -19,7 +19,7 @@ from mcore_ckpt.formats.huggingface.reader import HuggingFaceReader
 from mcore_ckpt.formats.huggingface.side_files import copy_side_files, written_side_files
 from mcore_ckpt.formats.locate import read_regions
 from mcore_ckpt.formats.native.reader import NativeReader
-from mcore_ckpt.io.files import FOLDER_MODE, sync_folders_below
+from mcore_ckpt.io.files import new_folder, sync_folders_below
 from mcore_ckpt.models.stated_facts import facts_of_model
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide
 from mcore_ckpt.ranks.topology import Topology
@@ -27,6 +27,7 @@ from mcore_ckpt.sharding.placement import share_of
 from mcore_ckpt.sharding.plan import MODEL, ShardKey
 from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.steps import commit
+from mcore_ckpt.steps.new_folder import mode_as
 from mcore_ckpt.steps.new_step import NewStep, check_may_write
 from mcore_ckpt.tools.convert import ConversionReport, Progress, check_written, left_out_of, open_folder, whole_region
 from mcore_ckpt.tools.reshard.attention_heads import check_heads
@@ -90,8 +91,9 @@ def convert_to_native(
     _check_free(agreement, role_dir, force)
     reader = open_folder(agreement, source, ignore, dequantized)
     target, files = _plan(reader, wanted)
+    mode = mode_as(reader.contents.folder)
     with ExitStack() as stack:  # on the coordinator it holds the new step
-        attempt, new = _open(agreement, stack, role_dir, [file.nbytes for file in files], force)
+        attempt, new = _open(agreement, stack, role_dir, [file.nbytes for file in files], force, mode)
         staging = file_names.staging_dir(role_dir, attempt)
         nbytes = _write(agreement, reader, files, _NewCheckpoint(role_dir, staging, target, new), progress)
         if test:
@@ -135,13 +137,13 @@ def _check_free(agreement: Agreement, role_dir: Path, force: bool) -> None:
 
 
 def _open(
-    agreement: Agreement, stack: ExitStack, role_dir: Path, sizes: Sequence[int], force: bool
+    agreement: Agreement, stack: ExitStack, role_dir: Path, sizes: Sequence[int], force: bool, mode: int
 ) -> tuple[str, list[NewStep]]:
     """Opens the new step on the coordinator. Returns the id of the attempt, and, on the coordinator alone, the step."""
     opened: list[NewStep] = []
 
     def combine(_: Sequence[Record]) -> Record:
-        new = stack.enter_context(NewStep(role_dir.parent.parent, STEP, [role_dir.name], force))
+        new = stack.enter_context(NewStep(role_dir.parent.parent, STEP, [role_dir.name], force, mode=mode))
         new.check_space(sizes)
         new.open(role_dir.name)
         opened.append(new)
@@ -173,7 +175,7 @@ def _write(
         indexed = [_from_record(file) for record in records for file in record["files"]]
         commit.check_files(new.staging, [(rank, names.file) for rank, names in enumerate(indexed)])
         folder = new.staging / file_names.HUGGINGFACE_DIR
-        folder.mkdir(FOLDER_MODE)
+        new_folder(folder)
         assets = [(0, file) for file in written_side_files(folder, copy_side_files(reader.contents.folder, folder))]
         role = new.role_dir.name
         (step,) = new.opened

@@ -30,7 +30,7 @@ from mcore_ckpt.formats.torch_dist.writer import (
     write_rest,
     write_slices,
 )
-from mcore_ckpt.io.files import FOLDER_MODE, sync_folders
+from mcore_ckpt.io.files import new_folder, sync_folders
 from mcore_ckpt.models.mcore_config import to_mcore_config
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide
 from mcore_ckpt.sharding.names import expert_of
@@ -38,7 +38,7 @@ from mcore_ckpt.sharding.placement import share_of
 from mcore_ckpt.sharding.plan import MODEL, ShardKey, plan_reads
 from mcore_ckpt.sharding.regions import Piece, Region, Shape
 from mcore_ckpt.steps import commit
-from mcore_ckpt.steps.new_folder import Replaceable, open_new_folder, put_in_place
+from mcore_ckpt.steps.new_folder import Replaceable, mode_as, open_new_folder, put_in_place
 from mcore_ckpt.tools.convert import ConversionReport, Progress, check_together, check_written, left_out_of, open_folder
 
 # With two threads, one file is read while another is written.
@@ -94,7 +94,7 @@ def convert_to_torch_dist(
     check_together(agreement, path, replaceable)
     reader = open_folder(agreement, source, ignore, dequantized)
     plan = _plan(reader)
-    attempt = _open(agreement, path, plan, replaceable)
+    attempt = _open(agreement, path, plan, replaceable, mode_as(reader.contents.folder))
     staging = file_names.staging_dir(path, attempt)
     try:
         nbytes = _write(agreement, reader, plan, staging, progress)
@@ -177,10 +177,10 @@ def _slices(reader: HuggingFaceReader, name: str, rows: KeyRows) -> Iterator[Sli
     return slices_of(ShardKey(name, MODEL), rows, first.region.global_shape, first.dtype)
 
 
-def _open(agreement: Agreement, path: Path, plan: _Plan, replaceable: Replaceable) -> str:
+def _open(agreement: Agreement, path: Path, plan: _Plan, replaceable: Replaceable, mode: int) -> str:
     def combine(_: Sequence[Record]) -> Record:
         sizes = (sum(each.nbytes for each in file) for file in plan.contents.files)
-        return {"attempt": open_new_folder(path, sizes, replaceable)}
+        return {"attempt": open_new_folder(path, sizes, replaceable, mode)}
 
     return str(decide(agreement, f"opening {path}", dict, combine)["attempt"])
 
@@ -234,7 +234,7 @@ def _write_rest(reader: HuggingFaceReader, plan: _Plan, places: dict[int, list[l
     """Writes everything but the tensors. Only rank 0 calls it."""
     write_rest(plan.contents, places, staging)
     folder = staging / file_names.HUGGINGFACE_DIR
-    folder.mkdir(FOLDER_MODE)
+    new_folder(folder)
     copy_side_files(reader.contents.folder, folder)
     sync_folders(staging)
 

@@ -44,7 +44,7 @@ from mcore_ckpt.formats.huggingface.stored_weights import DequantizingReader
 from mcore_ckpt.formats.huggingface.tokenizer_size import tokens_in
 from mcore_ckpt.formats.huggingface.writer import write_index, write_weights
 from mcore_ckpt.formats.kinds import is_hf_folder
-from mcore_ckpt.io.files import FOLDER_MODE, sync_folders
+from mcore_ckpt.io.files import new_folder, sync_folders
 from mcore_ckpt.models.accounting import COPIES, IGNORED, LeftOut, account, matching, of_states, together
 from mcore_ckpt.models.architecture import HfModel, read_config
 from mcore_ckpt.models.config_fields import HfConfig
@@ -58,7 +58,7 @@ from mcore_ckpt.sharding.placement import share_of
 from mcore_ckpt.sharding.plan import PARAM
 from mcore_ckpt.sharding.synonyms import found_as
 from mcore_ckpt.steps import commit, leftovers
-from mcore_ckpt.steps.new_folder import Replaceable, check_may_replace, check_space, put_in_place
+from mcore_ckpt.steps.new_folder import Replaceable, check_may_replace, check_space, mode_as, put_in_place
 from mcore_ckpt.steps.read_lock import reading
 from mcore_ckpt.tools.find import Backend, FoundCheckpoint, facts_of_checkpoint, find_checkpoint, open_reader
 from mcore_ckpt.tools.merge_adapters import (
@@ -289,7 +289,7 @@ def _write_adapter_beside(job: MergeJob, staging: Path, allow_nan: bool) -> list
     if job.adapters != "beside" or job.adapter is None:
         return []
     folder = staging / file_names.MERGED_ADAPTER_DIR
-    folder.mkdir(FOLDER_MODE)
+    new_folder(folder)
     files = write_adapter_folder(job.adapter, job.reader, folder, allow_nan=allow_nan)
     return [replace(file, path=f"{folder.name}/{file.path}") for file in files]
 
@@ -327,7 +327,7 @@ def _open(
         same_everywhere(records, "the files to write", CommitError)
         leftovers.remove_leftovers_beside(target)
         check_space(target, (file.nbytes for file in jobs[0].plan.files))
-        commit.open_staging(target, attempt)
+        commit.open_staging(target, attempt, mode_as(found.path))
         return {"attempt": attempt}
 
     try:

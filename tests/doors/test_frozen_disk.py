@@ -85,9 +85,8 @@ def wait_until_back(training: Training) -> None:
 def test_a_load_fails_and_succeeds_after_the_thaw(disk: Path) -> None:
     """Reading does not hang on a frozen file system, but what a load notes there does."""
     training = Training(disk / "run", timeout_s=TIMEOUT_S).save(1)
-    with frozen(disk):
-        with suppress(HungDiskError):
-            training.manager.load()
+    with frozen(disk), suppress(HungDiskError):
+        training.manager.load()
     assert training.manager.load().step == 1
     training.close()
 

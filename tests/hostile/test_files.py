@@ -295,7 +295,7 @@ def test_the_cache_of_the_hub_is_made_of_links(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
-def test_permissions_are_the_umask_s_and_nobody_else_may_write(umask: int, tmp_path: Path) -> None:
+def test_a_new_root_is_its_owner_s_or_his_group_s(umask: int, tmp_path: Path) -> None:
     before = os.umask(umask)
     try:
         lock = TrainerLock(tmp_path / "deep" / "root", "actor")
@@ -317,7 +317,8 @@ def test_permissions_are_the_umask_s_and_nobody_else_may_write(umask: int, tmp_p
     assert {path.suffix for path in found} >= {".pt", ".json", ".txt"}
     assert {path.name for path in found} >= {file_names.PINNED_FILE, ".actor.trainer.json", file_names.OWNER_FILE}
     for path, mode in modes.items():
-        wanted = (0o775 if stat.S_ISDIR(mode) else 0o664) & ~umask
+        # Who lets his group write shares new roots with it, and nobody else may look into one.
+        wanted = (0o775 if stat.S_ISDIR(mode) else 0o664) & ~umask & (0o770 if umask == 0 else 0o700)
         assert stat.S_IMODE(mode) == wanted, f"{path}: {mode:o}"
 
 

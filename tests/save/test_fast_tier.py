@@ -36,11 +36,10 @@ from mcore_ckpt.errors import (
 from mcore_ckpt.io import json_fields, tuning
 from mcore_ckpt.ranks.hosts import this_host
 from mcore_ckpt.recover import recover
-from mcore_ckpt.save import fast_saves
 from mcore_ckpt.save.background import SaveHandle
 from mcore_ckpt.save.copies import Copies
 from mcore_ckpt.save.save import Save
-from mcore_ckpt.steps import tracker
+from mcore_ckpt.steps import node_tier, tracker
 from mcore_ckpt.steps.listing import complete_steps
 from mcore_ckpt.steps.node_steps import HeldRole
 from mcore_ckpt.steps.owner import Owner, _start_of
@@ -490,10 +489,10 @@ def test_the_root_is_no_folder_of_the_fast_tier(job: Job, durable_every: int | N
 
 
 def test_a_failure_after_the_server_has_started(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(folder: Path) -> list[HeldRole]:
+    def fails(folder: Path, refused: object) -> list[HeldRole]:
         raise OSError("no such disk")
 
-    monkeypatch.setattr(fast_saves, "held_roles", fails)
+    monkeypatch.setattr(node_tier, "held_roles", fails)
     with pytest.raises(AgreementError, match="no such disk"):
         job.start()
     server_threads()

@@ -307,9 +307,9 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The folders of the saves that were opened."""
     folders, opening = list[Path](), commit.open_staging
 
-    def open_staging(role_dir: Path, attempt: str) -> Path:
+    def open_staging(role_dir: Path, attempt: str, mode: int | None = None) -> Path:
         folders.append(role_dir)
-        return opening(role_dir, attempt)
+        return opening(role_dir, attempt, mode)
 
     monkeypatch.setattr(commit, "open_staging", open_staging)
     return folders

@@ -184,8 +184,8 @@ def test_an_error_of_one_native_write(
     assert save(tmp_path, 1) == [None] * WORLD
     open_staging = commit.open_staging
 
-    def open_and_harm(role_dir: Path, attempt: str) -> Path:
-        staging = open_staging(role_dir, attempt)
+    def open_and_harm(role_dir: Path, attempt: str, mode: int | None = None) -> Path:
+        staging = open_staging(role_dir, attempt, mode)
         (staging / victim).parent.mkdir(parents=True)
         harm(staging / victim)
         return staging

@@ -64,11 +64,12 @@ class Node:
             role_dir=lambda step, role: file_names.step_dir(folder, step) / role,
             ownership=lambda saved: Ownership(),
             unrenamed=[],
+            shared=None,
         )
 
     def write(self, whole: Path, manifest: Manifest, ranks: tuple[int, ...]) -> None:
         """Puts the files of some ranks into the staging folder."""
-        make_staging(self.attempt)
+        make_staging(self.attempt, 0o700)
         for file in manifest.files:
             if file.rank in ranks:
                 path = self.attempt.staging / file.path

@@ -23,6 +23,7 @@ from mcore_ckpt.formats.huggingface.side_files import (
     find_side_files,
     side_files,
 )
+from mcore_ckpt.io.access import FOLDER_MODE, mode_in
 from mcore_ckpt.io.files import make_folder, sync_file, write_file
 from mcore_ckpt.models.mcore_config import config_of_weights
 from mcore_ckpt.models.quantization import without_quantization
@@ -231,11 +232,10 @@ def _same_special_tokens(name: str, data: bytes, processing_class: Any) -> bool:
 
 
 def _move(path: Path, target: Path) -> Path:
-    # transformers creates files with all permissions that the umask allows, but no file of a checkpoint may be
-    # world-writable.
-    path.chmod(path.stat().st_mode & ~stat.S_IWOTH & 0o777)
-    sync_file(path)
     make_folder(target.parent)
+    # transformers creates files with all permissions that the umask allows.
+    path.chmod(mode_in(target.parent, stat.S_IMODE(path.stat().st_mode) & FOLDER_MODE))
+    sync_file(path)
     os.replace(path, target)
     return target
 

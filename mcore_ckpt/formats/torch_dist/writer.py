@@ -37,7 +37,7 @@ from mcore_ckpt.errors import CheckpointMismatchError
 from mcore_ckpt.formats.kinds import TORCH_DIST_CONFIG
 from mcore_ckpt.formats.torch_dist.keys import Place
 from mcore_ckpt.io import tuning
-from mcore_ckpt.io.files import FILE_MODE, write_file
+from mcore_ckpt.io.files import open_new, write_file
 from mcore_ckpt.sharding.plan import ShardKey
 from mcore_ckpt.sharding.regions import Piece, Region, Shape
 
@@ -213,7 +213,7 @@ def write_slices(slices: Sequence[Slice], path: Path, read: Callable[[Slice], to
         read: returns the elements of a slice as a tensor of the shape `Slice.sizes`.
     """
     places = []
-    with open(path, "xb", opener=lambda name, flags: os.open(name, flags, FILE_MODE)) as stream:
+    with open(open_new(path), "wb") as stream:
         for each in slices:
             start = stream.tell()
             torch.save(read(each), stream)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import errno
 import grp
 import os
-import pwd
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mcore_ckpt.checkpoint import file_names
-from mcore_ckpt.io.files import FOLDER_MODE
+from mcore_ckpt.io.access import user_name
+from mcore_ckpt.io.files import new_folder
 from mcore_ckpt.steps import commit
 from mcore_ckpt.steps.owner import write_owner
 from mcore_ckpt.steps.work_folders import entries, is_dead_trial
@@ -32,7 +32,7 @@ def trial_folder(root: Path) -> Iterator[Path]:
     remove_dead_trials(root)
     folder = file_names.trial_dir(root, commit.new_attempt())
     try:
-        folder.mkdir(FOLDER_MODE)
+        new_folder(folder)
         write_owner(folder)
         yield folder
     finally:
@@ -58,7 +58,7 @@ def unusable(root: Path, error: OSError) -> Finding:
     return Finding(
         FOLDER,
         Severity.BAD,
-        f"user {_user(os.geteuid())} cannot write here: {error.strerror or error}; {_described(root)}",
+        f"user {user_name(os.geteuid())} cannot write here: {error.strerror or error}; {_described(root)}",
         "no checkpoint can be saved",
         advice,
     )
@@ -73,11 +73,13 @@ def owner_of(root: Path, folder: Path) -> Finding:
             FOLDER,
             Severity.RISK,
             f"{_described(root)}, with the sticky bit",
-            f"user {_user(own)} can neither replace nor delete what other users have saved here",
+            f"user {user_name(own)} can neither replace nor delete what other users have saved here",
             "let one user save here, or remove the sticky bit (chmod -t)",
         )
-    text = f"user {_user(own)} can write; {_described(root)}"
-    return fine(FOLDER, text if made == own else f"{text}; new files belong to {_user(made)}, as the server decides")
+    text = f"user {user_name(own)} can write; {_described(root)}"
+    if made != own:
+        text += f"; new files belong to {user_name(made)}, as the server decides"
+    return fine(FOLDER, text)
 
 
 def _described(root: Path) -> str:
@@ -88,10 +90,4 @@ def _described(root: Path) -> str:
     group = str(status.st_gid)
     with suppress(KeyError):
         group = grp.getgrgid(status.st_gid).gr_name
-    return f"{root} belongs to {_user(status.st_uid)}, group {group}, mode {stat.S_IMODE(status.st_mode):04o}"
-
-
-def _user(uid: int) -> str:
-    with suppress(KeyError):
-        return pwd.getpwuid(uid).pw_name
-    return str(uid)
+    return f"{root} belongs to {user_name(status.st_uid)}, group {group}, mode {stat.S_IMODE(status.st_mode):04o}"

@@ -18,6 +18,7 @@ from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.io.files import make_folders, sync_folders_below, write_file
 from mcore_ckpt.io.folder_sizes import sizes_below
 from mcore_ckpt.ranks.topology import Topology
+from mcore_ckpt.steps.new_folder import mode_as
 from mcore_ckpt.steps.new_step import NewStep, check_may_write
 from mcore_ckpt.steps.read_lock import reading
 from mcore_ckpt.tools.find import Selection
@@ -216,7 +217,8 @@ def _write_all(
 
     roles = tuple(sorted([*(job.reader.manifest.role for job in jobs), *(copy.manifest.role for copy in copies)]))
     reports = []
-    with NewStep(root, step, roles, force) as new:
+    mode = mode_as(*(job.source for job in jobs), *(copy.source for copy in copies))
+    with NewStep(root, step, roles, force, mode=mode) as new:
         new.check_space(_sizes(jobs, copies, beside.values()))
         new.add_beside(beside)
         for copy in copies:

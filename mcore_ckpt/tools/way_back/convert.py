@@ -27,7 +27,7 @@ from mcore_ckpt.io.files import inside, make_folders, replace_file, sync_folders
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide, same_everywhere
 from mcore_ckpt.sharding.placement import share_of
 from mcore_ckpt.steps import commit
-from mcore_ckpt.steps.new_folder import Replaceable, check_may_replace, open_new_folder, put_in_place
+from mcore_ckpt.steps.new_folder import Replaceable, check_may_replace, mode_as, open_new_folder, put_in_place
 from mcore_ckpt.steps.read_lock import reading
 from mcore_ckpt.steps.trainer_lock import ToolLocks
 from mcore_ckpt.tools.convert import Progress
@@ -213,9 +213,10 @@ def _sizes(plan: Plan) -> list[_Size]:
 def _open(agreement: Agreement, stack: ExitStack, job: _Job, path: Path, replaceable: Replaceable) -> str:
     def combine(_: Sequence[Record]) -> Record:
         _check_free(job, path, replaceable)
-        stack.enter_context(ToolLocks(path.parent, [role.reader.manifest.role for role in job.roles]))
+        mode = mode_as(*(role.path for role in job.roles))
+        stack.enter_context(ToolLocks(path.parent, [role.reader.manifest.role for role in job.roles], mode))
         _check_free(job, path, replaceable)
-        attempt = open_new_folder(path, (each.nbytes for each in _sizes(job.plan)), replaceable)
+        attempt = open_new_folder(path, (each.nbytes for each in _sizes(job.plan)), replaceable, mode)
         staging = file_names.staging_dir(path, attempt)
         for folder in (*(tree.folder for tree in job.plan.trees), *(export.folder for export in job.plan.exports)):
             make_folders(staging, f"{folder}/x")
