@@ -32,6 +32,7 @@ from mcore_ckpt.steps.node_transaction import (
     rename_committed,
 )
 from mcore_ckpt.steps.runs import Ownership
+from mcore_ckpt.steps.trainer_lock import TrainerLock
 from mcore_ckpt.steps.transaction import Attempt
 
 STEP = small_model.STEP
@@ -64,6 +65,7 @@ class Node:
             role_dir=lambda step, role: file_names.step_dir(folder, step) / role,
             ownership=lambda saved: Ownership(),
             unrenamed=[],
+            lock=TrainerLock(folder, "actor"),
         )
 
     def write(self, whole: Path, manifest: Manifest, ranks: tuple[int, ...]) -> None:
