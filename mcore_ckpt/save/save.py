@@ -243,7 +243,8 @@ class Save:
         assert self._start_drain is not None
         assert self._in_root is not None
         if self._trainer.agreement.is_coordinator:
-            follow_nodes(self._trainer, fast.tier, self.step, self._in_root)
+            check_root = self._context.lock.check_root
+            follow_nodes(self._trainer, fast.tier, self.step, self._in_root, check_root)
         fast.committed(self.step, on_nodes.attempt.number, on_nodes.save_count)
         copies = fast.copies.add(self.step, on_nodes.attempt)
         if fast.tier.is_lead:

@@ -19,7 +19,7 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import Manifest, ManifestSummary, WrittenFile, decode_manifest, encode_manifest
 from mcore_ckpt.checkpoint.reading import read_entries, read_manifest, read_manifest_summary, read_remote_manifest
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, CommitError
-from mcore_ckpt.io.files import FOLDER_MODE, make_folder, sync_dir, write_file
+from mcore_ckpt.io.files import FOLDER_MODE, sync_dir, write_file
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide, same_everywhere
 from mcore_ckpt.steps import commit
 from mcore_ckpt.steps.node_steps import HeldRole, files_here
@@ -75,7 +75,6 @@ def open_on_nodes(
 
     def work() -> Record:
         if tier.is_lead and not busy and failure is None:
-            make_folder(tier.folder)
             tier.lock.take(agreement.timeout_s / 2)
             rename_committed(tier)
             remove_staging(tier.folder, tier.role, lambda head: tier.ownership().owns(head))

@@ -210,16 +210,32 @@ def test_a_save_whose_root_changes(
     manager.close()
 
 
-def test_a_node_s_folder_that_is_gone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("below", ["", "tier"])
+def test_a_node_s_folder_that_is_gone(tmp_path: Path, disk: Path, below: str) -> None:
     """Its own disk, or its memory, holds the fast tier."""
-    with mounted(tmp_path / "node", "-t", "tmpfs", "tmpfs"):
-        manager = manager_of(tmp_path, FastTier(tmp_path / "node", replicas=0, durable_every=None))
-        manager.save(1)
+    manager = manager_of(tmp_path, FastTier(disk / below, replicas=0, durable_every=None))
+    manager.save(1)
+    unmount(disk)
     with pytest.raises(CommitError, match="was unmounted"):
         manager.save(2)
-    assert names_below(tmp_path / "node") == []
+    assert names_below(disk) == []
     manager.close()
-    (tmp_path / "node").rmdir()
+
+
+@pytest.mark.parametrize("has_saved", [True, False])
+def test_a_root_that_is_gone_while_nodes_save(tmp_path: Path, disk: Path, has_saved: bool) -> None:
+    """Once the run is known, saves to the nodes go on. Neither the run nor a tracker is written to the empty folder."""
+    (tmp_path / "root").symlink_to(disk)
+    manager = manager_of(tmp_path, FastTier(tmp_path / "node", replicas=0, durable_every=100))
+    place = tmp_path / "root" / "global_step_1" / "actor"
+    if has_saved:
+        manager.save(1, path=place)
+        assert place.parent.is_dir()
+    unmount(disk)
+    with contextlib.nullcontext() if has_saved else pytest.raises(CommitError, match="was unmounted"):
+        manager.save(2, path=tmp_path / "root" / "global_step_2" / "actor")
+    assert names_below(disk) == []
+    manager.close()
 
 
 # -- who holds the lock, right before the rename -------------------------------------------------------------
