@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 import functools
 import os
+import socket
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
@@ -23,7 +24,7 @@ from mcore_ckpt.errors import CheckpointCorruptError
 from mcore_ckpt.io import json_fields as fields
 from mcore_ckpt.io import limits
 from mcore_ckpt.io.files import inside, read_small, write_hint
-from mcore_ckpt.ranks.hosts import NOT_TOLD, this_host
+from mcore_ckpt.ranks.hosts import this_host
 
 
 class Life(enum.Enum):
@@ -58,7 +59,7 @@ class Owner:
     @staticmethod
     def this_process() -> Owner:
         """Returns the calling process."""
-        return Owner(this_host(), os.getpid(), _own_start(os.getpid()), _clock(), _nonce)
+        return Owner(_here(), os.getpid(), _own_start(os.getpid()), _clock(), _nonce)
 
     @staticmethod
     def of(record: Mapping[str, Any]) -> Owner:
@@ -81,7 +82,7 @@ class Owner:
         """Whether the owner is alive, as far as this process can see it."""
         if self.is_this_process:
             return Life.ALIVE
-        if self.host != this_host() or NOT_TOLD in self.host.split():
+        if self.host != _here():
             return Life.UNKNOWN
         if self.pid == os.getpid():
             return Life.DEAD
@@ -104,7 +105,7 @@ class Owner:
     def __str__(self) -> str:
         name, _, rest = self.host.partition(" ")
         boot, _, namespace = rest.partition(" ")
-        here = this_host().split(" ")
+        here = _here().split(" ")
         if [name, boot] == here[:2] and namespace != here[2]:
             # Without this, the number would seem to be that of an innocent process.
             return f"process {self.pid} in another container on {name}"
@@ -119,6 +120,14 @@ def _new_life() -> None:
 # Only in memory, so that it does not outlive an `exec`.
 _nonce = uuid.uuid4().hex
 os.register_at_fork(after_in_child=_new_life)
+
+
+def _here() -> str:
+    try:
+        return this_host()
+    except OSError:
+        # As in a container that hides /proc/sys. Another host with the same name must not look like this one.
+        return f"{socket.gethostname()} unknown {_nonce}"
 
 
 @functools.cache

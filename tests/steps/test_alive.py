@@ -169,7 +169,6 @@ def test_a_process_whose_first_thread_has_ended_still_lives() -> None:
 
 
 PARENT = Owner(HERE.host, os.getppid(), owner._start_of(os.getppid()) or 0)
-NOT_TOLD = f"{HERE.host.split()[0]} unknown {HERE.host.split()[2]}"
 
 
 @pytest.mark.parametrize(
@@ -193,10 +192,16 @@ def test_what_proves_a_death(who: Owner, life: Life) -> None:
 
 def test_a_host_that_does_not_tell_who_it_is_proves_nothing(monkeypatch: pytest.MonkeyPatch, dead_pid: int) -> None:
     """In a container that hides /proc/sys, another host of the same name looks like this one."""
-    assert dead_owner(dead_pid).life is Life.DEAD
-    monkeypatch.setattr(owner, "this_host", lambda: NOT_TOLD)
-    assert Owner(NOT_TOLD, dead_pid, 1).life is Life.UNKNOWN
-    assert Owner.this_process().life is Life.ALIVE
+
+    def refuse() -> str:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "/proc/sys/kernel/random/boot_id")
+
+    monkeypatch.setattr(owner, "this_host", refuse)
+    mine = Owner.this_process()
+    assert mine.life is Life.ALIVE
+    assert Owner(HERE.host, dead_pid, 1).life is Life.UNKNOWN
+    monkeypatch.setattr(owner, "_nonce", "0" * 32)
+    assert replace(mine, pid=dead_pid).life is Life.UNKNOWN
 
 
 def test_a_process_of_another_container_is_named_as_such() -> None:
