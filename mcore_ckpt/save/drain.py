@@ -157,6 +157,7 @@ class Drain:
             copy_and_export if exports else copy,
             describe_export if exports else describe,
             partial(self._move_tracker, opened.role_dir),
+            partial(self.context.lock.take, patience_s=0),
         )
         return self._upload(), self._old_steps(opened.role_dir)
 
@@ -166,6 +167,7 @@ class Drain:
             tracker.move_tracker(self.context.trainer.root, self.saving.step, seen=role_dir)
 
     def _copy(self, staging: Path, mine: Sequence[FileRecord], exports: bool) -> list[WrittenFile]:
+        self.context.lock.check_root()
         check_seen(staging)
         files = _copied(mine, exports)
         for file in files:
@@ -176,6 +178,7 @@ class Drain:
 
         for_each(files, copy, min(tuning.PEER_THREADS, max(1, len(files))))
         sync_names(staging, [file.path for file in files])
+        self.context.lock.check_root()
         return [_written(file) for file in files]
 
     def _upload(self) -> UploadHandle | None:

@@ -237,6 +237,7 @@ class Save:
                     write_and_export if exports else write,
                     self._manifest_with_export if exports else self._manifest,
                     self._move_tracker,
+                    self._keep_lock,
                 )
         finally:
             self._stop_writing()
@@ -259,7 +260,8 @@ class Save:
         assert self._start_drain is not None
         assert self._in_root is not None
         if self._trainer.agreement.is_coordinator:
-            follow_nodes(self._trainer, fast.tier, self.step, self._in_root)
+            check_root = self._context.lock.check_root
+            follow_nodes(self._trainer, fast.tier, self.step, self._in_root, check_root)
         fast.committed(self.step, on_nodes.attempt.number, on_nodes.save_count)
         copies = fast.copies.add(self.step, on_nodes.attempt)
         if fast.tier.is_lead:
@@ -304,6 +306,7 @@ class Save:
     def _copy_state(self, attempt: Attempt) -> None:
         """Copies the tensors, or writes those that have no image. No rank waits for another one."""
         if self._on_nodes is not None:
+            self._context.folder_lock.check_root()
             make_staging(attempt, top_mode(self._trainer.config.shared_with_group))
         self._samples = take_samples(
             self._plan.replicated, attempt.number, self._trainer.config.verify_replicas, self._plan.copies
@@ -383,6 +386,7 @@ class Save:
     # -- write ----------------------------------------------------------------------------------------------
 
     def _start_writing(self, staging: Path) -> FileWriter:
+        self._context.folder_lock.check_root()
         check_seen(staging)
         assert isinstance(self._capture, Capture), "begin comes first"
         self._times.mark("writing")
@@ -410,6 +414,7 @@ class Save:
         # Each rank syncs the names that it may have made. On some shared file systems (CephFS with `wsync` off), a sync
         # on another host would not do that.
         sync_names(staging, {*(plan.path for plan in self._plan.files), *(file.path for file in written)})
+        self._context.folder_lock.check_root()
         now = self._times.mark("written")
         if not self._is_async or self._plan.on_gpu:
             self._events.captured(copy[1], self._nbytes, copy[1] - copy[0])

@@ -11,8 +11,8 @@ import errno
 import logging
 import os
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mcore_ckpt.checkpoint import file_names
@@ -242,6 +242,26 @@ def discard(staging: Path) -> None:
     """Removes the files of a failed save. A rank that is still writing fails at its next file."""
     remove_tree(staging)
     remove_if_empty(staging.parent)
+
+
+@contextmanager
+def taken_away(staging: Path) -> Iterator[Path]:
+    """Renames the staging folder of another process while its files are removed. Other folders stay where they are.
+
+    A process that was taken for dead may come back. It must not put into place what is half removed. What cannot be
+    removed gets its name back in the end.
+    """
+    work, away = file_names.parse_work_dir(staging.name), staging
+    if work is not None and work.purpose == "staging":
+        away = file_names.staging_dir(staging.parent / work.role, new_attempt())
+        try:
+            os.rename(staging, away)
+        except OSError:
+            away = staging
+    yield away
+    if away != staging:
+        with suppress(OSError):
+            os.rename(away, staging)
 
 
 def remove_folder(folder: Path) -> None:

@@ -23,6 +23,7 @@ from mcore_ckpt.steps.listing import list_steps, step_status
 from mcore_ckpt.steps.read_lock import reading
 from mcore_ckpt.steps.remote_steps import RemoteSteps
 from mcore_ckpt.steps.runs import Ownership, RootRun
+from mcore_ckpt.steps.same_root import SameRoot
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ class RunHistory:
         self._parent: RunParent | None = None
         self._last: tuple[ManifestSummary, Path | str] | None = None  # what was loaded or saved last, and its place
         self._held = ExitStack()
+        self._same_home = SameRoot(home)
 
     def go_on_from(self, other: RunHistory) -> None:
         """Goes on from what another manager of the same training has loaded or saved last, in whatever root."""
@@ -165,6 +167,7 @@ class RunHistory:
 
     def _settled(self) -> Run:
         if self._run is None:
+            self._same_home.check()
             make_folder(self._home)
             heads = self._heads()
             self.seen(heads)

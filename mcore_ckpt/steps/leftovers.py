@@ -11,7 +11,7 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.io import tuning
 from mcore_ckpt.io.access import is_foreign, naming_owner, owner_of
 from mcore_ckpt.io.threads import results_of
-from mcore_ckpt.steps.commit import remove_folder, remove_if_empty, remove_replaced, restore_replaced
+from mcore_ckpt.steps.commit import remove_folder, remove_if_empty, remove_replaced, restore_replaced, taken_away
 from mcore_ckpt.steps.work_folders import (
     entries,
     is_dead_trial,
@@ -31,9 +31,9 @@ def remove_leftovers(root: Path, role: str, alone: bool) -> None:
     Args:
         root: the folder of the steps.
         role: the role. Leftovers of other roles stay, because those roles may be saving.
-        alone: true if this process holds the role's trainer lock (`TrainerLock`). Then folders whose owner is unknown
-            or on another host are leftovers, too. A trial folder of a doctor is one only if it is old, because the lock
-            says nothing about doctors.
+        alone: true if this process holds the role's trainer lock (`TrainerLock`). Then folders whose owner is unknown,
+            on another host or hidden are leftovers, too. A trial folder of a doctor is one only if it is old, because
+            the lock says nothing about doctors.
     """
     if not root.is_dir():
         return
@@ -73,12 +73,13 @@ def remove_leftovers_beside(folder: Path) -> None:
 def remove_leftover(folder: Path) -> None:
     """Removes a leftover. What other programs have put into an old checkpoint is first moved to the new one."""
     work = file_names.parse_work_dir(folder.name)
-    # A staging folder with a manifest holds an old checkpoint, too, if it was exchanged with the role's folder.
-    is_old = work is not None and (work.purpose == "replaced" or (folder / file_names.MANIFEST_FILE).exists())
-    if work is not None and is_old and (folder.parent / work.role).exists():
-        remove_replaced(folder, folder.parent / work.role)
-    else:
-        remove_folder(folder)
+    with taken_away(folder) as away:
+        # A staging folder with a manifest holds an old checkpoint, too, if it was exchanged with the role's folder.
+        is_old = work is not None and (work.purpose == "replaced" or (away / file_names.MANIFEST_FILE).exists())
+        if work is not None and is_old and (folder.parent / work.role).exists():
+            remove_replaced(away, folder.parent / work.role)
+        else:
+            remove_folder(away)
 
 
 def find_leftovers(root: Path, role: str | None = None) -> list[Path]:

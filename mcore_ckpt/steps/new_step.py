@@ -71,6 +71,7 @@ class NewStep:
         self._staged: dict[Path, Path] = {}
         self._beside: list[Path] = []
         self._exit = ExitStack()
+        self._locks = ToolLocks(self._root, self._roles, mode)
         self.attempt = commit.new_attempt()
 
     def __enter__(self) -> NewStep:
@@ -78,7 +79,7 @@ class NewStep:
         with ExitStack() as stack:
             if not self._root.exists():
                 stack.callback(commit.remove_if_empty, self._root)
-            stack.enter_context(ToolLocks(self._root, self._roles, self._mode))
+            stack.enter_context(self._locks)
             self._mode = mode_in(self._root, self._mode)
             for role in self._roles:
                 # A killed run may have left its folders. `alone=False`, because tools of older versions hold no lock.
@@ -133,11 +134,12 @@ class NewStep:
     def publish(self) -> None:
         """Puts all opened roles in place, which have their manifests, and moves the tracker.
 
-        Raises InvalidArgumentError if the step has been pinned meanwhile, LockedError if somebody has begun to read it,
-        and OSError.
+        Raises InvalidArgumentError if the step has been pinned meanwhile, LockedError if somebody has begun to read it
+        or has taken the locks over, CommitError if the root is another folder by now, and OSError.
         """
         self._check()
         with self._unread():
+            self._locks.keep()
             self._publish_beside()
             for role_dir, staging in self._staged.items():
                 commit.publish(staging, role_dir, self.attempt)

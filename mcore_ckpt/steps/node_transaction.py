@@ -18,7 +18,7 @@ from pathlib import Path
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import Manifest, ManifestSummary, WrittenFile, decode_manifest, encode_manifest
 from mcore_ckpt.checkpoint.reading import read_entries, read_manifest, read_manifest_summary, read_remote_manifest
-from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, CommitError
+from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, CommitError
 from mcore_ckpt.io.access import top_mode
 from mcore_ckpt.io.files import make_parents, new_folder, sync_dir, write_file
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide, same_everywhere
@@ -154,6 +154,7 @@ def commit_on_nodes(
         return {}
 
     def act() -> None:
+        tier.lock.take(patience_s=0)
         commit.publish(attempt.staging, attempt.role_dir, attempt.number)
 
     started = time.monotonic()
@@ -176,7 +177,7 @@ def commit_on_nodes(
         tier.unrenamed.append(attempt)
         try:
             rename_committed(tier)
-        except OSError as error:
+        except (OSError, CheckpointError) as error:
             logger.warning(
                 "%s is committed, but %s could not rename its part, which the next save or load will do: %s",
                 attempt.role_dir,
@@ -255,10 +256,14 @@ def committed_manifest(attempt: Attempt) -> Manifest:
 
 
 def rename_committed(tier: NodeTier) -> None:
-    """Commits on this node what all nodes have agreed to commit. Only leads call it. Raises OSError."""
+    """Commits on this node what all nodes have agreed to commit. Only leads call it.
+
+    Raises OSError, LockedError if another trainer has taken over the lock of this node's folder, or CommitError.
+    """
     # If a save went on without it, `remove_staging` would delete the only copy of this node's files.
     while tier.unrenamed:
         attempt = tier.unrenamed[0]
+        tier.lock.take(patience_s=0)
         if attempt.staging.is_dir():
             commit.publish(attempt.staging, attempt.role_dir, attempt.number)
         tier.unrenamed.pop(0)
@@ -277,7 +282,8 @@ def remove_staging(folder: Path, role: str, owns: Callable[[ManifestSummary], bo
             for entry in entries:
                 work = file_names.parse_work_dir(entry.name)
                 if work is not None and work.role == role and all(map(owns, _heads_in(entry))):
-                    commit.remove_folder(entry)
+                    with commit.taken_away(entry) as away:
+                        commit.remove_folder(away)
             commit.remove_if_empty(step_path)
 
 

@@ -1,9 +1,20 @@
-"""Records which process a folder on disk belongs to, so that other processes can see whether that one is alive."""
+"""Records which process a folder on disk belongs to, so that other processes can see whether that one is alive.
+
+An owner is a life, not a number: pids are given again, containers number their processes separately, and a process that
+runs another program in its place (`exec`) keeps its number. That a life has ended needs a proof: nobody has its number
+in its own pid namespace, or one that began at another time has it, or this very process has it. What cannot be read
+proves nothing.
+"""
 
 from __future__ import annotations
 
+import enum
+import functools
 import os
+import socket
+import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +27,14 @@ from mcore_ckpt.io.files import inside, read_small, write_hint
 from mcore_ckpt.ranks.hosts import this_host
 
 
+class Life(enum.Enum):
+    """Whether a process is alive. It is unknown if this process cannot see that one, and then it counts as alive."""
+
+    ALIVE = "alive"
+    UNKNOWN = "unknown"
+    DEAD = "dead"
+
+
 @dataclass(frozen=True)
 class Owner:
     """The process that a folder or a lock file belongs to.
@@ -24,48 +43,141 @@ class Owner:
         host: the host's name, its boot id and the pid namespace. The name is not enough, because two containers can
             have the same one and still number their processes separately.
         pid: the process id in that namespace.
-        start: when the process started, in clock ticks since boot. A later process can get the same pid.
+        start: when the process started, in clock ticks since boot; 0 if that is not known. A later process can get the
+            same pid.
+        clock: the time namespace, by whose clock `start` is; empty if it is not known.
+        nonce: a random number that only this life has: neither a forked child nor a program that the process runs in
+            its place has the same. Empty in files of older versions.
     """
 
     host: str
     pid: int
     start: int
+    clock: str = ""
+    nonce: str = ""
 
     @staticmethod
     def this_process() -> Owner:
         """Returns the calling process."""
-        return Owner(this_host(), os.getpid(), _start_of(os.getpid()) or 0)
+        return Owner(_here(), os.getpid(), _own_start(os.getpid()), _clock(), _nonce)
 
     @staticmethod
     def of(record: Mapping[str, Any]) -> Owner:
         """Returns the owner that `asdict` has turned into this record. Raises FieldError."""
-        return Owner(fields.get_name(record, "host"), fields.get_int(record, "pid"), fields.get_int(record, "start"))
+        pid = fields.get_int(record, "pid")
+        if pid == 0:  # for kill(2) it is a group of processes
+            raise fields.FieldError("'pid' is 0, which no process has")
+        texts = (fields.get_name(record, key) if record.get(key) else "" for key in ("clock", "nonce"))
+        return Owner(fields.get_name(record, "host"), pid, fields.get_int(record, "start"), *texts)
 
     @property
-    def is_on_this_host(self) -> bool:
-        """True if the owner is on this host and in this pid namespace, so that this process can see if it is alive."""
-        return self.host == this_host()
+    def is_this_process(self) -> bool:
+        """True if the owner is the calling process, and not an earlier life with the same number."""
+        mine = Owner.this_process()
+        is_same = (self.host, self.pid, self.start) == (mine.host, mine.pid, mine.start)
+        return is_same and self.nonce in ("", mine.nonce)
 
     @property
-    def is_alive_here(self) -> bool:
-        """True if the owner is on this host and alive."""
-        return self.is_on_this_host and _start_of(self.pid) == self.start
+    def life(self) -> Life:
+        """Whether the owner is alive, as far as this process can see it."""
+        if self.is_this_process:
+            return Life.ALIVE
+        if self.host != _here():
+            return Life.UNKNOWN
+        if self.pid == os.getpid():
+            return Life.DEAD
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return Life.DEAD
+        except (OSError, OverflowError):
+            pass  # it is another user's
+        # /proc can belong to a pid namespace above this one, where another process has the number.
+        stat = _stat_of(self.pid) if _shows_this_namespace() else None
+        if stat is None:
+            return Life.UNKNOWN  # /proc is mounted with hidepid, or the process has just ended
+        if _is_over(stat):
+            return Life.DEAD
+        if self.start == 0 or self.clock not in ("", _clock()):
+            return Life.UNKNOWN
+        return Life.ALIVE if _start_in(stat) == self.start else Life.DEAD
 
     def __str__(self) -> str:
-        return f"process {self.pid} on {self.host.partition(' ')[0]}"
+        name, _, rest = self.host.partition(" ")
+        boot, _, namespace = rest.partition(" ")
+        here = _here().split(" ")
+        if [name, boot] == here[:2] and namespace != here[2]:
+            # Without this, the number would seem to be that of an innocent process.
+            return f"process {self.pid} in another container on {name}"
+        return f"process {self.pid} on {name}"
+
+
+def _new_life() -> None:
+    global _nonce
+    _nonce = uuid.uuid4().hex
+
+
+# Only in memory, so that it does not outlive an `exec`.
+_nonce = uuid.uuid4().hex
+os.register_at_fork(after_in_child=_new_life)
+
+
+def _here() -> str:
+    try:
+        return this_host()
+    except OSError:
+        # As in a container that hides /proc/sys. Another host with the same name must not look like this one.
+        return f"{socket.gethostname()} unknown {_nonce}"
+
+
+@functools.cache
+def _own_start(pid: int) -> int:
+    # Not of /proc/{pid}: that is another process if /proc belongs to a pid namespace above this one.
+    stat = _stat_of("self")
+    return 0 if stat is None else _start_in(stat)
 
 
 def _start_of(pid: int) -> int | None:
-    try:
+    stat = _stat_of(pid)
+    return None if stat is None else _start_in(stat)
+
+
+def _stat_of(pid: int | str) -> list[str] | None:
+    """Returns what /proc says of a process, from field 3 on; None if it cannot be read."""
+    with suppress(OSError, ValueError):
         # Linux shortens the name of the command, and may do so within a UTF-8 character.
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:
-        return None
-    # proc(5): field 3 is the state, and field 22 is starttime. Field 2, the command in parentheses, can itself contain
-    # spaces and parentheses. A zombie (Z) is dead, but stays in /proc until a process waits for it. In many containers
-    # none waits for orphans.
-    fields_from_3 = stat.rpartition(")")[2].split()
-    return None if fields_from_3[0] in "ZX" else int(fields_from_3[19])
+        # Field 2, the command in parentheses, can itself contain spaces and parentheses.
+        found = stat.rpartition(")")[2].split()
+        return found if len(found) > 19 else None
+    return None
+
+
+# proc(5): field 3 is the state, field 20 the number of threads, and field 22 is starttime.
+def _start_in(stat: list[str]) -> int:
+    return int(stat[19])
+
+
+def _is_over(stat: list[str]) -> bool:
+    # A zombie (Z) is dead, but stays in /proc until a process waits for it. In many containers none waits for orphans.
+    # While other threads of it are still ending, they may still write.
+    return stat[0] in "XZ" and int(stat[17]) <= 1
+
+
+def _clock() -> str:
+    with suppress(OSError):
+        return os.readlink("/proc/self/ns/time")
+    return ""
+
+
+def _shows_this_namespace() -> bool:
+    """True if the numbers in /proc are those of this process's pid namespace."""
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text(errors="replace").splitlines():
+            if line.startswith("NSpid:"):
+                return len(line.split()) == 2  # one number for each namespace, from that of /proc on
+        return os.readlink("/proc/self") == str(os.getpid())
+    return False
 
 
 def write_owner(folder: Path) -> None:
@@ -76,9 +188,23 @@ def write_owner(folder: Path) -> None:
 
 
 def read_owner(folder: Path) -> Owner | None:
-    """Returns the owner of a folder; None if the folder has no owner file or a damaged one."""
+    """Returns the owner of a folder; None if the folder has no owner file, or one that cannot be read or is damaged."""
     try:
         record = fields.decode(read_small(inside(folder, file_names.OWNER_FILE), limits.SMALL_BYTES))
         return Owner.of(record)
     except (OSError, CheckpointCorruptError, fields.FieldError):
         return None
+
+
+def life_of(folder: Path) -> Life | None:
+    """Returns whether the owner of a folder is alive; None if the folder has no owner file."""
+    owner = read_owner(folder)
+    if owner is not None:
+        return owner.life
+    try:
+        os.lstat(folder / file_names.OWNER_FILE)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError:
+        pass
+    return Life.UNKNOWN

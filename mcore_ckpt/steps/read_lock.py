@@ -10,6 +10,7 @@ renames a step as a whole before it deletes the first file.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from collections.abc import Iterable, Iterator
@@ -19,6 +20,8 @@ from pathlib import Path
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.errors import CheckpointCorruptError
 from mcore_ckpt.io.files import inside, open_regular
+
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
 
 
 @contextmanager
@@ -71,16 +74,16 @@ def _open_for_lock(path: Path) -> int:
 
 
 def _lock(descriptor: int, kind: int) -> bool:
-    """Locks a file without waiting. Returns False if another process holds the lock.
+    """Locks a file without waiting. Returns False if another process holds the lock, or may hold it.
 
     If the file system has no locks, it returns True.
     """
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
+    except OSError as error:
+        # Any other error says nothing of readers: NFS refuses a file that is open only for reading (EBADF), and a
+        # server may not answer.
+        return error.errno in _NO_LOCKS
     return True
 
 

@@ -120,6 +120,7 @@ def commit_role(
     kind: str = "extra",
     before: Callable[[], object] = lambda: None,
     after: Callable[[], object] = lambda: None,
+    may_commit: Callable[[], object] = lambda: None,
 ) -> None:
     """Commits a role that consists of plain files. Every rank must call it. Either all files are committed or none.
 
@@ -134,6 +135,7 @@ def commit_role(
         kind: the kind of these files in the manifest.
         before: runs on rank 0 before anything is written.
         after: runs on rank 0 once the role is in place. It must not raise.
+        may_commit: runs on rank 0 right before the role is put in place. If it raises, nothing is committed.
 
     Raises:
         CheckpointError: the role was not committed. All ranks raise the same type; an OSError becomes a CommitError. An
@@ -161,7 +163,7 @@ def commit_role(
         declared = roles() if callable(roles) else roles
         return files_manifest(role_dir.name, step, declared, attempt.number, files, agreement.world_size)
 
-    commit_together(agreement, topic, attempt, write_files, describe, after)
+    commit_together(agreement, topic, attempt, write_files, describe, after, may_commit)
 
 
 def uncommit_role(role_dir: Path) -> None:

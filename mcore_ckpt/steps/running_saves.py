@@ -11,8 +11,7 @@ from pathlib import Path
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.io import tuning
 from mcore_ckpt.io.threads import results_of
-from mcore_ckpt.steps.owner import Owner, read_owner
-from mcore_ckpt.steps.trainer_watch import Life
+from mcore_ckpt.steps.owner import Life, Owner, read_owner
 from mcore_ckpt.steps.work_folders import entries, own_steps
 
 
@@ -25,7 +24,7 @@ class RunningSave:
         role: the role; None if the step's own folder is the role's folder.
         staging: the folder that ranks write into.
         owner: the process that leads the save; None if it is not known.
-        life: whether that process is alive. It is unknown for a process on another host.
+        life: whether that process is alive.
         began: when the save began: seconds since the epoch, by the clock of the file system.
     """
 
@@ -72,15 +71,8 @@ def _save_in(root: Path, entry: Path) -> RunningSave | None:
     if step is None:
         return None
     owner = read_owner(entry)
-    return RunningSave(step, None if is_flat else work.role, entry, owner, _life_of(owner), _began(entry))
-
-
-def _life_of(owner: Owner | None) -> Life:
-    if owner is None:
-        return Life.UNKNOWN  # it writes the file right after it has made the folder
-    if not owner.is_on_this_host:
-        return Life.UNKNOWN
-    return Life.ALIVE if owner.is_alive_here else Life.DEAD
+    life = Life.UNKNOWN if owner is None else owner.life  # it writes the file right after it has made the folder
+    return RunningSave(step, None if is_flat else work.role, entry, owner, life, _began(entry))
 
 
 def _began(staging: Path) -> float:

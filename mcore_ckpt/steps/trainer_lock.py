@@ -4,6 +4,9 @@ The lock is a file that names the process that saves (rank 0). That process touc
 Another trainer takes the lock over if it knows that the process is dead, or if it has watched the file for
 TRAINER_LEASE_S seconds (TORN_LEASE_S if the file is damaged) and the file has not changed. The other trainer measures
 this time with its own monotonic clock, so the clocks of two hosts are never compared.
+
+With each takeover the number in the file (`generation`) grows. Who was taken for dead and comes back finds a larger
+number than its own right before it would put a checkpoint in place.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ from mcore_ckpt.io import json_fields as fields
 from mcore_ckpt.io import limits
 from mcore_ckpt.io.access import FOLDER_MODE, is_foreign, owner_of, top_mode
 from mcore_ckpt.io.files import claim_file, make_folder, open_regular, replace_file
-from mcore_ckpt.steps.owner import Owner
+from mcore_ckpt.steps.owner import Life, Owner
+from mcore_ckpt.steps.same_root import SameRoot
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +77,19 @@ class Claim:
         except fields.FieldError:
             return None
 
+    @property
+    def generation(self) -> int:
+        """Grows by one with each takeover of the lock; 0 in a damaged file, and in one of an older version."""
+        try:
+            return fields.get_int(fields.decode(self.content), "generation")
+        except fields.FieldError:
+            return 0
+
+    @property
+    def life(self) -> Life:
+        """Whether the process that holds the lock is alive."""
+        return Life.UNKNOWN if self.owner is None else self.owner.life
+
 
 class TrainerLock:
     """The lock of one manager on a role. Only rank 0 has one.
@@ -94,6 +111,7 @@ class TrainerLock:
     def __init__(self, root: Path, role: str, mode: int | None = None, is_tool: bool = False) -> None:
         # Two managers may spell the path of one folder differently, but they must use the same lock file.
         self._path = file_names.trainer_file(root.resolve(), role)
+        self._same_root = SameRoot(root)
         self._role = role
         self._mode = mode
         self._is_tool = is_tool
@@ -109,20 +127,30 @@ class TrainerLock:
         with contextlib.suppress(OSError):
             self._notice(read_claim(self._path))
 
+    def check_root(self) -> None:
+        """Raises CommitError if the root is no longer the folder that it was when this lock was made, and OSError.
+
+        Every rank may call it, because ranks on other hosts have mounted the root themselves.
+        """
+        self._same_root.check()
+
     def take(self, patience_s: float) -> None:
         """Takes the lock. Returns immediately if this process holds it already.
 
         Args:
-            patience_s: the longest wait for a sign of life from a holder on another host, in seconds.
+            patience_s: the longest wait for a sign of life from a holder that this process cannot see, in seconds.
 
         Raises:
             LockedError: another trainer or a tool holds the lock, or may still hold it.
+            CommitError: the root is not the same folder any more (`check_root`).
             OSError: the lock file cannot be written.
         """
+        # Before anything is made: if the root's file system is gone, an empty folder is in its place.
+        self.check_root()
         with _mutex:
             hold = _holds.get(self._path)
             if hold is None or read_claim(self._path, hold.content) is None:
-                lost, hold = hold, self._acquire(patience_s)
+                lost, hold = hold, self._acquire(patience_s, 0 if hold is None else hold.generation)
                 if lost is not None:
                     lost.end()
                 _holds[self._path] = hold
@@ -142,14 +170,14 @@ class TrainerLock:
                 if _holds.get(self._path) is hold:
                     del _holds[self._path]
 
-    def _acquire(self, patience_s: float) -> _Hold:
+    def _acquire(self, patience_s: float, generation: int) -> _Hold:
         make_folder(self._path.parent, top_mode(None) if self._mode is None else self._mode)
-        by = {"by": _TOOL} if self._is_tool else {}
-        content = fields.encode(asdict(Owner.this_process()) | {"claim": uuid.uuid4().hex} | by)
         deadline = time.monotonic() + patience_s
         waited_for: Claim | None = None
         while True:
             claim = self._found()
+            generation = max(generation, 0 if claim is None else claim.generation)
+            content = self._content(generation + 1)
             if claim is None:
                 try:
                     claim_file(self._path, content)
@@ -159,7 +187,7 @@ class TrainerLock:
                     # The error names a temporary file, which says nothing to the user.
                     advice = "no checkpoint can be saved here: make the folder writable, or choose another root"
                     raise OSError(error.errno, f"{error.strerror}, so {advice}", str(self._path.parent)) from error
-                return _Hold(self._path, content)
+                return _Hold(self._path, content, generation + 1)
             self._notice(claim)
             if self._is_dead(claim):
                 if read_claim(self._path) == claim:
@@ -167,10 +195,10 @@ class TrainerLock:
                     # Replacing the file leaves no moment without a lock file. If two trainers do this at the same time,
                     # the later one keeps the lock, and the earlier one notices its loss before it commits.
                     self._replace(content)
-                    return _Hold(self._path, content)
+                    return _Hold(self._path, content, generation + 1)
                 continue
             has_moved = waited_for is not None and waited_for != claim
-            if has_moved or self._is_alive(claim) or time.monotonic() >= deadline:
+            if has_moved or claim.life is Life.ALIVE or time.monotonic() >= deadline:
                 raise LockedError(self._why(claim))
             if waited_for is None and self._is_tool:
                 logger.warning(
@@ -202,6 +230,11 @@ class TrainerLock:
             "user delete it if no training of his saves here any more, or give this one another root or role"
         )
 
+    def _content(self, generation: int) -> bytes:
+        by = {"by": _TOOL} if self._is_tool else {}
+        claim = {"claim": uuid.uuid4().hex, "generation": generation}
+        return fields.encode(asdict(Owner.this_process()) | claim | by)
+
     def _notice(self, claim: Claim | None) -> None:
         if claim != self._seen:
             self._seen, self._seen_at = claim, time.monotonic()
@@ -211,20 +244,16 @@ class TrainerLock:
         return time.monotonic() - self._seen_at
 
     def _is_dead(self, claim: Claim) -> bool:
-        owner = claim.owner
-        if owner is not None and owner.is_on_this_host:
-            # `_acquire` runs only if this process does not hold the lock. If the file names this process nevertheless,
-            # the file was left behind without `release`.
-            return not owner.is_alive_here or owner == Owner.this_process()
-        return self._silence_s >= _lease_s(owner)
-
-    def _is_alive(self, claim: Claim) -> bool:
-        owner = claim.owner
-        return owner is not None and owner.is_on_this_host and owner.is_alive_here
+        # `_acquire` runs only if this process does not hold the lock. If the file names this process nevertheless, the
+        # file was left behind without `release`.
+        if claim.owner is not None and claim.owner.is_this_process:
+            return True
+        life = claim.life
+        return life is Life.DEAD or (life is Life.UNKNOWN and self._silence_s >= _lease_s(claim.owner))
 
     def _why(self, claim: Claim) -> str:
         advice = _TOOLS_ADVICE if self._is_tool else _BESIDE_TOOL if claim.is_of_tool else _TRAINERS_ADVICE
-        if self._is_alive(claim):
+        if claim.life is Life.ALIVE:
             return f"{self._path}: {claim.owner} saves {self._role} here, and is alive. {advice}"
         holder = claim.owner or "an unknown process (the file is damaged)"
         left = max(0.0, _lease_s(claim.owner) - self._silence_s)
@@ -270,6 +299,11 @@ class ToolLocks:
         for lock in self._locks:
             lock.release()
 
+    def keep(self) -> None:
+        """Raises LockedError if another process has taken one of the locks over, CommitError or OSError."""
+        for lock in self._locks:
+            lock.take(patience_s=0)
+
     def _other_trainers(self) -> Iterator[str]:
         for name in os.listdir(self._root):
             role = file_names.role_of_trainer_file(name)
@@ -296,9 +330,10 @@ def _lease_s(owner: Owner | None) -> float:
 class _Hold:
     """A lock that this process holds, and the thread that touches its file."""
 
-    def __init__(self, path: Path, content: bytes) -> None:
+    def __init__(self, path: Path, content: bytes, generation: int) -> None:
         self._path = path
         self.content = content
+        self.generation = generation
         self.users = 0
         self._process = os.getpid()
         self._over = threading.Event()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import os
 import time
 from collections.abc import Iterable
@@ -11,16 +10,8 @@ from pathlib import Path
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.steps import trainer_lock
-from mcore_ckpt.steps.owner import Owner
+from mcore_ckpt.steps.owner import Life, Owner
 from mcore_ckpt.steps.trainer_lock import Claim, read_claim
-
-
-class Life(enum.Enum):
-    """Whether a trainer is alive. It is unknown while a trainer on another host may still touch its lock file."""
-
-    ALIVE = "alive"
-    UNKNOWN = "unknown"
-    DEAD = "dead"
 
 
 class TrainerWatch:
@@ -53,15 +44,18 @@ class TrainerWatch:
         return {role: self._life(role) for role in _locked_roles(self._root)}
 
     def _life(self, role: str) -> Life:
-        claim = _claim(self._root, role)
-        owner = None if claim is None else claim.owner
-        if owner is None:
-            return Life.DEAD  # the trainer has ended, or its file was cut by a crash
-        if owner.is_on_this_host:
-            return Life.ALIVE if owner.is_alive_here else Life.DEAD
+        try:
+            claim = read_claim(file_names.trainer_file(self._root, role))
+        except OSError:
+            return Life.UNKNOWN  # the file may not be read
+        if claim is None:
+            return Life.DEAD  # the trainer has ended
+        life = Life.UNKNOWN if claim.owner is None else claim.owner.life
+        if life is not Life.UNKNOWN:
+            return life
         if claim != self._first.setdefault(role, claim):
             return Life.ALIVE
-        # A beat may come late, so a trainer on another host is given the time of two.
+        # A beat may come late, so a trainer that cannot be seen is given the time of two.
         waited = time.monotonic() - self._began
         return Life.UNKNOWN if waited < 2 * trainer_lock.TRAINER_BEAT_S else Life.DEAD
 

@@ -191,6 +191,7 @@ def commit_together(
     write: Callable[[Path], Record],
     describe: Callable[[Sequence[Record]], Manifest],
     after: Callable[[], object],
+    may_commit: Callable[[], object] = lambda: None,
 ) -> None:
     """Lets every rank write its files, then commits them on rank 0. Every rank must call it.
 
@@ -203,6 +204,7 @@ def commit_together(
         describe: runs on rank 0 and makes the manifest from the records of all ranks.
         after: runs on rank 0 once the checkpoint is in place, before the other ranks continue. It must not raise,
             because the checkpoint is committed even if, for instance, the tracker cannot be moved.
+        may_commit: runs on rank 0 right before the rename, and raises if this process does not hold the lock any more.
 
     Raises:
         CheckpointError: the save failed. All ranks raise the same type: CommitError, or the CheckpointError that a rank
@@ -214,6 +216,7 @@ def commit_together(
         return {}
 
     def act() -> None:
+        may_commit()
         commit.publish(attempt.staging, attempt.role_dir, attempt.number)
         after()
 

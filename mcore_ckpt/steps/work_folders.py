@@ -18,7 +18,7 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.io import tuning
 from mcore_ckpt.io.files import new_folder
 from mcore_ckpt.io.threads import results_of
-from mcore_ckpt.steps.owner import read_owner, write_owner
+from mcore_ckpt.steps.owner import Life, life_of, write_owner
 
 # A doctor works for minutes, and all the while makes files and folders in its trial folder. A trial folder in which
 # nothing was made for so long (seconds) is a leftover, wherever its owner is.
@@ -68,33 +68,31 @@ def replaced_checkpoints(folder: Path) -> list[Path]:
 def is_leftover(folder: Path, alone: bool) -> bool:
     """Returns True if the process that made the folder is dead.
 
-    If the owner is unknown or on another host, it returns `alone`. That must be true only if this process holds the
-    role's trainer lock, because then no other process can still be saving the role.
+    If nobody can see that, because the owner is unknown, on another host or hidden, it returns `alone`. That must be
+    true only if this process holds the role's trainer lock, because then no other process can still be saving the role.
     """
-    owner = read_owner(folder)
-    if owner is None:
-        return alone
-    return not owner.is_alive_here if owner.is_on_this_host else alone
+    life = life_of(folder)
+    return alone if life in (None, Life.UNKNOWN) else life is Life.DEAD
 
 
 def is_deleted_for_good(deleted: Path, alone: bool) -> bool:
     """True if no process can still put the deleted step back. `alone` has the same meaning as in `is_leftover`."""
-    return read_owner(deleted) is None or is_leftover(deleted, alone)
+    return life_of(deleted) is None or is_leftover(deleted, alone)
 
 
 def is_dead_trial(trial: Path, by_age: bool) -> bool:
     """Returns True if the doctor that made a trial folder is dead.
 
-    No lock says that no doctor is alive, and one on another host cannot be seen. So if the owner is unknown or on
-    another host, the folder's age decides.
+    No lock says that no doctor is alive, and one on another host cannot be seen. So if nobody can see whether the owner
+    is alive, the folder's age decides.
 
     Args:
         trial: the trial folder.
         by_age: false if this process must not write. Then a folder whose age would decide is not a leftover.
     """
-    owner = read_owner(trial)
-    if owner is not None and owner.is_on_this_host:
-        return not owner.is_alive_here
+    life = life_of(trial)
+    if life not in (None, Life.UNKNOWN):
+        return life is Life.DEAD
     return by_age and _age_s(trial) > TRIAL_LASTS_S
 
 
@@ -124,8 +122,7 @@ def is_in_use(folder: Path, step_path: Path) -> bool:
         work = file_names.parse_work_dir(entry.name)
         if work is None or work.purpose == "replaced" or (entry.parent != folder and work.role != step_path.name):
             continue
-        owner = read_owner(entry)
-        if owner is not None and (owner.is_alive_here or not owner.is_on_this_host):
+        if life_of(entry) in (Life.ALIVE, Life.UNKNOWN):
             return True
     return False
 

@@ -16,10 +16,11 @@ from mcore_ckpt.steps.branches import StepCommit
 from mcore_ckpt.steps.choice import abandoned, last_commit, order_of
 from mcore_ckpt.steps.listing import StepStatus, list_steps, newest_steps, read_tracker
 from mcore_ckpt.steps.node_files import NodeFiles, as_in_folder
+from mcore_ckpt.steps.owner import Life
 from mcore_ckpt.steps.remote_steps import RemoteStep, RemoteSteps
 from mcore_ckpt.steps.running_saves import RunningSave, running_saves
 from mcore_ckpt.steps.step_sizes import StepSize, size_of
-from mcore_ckpt.steps.trainer_watch import Life, TrainerWatch
+from mcore_ckpt.steps.trainer_watch import TrainerWatch
 from mcore_ckpt.steps.worth import Worth, look_at_all
 from mcore_ckpt.tools.step_problems import life_of_saver
 

@@ -19,7 +19,8 @@ from mcore_ckpt.steps import tracker
 from mcore_ckpt.steps.choice import order_of
 from mcore_ckpt.steps.listing import StepStatus
 from mcore_ckpt.steps.node_files import is_node_folder
-from mcore_ckpt.steps.trainer_watch import Life, TrainerWatch, any_life
+from mcore_ckpt.steps.owner import Life
+from mcore_ckpt.steps.trainer_watch import TrainerWatch, any_life
 
 # A role can be one save behind another role of its trainer, which waits for it in the next save.
 _STEPS_UNDER_WAY = 2

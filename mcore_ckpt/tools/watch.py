@@ -22,9 +22,9 @@ from mcore_ckpt.io import tuning
 from mcore_ckpt.io.threads import results_of
 from mcore_ckpt.io.written import written_bytes
 from mcore_ckpt.steps.listing import newest_complete
-from mcore_ckpt.steps.owner import Owner
+from mcore_ckpt.steps.owner import Life, Owner
 from mcore_ckpt.steps.running_saves import RunningSave
-from mcore_ckpt.steps.trainer_watch import Life, TrainerWatch
+from mcore_ckpt.steps.trainer_watch import TrainerWatch
 from mcore_ckpt.tools.step_list import ListedStep, step_list_of
 
 # How many files of a save a look opens. Of a save with more, these stand for all.

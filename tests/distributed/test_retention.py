@@ -1,5 +1,6 @@
 """A step that another process deletes while it is loaded: left alone, or an error on all ranks, never torn."""
 
+import errno
 import fcntl
 from pathlib import Path
 
@@ -20,7 +21,7 @@ DP2 = LAYOUTS["dp2-bf16"]
 
 
 def no_locks(descriptor: int, operation: int) -> None:
-    raise OSError("No locks available")
+    raise OSError(errno.ENOLCK, "No locks available")
 
 
 @pytest.mark.world(2)

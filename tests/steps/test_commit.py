@@ -36,7 +36,7 @@ from mcore_ckpt.errors import CommitError
 from mcore_ckpt.io import json_fields as fields
 from mcore_ckpt.io import limits
 from mcore_ckpt.steps import commit, leftovers, tracker
-from mcore_ckpt.steps.owner import Owner, read_owner
+from mcore_ckpt.steps.owner import Life, Owner, read_owner
 
 
 @pytest.fixture(params=["exchange", "two renames"])
@@ -225,7 +225,7 @@ def test_a_process_whose_name_is_no_text_is_a_process_too(role_dir: Path) -> Non
     told = Path(f"/proc/self/task/{name}/comm").read_bytes().strip()
     libc.prctl(set_name, "entraînement_é".encode()[:15], 0, 0, 0)
     try:
-        assert Owner.this_process().is_alive_here
+        assert Owner.this_process().life is Life.ALIVE
     finally:
         libc.prctl(set_name, told, 0, 0, 0)
 
@@ -291,7 +291,7 @@ def test_owner_of_a_folder(role_dir: Path) -> None:
     owner = read_owner(staging)
     assert owner == Owner.this_process()
     assert owner is not None
-    assert owner.is_alive_here
+    assert owner.life is Life.ALIVE
 
 
 @pytest.mark.parametrize("alone", [False, True])

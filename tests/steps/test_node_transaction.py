@@ -32,6 +32,7 @@ from mcore_ckpt.steps.node_transaction import (
     rename_committed,
 )
 from mcore_ckpt.steps.runs import Ownership
+from mcore_ckpt.steps.trainer_lock import TrainerLock
 from mcore_ckpt.steps.transaction import Attempt
 
 STEP = small_model.STEP
@@ -65,6 +66,7 @@ class Node:
             ownership=lambda saved: Ownership(),
             unrenamed=[],
             shared=None,
+            lock=TrainerLock(folder, "actor"),
         )
 
     def write(self, whole: Path, manifest: Manifest, ranks: tuple[int, ...]) -> None:

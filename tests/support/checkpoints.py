@@ -1,6 +1,6 @@
 """Small checkpoints of a few ranks, written and read back by the storage layer alone, without megatron."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -138,7 +138,13 @@ def begin(agreement: Agreement, root: Path, step: int, failure: Record | None = 
 
 
 def finish(
-    agreement: Agreement, attempt: Attempt, root: Path, step: int, version: int, roles: Sequence[str] = (ROLE,)
+    agreement: Agreement,
+    attempt: Attempt,
+    root: Path,
+    step: int,
+    version: int,
+    roles: Sequence[str] = (ROLE,),
+    may_commit: Callable[[], object] = lambda: None,
 ) -> None:
     def write(staging: Path) -> Record:
         check_seen(staging)
@@ -149,7 +155,8 @@ def finish(
         commit.check_files(attempt.staging, files)
         return manifest_of(files, agreement.world_size, step, attempt.number, attempt.role_dir.name, roles)
 
-    commit_together(agreement, f"saving step {step}", attempt, write, describe, lambda: tracker.update_tracker(root))
+    after = lambda: tracker.update_tracker(root)  # noqa: E731
+    commit_together(agreement, f"saving step {step}", attempt, write, describe, after, may_commit)
 
 
 def delete_old(root: Path, step: int, keep: int | None) -> None:

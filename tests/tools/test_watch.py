@@ -20,9 +20,9 @@ from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.cli import watch as command
 from mcore_ckpt.cli.main import main
 from mcore_ckpt.steps import commit
+from mcore_ckpt.steps.owner import Life
 from mcore_ckpt.steps.tracker import update_tracker
 from mcore_ckpt.steps.trainer_lock import TrainerLock
-from mcore_ckpt.steps.trainer_watch import Life
 from mcore_ckpt.tools import watch as module
 from mcore_ckpt.tools.watch import Look, Watch, changes
 

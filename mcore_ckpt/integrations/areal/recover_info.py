@@ -78,6 +78,7 @@ def write(
     roles: Sequence[str],
     read_progress: Callable[[], Progress],
     before: Callable[[], object],
+    may_commit: Callable[[], object] = lambda: None,
 ) -> None:
     """Commits `recover_info` of a step. Every rank calls it. The step is complete once its engines are committed, too.
 
@@ -89,6 +90,7 @@ def write(
         read_progress: returns this rank's progress. Of the JSON states, those of rank 0 are stored. If the function
             raises on one rank, all ranks raise.
         before: runs on rank 0 before anything is written.
+        may_commit: runs on rank 0 right before the commit. If it raises, nothing is committed.
 
     Raises:
         UnsupportedError: a state holds more than plain values.
@@ -103,7 +105,7 @@ def write(
             for path, data in encode(progress, files.rank).items():
                 files.write(path, data)
 
-    commit_role(agreement, role_dir, step, roles, write_files, kind=INFO_ROLE, before=before)
+    commit_role(agreement, role_dir, step, roles, write_files, kind=INFO_ROLE, before=before, may_commit=may_commit)
 
 
 def read(folder: Path, rank: int) -> Progress:

@@ -116,7 +116,8 @@ class RecoverySteps:
             CommitError, UnsupportedError: recover_info could not be saved. Earlier steps stay complete.
         """
         folder = step_dir(self._root, step)
-        write(self.agreement, folder / INFO_ROLE, step, roles, read_progress, before=partial(self._prepare, step))
+        prepare, keep_lock = partial(self._prepare, step), partial(self._lock.take, patience_s=0)
+        write(self.agreement, folder / INFO_ROLE, step, roles, read_progress, prepare, keep_lock)
         return RecoveryStep(step, folder)
 
     def delete_old(self) -> None:

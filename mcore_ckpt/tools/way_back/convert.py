@@ -129,14 +129,16 @@ def convert_back(
         with ExitStack() as stack:  # on the coordinator it holds the root
             if agreement.is_coordinator and not root.exists():
                 stack.callback(commit.remove_if_empty, root)
-            attempt = _open(agreement, stack, job, path, replaceable)
+            mode = mode_as(*(role.path for role in job.roles))
+            locks = ToolLocks(path.parent, [each.reader.manifest.role for each in job.roles], mode)
+            attempt = _open(agreement, stack, locks, job, path, replaceable)
             staging = file_names.staging_dir(path, attempt)
             if agreement.is_coordinator:
                 stack.callback(commit.discard, staging)  # does nothing once it is in place
             nbytes = _write(agreement, job, staging, progress)
             if test:
                 _test(agreement, job, staging)
-            _publish(agreement, job.plan, staging, path, attempt, replaceable)
+            _publish(agreement, locks, job.plan, staging, path, attempt, replaceable)
     sources = tuple(each.path for each in job.roles)
     return WayBackReport(sources, path, layout, selection.step, nbytes, job.plan.notes, time.monotonic() - started)
 
@@ -210,11 +212,13 @@ def _sizes(plan: Plan) -> list[_Size]:
     return of_trees + of_exports
 
 
-def _open(agreement: Agreement, stack: ExitStack, job: _Job, path: Path, replaceable: Replaceable) -> str:
+def _open(
+    agreement: Agreement, stack: ExitStack, locks: ToolLocks, job: _Job, path: Path, replaceable: Replaceable
+) -> str:
     def combine(_: Sequence[Record]) -> Record:
         _check_free(job, path, replaceable)
         mode = mode_as(*(role.path for role in job.roles))
-        stack.enter_context(ToolLocks(path.parent, [role.reader.manifest.role for role in job.roles], mode))
+        stack.enter_context(locks)
         _check_free(job, path, replaceable)
         attempt = open_new_folder(path, (each.nbytes for each in _sizes(job.plan)), replaceable, mode)
         staging = file_names.staging_dir(path, attempt)
@@ -338,9 +342,16 @@ def _compare(written: TorchDistFiles, reader: NativeReader, each: Slice) -> None
 
 
 def _publish(
-    agreement: Agreement, plan: Plan, staging: Path, path: Path, attempt: str, replaceable: Replaceable
+    agreement: Agreement,
+    locks: ToolLocks,
+    plan: Plan,
+    staging: Path,
+    path: Path,
+    attempt: str,
+    replaceable: Replaceable,
 ) -> None:
     def act() -> None:
+        locks.keep()
         put_in_place(staging, path, attempt, replaceable)
         try:
             for name, data in plan.trackers.items():

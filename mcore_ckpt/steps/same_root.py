@@ -1,0 +1,111 @@
+"""Notices that the path of a root no longer leads to the folder that it led to at the start of a training."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from mcore_ckpt.errors import CommitError
+from mcore_ckpt.io import file_systems
+from mcore_ckpt.io.mounts import Mount, mount_of
+
+
+@dataclass(frozen=True)
+class _Folder:
+    """A folder that a path leads to."""
+
+    device: int
+    inode: int
+    target: str
+    mount: Mount | None
+
+    def is_same(self, other: _Folder) -> bool:
+        """True if this folder and the other are one, as far as their file system numbers its folders."""
+        kind, _ = self.mounted
+        is_fuse = kind.startswith("fuse.")
+        # A file system on a network gets another device number when it is mounted again, as an automounter does after
+        # a pause. A FUSE file system may number a folder anew at any time.
+        is_far = (is_fuse or file_systems.of_name(kind).place == "network") and self.mounted == other.mounted
+        is_renumbered = is_fuse and self.target == other.target
+        return (self.device == other.device or is_far) and (self.inode == other.inode or is_renumbered)
+
+    @property
+    def mounted(self) -> tuple[str, str]:
+        """The type of its file system, and where that comes from; empty if the system does not tell."""
+        return ("", "") if self.mount is None else (self.mount.kind, self.mount.source)
+
+
+class SameRoot:
+    """The folder that a path leads to when this object is made. If there is none yet, it is the nearest one above.
+
+    Args:
+        path: the folder's path, whose last part or parts need not exist.
+
+    Example:
+        >>> SameRoot(Path("checkpoints")).check()
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path.absolute()
+        self._noted = self._look()
+
+    def check(self) -> None:
+        """Checks that the path leads to the same folder. A folder that was deleted may be made again.
+
+        Raises:
+            CommitError: it leads to another folder.
+            OSError: a folder on the path cannot be read.
+        """
+        for folder in (self._path, *self._path.parents):
+            # A folder that is missing is judged by the one that it was in.
+            noted, found = self._noted.get(folder), _stat(folder)
+            if noted is None or found is None:
+                continue
+            if (noted.device, noted.inode) != (found.st_dev, found.st_ino):
+                now = _folder(folder, found)
+                if not noted.is_same(now):
+                    raise CommitError(_what_changed(folder, noted, now))
+            if folder != self._path:
+                self._noted = self._look()
+            return
+
+    def _look(self) -> dict[Path, _Folder]:
+        found: dict[Path, _Folder] = {}
+        for folder in (self._path, *self._path.parents):
+            with suppress(OSError):  # a trainer that only loads may lack the permission
+                if (status := _stat(folder)) is not None:
+                    found[folder] = _folder(folder, status)
+        return found
+
+
+def _stat(folder: Path) -> os.stat_result | None:
+    try:
+        # With the dot, which `Path` would drop, an automounter mounts what is to be there.
+        return os.stat(f"{folder}/.")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _folder(folder: Path, status: os.stat_result) -> _Folder:
+    with suppress(OSError):
+        return _Folder(status.st_dev, status.st_ino, os.path.realpath(folder), mount_of(folder))
+    return _Folder(status.st_dev, status.st_ino, os.path.realpath(folder), None)
+
+
+def _what_changed(folder: Path, noted: _Folder, now: _Folder) -> str:
+    if noted.target != now.target:
+        what = f"a link leads to {now.target} instead of {noted.target}"
+    elif noted.device != now.device or _on(noted) != _on(now):
+        what = f"{_on(noted)} was unmounted, or something was mounted over it (now it is on {_on(now)})"
+    else:
+        what = "it was replaced"
+    return (
+        f"{folder}: is not the folder that this trainer has begun with: {what}. Nothing is saved to it. Put the "
+        "right folder back in its place, or start the training again with the one that it shall save to"
+    )
+
+
+def _on(folder: _Folder) -> str:
+    return f"device {folder.device}" if folder.mount is None else str(folder.mount)
