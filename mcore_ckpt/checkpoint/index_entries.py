@@ -20,14 +20,14 @@ _INTS, _PIECES, _TEXT, _INT = r"\[[0-9,]*\]", r"\[[0-9,\[\]]*\]", '"[^"]*"', "([
 _KIND, _NAME = (f'"{member}":"([^"]*)",' for member in ("kind", "name"))
 _REGION = f'(?:"flat":{_INTS},)?"global_shape":{_INTS},{_KIND}"local_shape":{_INTS},{_NAME}'
 _END = r"\}(?:,(?=\{)|\Z)"
-_ALIAS = re.compile(rf'\{{"dtype":{_TEXT},{_REGION}"pieces":{_PIECES},"same_as":{_TEXT}{_END}')
+_ALIAS = re.compile(rf'\{{"dtype":{_TEXT},{_REGION}"pieces":{_PIECES},"same_as":{_TEXT}{_END}'.encode())
 _SHARD = re.compile(
     rf'\{{(?:"beside":{_TEXT},)?"crc32":{_INTS},"dtype":{_TEXT},{_REGION}"nbytes":{_INT},"offset":{_INT},'
-    rf'"pieces":{_PIECES}(?:,"scale":{_TEXT})?(?:,"upper":{_TEXT})?{_END}'
+    rf'"pieces":{_PIECES}(?:,"scale":{_TEXT})?(?:,"upper":{_TEXT})?{_END}'.encode()
 )
 _NOTHING = FileIndex((), ())
 # The text of an index before the aliases, between them and the shards, and from there to the version.
-_BEFORE, _BETWEEN, _BEHIND = encode_index(_NOTHING).decode().removesuffix("1}").replace("[]", "[\n]").split("\n")
+_BEFORE, _BETWEEN, _BEHIND = encode_index(_NOTHING).removesuffix(b"1}").replace(b"[]", b"[\n]").split(b"\n")
 
 
 class IndexEntries:
@@ -57,7 +57,7 @@ class IndexEntries:
         """Returns the shards and aliases of one tensor. Raises CheckpointCorruptError if they contradict each other."""
         text = self._texts.get(name)
         if text is not None:
-            self._decoded[name] = self._decode(text.encode())
+            self._decoded[name] = self._decode(text)
             # Another thread may have decoded the same entries.
             self._texts.pop(name, None)
         return self._decoded.get(name, _NOTHING)
@@ -69,43 +69,48 @@ class IndexEntries:
             raise CheckpointCorruptError(f"{self._path}: index: {error}") from None
 
 
-def _texts_by_name(data: bytes, payload_end: int) -> dict[str, str] | None:
+def _texts_by_name(data: bytes, payload_end: int) -> dict[str, bytes] | None:
     """Returns, for each tensor, the text of an index of its entries alone.
 
     Returns None if the index must be decoded as a whole: it contradicts itself, or `encode_index` would write it in
     another way, or a name in it has an escape.
     """
-    try:
-        text = data.decode()
-    except UnicodeDecodeError:
+    head_end, tensors_end = data.find(_BETWEEN), data.rfind(_BEHIND)
+    version = data[tensors_end + len(_BEHIND) :]
+    if b"\\" in data or not data.startswith(_BEFORE) or head_end < 0 or version not in (b"1}", b"2}"):
         return None
-    head, between, body = text.partition(_BETWEEN)
-    tensors, behind, version = body.rpartition(_BEHIND)
-    if "\\" in text or not (head.startswith(_BEFORE) and between and behind and version in ("1}", "2}")):
-        return None
-    aliases, shards = _entries(_ALIAS, head[len(_BEFORE) :]), _entries(_SHARD, tensors)
+    aliases = _entries(_ALIAS, data, len(_BEFORE), head_end)
+    shards = _entries(_SHARD, data, head_end + len(_BETWEEN), tensors_end)
     if aliases is None or shards is None or not _are_apart([shard.groups()[2:] for shard in shards], payload_end):
         return None
     keys = {entry.group(1, 2) for entry in chain(aliases, shards)}
     if len(keys) < len(aliases) + len(shards):
         return None
-    by_name: defaultdict[str, tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
+    by_name: defaultdict[bytes, tuple[list[bytes], list[bytes]]] = defaultdict(lambda: ([], []))
     for number, entries in enumerate((aliases, shards)):
         for entry in entries:
-            by_name[entry[2]][number].append(entry[0].rstrip(","))
-    return {
-        name: f"{_BEFORE}{','.join(of_aliases)}{_BETWEEN}{','.join(of_shards)}{_BEHIND}{version}"
-        for name, (of_aliases, of_shards) in by_name.items()
-    }
+            by_name[entry[2]][number].append(entry[0].rstrip(b","))
+    try:
+        return {
+            name.decode(): b"".join((_BEFORE, b",".join(of_aliases), _BETWEEN, b",".join(of_shards), _BEHIND, version))
+            for name, (of_aliases, of_shards) in by_name.items()
+        }
+    except UnicodeDecodeError:
+        return None
 
 
-def _entries(pattern: re.Pattern[str], text: str) -> list[re.Match[str]] | None:
+def _entries(pattern: re.Pattern[bytes], data: bytes, start: int, stop: int) -> list[re.Match[bytes]] | None:
     """Returns the entries in the text of a list, or None if there is anything else in it."""
-    found = list(pattern.finditer(text))
-    return found if sum(entry.end() - entry.start() for entry in found) == len(text) else None
+    found, at = [], start
+    for entry in pattern.finditer(data, start, stop):
+        if entry.start() != at:
+            return None
+        found.append(entry)
+        at = entry.end()
+    return found if at == stop else None
 
 
-def _are_apart(sizes: Sequence[Sequence[str]], payload_end: int) -> bool:
+def _are_apart(sizes: Sequence[Sequence[bytes]], payload_end: int) -> bool:
     """Returns True if shards, given as (nbytes, offset), neither overlap nor reach past the payload."""
     places = sorted((int(offset), int(nbytes)) for nbytes, offset in sizes)
     stops = (offset + nbytes for offset, nbytes in places)

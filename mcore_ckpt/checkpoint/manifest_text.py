@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from heapq import merge
 from itertools import chain
-from operator import le, lt, methodcaller
+from operator import le, lt
 from typing import Any
 
+from mcore_ckpt import json_bounds
 from mcore_ckpt.io import json_fields as fields
 from mcore_ckpt.io.checksums import crc32
 
@@ -34,7 +36,12 @@ _LARGE_MEMBERS = (
     (_TIMELINE, b'},"stages":'),
     (b',"tensors":[', b'],"topology":'),
 )
-_HOLDS_KEY = '"holds":'
+_HOLDS_KEY = b'"holds":'
+# The shortest entry of a file. A text with shorter ones is not decoded as what `encode` returns.
+_LEAST_ENTRY = 64
+_RANKS, _DIGITS = b',"ranks":[', b"0123456789"
+# How long the entry of a rank is without its digits.
+_LEAST_OF_RANK, _MOST_OF_RANK = 32, 256
 # The last members of a file's entry. No path that a manifest may have contains an escaped character.
 _SIZE_MEMBERS = re.compile(rb'"path":"([^"\\]*)","rank":[0-9]+,"size":([0-9]+)}')
 
@@ -90,7 +97,7 @@ def decode(data: bytes) -> tuple[dict[str, Any], bool]:
     """
     try:
         return _decode_canonical(data), True
-    except (_NotCanonicalError, fields.FieldError):
+    except (_NotCanonicalError, fields.FieldError, json_bounds.TooDenseError):
         record = fields.decode(data)
     try:
         found = crc32(fields.encode({key: value for key, value in record.items() if key != _CHECKSUM}))
@@ -109,17 +116,18 @@ def decode_summary(data: bytes) -> dict[str, Any] | None:
         _checked(data)
     except _NotCanonicalError:
         return None
-    left = data
+    at, pieces = 0, []
     for start, end in _LARGE_MEMBERS:
-        before, found, rest = left.partition(start)
-        if start in (_PLACEMENT, _TIMELINE) and not found:
+        begin = data.find(start, at)
+        if start in (_PLACEMENT, _TIMELINE) and begin < 0:
             continue
-        _, is_closed, after = rest.partition(end)
-        if not (found and is_closed):
+        close = data.find(end, begin + len(start))
+        if begin < 0 or close < 0:
             return None
-        left = before + end[1:] + after
+        pieces.append(data[at:begin])
+        at = close + 1
     try:
-        return fields.decode(left)
+        return fields.decode(b"".join((*pieces, data[at:])))
     except fields.FieldError:
         return None
 
@@ -135,7 +143,7 @@ def decode_sizes(data: bytes) -> dict[str, int] | None:
     except _NotCanonicalError:
         return None
     start, end = data.find(b',"files":['), data.find(b'],"format":')
-    if _PLACEMENT in data or not 0 <= start < end:
+    if _PLACEMENT in data or data.count(b'"path":') * _LEAST_ENTRY > len(data) or not 0 <= start < end:
         return None
     found = _SIZE_MEMBERS.findall(data, start, end)
     if len(found) != data.count(b'"path":', start, end):
@@ -160,14 +168,11 @@ def _checked(data: bytes) -> int:
 
 def _decode_canonical(data: bytes) -> dict[str, Any]:
     checksum = _checked(data)
-    try:
-        text = data.decode()
-    except UnicodeDecodeError:
-        raise _NotCanonicalError from None
-    short, in_order = _without_holds(text)
-    left = iter(in_order)
+    short = _without_dense(data)
+    json_bounds.check(short)  # before the rest is decoded
+    left = iter(_dense_in(data))
 
-    def put(constant: str) -> Holds:
+    def put(constant: str) -> Holds | list[Any]:
         found = next(left, None)
         if found is None or constant != "NaN":
             raise _NotCanonicalError
@@ -179,33 +184,74 @@ def _decode_canonical(data: bytes) -> dict[str, Any]:
     return record
 
 
-def _without_holds(text: str) -> tuple[str, list[Holds]]:
-    """Returns the text with NaN in place of the value of each `holds`, and these values in their order.
+def _without_dense(data: bytes) -> bytes:
+    """Returns the text with NaN in place of the value of each `holds`, and of `ranks`.
 
     No other value in JSON is spelled like this, so a parser calls its function for NaN for exactly these values.
     """
-    distinct: dict[str, Holds] = {}
-    in_order: list[Holds] = []
-    first, *parts = text.split(_HOLDS_KEY)
-    left = [first]
-    for part in parts:
-        end = 2 if part.startswith("[]") else part.find("]]") + 2
-        holds = distinct.get(part[:end])
-        if holds is None:
-            holds = distinct[part[:end]] = _parse_holds(part[:end])
-        in_order.append(holds)
-        left.append(part[end:])
-    return f"{_HOLDS_KEY}NaN".join(left), in_order
-
-
-def _parse_holds(text: str) -> Holds:
-    """Decodes a `holds` without making a list for each of its runs."""
-    if text == "[]":
-        return ()
-    runs = text[2:-2].split("],[")
-    if not text.startswith("[[") or set(map(methodcaller("count", ","), runs)) != {1}:
+    if data.count(_HOLDS_KEY) * _LEAST_ENTRY > len(data):
         raise _NotCanonicalError
-    return _pairs(fields.parse_list(f"[{','.join(runs)}]"))
+    at, pieces = 0, []
+    for begin, end in _places_of_dense(data):
+        pieces.append(data[at:begin])
+        at = end
+    return b"NaN".join((*pieces, data[at:]))
+
+
+def _places_of_holds(data: bytes) -> Iterator[tuple[int, int]]:
+    at = 0
+    while (key := data.find(_HOLDS_KEY, at)) >= 0:
+        begin = key + len(_HOLDS_KEY)
+        at = begin + 2 if data.startswith(b"[]", begin) else data.find(b"]]", begin) + 2
+        if at <= begin:
+            raise _NotCanonicalError
+        yield begin, at
+
+
+def _places_of_dense(data: bytes) -> Iterator[tuple[int, int]]:
+    ranks = _place_of_ranks(data)
+    return merge(_places_of_holds(data), [] if ranks is None else [ranks])
+
+
+def _place_of_ranks(data: bytes) -> tuple[int, int] | None:
+    """Returns the place of the list of ranks; None if its members are not the same numbers in the same order for all.
+
+    Such a list has more members than any other text of its size. They take little memory, because all have one name.
+    """
+    begin = data.find(_RANKS) + len(_RANKS) - 1
+    end = data.find(b"}]", begin) + 2
+    if begin < len(_RANKS) or end < begin:
+        return None
+    members = data[begin + 1 : end - 1].translate(None, _DIGITS) + b","
+    first = members[: members.find(b"},") + 2]
+    is_same = _LEAST_OF_RANK < len(first) < _MOST_OF_RANK and members == first * (len(members) // len(first))
+    return (begin, end) if is_same else None
+
+
+def _dense_in(data: bytes) -> Iterator[Holds | list[Any]]:
+    """Yields the value of each `holds`, and of `ranks`, in their order. Equal `holds` are the same object."""
+    ranks = _place_of_ranks(data)
+    distinct: dict[bytes, Holds] = {}
+    most = data.count(b'"') // 2  # there are fewer tensors than strings, and no more runs than tensors
+    for begin, end in _places_of_dense(data):
+        text = data[begin:end]
+        if (begin, end) == ranks:
+            yield fields.parse_list(text)
+            continue
+        holds = distinct.get(text)
+        if holds is None:
+            holds = distinct[text] = _parse_holds(text, most)
+        yield holds
+
+
+def _parse_holds(text: bytes, most: int) -> Holds:
+    """Decodes a `holds` without making a list for each of its runs."""
+    if text == b"[]":
+        return ()
+    runs = text.count(b"],[") + 1
+    if runs > most or text.translate(None, _DIGITS) != b"[" + b"[,]," * (runs - 1) + b"[,]]":
+        raise _NotCanonicalError
+    return _pairs(fields.parse_list(b"[%s]" % text.translate(None, b"[]")))
 
 
 def runs_of(items: Any) -> Holds:

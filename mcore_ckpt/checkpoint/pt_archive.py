@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 from mcore_ckpt.checkpoint import zip_format as zf
 from mcore_ckpt.io import limits
@@ -24,7 +25,7 @@ class ArchiveError(ValueError):
     """A file is not what `torch.save` writes, was cut, or contradicts itself."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen: a second object for each record would be a third more memory
 class _Entry:
     """The zip directory's entry for one record.
 
@@ -53,9 +54,12 @@ class PtArchive:
     def __init__(self, read_at: ReadAt, size: int) -> None:
         self._read_at = read_at
         directory_at, directory_bytes, count = _find_directory(read_at, size)
-        entries = list(_entries(read_at(directory_at, directory_bytes), directory_at))
+        # Every record has a header of its own beside its entry. So the number of entries bounds their memory.
+        if count * (zf.LOCAL_HEADER.size + zf.DIRECTORY_ENTRY.size) > size:
+            raise ArchiveError(f"its end record gives {count} entries, more than {size} bytes can have")
+        entries = list(islice(_entries(read_at(directory_at, directory_bytes), directory_at), count + 1))
         if len(entries) != count:
-            raise ArchiveError(f"its zip directory has {len(entries)} entries, but its end record gives {count}")
+            raise ArchiveError(f"its zip directory does not have the {count} entries that its end record gives")
         self._entries = _with_room(entries, directory_at)
         pickles = [name for name in self._entries if name.count("/") == 1 and name.endswith("/data.pkl")]
         if len(pickles) != 1:
@@ -202,12 +206,14 @@ def _large_numbers(name: str, extra: bytes, small: tuple[int, int, int]) -> Iter
 def _with_room(entries: list[_Entry], end: int) -> dict[str, _Entry]:
     """Returns the entries by name, each with its `room_end`. Raises ArchiveError if a record does not fit its room."""
     placed: dict[str, _Entry] = {}
-    for entry in sorted(entries, key=lambda e: e.header_at, reverse=True):
+    entries.sort(key=lambda e: e.header_at, reverse=True)
+    for entry in entries:
         least = entry.header_at + zf.LOCAL_HEADER.size + len(entry.name.encode()) + entry.nbytes
         if least > end:
             raise ArchiveError(f"record {entry.name!r} overlaps another record or the zip directory")
         if entry.name in placed:
             raise ArchiveError(f"record {entry.name!r} is listed twice")
-        placed[entry.name] = _Entry(entry.name, entry.crc32, entry.nbytes, entry.header_at, end)
+        entry.room_end = end
+        placed[entry.name] = entry
         end = entry.header_at
     return placed

@@ -11,7 +11,8 @@ from __future__ import annotations
 import dataclasses
 import struct
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 from mcore_ckpt.io import limits
@@ -26,10 +27,16 @@ _MOST_DEPTH = 100
 # How many values a pickle can have for each of its bytes. A reference to an earlier value takes at least two bytes, and
 # that value can be a tuple of a few numbers.
 _MOST_VALUES_PER_BYTE = 16
-# How many values each set is counted as. An empty set takes 216 bytes of memory, but only two bytes of a pickle, the
-# second of which puts the set into the memo.
-_VALUES_PER_SET = 2 * _MOST_VALUES_PER_BYTE
-_SIZED = (str, bytes, list, tuple, set, frozenset, dict)
+# How many bytes of memory values can take for each byte of the pickle that has been read, beside what any pickle can
+# take. Metadata with many chunks take 17 for each byte.
+_MOST_MEMORY_PER_BYTE = 24
+_ANY_MEMORY = 256 << 10
+# What values take, in bytes: a place in a list, a number, a text without its characters, a tuple, list or object, an
+# item of a dict, a dict, a set.
+_SLOT, _NUMBER, _TEXT, _OBJECT, _ITEM, _DICT, _SET = 9, 40, 64, 72, 52, 104, 225
+# A place in the memo that does not follow the last one. It is counted as more than it takes, because few pickles do so.
+_OUT_OF_ORDER = 400
+_TEXTS, _CONTAINERS = (str, bytes), (list, tuple, set, frozenset, dict)
 
 
 class PickleError(ValueError):
@@ -99,24 +106,26 @@ def check_extent(value: Any, nbytes: int, parts_of: Callable[[Any], Iterable[Any
         parts_of: returns the parts of an object that is not a container.
     """
     most = _MOST_VALUES_PER_BYTE * nbytes + MOST_KEY_PARTS
-    seen, level, depth = 0, [value], 0
-    while level:
-        below: list[Any] = []
-        for item in level:
-            if isinstance(item, (list, tuple, set, frozenset)):
-                below += item
-            elif isinstance(item, dict):
-                below += item.keys()
-                below += item.values()
-            elif type(item) not in _ATOMS:
-                below += parts_of(item)
-            if seen + len(below) > most:
+    levels: list[Iterator[Any]] = [iter((value,))]
+    seen = 0
+    while levels:
+        for item in levels[-1]:
+            seen += 1
+            if seen > most:
                 raise PickleError(f"the pickle of {nbytes} bytes has more than {most} values")
-        seen += len(below)
-        depth += 1
-        if depth > _MOST_DEPTH:
+            if type(item) not in _ATOMS:
+                levels.append(_parts_of(item, parts_of))
+                break
+        else:
+            levels.pop()
+        if len(levels) > _MOST_DEPTH:
             raise PickleError(f"the values in the pickle are nested more than {_MOST_DEPTH} deep")
-        level = below
+
+
+def _parts_of(item: Any, parts_of: Callable[[Any], Iterable[Any]]) -> Iterator[Any]:
+    if isinstance(item, dict):
+        return chain(item.keys(), item.values())
+    return iter(item if isinstance(item, _CONTAINERS) else parts_of(item))
 
 
 def as_bytes(text: Any, encoding: Any) -> bytes:
@@ -205,10 +214,12 @@ class Unpickler:
         self._at = 0
         self._stack: list[Any] = []
         self._below: list[list[Any]] = []
-        self._memo: dict[int, Any] = {}
-        # How many more values can go into sets and into arguments of calls. Without this limit, a pickle could pass the
-        # same long text to many calls that copy it, each time with a reference of two bytes.
-        self._left = _MOST_VALUES_PER_BYTE * len(data) + MOST_KEY_PARTS
+        # Programs number what they put into the memo from 0 on, which takes a tenth of the memory in a list.
+        self._memo: list[Any] = []
+        self._others: dict[int, Any] = {}
+        # How many bytes of memory the values take, with what calls copy. Without a limit, a pickle could make a list
+        # with each of its bytes, or pass the same long text to many calls with two bytes each.
+        self._taken = 0
 
     def load(self) -> Any:
         """Returns the value of the pickle.
@@ -229,9 +240,11 @@ class Unpickler:
             self._at += 1
             if opcode == _STOP:
                 return self._stack.pop()
-            action = actions.get(opcode)
-            if action is None:
+            found = actions.get(opcode)
+            if found is None:
                 raise PickleError(f"opcode {bytes([opcode])!r} at byte {self._at - 1} of the pickle is not allowed")
+            action, memory = found
+            self._charge(memory)
             action(self)
 
     # -- reading ---------------------------------------------------------------------------------------------
@@ -269,6 +282,8 @@ class Unpickler:
         self._take(nbytes)
 
     def _mark(self) -> None:
+        if len(self._below) > 10 * _MOST_DEPTH:
+            raise PickleError("the pickle has too many marks")
         self._below.append(self._stack)
         self._stack = []
 
@@ -293,7 +308,19 @@ class Unpickler:
         self._stack.append(str(self._take(self._number(form)), "utf-8", "surrogatepass"))
 
     def _put(self, number: int) -> None:
-        self._memo[number] = self._stack[-1]
+        value = self._stack[-1]
+        if number == len(self._memo):
+            if self._memo and self._memo[-1] is value:
+                self._charge(_OBJECT)  # programs put each value there once
+            self._memo.append(value)
+        elif number < len(self._memo):
+            self._memo[number] = value
+        else:
+            self._charge(_OUT_OF_ORDER)
+            self._others[number] = value
+
+    def _get(self, number: int) -> None:
+        self._push(self._memo[number] if number < len(self._memo) else self._others[number])
 
     def _append(self, items: list[Any]) -> None:
         target = self._stack[-1]
@@ -305,12 +332,12 @@ class Unpickler:
         target = self._stack[-1]
         if type(target) not in (dict, OrderedDict) or len(items) % 2:
             raise PickleError(f"the pickle adds {len(items)} keys and values to a {type(target).__name__}")
+        self._charge(_ITEM // 2 * len(items))
         for key, value in zip(items[::2], items[1::2], strict=True):
             check_key(key)
             target[key] = value
 
     def _set(self) -> None:
-        self._charge(_VALUES_PER_SET)
         self._stack.append(set())
 
     def _add_items(self) -> None:
@@ -320,7 +347,6 @@ class Unpickler:
         target |= as_set(items)
 
     def _frozen_set(self) -> None:
-        self._charge(_VALUES_PER_SET)
         self._stack.append(frozenset(as_set(self._popped())))
 
     def _pair(self) -> list[Any]:
@@ -343,13 +369,14 @@ class Unpickler:
         self._stack.append(function(*args))
 
     def _charge_for(self, arguments: tuple[Any, ...]) -> None:
-        self._charge(sum(len(value) for value in arguments if isinstance(value, _SIZED)))
+        texts = sum(len(value) for value in arguments if isinstance(value, _TEXTS))
+        self._charge(texts + _SLOT * sum(len(value) for value in arguments if isinstance(value, _CONTAINERS)))
 
-    def _charge(self, values: int) -> None:
-        """Counts values that go into calls and sets. Raises PickleError if they are too many for the pickle's size."""
-        self._left -= values
-        if self._left < 0:
-            raise PickleError(f"the pickle of {len(self._data)} bytes puts too many values into calls and sets")
+    def _charge(self, nbytes: int) -> None:
+        """Counts bytes of memory. Raises PickleError if they are too many for the bytes that have been read."""
+        self._taken += nbytes
+        if self._taken > _MOST_MEMORY_PER_BYTE * self._at + _ANY_MEMORY:
+            raise PickleError(f"the first {self._at} bytes of the pickle have more values than their size allows")
 
     def _state(self) -> None:
         state = self._stack.pop()
@@ -366,55 +393,55 @@ _STOP = ord(".")
 
 _Action = Callable[[Unpickler], None]
 
-# The opcodes are in this order: first PROTO, FRAME, MARK, POP_MARK and POP (their names in `pickle`), then those for
-# constants, numbers, text, bytes, tuples, containers and the memo, then those for global names, calls, states and
-# references.
-_ACTIONS: dict[int, _Action] = {
-    opcode[0]: action
-    for opcode, action in {
-        b"\x80": lambda p: p._skip(1),
-        b"\x95": lambda p: p._skip(8),
-        b"(": Unpickler._mark,
-        b"1": Unpickler._pop_mark,
-        b"0": lambda p: p._stack.pop() and None,
-        b"N": lambda p: p._push(None),
-        b"\x88": lambda p: p._push(True),
-        b"\x89": lambda p: p._push(False),
-        b"K": lambda p: p._push(p._number(_B1)),
-        b"M": lambda p: p._push(p._number(_B2)),
-        b"J": lambda p: p._push(p._number(_I4)),
-        b"G": lambda p: p._push(p._number(_F8)),
-        b"\x8a": lambda p: p._long(_B1),
-        b"X": lambda p: p._text(_B4),
-        b"\x8c": lambda p: p._text(_B1),
-        b"\x8d": lambda p: p._text(_B8),
-        b"C": lambda p: p._push(p._take(p._number(_B1))),
-        b"B": lambda p: p._push(p._take(p._number(_B4))),
-        b"\x8e": lambda p: p._push(p._take(p._number(_B8))),
-        b")": lambda p: p._push(()),
-        b"\x85": lambda p: p._tuple(1),
-        b"\x86": lambda p: p._tuple(2),
-        b"\x87": lambda p: p._tuple(3),
-        b"t": lambda p: p._push(tuple(p._popped())),
-        b"]": lambda p: p._push([]),
-        b"}": lambda p: p._push({}),
-        b"\x8f": Unpickler._set,
-        b"a": lambda p: p._append([p._stack.pop()]),
-        b"e": lambda p: p._append(p._popped()),
-        b"s": lambda p: p._set_items(p._pair()),
-        b"u": lambda p: p._set_items(p._popped()),
-        b"\x90": Unpickler._add_items,
-        b"\x91": Unpickler._frozen_set,
-        b"q": lambda p: p._put(p._number(_B1)),
-        b"r": lambda p: p._put(p._number(_B4)),
-        b"\x94": lambda p: p._put(len(p._memo)),
-        b"h": lambda p: p._push(p._memo[p._number(_B1)]),
-        b"j": lambda p: p._push(p._memo[p._number(_B4)]),
-        b"c": lambda p: p._global(p._line(), p._line()),
-        b"\x93": Unpickler._stack_global,
-        b"R": Unpickler._call,
-        b"\x81": Unpickler._call,
-        b"b": Unpickler._state,
-        b"Q": lambda p: p._push(p._persistent(p._stack.pop())),
-    }.items()
+# Each opcode with the memory that it takes, in bytes. The opcodes are in this order: first PROTO, FRAME, MARK, POP_MARK
+# and POP (their names in `pickle`), then those for constants, numbers, text, bytes, tuples, containers and the memo,
+# then those for global names, calls, states and references.
+_ACTIONS: dict[int, tuple[_Action, int]] = {
+    opcode[0]: (action, memory)
+    for opcode, action, memory in (
+        (b"\x80", lambda p: p._skip(1), 0),
+        (b"\x95", lambda p: p._skip(8), 0),
+        (b"(", Unpickler._mark, 0),
+        (b"1", Unpickler._pop_mark, 0),
+        (b"0", lambda p: p._stack.pop() and None, 0),
+        (b"N", lambda p: p._push(None), _SLOT),
+        (b"\x88", lambda p: p._push(True), _SLOT),
+        (b"\x89", lambda p: p._push(False), _SLOT),
+        (b"K", lambda p: p._push(p._number(_B1)), _SLOT),
+        (b"M", lambda p: p._push(p._number(_B2)), _NUMBER),
+        (b"J", lambda p: p._push(p._number(_I4)), _NUMBER),
+        (b"G", lambda p: p._push(p._number(_F8)), _NUMBER),
+        (b"\x8a", lambda p: p._long(_B1), _NUMBER),
+        (b"X", lambda p: p._text(_B4), _TEXT),
+        (b"\x8c", lambda p: p._text(_B1), _TEXT),
+        (b"\x8d", lambda p: p._text(_B8), _TEXT),
+        (b"C", lambda p: p._push(p._take(p._number(_B1))), _TEXT),
+        (b"B", lambda p: p._push(p._take(p._number(_B4))), _TEXT),
+        (b"\x8e", lambda p: p._push(p._take(p._number(_B8))), _TEXT),
+        (b")", lambda p: p._push(()), _SLOT),
+        (b"\x85", lambda p: p._tuple(1), _OBJECT),
+        (b"\x86", lambda p: p._tuple(2), _OBJECT),
+        (b"\x87", lambda p: p._tuple(3), _OBJECT),
+        (b"t", lambda p: p._push(tuple(p._popped())), _OBJECT),
+        (b"]", lambda p: p._push([]), _OBJECT),
+        (b"}", lambda p: p._push({}), _DICT),
+        (b"\x8f", Unpickler._set, _SET),
+        (b"a", lambda p: p._append([p._stack.pop()]), _SLOT),
+        (b"e", lambda p: p._append(p._popped()), 0),
+        (b"s", lambda p: p._set_items(p._pair()), 0),
+        (b"u", lambda p: p._set_items(p._popped()), 0),
+        (b"\x90", Unpickler._add_items, 0),
+        (b"\x91", Unpickler._frozen_set, _SET),
+        (b"q", lambda p: p._put(p._number(_B1)), _SLOT),
+        (b"r", lambda p: p._put(p._number(_B4)), _SLOT),
+        (b"\x94", lambda p: p._put(len(p._memo) + len(p._others)), _SLOT),
+        (b"h", lambda p: p._get(p._number(_B1)), _SLOT),
+        (b"j", lambda p: p._get(p._number(_B4)), _SLOT),
+        (b"c", lambda p: p._global(p._line(), p._line()), _SLOT),
+        (b"\x93", Unpickler._stack_global, _SLOT),
+        (b"R", Unpickler._call, _OBJECT),
+        (b"\x81", Unpickler._call, _OBJECT),
+        (b"b", Unpickler._state, 0),
+        (b"Q", lambda p: p._push(p._persistent(p._stack.pop())), _OBJECT),
+    )
 }

@@ -8,7 +8,6 @@ a single one has may be a user's. It counts only if the caller knows that the tr
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -16,8 +15,12 @@ import zipfile
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
+from mcore_ckpt import json_bounds
 from mcore_ckpt.checkpoint.file_names import MANIFEST_FILE, is_own
+from mcore_ckpt.errors import CheckpointCorruptError
 from mcore_ckpt.formats.kinds import kind_of
+from mcore_ckpt.io import limits
+from mcore_ckpt.io.files import read_small
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +28,8 @@ logger = logging.getLogger(__name__)
 _VARIES = re.compile(r"[0-9a-fA-F]{6,}|\d+")
 # How many complete steps show that what all of them have is the trainer's.
 _STEPS = 2
+# How many bytes are read to find the first or last bracket of a file of JSON.
+_BLANKS = 4096
 
 
 def companions_of(step_path: Path | None) -> dict[str, Path]:
@@ -135,10 +140,21 @@ def _ends_like_pickle(file: Path) -> bool:
 
 def _is_json(file: Path) -> bool:
     try:
-        json.loads(file.read_bytes())
+        json_bounds.loads(read_small(file, limits.HF_JSON_BYTES))
+    except (CheckpointCorruptError, json_bounds.TooDenseError):
+        return _ends_like_json(file)
     except ValueError:
         return False
     return True
+
+
+def _ends_like_json(file: Path) -> bool:
+    """Returns True if the last bracket of a file that is too large to be decoded closes the first one."""
+    with file.open("rb") as opened:
+        first = opened.read(_BLANKS).lstrip()[:1]
+        opened.seek(-min(_BLANKS, opened.seek(0, os.SEEK_END)), os.SEEK_END)
+        last = opened.read().rstrip()[-1:]
+    return first + last in (b"{}", b"[]")
 
 
 _CHECKS: dict[str, Callable[[Path], bool]] = {

@@ -287,20 +287,19 @@ def read_small(path: Path, most: int) -> bytes:
 
 def read_exact(descriptor: int, nbytes: int, offset: int, path: Path) -> bytes:
     """Reads `nbytes` bytes at `offset`. Raises CheckpointCorruptError if the file is too short or cannot be read."""
-    data = bytearray(nbytes)
-    target = memoryview(data)
-    while target:
+    pieces: list[bytes] = []  # a second one only after a short read, so that the bytes are there once
+    left = nbytes
+    while left:
         try:
-            count = os.preadv(descriptor, [target], offset)
+            piece = os.pread(descriptor, left, offset)
         except OSError as error:
             raise CheckpointCorruptError(f"{path}: cannot be read at byte {offset}: {error}") from error
-        if not count:
-            raise CheckpointCorruptError(
-                f"{path}: ends at byte {offset}, {len(target)} bytes too early: the file was cut"
-            )
-        target = target[count:]
-        offset += count
-    return bytes(data)
+        if not piece:
+            raise CheckpointCorruptError(f"{path}: ends at byte {offset}, {left} bytes too early: the file was cut")
+        pieces.append(piece)
+        left -= len(piece)
+        offset += len(piece)
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
 def drop_from_cache(descriptor: int, offset: int, nbytes: int) -> None:

@@ -10,7 +10,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from mcore_ckpt import json_bounds
 from mcore_ckpt.errors import CheckpointCorruptError
+from mcore_ckpt.json_bounds import USUAL, Density, TooDenseError
 
 _MAX_INT = 2**62
 # The longest accepted name. It is longer than the name of any tensor, and than any path that a system accepts.
@@ -38,10 +40,12 @@ def decode(data: bytes) -> dict[str, Any]:
             UTF-8 cannot encode.
     """
     try:
-        value = parse_text(data.decode(), _refuse)
+        value = parse_text(data, _refuse)
         # Only an escape can spell text that UTF-8 cannot encode.
         if b"\\u" in data:
             encode(value)
+    except FieldError:
+        raise
     except (ValueError, RecursionError) as error:
         raise FieldError(f"not JSON: {error}") from None
     return value
@@ -51,13 +55,16 @@ def _refuse(constant: str) -> Any:
     raise ValueError(f"{constant} is not a number")
 
 
-def parse(data: bytes) -> dict[str, Any]:
+def parse(data: bytes, density: Density = USUAL) -> dict[str, Any]:
     """Decodes a JSON object that another program has written. It may contain NaN.
 
-    Raises FieldError if the data are not a JSON object, or if a name occurs twice in an object.
+    Raises FieldError if the data are not a JSON object, if a name occurs twice in an object, or if the data have more
+    values than their size allows.
     """
     try:
-        value = json.loads(data.decode(), object_pairs_hook=_object)
+        value = json_bounds.loads(data, density, object_pairs_hook=_object)
+    except TooDenseError as error:
+        raise FieldError(str(error)) from None
     except (ValueError, RecursionError) as error:
         raise FieldError(f"not JSON: {error}") from None
     if not isinstance(value, dict):
@@ -65,23 +72,25 @@ def parse(data: bytes) -> dict[str, Any]:
     return value
 
 
-def parse_text(text: str, constant: Callable[[str], Any]) -> dict[str, Any]:
+def parse_text(data: bytes, constant: Callable[[str], Any]) -> dict[str, Any]:
     """Decodes a JSON object in which NaN, Infinity and -Infinity stand for what `constant` returns for them.
 
-    Raises FieldError if the text is not a JSON object, if a name occurs twice in an object, or if a number is too large
-    for a float.
+    Raises FieldError if the text is not a JSON object, if a name occurs twice in an object, if a number is too large
+    for a float, or if there are more values than the size of the text allows.
     """
     try:
-        value = json.loads(text, object_pairs_hook=_object, parse_constant=constant, parse_float=_finite)
+        value = json_bounds.loads(data, object_pairs_hook=_object, parse_constant=constant, parse_float=_finite)
+    except TooDenseError as error:
+        raise FieldError(str(error)) from None
     except (ValueError, RecursionError) as error:
         raise FieldError(f"not JSON: {error}") from None
     return as_dict(value, "all")
 
 
-def parse_list(text: str) -> list[Any]:
-    """Decodes a JSON list. Raises FieldError if the text is none."""
+def parse_list(data: bytes) -> list[Any]:
+    """Decodes a JSON list of numbers, of any length. Raises FieldError if the text is none."""
     try:
-        return as_list(json.loads(text), "all")
+        return as_list(json.loads(data), "all")
     except (ValueError, RecursionError) as error:
         raise FieldError(f"not JSON: {error}") from None
 

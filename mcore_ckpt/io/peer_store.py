@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from mcore_ckpt.errors import CheckpointCorruptError
-from mcore_ckpt.io.json_fields import FieldError, as_dict, get_int
+from mcore_ckpt.io.json_fields import FieldError, get_int, parse
 from mcore_ckpt.io.peer_protocol import (
     HEADER,
     HERE,
@@ -91,7 +91,7 @@ class PeerStore:
     def sizes(self, key: str) -> dict[str, int]:
         """Returns the sizes in bytes of the files below a folder, by their paths below it. Raises PeerError."""
         try:
-            answer = as_dict(json.loads(self._ask({"verb": "sizes", "path": key}, None, _LISTING_BYTES)), "sizes")
+            answer = parse(self._ask({"verb": "sizes", "path": key}, None, _LISTING_BYTES))
             return {path: get_int(answer, path) for path in answer}
         except FileNotFoundError:
             return {}

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from mcore_ckpt import json_bounds
 from mcore_ckpt.formats.locate import Locator
 from mcore_ckpt.ranks.rounds import Record
 from mcore_ckpt.sharding.plan import PARAM, ShardKey
@@ -52,7 +53,9 @@ class PartGroups:
     @staticmethod
     def from_record(record: Record) -> PartGroups:
         groups = (
-            LiveGroup(**{**each, "settings": json.loads(each["settings"]), "found_in": frozenset(each["found_in"])})
+            LiveGroup(
+                **{**each, "settings": json_bounds.loads(each["settings"]), "found_in": frozenset(each["found_in"])}
+            )
             for each in record["groups"]
         )
         return PartGroups(tuple(groups), tuple(record["candidates"]))

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mcore_ckpt import json_bounds
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.formats.huggingface.reader import HuggingFaceReader
 from mcore_ckpt.formats.locate import Locator, Wanted
@@ -311,7 +312,7 @@ def _wanted_of(plain: Any) -> list[Wanted]:
 def _receive_wanted(other: int, nbytes: int, device: torch.device) -> list[Wanted]:
     data = torch.empty(nbytes, dtype=torch.uint8, device=device)
     _receive_into(data, other)
-    return _wanted_of(json.loads(bytes(data.cpu().numpy())))
+    return _wanted_of(json_bounds.loads(bytes(data.cpu().numpy()), json_bounds.MESSAGES))
 
 
 def _device() -> torch.device:

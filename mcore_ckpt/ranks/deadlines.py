@@ -7,6 +7,10 @@ from __future__ import annotations
 # that are still above the second size are refused.
 PLAIN_MESSAGE_BYTES = 1 << 20
 MESSAGE_BYTES = (8 << 20) - 4096
+# What a compressed message can become: bytes in all, and for each compressed one. Names of tensors become 20 to 30
+# times as long. Without a limit, a few bytes could become any number.
+UNPACKED_BYTES = 256 << 20
+MOST_UNPACKED_PER_BYTE = 100
 
 # Pauses of a waiting rank between two requests to the key-value store, in seconds. The shortest pause grows with the
 # number of ranks, so that the store has time to answer thousands of ranks.

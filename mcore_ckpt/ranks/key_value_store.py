@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from mcore_ckpt import json_bounds
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.ranks import deadlines
 
@@ -19,6 +20,10 @@ Message = dict[str, Any]
 
 # The first byte of a compressed message. An uncompressed message begins with a brace.
 _COMPRESSED = b"z"
+# How many compressed bytes are decompressed at a time to count what they become, at most a thousand times as many.
+_UNZIP_AT_ONCE = 128
+# What any message may become.
+_ANY_UNPACKED = 2 << 20
 
 
 @dataclass
@@ -41,7 +46,10 @@ def pack(message: Message) -> bytes:
     data = encode(message)
     if len(data) <= deadlines.PLAIN_MESSAGE_BYTES:
         return data
+    json_bounds.check(data, json_bounds.MESSAGES)
     packed = _COMPRESSED + zlib.compress(data, 1)
+    if len(data) > _most_unpacked(len(packed) - len(_COMPRESSED)):
+        packed = data
     if len(packed) > deadlines.MESSAGE_BYTES:
         raise ValueError(
             f"a message of {len(data)} bytes ({len(packed)} compressed) is larger than the {deadlines.MESSAGE_BYTES} "
@@ -51,8 +59,31 @@ def pack(message: Message) -> bytes:
 
 
 def unpack(data: bytes) -> Message:
-    """Decodes what `pack` has encoded."""
-    return json.loads(zlib.decompress(data[len(_COMPRESSED) :]) if data.startswith(_COMPRESSED) else data)
+    """Decodes what `pack` has encoded. Raises ValueError for data that it cannot have encoded."""
+    text = unzip(data[len(_COMPRESSED) :]) if data.startswith(_COMPRESSED) else data
+    message: Message = json_bounds.loads(text, json_bounds.MESSAGES)
+    return message
+
+
+def unzip(data: bytes) -> bytes:
+    """Decompresses what another rank has compressed with zlib.
+
+    Raises ValueError if the result would be larger than a rank's data can become, before memory is taken for it.
+    """
+    most, nbytes = _most_unpacked(len(data)), 0
+    try:
+        counted = zlib.decompressobj()
+        for start in range(0, len(data), _UNZIP_AT_ONCE):
+            nbytes += len(counted.decompress(data[start : start + _UNZIP_AT_ONCE]))
+            if nbytes > most:
+                raise ValueError(f"{len(data)} bytes of a message become more than {most} when they are decompressed")
+        return zlib.decompress(data, bufsize=max(1, nbytes))
+    except zlib.error as error:
+        raise ValueError(f"a message cannot be decompressed: {error}") from None
+
+
+def _most_unpacked(nbytes: int) -> int:
+    return min(deadlines.UNPACKED_BYTES, max(_ANY_UNPACKED, nbytes * deadlines.MOST_UNPACKED_PER_BYTE))
 
 
 def missing(store: Any, keys: Sequence[str]) -> list[str]:

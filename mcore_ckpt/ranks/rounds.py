@@ -7,7 +7,6 @@ never both.
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -368,12 +367,12 @@ class Round:
 
     def _outcome_so_far(self) -> Record | None:
         key = f"{self.prefix}/outcome"
-        return json.loads(self._store.get(key)) if self._store.check([key]) else None
+        return unpack(self._store.get(key)) if self._store.check([key]) else None
 
     def _set_outcome(self, message: Record) -> Record:
         """Sets the outcome if no rank has set it yet. Returns the outcome that was set first."""
         key = f"{self.prefix}/outcome"
-        return json.loads(self._store.compare_set(key, "", encode(message).decode()))
+        return unpack(self._store.compare_set(key, "", encode(message).decode()))
 
     def _put(self, key: str, message: Record) -> None:
         self._store.set(key, pack(message))

@@ -7,12 +7,12 @@ other members. The list travels as the names of a file's tensors do: once, and f
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from mcore_ckpt import json_bounds
 from mcore_ckpt.sharding.name_lists import fold, join
 from mcore_ckpt.state.optimizers.chain import optimizer_parts
 from mcore_ckpt.state.param_groups import group_keys
@@ -112,6 +112,6 @@ def add_members(
 
 
 def _fields_of(key: str) -> dict[str, Any]:
-    settings, marks = json.loads(key[key.index("[") :])
+    settings, marks = json_bounds.loads(key[key.index("[") :])
     tuples = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
     return {**tuples, **marks}

@@ -10,12 +10,17 @@ from dataclasses import asdict
 from mcore_ckpt.checkpoint.manifest import WrittenFile
 from mcore_ckpt.errors import CommitError
 from mcore_ckpt.formats.native.file_plan import FilePlan
+from mcore_ckpt.json_bounds import SMALL_BYTES
+from mcore_ckpt.ranks.key_value_store import unzip
 from mcore_ckpt.ranks.rounds import Record
 from mcore_ckpt.save.group_lists import NO_GROUPS, GroupId, GroupList, join_groups
 from mcore_ckpt.save.rank_times import RankTimes
 from mcore_ckpt.sharding.names import natural_order
 from mcore_ckpt.sharding.plan import runs
 from mcore_ckpt.state.trainer import Trainer
+
+# How many characters the names of many tensors have at least, on average.
+_LEAST_NAME = 8
 
 
 class TensorNames:
@@ -97,7 +102,9 @@ def _packed(names: Sequence[str]) -> str:
 
 
 def _unpacked(text: str) -> list[str]:
-    names = zlib.decompress(base64.b64decode(text)).decode()
+    names = unzip(base64.b64decode(text)).decode()
+    if names.count("\n") * _LEAST_NAME > max(len(names), SMALL_BYTES):
+        raise CommitError("a rank has sent a list of names that no tensors have")
     return names.split("\n") if names else []
 
 

@@ -73,7 +73,7 @@ def test_all_steps_below_a_root_without_a_run_are_its_own(tmp_path: Path) -> Non
     assert Ownership().owns(head(None, 1))
 
 
-@pytest.mark.parametrize("call", ["read_small", "os.preadv"])
+@pytest.mark.parametrize("call", ["read_small", "os.pread"])
 def test_a_file_that_cannot_be_read_now_is_not_a_missing_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mcore_ckpt import field_checks
+from mcore_ckpt import field_checks, json_bounds
 from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.formats.huggingface.hub import cached_folder
 from mcore_ckpt.formats.huggingface.side_files import (
@@ -149,7 +149,7 @@ def unknown_fields(hf_config: Any, source: Mapping[str, bytes]) -> dict[str, Any
     A field that transformers knows under another name is none of them: its value could have been changed there.
     """
     try:
-        published = json.loads(source.get(CONFIG_FILE, b"{}"))
+        published = json_bounds.loads(source.get(CONFIG_FILE, b"{}"))
     except ValueError:
         return {}
     if not isinstance(published, dict) or published.get("model_type") != getattr(hf_config, "model_type", None):
@@ -223,7 +223,7 @@ def _same_special_tokens(name: str, data: bytes, processing_class: Any) -> bool:
     live = getattr(tokenizer, "special_tokens_map", None)
     if name != _SPECIAL_TOKENS_FILE or not isinstance(live, Mapping):
         return True
-    stored = json.loads(data)
+    stored = json_bounds.loads(data)
     named = {role: token.get("content") if isinstance(token, dict) else token for role, token in stored.items()}
     return all(str(live.get(role)) == token for role, token in named.items() if isinstance(token, str))
 

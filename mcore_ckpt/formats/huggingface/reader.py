@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from mcore_ckpt import json_bounds
 from mcore_ckpt.checkpoint.dtypes import torch_dtype
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError, UnsupportedError
 from mcore_ckpt.formats.contract import Fill, RankPosition, TensorInfo
@@ -72,7 +73,7 @@ class FolderContents:
             HfStored(name, dtype_of(dtype), tuple(shape), folder / file, offset, nbytes)
             for name, dtype, shape, file, offset, nbytes in record["tensors"]
         ]
-        config, adapter = json.loads(record["config"]), json.loads(record["adapter"])
+        config, adapter = json_bounds.loads(record["config"]), json_bounds.loads(record["adapter"])
         return FolderContents(folder, config, {tensor.name: tensor for tensor in tensors}, record["sizes"], adapter)
 
 

@@ -10,6 +10,7 @@ from mcore_ckpt.errors import CheckpointCorruptError
 from mcore_ckpt.io import json_fields as fields
 from mcore_ckpt.io import limits
 from mcore_ckpt.io.files import linked_file, read_small
+from mcore_ckpt.json_bounds import TOKENS
 
 
 def tokens_in(folder: Path) -> int | None:
@@ -22,7 +23,7 @@ def tokens_in(folder: Path) -> int | None:
         if (folder / name).is_file():
             try:
                 data = read_small(linked_file(folder, name), limits.HF_ASSET_BYTES)
-                highest = max([highest, *(n for n in numbers(fields.parse(data)) if type(n) is int)])
+                highest = max([highest, *(n for n in numbers(fields.parse(data, TOKENS)) if type(n) is int)])
             except (OSError, CheckpointCorruptError, fields.FieldError, AttributeError, TypeError, ValueError):
                 continue
     return None if highest < 0 else highest + 1

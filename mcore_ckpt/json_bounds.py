@@ -1,0 +1,162 @@
+"""Refuses JSON that is small as text and large as Python objects, before a parser makes objects of it.
+
+An empty list takes three bytes of text and 64 bytes of memory. So the characters that begin or end a value are counted
+first, at the speed of memory. Text that says something has few of them: a tensor's name, a path or a hash is long.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+# Shorter text is not looked at, because whatever it says takes at most a few MB.
+SMALL_BYTES = 64 << 10
+# The deepest nesting. The deepest of our own is 6, and configurations of models have as much.
+MOST_DEPTH = 100
+# How much of the text is looked at in one piece where its strings must be told from the rest.
+_PIECE = 16 << 10
+# How long a string may be whose characters may take several bytes of memory each.
+_LONG_STRING = 256 << 10
+
+_STRING = re.compile(rb'"[^"]*"')
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+# The first byte of a character for which Python takes four bytes of memory, for it and for each other one of the text.
+_WIDE = re.compile(rb"[\xf0-\xff][\x80-\xbf]*")
+
+
+class TooDenseError(ValueError):
+    """A text has more values than its size allows, or nests them too deeply."""
+
+
+@dataclass(frozen=True)
+class Density:
+    """How many bytes of text there are at least for each value of a kind, on average.
+
+    A `string` is one that is not the name of a member. A `value` is one that follows another one, or is in a list.
+    """
+
+    string: int = 24
+    member: int = 12
+    object: int = 32
+    list: int = 10
+    value: int = 6
+
+
+# What has been seen: manifests of 16,384 ranks have 13 bytes for each value, 19 for each member and 80 for each string;
+# safetensors headers have 25 for each member and 40 for each list; indexes have 11 for each value and 15 for each list
+# if all tensors are made of many pieces.
+USUAL = Density()
+# The merges of a tokenizer are pairs of short strings. A vocabulary has 15 bytes for each token.
+TOKENS = Density(string=5, member=8, list=9, value=3)
+# What ranks send each other, such as the positions of files: `[0,5],`.
+MESSAGES = Density(string=8, member=6, object=12, list=6, value=3)
+
+
+def loads(data: bytes | str, density: Density = USUAL, **options: Any) -> Any:
+    """Does what `json.loads` does with these options. Raises ValueError; TooDenseError if a text is refused unread."""
+    if isinstance(data, str):
+        data = data.encode("utf-8", "surrogatepass")
+    check(data, density)
+    try:
+        return json.loads(_text(data), **options)
+    except RecursionError:
+        raise TooDenseError("its values are nested more deeply than Python can follow") from None
+
+
+def check(data: bytes, density: Density = USUAL) -> None:
+    """Raises TooDenseError if a parser would take too much memory for a text."""
+    if len(data) <= SMALL_BYTES:
+        return
+    # Characters inside of strings look like those outside. So what this count refuses is counted again without them.
+    if not _fits(_counts(data), len(data), density):
+        counts = [0] * 5
+        for piece in _without_strings(data):
+            counts = [a + b for a, b in zip(counts, _counts(piece), strict=True)]
+        if not _fits(counts, len(data), density):
+            raise TooDenseError(f"{len(data)} bytes of JSON have more values than their size allows")
+    if not _is_shallow(data.translate(None, _NO_BRACKETS)):
+        brackets = b"".join(piece.translate(None, _NO_BRACKETS) for piece in _without_strings(data))
+        if not _is_shallow(brackets):
+            raise TooDenseError(f"its values are nested more than {MOST_DEPTH} deep, or a bracket is missing")
+
+
+def _counts(data: bytes) -> list[int]:
+    return [data.count(character) for character in (b'"', b":", b"{", b"[", b",")]
+
+
+def _fits(counts: list[int], nbytes: int, density: Density) -> bool:
+    quotes, members, objects, lists, commas = counts
+    return (
+        (quotes // 2 - members) * density.string <= nbytes
+        and members * density.member <= nbytes
+        and objects * density.object <= nbytes
+        and lists * density.list <= nbytes
+        and commas * density.value <= nbytes
+    )
+
+
+def _is_shallow(brackets: bytes) -> bool:
+    for _ in range(MOST_DEPTH):
+        if not brackets:
+            return True
+        before = len(brackets)
+        brackets = brackets.replace(b"[]", b"").replace(b"{}", b"")
+        if len(brackets) == before:
+            return False
+    return not brackets
+
+
+def _without_strings(data: bytes) -> Iterator[bytes]:
+    """Yields the text in pieces, without what is between quotes."""
+    start, is_inside = 0, False
+    while start < len(data):
+        piece = data[start : start + _PIECE]
+        if (len(piece) - len(piece.rstrip(b"\\"))) % 2:
+            piece = data[start : start + len(piece) + 1]  # a backslash belongs to what follows it
+        start += len(piece)
+        piece = piece.replace(b"\\\\", b"").replace(b'\\"', b"")
+        if is_inside:
+            _, quote, piece = piece.partition(b'"')
+            is_inside = not quote
+        piece, count = _STRING.sub(b"", piece), piece.count(b'"')
+        if count % 2:
+            piece, _, _ = piece.partition(b'"')
+            is_inside = True
+        yield piece + b'"' * (count + count % 2)
+
+
+def _text(data: bytes) -> str:
+    """Decodes a text so that it takes at most 2.5 bytes of memory for each of its bytes. Raises UnicodeDecodeError."""
+    is_plain = data.isascii() and b"\\u" not in data
+    if is_plain or len(data) <= SMALL_BYTES:
+        return data.decode()
+    # With one wide character in it, all characters of a text take four bytes.
+    wide = length = 0
+    for piece in _pieces(data):
+        wide += len(_WIDE.findall(piece))
+        length = 0 if b'"' in piece else length + len(piece)
+        if length > _LONG_STRING:
+            raise TooDenseError(f"a string of {length} bytes and more has characters that are not ASCII")
+    if not wide or wide * 8 > len(data):
+        return data.decode()
+    return b"".join(_WIDE.sub(_escaped, piece) for piece in _pieces(data)).decode()
+
+
+def _pieces(data: bytes) -> Iterator[bytes]:
+    """Yields the text in pieces that begin and end between characters."""
+    start = 0
+    while start < len(data):
+        stop = start + _PIECE
+        while stop < len(data) and data[stop] & 0xC0 == 0x80:
+            stop -= 1
+        # No character has more than four bytes.
+        stop = stop if stop > start + _PIECE - 4 else start + _PIECE
+        yield data[start:stop]
+        start = stop
+
+
+def _escaped(wide: re.Match[bytes]) -> bytes:
+    return json.dumps(wide[0].decode())[1:-1].encode()
