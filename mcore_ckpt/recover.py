@@ -9,6 +9,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ from mcore_ckpt.errors import (
     reworded,
 )
 from mcore_ckpt.field_checks import check_value
+from mcore_ckpt.interrupts import is_interrupt
 from mcore_ckpt.io.links import broken_link
 from mcore_ckpt.load.load import LoadResult
 from mcore_ckpt.manager import CheckpointManager
@@ -103,6 +105,13 @@ def recover(
     by_role = _by_role(managers)
     _check_resume(resume)
     check_value("retries", retries, int, {"least": 0})
+    with ExitStack() as calls:  # a rank that leaves tells the others, of whatever role they are waiting for
+        for manager in by_role.values():
+            calls.enter_context(manager._call("resuming"))
+        return _recovered(by_role, resume, retries)
+
+
+def _recovered(by_role: Mapping[str, CheckpointManager], resume: str | int | Path, retries: int) -> Recovery:
     first = next(iter(by_role.values()))
     request = {"resume": str(resume), "roles": list(by_role), "retries": retries}
     first.agree("resuming", request, dict)
@@ -307,7 +316,7 @@ def retried(work: Callable[[], Any], retries: int) -> Any:
         try:
             return work()
         except (OSError, CheckpointError) as error:
-            if not may_pass(error):
+            if not may_pass(error) or is_interrupt(error):
                 raise
             pause = RETRY_FIRST_S * 2**number
             logger.warning("trying again in %g s: %s", pause, error)

@@ -20,6 +20,9 @@ Message = dict[str, Any]
 # The first byte of a compressed message. An uncompressed message begins with a brace.
 _COMPRESSED = b"z"
 
+# No key has this value.
+_NO_VALUE = "-"
+
 
 @dataclass
 class WaitLimit:
@@ -86,6 +89,12 @@ def all_there(store: Any, keys: Sequence[str], found: Callable[[Sequence[str]], 
     return ready
 
 
+def value_of(store: Any, key: str) -> bytes | None:
+    """Returns the value of a key, or None. Unlike `get`, it never waits for a key that was deleted a moment ago."""
+    value: bytes = store.compare_set(key, _NO_VALUE, _NO_VALUE)
+    return None if value == _NO_VALUE.encode() else value
+
+
 def has_any(store: Any, *keys: str) -> bool:
     """Returns True if the store has at least one of the keys."""
     return any(store.check([key]) for key in keys)
@@ -116,6 +125,8 @@ def store_failures(topic: str, error: type[CheckpointError]) -> Iterator[None]:
     """Raises `error` if the store is lost because the process that hosts it has died."""
     try:
         yield
+    except CheckpointError:  # InvalidStateError is a RuntimeError, too
+        raise
     except RuntimeError as failure:
         # For a lost connection, torch.distributed raises RuntimeError or a subclass (DistStoreError, DistNetworkError).
         raise error(

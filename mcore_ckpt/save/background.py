@@ -20,6 +20,8 @@ from functools import partial
 from weakref import WeakSet
 
 from mcore_ckpt.errors import CheckpointError, CommitError, from_record, to_record
+from mcore_ckpt.interrupts import is_interrupt
+from mcore_ckpt.processes import OwnEvent, emptied_in_child
 from mcore_ckpt.ranks import deadlines
 from mcore_ckpt.ranks.rounds import Agreement, Record
 from mcore_ckpt.save.copies import CopyHandle
@@ -43,7 +45,7 @@ class SaveHandle:
     def __init__(self, save: Save) -> None:
         self._save: Save | None = save
         self.step = save.step
-        self._ended = threading.Event()
+        self._ended = OwnEvent("this SaveHandle")
         self._progress = save.progress()
         self._report: SaveReport | None = None
         self._exception: CheckpointError | None = None
@@ -135,7 +137,8 @@ class SaveHandle:
             self._exception = error
         except BaseException as error:
             self._exception = CommitError(f"{type(error).__name__}: {error}")
-            if not isinstance(error, Exception):
+            self._exception.__cause__ = error  # the caller gets it, if it is of a signal handler
+            if is_interrupt(error):
                 raise
             logger.exception("a save has failed with an unexpected error")
         finally:
@@ -173,6 +176,11 @@ class BackgroundSaves:
     def busy(self) -> bool:
         """True if a save has not ended yet. A committed save has ended, even if old steps are still being deleted."""
         return self._handle is not None and not self._handle.done
+
+    @property
+    def is_at_work(self) -> bool:
+        """True if the save's thread runs, which finishes the save that was launched."""
+        return self._save.is_at_work
 
     @property
     def is_deleting(self) -> bool:
@@ -287,15 +295,19 @@ class _Worker:
                 return
             # A daemon, because at exit the interpreter would wait without limit for a non-daemon thread. `_finish_all`
             # waits for this thread, and limits how long it waits for other ranks.
-            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            # Noted first: an exception of a signal handler may end `start` when the thread has begun.
+            self._thread = thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             try:
                 thread.start()
+                return
             except RuntimeError:  # the system grants no thread: do the work here, which is slower but does not fail
                 self._thread = None
-            else:
-                self._thread = thread
-                return
         self._run()
+
+    @property
+    def is_at_work(self) -> bool:
+        thread = self._thread
+        return thread is not None and thread.is_alive()
 
     def wait(self) -> None:
         """Waits until no function is left to call."""
@@ -319,8 +331,8 @@ class _Worker:
 
 # Weak references are enough, because a running thread keeps its worker and its save alive even if the trainer has
 # dropped the manager.
-_all_saves: WeakSet[BackgroundSaves] = WeakSet()
-_workers: WeakSet[_Worker] = WeakSet()
+_all_saves: WeakSet[BackgroundSaves] = emptied_in_child(WeakSet())
+_workers: WeakSet[_Worker] = emptied_in_child(WeakSet())
 
 
 @atexit.register

@@ -151,10 +151,14 @@ class NodeTier:
         self.publish(attempt, data)
         return data
 
-    def close(self) -> None:
-        """Closes the server and all connections, and gives the lock up."""
+    def stop_serving(self) -> None:
+        """Closes the server."""
         if self.server is not None:
             self.server.close()
+
+    def close(self) -> None:
+        """Closes the server and all connections, and gives the lock up."""
+        self.stop_serving()
         for store in self._stores.values():
             store.close()
         self.lock.release()

@@ -14,6 +14,7 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import Manifest
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.errors import BusyError, CheckpointCorruptError, CheckpointNotFoundError, CommitError, from_record
+from mcore_ckpt.interrupts import is_interrupt
 from mcore_ckpt.io.room import NOTHING, Need
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide, same_everywhere
 from mcore_ckpt.steps import commit
@@ -78,7 +79,7 @@ def open_together(
     request = {"folder": str(role_dir), "busy": busy, "failure": failure, "need": record_of(need)}
     try:
         outcome = decide(agreement, topic, lambda: request, combine, CommitError, name=name)
-    except Exception:
+    except BaseException:
         # If this is rank 0, it may have made the folder before the round failed.
         commit.discard(file_names.staging_dir(role_dir, number))
         raise
@@ -173,12 +174,13 @@ def commit_together(
         # The ranks match their rounds by counting them, except for rounds with a name. This round needs a name, because
         # a rank that failed in `open_together` while the others did not misses this round and would count one less.
         decide(agreement, topic, lambda: write(attempt.staging), combine, CommitError, act, name=attempt.number)
-    except Exception:
+    except BaseException as error:
         # Rank 0 may have renamed the folder and then died, or announced the rename too late for this rank. So look at
         # the disk to see whether the checkpoint is committed.
-        if not is_committed(attempt):
-            if agreement.is_coordinator:
-                commit.discard(attempt.staging)
+        committed = is_committed(attempt)
+        if not committed and agreement.is_coordinator:
+            commit.discard(attempt.staging)
+        if not committed or is_interrupt(error):
             raise
 
 
