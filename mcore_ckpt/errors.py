@@ -37,6 +37,8 @@ import errno
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+from mcore_ckpt.interrupts import chain_of, is_interrupt
+
 
 class CheckpointError(Exception):
     """Base class of all errors of this package.
@@ -139,6 +141,8 @@ _STAYS = (
 
 def may_pass(error: BaseException) -> bool:
     """True if the call that has raised this error may succeed later."""
+    if any(map(is_interrupt, chain_of(error, None))):
+        return False  # the rank that a signal has interrupted does not come back
     if isinstance(error, CheckpointError):
         return error.may_pass
     return isinstance(error, OSError) and error.errno not in _STAYS

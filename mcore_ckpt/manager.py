@@ -20,6 +20,7 @@ from mcore_ckpt.delivery import Delivery
 from mcore_ckpt.errors import CheckpointError, CommitError, InvalidArgumentError, InvalidTypeError, NoRoomError
 from mcore_ckpt.field_checks import check_value
 from mcore_ckpt.formats.huggingface.assets import check_assets
+from mcore_ckpt.interrupts import is_interrupt
 from mcore_ckpt.io.room import NOTHING
 from mcore_ckpt.io.store import Store
 from mcore_ckpt.load.candidates import remote_steps
@@ -58,7 +59,7 @@ from mcore_ckpt.steps.remote_steps import RemoteStep, RemoteSteps
 from mcore_ckpt.steps.retention import PreservationPolicy
 from mcore_ckpt.steps.room import RoomWatch, Saving
 from mcore_ckpt.steps.trainer_lock import TrainerLock
-from mcore_ckpt.steps.transaction import EarlierSaveError, open_together
+from mcore_ckpt.steps.transaction import Attempt, EarlierSaveError, open_together
 from mcore_ckpt.steps.upload_queue import UploadQueue
 from mcore_ckpt.tools.doctor.start_line import log_root
 from mcore_ckpt.urls import local_path
@@ -134,8 +135,14 @@ class CheckpointManager:
         agreement = rendezvous(f"{role}/trainer", config.timeout_s, _SETTING_UP)
         with ExitStack() as failed:
             failed.callback(agreement.close)
-            with agreement.call(_SETTING_UP):
-                self._set_up(agreement, failed, root, role, model, config, objects)
+            try:
+                with agreement.call(_SETTING_UP):
+                    self._set_up(agreement, failed, root, role, model, config, objects)
+            except BaseException as error:
+                # Others may have a manager already, whose first call would wait for this rank.
+                with suppress(RuntimeError):  # the store is gone
+                    agreement.fail_next_round(_SETTING_UP, error)
+                raise
             failed.pop_all()
 
     def _set_up(
@@ -530,6 +537,7 @@ class CheckpointManager:
         with ExitStack() as last:  # what is named last comes first, and all of it comes although something fails
             last.callback(self._background.raise_failure)
             last.callback(self._closing.close)
+            last.callback(self._opening.remove_interrupted)
             if self._context.fast is not None:
                 last.callback(self._context.fast.wait)
 
@@ -544,12 +552,15 @@ class CheckpointManager:
             yield
         except BaseException as error:
             number = agreement.decided.get("attempt")
-            comes = self._background.is_at_work or commits.has_begun(str(number))
-            if number is not None and self._home.is_here and not comes:
+            if number is None or not self._home.is_here:
+                raise
+            if not (self._background.is_at_work or commits.has_begun(number)):
                 with suppress(RuntimeError):  # the store is gone, so nobody can be told
                     commits.fail_next_round(topic, error, number)
                 if agreement.is_coordinator:
                     discard(file_names.staging_dir(role_dir, number))
+            if agreement.is_coordinator and is_interrupt(error):
+                self._opening.interrupted(Attempt(number, file_names.staging_dir(role_dir, number), role_dir))
             raise
 
     @contextmanager

@@ -25,7 +25,6 @@ from mcore_ckpt.errors import (
     reworded,
 )
 from mcore_ckpt.field_checks import check_value
-from mcore_ckpt.interrupts import is_interrupt
 from mcore_ckpt.io.links import broken_link
 from mcore_ckpt.load.load import LoadResult
 from mcore_ckpt.manager import CheckpointManager
@@ -316,7 +315,7 @@ def retried(work: Callable[[], Any], retries: int) -> Any:
         try:
             return work()
         except (OSError, CheckpointError) as error:
-            if not may_pass(error) or is_interrupt(error):
+            if not may_pass(error):
                 raise
             pause = RETRY_FIRST_S * 2**number
             logger.warning("trying again in %g s: %s", pause, error)
