@@ -19,7 +19,7 @@ All errors of public calls derive from CheckpointError:
 | AgreementError | `CheckpointManager(...)`, `load`, `agree`, `recover` |
 | InvalidArgumentError | every public call; it is also a ValueError |
 | InvalidTypeError | every public call; it is also a TypeError |
-| InvalidStateError | `CheckpointManager(...)`; it is also a RuntimeError |
+| InvalidStateError | `CheckpointManager(...)`, and its calls in a forked child; it is also a RuntimeError |
 
 Public calls also raise these built-in errors:
 
@@ -27,7 +27,8 @@ Public calls also raise these built-in errors:
 - MemoryError: `save` and `load`, on the rank that has too little memory. The other ranks raise a CommitError or
   AgreementError.
 - OSError: `pin` and `unpin`, if the pin cannot be written or removed; `resumable_steps`, if the root cannot be read.
-- KeyboardInterrupt and SystemExit: every call that waits.
+- KeyboardInterrupt, SystemExit and what else signal handlers raise: every call, on the rank that got the signal. The
+  other ranks raise a CommitError or AgreementError at once.
 - Errors of functions that the caller passes in, such as the clock of a Schedule.
 """
 
