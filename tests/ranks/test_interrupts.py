@@ -200,6 +200,25 @@ def test_an_interrupt_that_the_caller_is_handling_is_not_raised_again() -> None:
         save_while_handling()
 
 
+def test_a_child_that_is_forked_in_a_round_says_nothing_in_it() -> None:
+    """As one that `extra_state` forks, and that ends by an exception through our frames."""
+    host: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    parent = os.getpid()
+
+    def work() -> Record:
+        pid = os.fork()
+        if pid == 0:
+            raise SystemExit
+        assert os.waitpid(pid, 0)[1] == 0
+        return {"work": "done"}
+
+    try:
+        result = decide(Agreement(host, 0, 1, "test", FAR_S), "a round", work, lambda records: records[0])
+    except SystemExit:
+        os._exit(1 if os.getpid() == parent else 0)
+    assert result == {"work": "done"}
+
+
 def test_the_last_rank_that_closes_deletes_what_is_left() -> None:
     host: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     keys = host.num_keys()
