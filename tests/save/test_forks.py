@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from children import ALARM_S, ends_normally
+from forked_children import ALARM_S, ends_normally
 from unsharded_model import Model
 from waiting import join_threads, wait_for
 
