@@ -100,7 +100,8 @@ class Agreement:
 
         Raises InvalidStateError in a forked child: the store would take its words for those of its parent.
         """
-        self._home.check("this Agreement")
+        if self.world_size > 1 or self._host is not None:  # the store of a process alone is copied with it
+            self._home.check("this Agreement")
         number, calls = (self._rounds or 0) + 1, self._calls + (self._rounds is None)
         prefix = f"{self._namespace}/{f'{calls}-{number}' if name is None else name}"
         wait = self._timeout_s if timeout_s is None else timeout_s

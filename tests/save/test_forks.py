@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from forked_children import ALARM_S, ends_normally
 from unsharded_model import Model
 from waiting import join_threads, wait_for
@@ -20,6 +21,7 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.errors import InvalidStateError
 from mcore_ckpt.events import Committed, Event
 from mcore_ckpt.io.peer_server import PeerServer
+from mcore_ckpt.ranks.rounds import Agreement
 from mcore_ckpt.steps import trainer_lock
 from mcore_ckpt.steps.read_lock import reading, unread
 from mcore_ckpt.steps.trainer_lock import TrainerLock
@@ -98,9 +100,10 @@ def test_a_manager_is_refused_in_a_child_and_goes_on_in_the_parent(manager: Chec
             with pytest.raises(InvalidStateError, match="this CheckpointManager of actor belongs to process"):
                 call(manager)
         with pytest.raises(InvalidStateError, match="this Agreement belongs to process"):
-            manager._trainer.agreement.begin("something")
+            agreement.begin("something")
         manager.close()
 
+    agreement = Agreement(dist.HashStore(), 0, 2, "test", 1.0)  # type: ignore[attr-defined]
     lock = file_names.trainer_file(manager.root.resolve(), "actor")
     keys, claim = manager._trainer.agreement._store.num_keys(), lock.read_bytes()
     assert ends_normally(use)
