@@ -95,6 +95,15 @@ def value_of(store: Any, key: str) -> bytes | None:
     return None if value == _NO_VALUE.encode() else value
 
 
+def is_shared(store: Any) -> bool:
+    """False for a store in the memory of this process, of which a forked child has a copy of its own."""
+    import torch.distributed as dist
+
+    while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
+        store = store.underlying_store
+    return not isinstance(store, dist.HashStore)  # type: ignore[attr-defined]
+
+
 def has_any(store: Any, *keys: str) -> bool:
     """Returns True if the store has at least one of the keys."""
     return any(store.check([key]) for key in keys)

@@ -25,6 +25,7 @@ from mcore_ckpt.ranks.key_value_store import (
     all_there,
     encode,
     has_any,
+    is_shared,
     missing,
     pack,
     poll,
@@ -100,7 +101,7 @@ class Agreement:
 
         Raises InvalidStateError in a forked child: the store would take its words for those of its parent.
         """
-        if self.world_size > 1 or self._host is not None:  # the store of a process alone is copied with it
+        if is_shared(self._store):
             self._home.check("this Agreement")
         number, calls = (self._rounds or 0) + 1, self._calls + (self._rounds is None)
         prefix = f"{self._namespace}/{f'{calls}-{number}' if name is None else name}"

@@ -103,7 +103,7 @@ def test_a_manager_is_refused_in_a_child_and_goes_on_in_the_parent(manager: Chec
             agreement.begin("something")
         manager.close()
 
-    agreement = Agreement(dist.HashStore(), 0, 2, "test", 1.0)  # type: ignore[attr-defined]
+    agreement = Agreement(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), 0, 2, "test", 1.0)  # type: ignore[attr-defined]
     lock = file_names.trainer_file(manager.root.resolve(), "actor")
     keys, claim = manager._trainer.agreement._store.num_keys(), lock.read_bytes()
     assert ends_normally(use)
