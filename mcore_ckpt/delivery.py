@@ -15,13 +15,16 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from weakref import WeakSet
 
 from mcore_ckpt.events import ErrorText, Event, Listener
+from mcore_ckpt.processes import Home
 
 logger = logging.getLogger(__name__)
 
@@ -141,10 +144,11 @@ class Delivery:
         return True
 
     def _run(self) -> None:
+        home = Home()
         while (event := self._next()) is not None:
             for listener in self._listeners:
                 self._called = (listener, event)
-                self._call(listener, event)
+                self._call(listener, event, home)
             with self._changed:
                 self._called = None
                 self._changed.notify_all()
@@ -168,18 +172,35 @@ class Delivery:
             )
         return event
 
-    def _call(self, listener: Listener, event: Event) -> None:
+    def _call(self, listener: Listener, event: Event, home: Home) -> None:
+        status: object = 0
         try:
             listener(event)
-        except BaseException as error:  # also SystemExit, which would end this thread without a word
-            if (id(listener), type(event)) not in self._logged:
-                self._logged.add((id(listener), type(event)))
-                logger.warning(
-                    "%s has failed. Saves are not affected. Its further failures with this kind of event are not "
-                    "logged\n%s",
-                    _told(listener, event),
-                    ErrorText.of(error).stacktrace,
-                )
+        except SystemExit as error:
+            status = error.code or 0
+            if home.is_here:
+                self._log_failure(listener, event, error)  # it would end this thread without a word
+        except BaseException as error:
+            status = 1
+            self._log_failure(listener, event, error)
+        if not home.is_here:
+            # The listener has forked, and this is the child. Its only thread would wait for events for ever, and a
+            # process whose first thread is not there cannot end as others do.
+            with suppress(OSError, ValueError):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(status if isinstance(status, int) else 1)
+
+    def _log_failure(self, listener: Listener, event: Event, error: BaseException) -> None:
+        """Logs an exception the first time for each listener and kind of event."""
+        if (id(listener), type(event)) not in self._logged:
+            self._logged.add((id(listener), type(event)))
+            logger.warning(
+                "%s has failed. Saves are not affected. Its further failures with this kind of event are not "
+                "logged\n%s",
+                _told(listener, event),
+                ErrorText.of(error).stacktrace,
+            )
 
 
 def _told(listener: Listener, event: Event) -> str:

@@ -20,7 +20,7 @@ All errors of public calls derive from CheckpointError:
 | AgreementError | `CheckpointManager(...)`, `load`, `agree`, `recover` |
 | InvalidArgumentError | every public call; it is also a ValueError |
 | InvalidTypeError | every public call; it is also a TypeError |
-| InvalidStateError | `CheckpointManager(...)`; it is also a RuntimeError |
+| InvalidStateError | `CheckpointManager(...)`, and its calls in a forked child; it is also a RuntimeError |
 
 Public calls also raise these built-in errors:
 
@@ -28,7 +28,8 @@ Public calls also raise these built-in errors:
 - MemoryError: `save` and `load`, on the rank that has too little memory. The other ranks raise a CommitError or
   AgreementError.
 - OSError: `pin` and `unpin`, if the pin cannot be written or removed; `resumable_steps`, if the root cannot be read.
-- KeyboardInterrupt and SystemExit: every call that waits.
+- KeyboardInterrupt, SystemExit and what else signal handlers raise: every call, on the rank that got the signal. The
+  other ranks raise a CommitError or AgreementError at once.
 - Errors of functions that the caller passes in, such as the clock of a Schedule.
 """
 
@@ -38,6 +39,7 @@ import errno
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+from mcore_ckpt.interrupts import chain_of, is_interrupt
 from mcore_ckpt.redaction import redacted
 
 
@@ -152,6 +154,8 @@ _STAYS = (
 
 def may_pass(error: BaseException) -> bool:
     """True if the call that has raised this error may succeed later."""
+    if any(map(is_interrupt, chain_of(error, None))):
+        return False  # the rank that a signal has interrupted does not come back
     if isinstance(error, CheckpointError):
         return error.may_pass
     return isinstance(error, OSError) and error.errno not in _STAYS

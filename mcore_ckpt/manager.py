@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from mcore_ckpt.errors import (
 )
 from mcore_ckpt.field_checks import check_value
 from mcore_ckpt.formats.huggingface.assets import check_assets
+from mcore_ckpt.interrupts import is_interrupt
 from mcore_ckpt.io.access import top_mode
 from mcore_ckpt.io.disk_watch import DiskWatch
 from mcore_ckpt.io.room import NOTHING
@@ -36,10 +37,12 @@ from mcore_ckpt.load.candidates import remote_steps
 from mcore_ckpt.load.load import VERIFY_WORDS, LoadResult, load_state
 from mcore_ckpt.load.load_events import load_and_tell
 from mcore_ckpt.load.node_candidates import found_on_nodes, own_held, why_not_whole
+from mcore_ckpt.processes import Home
 from mcore_ckpt.ranks import deadlines
 from mcore_ckpt.ranks.meeting import rendezvous
-from mcore_ckpt.ranks.rounds import Record, agree, decide
+from mcore_ckpt.ranks.rounds import Agreement, Record, agree, decide
 from mcore_ckpt.save.background import BackgroundSaves, SaveHandle, is_deleting_here
+from mcore_ckpt.save.closing import Closing
 from mcore_ckpt.save.context import SaveContext
 from mcore_ckpt.save.destination import find_destination
 from mcore_ckpt.save.drain import Drain
@@ -58,6 +61,7 @@ from mcore_ckpt.state.trainer_setup import complete_together, read_trainer
 from mcore_ckpt.steps import leftovers
 from mcore_ckpt.steps import listing as steps
 from mcore_ckpt.steps.choice import choose, oldest_first
+from mcore_ckpt.steps.commit import discard
 from mcore_ckpt.steps.history import RunHistory
 from mcore_ckpt.steps.node_steps import NodeStep, node_steps
 from mcore_ckpt.steps.node_tier import promise_room
@@ -66,7 +70,7 @@ from mcore_ckpt.steps.remote_steps import RemoteStep, RemoteSteps
 from mcore_ckpt.steps.retention import PreservationPolicy
 from mcore_ckpt.steps.room import RoomWatch, Saving
 from mcore_ckpt.steps.trainer_lock import TrainerLock
-from mcore_ckpt.steps.transaction import EarlierSaveError, open_together
+from mcore_ckpt.steps.transaction import Attempt, EarlierSaveError, open_together
 from mcore_ckpt.steps.upload_queue import UploadQueue
 from mcore_ckpt.tools.doctor.start_line import log_root
 from mcore_ckpt.urls import local_path
@@ -131,47 +135,58 @@ class CheckpointManager:
                 f"config is a {type(config).__name__}: use a CheckpointConfig. CheckpointConfig.from_dict makes "
                 "one of a mapping"
             )
-        # Join the agreements first, so that all ranks learn of later failures.
+        objects = {
+            "optimizer": optimizer,
+            "lr_scheduler": lr_scheduler,
+            "hf_config": hf_config,
+            "processing_class": processing_class,
+        }
+        self._home, self._closed = Home(), False
+        # Meet first, so that all ranks learn of later failures.
         agreement = rendezvous(f"{role}/trainer", config.timeout_s, _SETTING_UP)
-        commits = rendezvous(f"{role}/saves", config.timeout_s, _SETTING_UP)
-        try:
-            trainer = read_trainer(
-                agreement,
-                local_path(root, "root").absolute(),
-                role,
-                as_chunks(model),
-                config,
-                {
-                    "optimizer": optimizer,
-                    "lr_scheduler": lr_scheduler,
-                    "hf_config": hf_config,
-                    "processing_class": processing_class,
-                },
-            )
-            check_assets(hf_config)
-            images = HostImages(config.timeout_s, trainer.gpu, config.max_host_bytes)
-            if has_weights_on_gpu(trainer.chunks):
-                images.try_gpu()
-            # Open the store now, so that a missing package is noticed now and not at the first upload.
-            store = None if config.remote is None else Store(config.remote, config.shared_with_group)
-            remote = None if store is None else RemoteSteps(store, trainer.root)
-        except BaseException as error:
-            agreement.fail_next_round(_SETTING_UP, error)
-            raise
+        with ExitStack() as failed:
+            failed.callback(agreement.close)
+            try:
+                with agreement.call(_SETTING_UP):
+                    self._set_up(agreement, failed, root, role, model, config, objects)
+            except BaseException as error:
+                # Others may have a manager already, whose first call would wait for this rank.
+                with suppress(RuntimeError):  # the store is gone
+                    agreement.fail_next_round(_SETTING_UP, error)
+                raise
+            failed.pop_all()
+
+    def _set_up(
+        self,
+        agreement: Agreement,
+        failed: ExitStack,
+        root: str | Path,
+        role: str,
+        model: Any,
+        config: CheckpointConfig,
+        objects: Mapping[str, Any],
+    ) -> None:
+        """Makes the parts of a manager with the other ranks. `failed` gets what is to be closed if that fails."""
+        trainer = read_trainer(
+            agreement, local_path(root, "root").absolute(), role, as_chunks(model), config, dict(objects)
+        )
+        check_assets(objects["hf_config"])
+        images = HostImages(config.timeout_s, trainer.gpu, config.max_host_bytes)
+        failed.callback(images.close)
+        if has_weights_on_gpu(trainer.chunks):
+            images.try_gpu()
+        # Open the store now, so that a missing package is noticed now and not at the first upload.
+        store = None if config.remote is None else Store(config.remote, config.shared_with_group)
+        remote = None if store is None else RemoteSteps(store, trainer.root)
         settings, who = partial(settings_here, trainer.gpu, config.timeout_s), f"rank {agreement.rank}: "
         self._disk = agreement.runner = DiskWatch(config.timeout_s, settings, who)
-        # Saves read the state on the trainer's thread, unless it is copied. Then CUDA is none of their business.
-        commits.runner = DiskWatch(config.timeout_s, who=who, beside=self._disk) if config.async_save else self._disk
         lock = TrainerLock(trainer.root, role, top_mode(config.shared_with_group))
         trainer = _set_up_together(trainer, remote, lock)
-        fast = None if config.fast is None else open_fast_saves(trainer, config.fast, _SETTING_UP)
+        fast = None if config.fast is None else open_fast_saves(trainer, config.fast)
         if fast is not None:
+            failed.callback(fast.close)
             trainer = replace(trainer, nodes=fast.tier.nodes)
-            try:
-                promise_room(trainer.agreement, fast.tier, partial(estimated_bytes, trainer))
-            except BaseException:
-                fast.close()
-                raise
+            promise_room(trainer.agreement, fast.tier, partial(estimated_bytes, trainer))
         if agreement.is_coordinator:
             self._disk.run(partial(log_root, trainer.root))
         self._trainer = trainer
@@ -180,11 +195,14 @@ class CheckpointManager:
         uploads = _upload_queue(trainer, remote, self._delivery)
         room = RoomWatch(trainer.root, is_deleting_here)
         history = _history(trainer, remote, fast)
+        commits = agreement.beside("saves")
+        # Saves read the state on the trainer's thread, unless it is copied. Then CUDA is none of their business.
+        commits.runner = DiskWatch(config.timeout_s, who=who, beside=self._disk) if config.async_save else self._disk
         self._context = SaveContext(trainer, commits, images, lock, uploads, room, self._delivery, history, fast=fast)
+        self._closing = Closing.of(self._context)
         self._opening = Opening(self._context)
         self._background = BackgroundSaves(commits, warns=config.if_failed == "warn")
         self._guards = Guards(_to_delay(trainer), self._context.host_images.hold)
-        self._closed = False
         self._prepare_host_images()
 
     def save(
@@ -223,6 +241,7 @@ class CheckpointManager:
 
         Raises:
             CommitError: a rank failed, died or was late. All ranks raise it, and the previous checkpoint stays.
+            InvalidStateError: this is a forked child of the process that has made the manager.
             NoRoomError: the files would not fit on the disk or into a quota, so nothing has been written. It is also a
                 CommitError. With `async_save` and `if_failed="warn"` it is not raised but logged, and the returned
                 handle has it.
@@ -235,13 +254,16 @@ class CheckpointManager:
             CheckpointError: an earlier background save failed, and its error had not been raised yet. Nothing has been
                 saved by this call.
         """
+        self._check_process()
         started = time.perf_counter()
         events = SaveEvents(self._delivery, step, self._trainer.role, self._trainer.agreement.rank, started)
-        with events.telling_of_failure(), self._settings():
-            return self._save(step, extra_state, roles, path, max_to_keep, events, started)
+        topic = f"saving step {step} of {self._trainer.role}"
+        with self._trainer.agreement.call(topic), events.telling_of_failure(), self._settings():
+            return self._save(topic, step, extra_state, roles, path, max_to_keep, events, started)
 
     def _save(
         self,
+        topic: str,
         step: int,
         extra_state: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None,
         roles: Sequence[str] | None,
@@ -250,30 +272,42 @@ class CheckpointManager:
         events: SaveEvents,
         started: float,
     ) -> SaveHandle:
-        topic = f"saving step {step} of {self._trainer.role}"
-        with self._in_step(topic):
-            extra_state = _read_extra_state(extra_state) if callable(extra_state) else extra_state
-            self._check_save(step, extra_state)
-            role_dir, counts = find_destination(self._trainer.root, self._trainer.role, step, _full_path(path))
-            policy = _policy(self._trainer.config, max_to_keep)
-            declared = file_names.check_roles(roles or self._trainer.config.roles or ())
-            declared = file_names.check_roles([*declared, self._trainer.role])
-            fast = self._context.fast
-            if fast is not None and not counts:
-                raise InvalidArgumentError(
-                    f"path {role_dir} is not part of a step below {self._trainer.root}, but the fast tier holds only "
-                    "such steps: leave path out, or use a manager without a fast tier for this checkpoint"
-                )
-            events.started(role_dir if fast is None else fast.tier.role_dir(step))
-            busy, failure = self._earlier_save()
-            self._wait_for_deletion_of(step)
-            saving = Saving(role_dir, step, policy if counts else None)
-            parts = (self._context, step, extra_state, declared, started, saving.policy, events)
-            # While another save is under way, the host memory belongs to that save.
-            save = None if busy or failure else Save(*parts)
+        extra_state = _read_extra_state(extra_state) if callable(extra_state) else extra_state
+        self._check_save(step, extra_state)
+        role_dir, counts = find_destination(self._trainer.root, self._trainer.role, step, _full_path(path))
+        policy = _policy(self._trainer.config, max_to_keep)
+        declared = file_names.check_roles(roles or self._trainer.config.roles or ())
+        declared = file_names.check_roles([*declared, self._trainer.role])
+        fast = self._context.fast
+        if fast is not None and not counts:
+            raise InvalidArgumentError(
+                f"path {role_dir} is not part of a step below {self._trainer.root}, but the fast tier holds only "
+                "such steps: leave path out, or use a manager without a fast tier for this checkpoint"
+            )
+        events.started(role_dir if fast is None else fast.tier.role_dir(step))
+        busy, failure = self._earlier_save()
+        self._wait_for_deletion_of(step)
+        saving = Saving(role_dir, step, policy if counts else None)
+        parts = (self._context, step, extra_state, declared, started, saving.policy, events)
+        # While another save is under way, the host memory belongs to that save.
+        save = None if busy or failure else Save(*parts)
+        if fast is not None:
+            with self._failing_commit(topic, fast.tier.role_dir(step)):
+                return self._save_on_nodes(topic, saving, busy, failure, save, started)
+        with self._failing_commit(topic, role_dir):
+            return self._save_in_root(topic, saving, busy, failure, save, started, events)
+
+    def _save_in_root(
+        self,
+        topic: str,
+        saving: Saving,
+        busy: bool,
+        failure: Record | None,
+        save: Save | None,
+        started: float,
+        events: SaveEvents,
+    ) -> SaveHandle:
         prepare = partial(self._opening.prepare, saving)
-        if self._context.fast is not None:
-            return self._save_on_nodes(topic, saving, busy, failure, save, started)
         with self._raising_earlier_failure():
             try:
                 need = NOTHING if save is None else save.need
@@ -281,12 +315,12 @@ class CheckpointManager:
                 attempt = open_together(
                     self._trainer.agreement,
                     topic,
-                    role_dir,
+                    saving.role_dir,
                     busy,
                     failure,
                     prepare,
                     need,
-                    folder_mode=partial(self._trainer.folder_mode, role_dir),
+                    folder_mode=partial(self._trainer.folder_mode, saving.role_dir),
                     patience_s=patience_s,
                 )
             except (NoRoomError, HungDiskError) as error:
@@ -359,7 +393,8 @@ class CheckpointManager:
             CheckpointError: an earlier background save failed, and its error had not been raised yet. Nothing has been
                 loaded.
         """
-        with self._in_step("finding a checkpoint"):
+        self._check_process()
+        with self._trainer.agreement.call("finding a checkpoint"), self._raising_earlier_failure():
             self._check_open()
             self._background.wait_until_idle()
             self._check_contents("load_contents")
@@ -369,7 +404,6 @@ class CheckpointManager:
                 raise InvalidArgumentError("step and path are both given: use one")
             if verify not in VERIFY_WORDS:
                 raise InvalidArgumentError(f"verify is {verify!r}: use one of {', '.join(map(repr, VERIFY_WORDS))}")
-        with self._raising_earlier_failure():
             folder, failure = _full_path(path), self._background.failure()
             fast = self._context.fast
             load = partial(load_state, self._trainer, self._remote, step, folder, failure, verify)
@@ -415,7 +449,13 @@ class CheckpointManager:
                 a CheckpointError.
             CheckpointError: `request` raised it on some rank, or `answer` raised it. All ranks raise the same type.
         """
+        self._check_process()
         return agree(self._trainer.agreement, topic, request, answer)
+
+    def _call(self, topic: str) -> AbstractContextManager[None]:
+        """Makes all that happens in the `with` block one call of all ranks (`Agreement.call`)."""
+        self._check_process()
+        return self._trainer.agreement.call(topic)
 
     def latest_step(self) -> int | None:
         """Returns the newest complete step of this role, local or in the remote store; None if there is none.
@@ -425,6 +465,7 @@ class CheckpointManager:
         Raises:
             RemoteError: there is no local step, and the store, which may have one, does not answer.
         """
+        self._check_process()
         roles, here = (self._trainer.role,), steps.list_steps(self._trainer.root)
         there = self.remote_steps(None, required=not choose(here, roles).steps)
         everywhere: list[steps.StepStatus | RemoteStep] = [*there, *here]
@@ -440,6 +481,7 @@ class CheckpointManager:
         Raises:
             RemoteError: the store does not answer, and `required` is true.
         """
+        self._check_process()
         return remote_steps(self._remote, self._trainer.root, step, required)
 
     def fast_steps_found(self, roles: Sequence[str], step: int | None) -> tuple[list[NodeStep], list[NodeStep]]:
@@ -451,6 +493,7 @@ class CheckpointManager:
             roles: the roles that a step must have.
             step: the only step to look for. None: all steps.
         """
+        self._check_process()
         fast = self._context.fast
         if fast is None:
             return [], []
@@ -478,6 +521,7 @@ class CheckpointManager:
         Raises:
             CommitError: the host had to wait, and the GPU hangs.
         """
+        self._check_process()
         self._context.host_images.hold()
 
     def wait(self) -> None:
@@ -490,6 +534,7 @@ class CheckpointManager:
         Raises:
             CheckpointError: a background save failed, and its error had not been raised yet.
         """
+        self._check_process()
         self._check_open()
         self._background.wait_until_idle()
         if self._context.fast is not None:
@@ -504,49 +549,50 @@ class CheckpointManager:
         """Waits for a save that is under way, and frees the host memory. The manager cannot be used afterwards.
 
         Rank 0 also waits for uploads, for at most `upload_timeout_s`. The next run uploads what the store lacks then.
-        Listeners are waited for as by `wait`.
+        Listeners are waited for as by `wait`. In a forked child of the process that has made the manager, nothing is
+        done.
 
         Raises:
             CheckpointError: a background save failed, and its error had not been raised yet. The manager is closed
                 nevertheless.
         """
-        if self._closed:
+        if self._closed or not self._home.is_here:
             return
         self._background.wait_until_idle()
-        fast = self._context.fast
         self._guards.remove()
         self._closed = True
         with ExitStack() as last:  # what is named last comes first, and all of it comes although something fails
             last.callback(self._background.raise_failure)
-            last.callback(self._delivery.close)
-            # Release the lock last, because the role's next trainer removes half-uploaded steps as leftovers.
-            last.callback(self._release)
-            if fast is not None:
-                last.callback(fast.close)
-            if self._context.uploads is not None:
-                last.callback(self._context.uploads.close, self._trainer.config.upload_timeout_s)
-            last.callback(self._context.host_images.close)
-            if fast is not None:
-                last.callback(fast.wait)
+            last.callback(self._closing.close)
+            last.callback(self._remove_interrupted)
+            if self._context.fast is not None:
+                last.callback(self._context.fast.wait)
 
-    def _release(self) -> None:
-        """Gives up what other processes look at. If the disk hangs, they see later that this one has ended."""
-        for release in (self._context.history.release, self._context.lock.release):
-            try:
-                self._disk.run(release)
-            except HungDiskError as error:
-                logger.warning("the lock of %s below %s stays: %s", self._trainer.role, self._trainer.root, error)
+    def _remove_interrupted(self) -> None:
+        with suppress(HungDiskError):  # the next start removes it
+            self._disk.run(self._opening.remove_interrupted)
 
     def _settings(self) -> AbstractContextManager[None]:
         return settings_for_state(self._trainer.gpu, self._trainer.config.timeout_s)
 
     @contextmanager
-    def _in_step(self, topic: str) -> Iterator[None]:
-        """Reports a failure that happens before the first round to the other ranks, which will wait in that round."""
+    def _failing_commit(self, topic: str, role_dir: Path) -> Iterator[None]:
+        """Tells the other ranks if this one does not come to the commit of a save that all have begun."""
+        agreement, commits = self._trainer.agreement, self._context.commits
         try:
             yield
-        except BaseException as error:  # also Ctrl-C, because otherwise this rank would be one round behind
-            self._trainer.agreement.fail_next_round(topic, error)
+        except BaseException as error:
+            number = agreement.decided.get("attempt")
+            if number is None or not self._home.is_here:
+                raise
+            if not (self._background.is_at_work or commits.has_begun(number)):
+                with suppress(RuntimeError):  # the store is gone, so nobody can be told
+                    commits.fail_next_round(topic, error, number)
+                if agreement.is_coordinator:
+                    with suppress(HungDiskError):
+                        self._disk.run(partial(discard, file_names.staging_dir(role_dir, number)))
+            if agreement.is_coordinator and is_interrupt(error):
+                self._opening.interrupted(Attempt(number, file_names.staging_dir(role_dir, number), role_dir))
             raise
 
     @contextmanager
@@ -605,6 +651,9 @@ class CheckpointManager:
             raise InvalidArgumentError(
                 f"{field} has 'optimizer', but the manager has no optimizer: pass one, or leave the word out"
             )
+
+    def _check_process(self) -> None:
+        self._home.check(f"this CheckpointManager of {self._trainer.role}")
 
     def _check_open(self) -> None:
         if self._closed:

@@ -9,6 +9,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -103,6 +104,13 @@ def recover(
     by_role = _by_role(managers)
     _check_resume(resume)
     check_value("retries", retries, int, {"least": 0})
+    with ExitStack() as calls:  # a rank that leaves tells the others, of whatever role they are waiting for
+        for manager in by_role.values():
+            calls.enter_context(manager._call("resuming"))
+        return _recovered(by_role, resume, retries)
+
+
+def _recovered(by_role: Mapping[str, CheckpointManager], resume: str | int | Path, retries: int) -> Recovery:
     first = next(iter(by_role.values()))
     request = {"resume": str(resume), "roles": list(by_role), "retries": retries}
     first.agree("resuming", request, dict)

@@ -13,6 +13,7 @@ from weakref import WeakSet
 
 from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.io import _native, tuning
+from mcore_ckpt.processes import emptied_in_child
 
 logger = logging.getLogger(__name__)
 
@@ -186,7 +187,7 @@ def _lower_priority() -> None:
 
 
 # Preparations that may still run when the interpreter exits.
-_running: WeakSet[_Preparation] = WeakSet()
+_running: WeakSet[_Preparation] = emptied_in_child(WeakSet())
 
 
 @atexit.register

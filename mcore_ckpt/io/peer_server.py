@@ -17,12 +17,14 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
+from weakref import WeakSet
 
 from mcore_ckpt.errors import CheckpointCorruptError
 from mcore_ckpt.io.files import inside, open_regular
 from mcore_ckpt.io.folder_sizes import sizes_below
 from mcore_ckpt.io.peer_protocol import HEADER, HERE, MISSING, REFUSED, REQUEST_BYTES, admit, answer_time_s
 from mcore_ckpt.io.peer_tls import PeerTls
+from mcore_ckpt.processes import Home
 
 logger = logging.getLogger(__name__)
 
@@ -96,9 +98,11 @@ class PeerServer:
         self.address = f"{host}:{self._socket.getsockname()[1]}"
         self._notes: dict[str, bytes] = {}
         self._clients: dict[_Client, None] = {}  # in the order in which they came
-        self._lock = threading.Lock()
-        self._closed = False
+        # Reentrant, because the garbage collector may close the server of a dropped manager on any thread.
+        self._lock = threading.RLock()
+        self._closed, self._home = False, Home()
         self._quiet_until = 0.0
+        _servers.add(self)
         threading.Thread(target=self._accept, name="mcore_ckpt peer server", daemon=True).start()
 
     def publish(self, name: str, data: bytes, instead_of: str | None = None) -> None:
@@ -109,13 +113,22 @@ class PeerServer:
             self._notes[name] = data
 
     def close(self) -> None:
-        """Stops serving. Connections that are open are cut."""
+        """Stops serving. Connections that are open are cut. In a forked child it does nothing."""
+        if not self._home.is_here:
+            return
         self._closed = True
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._socket.close()
         for client in self._all_clients():
             client.cut()
+
+    def leave_to_parent(self) -> None:
+        """Closes the descriptors that a forked child has got, so that the port is free when the parent ends."""
+        self._closed = True
+        for each in (self._socket, *(client.connection for client in self._clients)):
+            with suppress(OSError):
+                os.close(each.detach())
 
     def _accept(self) -> None:
         waiting = select.poll()
@@ -304,3 +317,15 @@ def _most_descriptors() -> int:
     """Returns how many descriptors this process may have; a training may change it."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return soft if soft != resource.RLIM_INFINITY else 1 << 20
+
+
+_servers: WeakSet[PeerServer] = WeakSet()
+
+
+def _leave_to_parent() -> None:
+    for server in list(_servers):
+        server.leave_to_parent()
+    _servers.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

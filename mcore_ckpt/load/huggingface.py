@@ -7,6 +7,7 @@ import math
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -205,9 +206,8 @@ def load_hf(
     """
     started = time.monotonic()
     check_value("timeout_s", timeout_s, float, {"above": 0})
-    agreement = rendezvous("load_hf", timeout_s, f"loading {path}")
     topic = f"checking {path}"
-    try:
+    with closing(rendezvous("load_hf", timeout_s, f"loading {path}")) as agreement, agreement.call(topic):
         check_value("strict_model", strict_model, bool)
         compiled(ignore)
         if base is not None:
@@ -215,31 +215,28 @@ def load_hf(
         local_path(path, "path")
         here = replace(_here(model, optimizer, agreement), strict_model=strict_model)
         name = with_revision(path, revision)
-    except BaseException as error:
-        agreement.fail_next_round(topic, error)
-        raise
-    with settings_for_state(gpu_of(here.chunks), timeout_s):
-        path = find_folder_together(agreement, name, "model", everywhere=source != "rank0")
-        # Of a model on the hub each node may have the copy in another place.
-        same = str(path.absolute()) if path == Path(name) else name
-        arguments = {
-            "path": None if source == "rank0" else same,
-            "source": source,
-            "ignore": list(ignore),
-            "base": None if base is None else str(base),
-            "strict_model": strict_model,
-        }
-        base = None if base is None else find_folder_together(agreement, base, "config", everywhere=False)
-        opened = _open_together(here, path, arguments, base)
-        plan = _plan_together(here, opened, source, ignore, topic)
-        nbytes = _apply_together(here, plan, source)
-        if optimizer is not None:
-            follow_model(optimizer)
-            if has_quantized(here.chunks):
-                write_weights(here.chunks, optimizer)
-        seconds = time.monotonic() - started
-        model_read, left_out = plan.reader.model.describe(), plan.reader.left_out
-        return HfLoadReport(path, model_read, len(plan.requests), nbytes, seconds, left_out)
+        with settings_for_state(gpu_of(here.chunks), timeout_s):
+            path = find_folder_together(agreement, name, "model", everywhere=source != "rank0")
+            # Of a model on the hub each node may have the copy in another place.
+            same = str(path.absolute()) if path == Path(name) else name
+            arguments = {
+                "path": None if source == "rank0" else same,
+                "source": source,
+                "ignore": list(ignore),
+                "base": None if base is None else str(base),
+                "strict_model": strict_model,
+            }
+            base = None if base is None else find_folder_together(agreement, base, "config", everywhere=False)
+            opened = _open_together(here, path, arguments, base)
+            plan = _plan_together(here, opened, source, ignore, topic)
+            nbytes = _apply_together(here, plan, source)
+            if optimizer is not None:
+                follow_model(optimizer)
+                if has_quantized(here.chunks):
+                    write_weights(here.chunks, optimizer)
+            seconds = time.monotonic() - started
+            model_read, left_out = plan.reader.model.describe(), plan.reader.left_out
+            return HfLoadReport(path, model_read, len(plan.requests), nbytes, seconds, left_out)
 
 
 def _here(model: Any, optimizer: Any, agreement: Agreement) -> _Here:

@@ -77,11 +77,11 @@ def scatter(reader: HuggingFaceReader, requests: Sequence[Request], rank: int, w
     if rank:
         _receive(requests, own, device)
         return 0
-    failure: Exception | None = None
+    failure: BaseException | None = None
     nbytes = 0
     try:
         nbytes = fill_tensors([request.fill for request in requests], reader.read)
-    except Exception as error:  # kept until the other ranks, which wait for messages, know of the failure
+    except BaseException as error:  # kept until the other ranks, which wait for messages, know of the failure
         failure = error
     return nbytes + _serve(reader, sizes, device, failure)
 
@@ -95,7 +95,7 @@ class _Turn:
     segments: Sequence[_Segment]
 
 
-def _serve(reader: HuggingFaceReader, sizes: Sequence[int], device: torch.device, failure: Exception | None) -> int:
+def _serve(reader: HuggingFaceReader, sizes: Sequence[int], device: torch.device, failure: BaseException | None) -> int:
     """Sends the other ranks what they want. `sizes` are the numbers of bytes of the ranks' encoded requests."""
     locator = Locator(reader, None)
     turns = _turns({other: _receive_wanted(other, sizes[other], device) for other in range(1, len(sizes))}, locator)
@@ -114,7 +114,7 @@ def _serve(reader: HuggingFaceReader, sizes: Sequence[int], device: torch.device
         for number, turn in enumerate(turns):
             try:
                 memory, count = reading.pop().result()
-            except Exception:
+            except BaseException:
                 for other in {later.rank for later in turns[number:]}:
                     _send(torch.tensor([_FAILED], device=device), other)
                 raise
@@ -157,7 +157,7 @@ def _receive(requests: Sequence[Request], encoded: bytes, device: torch.device) 
     _send(torch.frombuffer(bytearray(encoded), dtype=torch.uint8).to(device), 0)
     arriving = _Arriving(requests)
     sizes = [(target.numel(), r.fill.dtype) for target, r in zip(arriving.targets, requests, strict=True)]
-    failure: Exception | None = None
+    failure: BaseException | None = None
     for message in _messages(sizes):
         status = torch.zeros(1, dtype=torch.int64, device=device)
         _receive_into(status, 0)
@@ -171,7 +171,7 @@ def _receive(requests: Sequence[Request], encoded: bytes, device: torch.device) 
             if failure is None:
                 for segment in message:
                     arriving.take(segment, buffer)
-        except Exception as error:  # kept, because rank 0 continues to send, and blocks if nobody receives
+        except BaseException as error:  # kept, because rank 0 continues to send, and blocks if nobody receives
             failure = error
     if failure is not None:
         raise failure

@@ -75,7 +75,8 @@ def job_agreement(name: str, seat: Seat | None, timeout_s: float, start_s: float
         yield single_process_agreement(name, timeout_s)
         return
     agreement = _meet(name, seat, timeout_s, start_s)
-    yield agreement
+    with agreement.call(name):
+        yield agreement
     _leave(name, agreement)
 
 

@@ -25,6 +25,9 @@ _UNZIP_AT_ONCE = 128
 # What any message may become.
 _ANY_UNPACKED = 2 << 20
 
+# No key has this value.
+_NO_VALUE = "-"
+
 
 @dataclass
 class WaitLimit:
@@ -117,6 +120,21 @@ def all_there(store: Any, keys: Sequence[str], found: Callable[[Sequence[str]], 
     return ready
 
 
+def value_of(store: Any, key: str) -> bytes | None:
+    """Returns the value of a key, or None. Unlike `get`, it never waits for a key that was deleted a moment ago."""
+    value: bytes = store.compare_set(key, _NO_VALUE, _NO_VALUE)
+    return None if value == _NO_VALUE.encode() else value
+
+
+def is_shared(store: Any) -> bool:
+    """False for a store in the memory of this process, of which a forked child has a copy of its own."""
+    import torch.distributed as dist
+
+    while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
+        store = store.underlying_store
+    return not isinstance(store, dist.HashStore)  # type: ignore[attr-defined]
+
+
 def has_any(store: Any, *keys: str) -> bool:
     """Returns True if the store has at least one of the keys."""
     return any(store.check([key]) for key in keys)
@@ -147,6 +165,8 @@ def store_failures(topic: str, error: type[CheckpointError]) -> Iterator[None]:
     """Raises `error` if the store is lost because the process that hosts it has died."""
     try:
         yield
+    except CheckpointError:  # InvalidStateError is a RuntimeError, too
+        raise
     except RuntimeError as failure:
         # For a lost connection, torch.distributed raises RuntimeError or a subclass (DistStoreError, DistNetworkError).
         raise error(

@@ -22,6 +22,7 @@ from mcore_ckpt.ranks.key_value_store import (
     silence_of_rank_0,
     store_failures,
     timeout_of,
+    value_of,
 )
 from mcore_ckpt.ranks.process_groups import has_process_group
 from mcore_ckpt.ranks.rounds import Agreement
@@ -82,9 +83,11 @@ def rendezvous_at(
 def _meet_other_ranks(store: Any, namespace: str, rank: int, world_size: int, timeout_s: float, topic: str) -> str:
     """Publishes a new name, waits until all other ranks have answered, and confirms each answer. Rank 0 runs it."""
     name = uuid.uuid4().hex
-    store.set(f"{namespace}/call", name)
     answers = [_answer_key(namespace, name, other) for other in range(1, world_size)]
-    if answers:
+    if not answers:
+        return name
+    store.set(f"{namespace}/call", name)
+    try:
         if not poll(all_there(store, answers), 1, time.monotonic() + timeout_s, WaitLimit()):
             absent = set(missing(store, answers))
             silent = [rank for rank, key in enumerate(answers, 1) if key in absent]
@@ -92,6 +95,8 @@ def _meet_other_ranks(store: Any, namespace: str, rank: int, world_size: int, ti
         words = [word.decode() for word in store.multi_get(answers)]
         heard = [_heard_key(namespace, name, other, word) for other, word in enumerate(words, 1)]
         store.multi_set(heard, ["1"] * len(heard))
+    finally:
+        store.delete_key(f"{namespace}/call")
     return name
 
 
@@ -105,7 +110,8 @@ def _meet_rank_0(store: Any, namespace: str, rank: int, world_size: int, timeout
 
     def met() -> bool:
         nonlocal name, heard
-        called = store.get(call).decode() if store.check([call]) else name
+        value = value_of(store, call)
+        called = name if value is None else value.decode()
         # Read the call before the confirmation. Rank 0 confirms all answers to one call before it makes the next call,
         # so a rank that sees the next call also finds its answer to the last call confirmed.
         if heard and store.check([heard]):
@@ -120,10 +126,12 @@ def _meet_rank_0(store: Any, namespace: str, rank: int, world_size: int, timeout
         return False
 
     seconds = timeout_of(rank, timeout_s)
-    if not poll(met, world_size, time.monotonic() + seconds, WaitLimit()):
-        raise AgreementError(silence_of_rank_0(topic, rank, seconds))
-    for key in (heard, _answer_key(namespace, name, rank)):
-        store.delete_key(key)
+    try:
+        if not poll(met, world_size, time.monotonic() + seconds, WaitLimit()):
+            raise AgreementError(silence_of_rank_0(topic, rank, seconds))
+    finally:
+        for key in (heard, _answer_key(namespace, name, rank)):
+            store.delete_key(key)
     return name
 
 

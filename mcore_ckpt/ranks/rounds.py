@@ -8,18 +8,23 @@ never both.
 from __future__ import annotations
 
 import math
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 from mcore_ckpt.errors import AgreementError, CheckpointError, CommitError, from_record, to_record
+from mcore_ckpt.interrupts import chain_of, interrupts_as_themselves, is_interrupt
+from mcore_ckpt.processes import Home
 from mcore_ckpt.ranks import deadlines
 from mcore_ckpt.ranks.key_value_store import (
     WaitLimit,
     all_there,
     encode,
     has_any,
+    is_shared,
     missing,
     pack,
     poll,
@@ -29,6 +34,9 @@ from mcore_ckpt.ranks.key_value_store import (
     timeout_of,
     unpack,
 )
+
+# Of the number that ranks count up when they close: so much for each that has keys left, and 1 for each.
+_HAS_KEYS = 1 << 32
 
 # A record is what a rank submits, and what all ranks get. It consists of plain JSON values.
 Record = dict[str, Any]
@@ -90,6 +98,8 @@ class Agreement:
 
     Attributes:
         runner: does this rank's work in each round.
+        decided: what all ranks got in the last round of the present call, even if this rank was interrupted meanwhile.
+        is_closed: True once this rank has deleted its keys.
     """
 
     def __init__(
@@ -101,9 +111,14 @@ class Agreement:
         self.world_size = world_size
         self._namespace = namespace
         self._timeout_s = timeout_s
-        self._rounds = 0
+        self._home = Home()
+        self._calls = 0
+        self._rounds: int | None = None  # of the present call; None outside of calls
         # The last round, and earlier rounds in which this rank still has keys.
         self._begun: list[Round] = []
+        self._told: BaseException | None = None
+        self.is_closed = False
+        self.decided: Record = {}
         self._given: list[str] = []
         self._take_until = math.inf
         self._limit = WaitLimit()
@@ -124,8 +139,21 @@ class Agreement:
 
         All ranks must begin the same rounds in the same order. A rank may skip a round that has a `name` of its own.
         `timeout_s` replaces the agreement's timeout in this round.
+
+        Raises InvalidStateError in a forked child: the store would take its words for those of its parent.
         """
-        self._rounds += name is None
+        if is_shared(self._store):
+            self._home.check("this Agreement")
+        number, calls = (self._rounds or 0) + 1, self._calls + (self._rounds is None)
+        prefix = f"{self._namespace}/{f'{calls}-{number}' if name is None else name}"
+        wait = self._timeout_s if timeout_s is None else timeout_s
+        round_ = Round(self._store, self.rank, self.world_size, prefix, topic, wait, self._limit, name)
+        # First, so that `fail_next_round` finds the round if a signal handler raises in the following.
+        self._begun.append(round_)
+        if name is None and self._rounds is None:
+            self._calls = calls
+        elif name is None:
+            self._rounds = number
         # This rank has left the previous round, and so have the ranks that took its records in that round.
         while self._given:
             self._store.delete_key(self._given.pop())
@@ -134,10 +162,32 @@ class Agreement:
         else:
             self._delete_submissions()
         self._take_until = math.inf
-        prefix = f"{self._namespace}/{self._rounds if name is None else name}"
-        wait = self._timeout_s if timeout_s is None else timeout_s
-        self._begun.append(Round(self._store, self.rank, self.world_size, prefix, topic, wait, self._limit))
-        return self._begun[-1]
+        return round_
+
+    @contextmanager
+    def call(self, topic: str) -> Iterator[None]:
+        """Makes the rounds of the `with` block, in whatever number, those of one call of all ranks.
+
+        A rank may leave the block with an exception of its own, such as of a signal handler: the others are told in
+        the round that they come to next, and in the next call all ranks are at the same round again. An exception of a
+        signal handler comes out as it is.
+        """
+        outer, is_outermost = sys.exc_info()[1], self._rounds is None
+        try:
+            if is_outermost:
+                self._calls, self._rounds, self.decided = self._calls + 1, 0, {}
+            with interrupts_as_themselves():
+                yield
+        except BaseException as error:
+            was_told = any(each is self._told for each in chain_of(error, outer))
+            if self._home.is_here and not was_told:
+                with suppress(RuntimeError):  # the store is gone, so nobody can be told
+                    self.fail_next_round(topic, error)
+                self._told = error
+            raise
+        finally:
+            if is_outermost:
+                self._rounds = None
 
     def give(self, key: str, record: Record) -> None:
         """Publishes a record that another rank will `take` in the present round. Call it before this rank submits."""
@@ -165,6 +215,45 @@ class Agreement:
             raise CommitError(f"{key}: rank {rank} has submitted without giving its part: look at its log")
         return unpack(self._store.get(given))
 
+    def beside(self, name: str) -> Agreement:
+        """Returns an agreement of the same ranks with a client of its own, for rounds on another thread."""
+        place = f"{self._namespace}/{name}"
+        return Agreement(self._store.clone(), self.rank, self.world_size, place, self._timeout_s, self._host)
+
+    def close(self) -> None:
+        """Deletes the keys of this rank. Every rank calls it after its last round. It waits for nobody. Raises nothing.
+
+        What other ranks may still have to read, the last rank deletes that closes. In a forked child nothing happens.
+        """
+        if self.is_closed or not self._home.is_here:
+            return
+        self.is_closed = True
+        over = [] if self.is_coordinator else [each for each in self._begun if each.is_over]
+        gone = [_submission_key(each.prefix, self.rank) for each in over]
+        kept = [key for each in self._begun if each not in over for key in each.all_keys()]
+        (gone if self._begun and self._begun[-1] in over else kept).extend(self._given)
+        with suppress(RuntimeError):  # the store is gone, and all keys with it
+            for key in gone:
+                self._store.delete_key(key)
+            self._hand_over(kept)
+
+    def _hand_over(self, keys: Sequence[str]) -> None:
+        """Leaves keys to the last rank that closes, which deletes them."""
+        left = f"{self._namespace}/left"
+        names = [f"{left}/{rank}" for rank in range(self.world_size)]
+        if keys:
+            self._store.set(names[self.rank], pack({"keys": keys}))
+        owners, closed = divmod(self._store.add(left, _HAS_KEYS + 1 if keys else 1), _HAS_KEYS)
+        if closed < self.world_size:
+            return
+        if owners == 1 and self._store.check(names[:1]):  # usually only rank 0 has keys left
+            names = names[:1]
+        absent = set(missing(self._store, names)) if owners else set(names)
+        for name in (each for each in names if each not in absent):
+            for key in (*unpack(self._store.get(name))["keys"], name):
+                self._store.delete_key(key)
+        self._store.delete_key(left)
+
     def limit_waits(self, seconds: float) -> None:
         """Ends all present and future waits within `seconds` from now. An exiting interpreter calls it."""
         self._limit.at = time.monotonic() + seconds
@@ -176,12 +265,22 @@ class Agreement:
         """Fails the next round because this rank cannot take part in it.
 
         The other ranks get the error. This rank begins the round like the others, so all ranks stay at the same round.
-        `name` is that of the round; see `begin`.
+        `name` is that of the round; see `begin`. A round that this rank has just begun, and no more, is the next one.
         """
-        round_ = self.begin(topic, name)
+        last = self._begun[-1] if self._begun else None
+        is_next = last is not None and last.name == name and not last.has_submitted
+        round_ = last if last is not None and is_next else self.begin(topic, name)
         round_.fail(error)
         if self.is_coordinator:
             round_.announce_failure(error)
+
+    def has_begun(self, name: str) -> bool:
+        """True if this rank has begun the round of this name, and rounds after it have not made it forget that."""
+        return any(each.name == name for each in self._begun)
+
+    def told(self, error: BaseException) -> None:
+        """Notes that all ranks know that the present round has failed, for which this rank raises `error`."""
+        self._told = error
 
     def _delete_submissions(self) -> None:
         """Deletes what this rank has submitted to rounds that are over. All ranks except rank 0 call it.
@@ -209,8 +308,7 @@ class Agreement:
         """
         reached = max((number for number, round_ in enumerate(self._begun) if round_.has_all_submissions), default=0)
         for round_ in self._begun[:reached]:
-            prefix = round_.prefix
-            for key in (_submission_key(prefix, self.rank), f"{prefix}/outcome", f"{prefix}/done"):
+            for key in round_.all_keys():
                 self._store.delete_key(key)
         del self._begun[:reached]
 
@@ -234,23 +332,42 @@ class Round:
 
     Attributes:
         prefix: the prefix of the round's keys.
+        name: the round's own name; None if it has none.
         has_submitted: whether this rank has submitted its record or its error.
         has_all_submissions: whether rank 0 has seen that all ranks have submitted.
         is_over: whether this rank has heard what rank 0 announced.
     """
 
     def __init__(
-        self, store: Any, rank: int, world_size: int, prefix: str, topic: str, timeout_s: float, limit: WaitLimit
+        self,
+        store: Any,
+        rank: int,
+        world_size: int,
+        prefix: str,
+        topic: str,
+        timeout_s: float,
+        limit: WaitLimit,
+        name: str | None = None,
     ) -> None:
         self._store = store
         self._rank = rank
         self._world_size = world_size
-        self.prefix = prefix
+        self.prefix, self.name = prefix, name
         self.has_submitted = self.has_all_submissions = self.is_over = False
         self._topic = topic
         self._limit = limit
+        self._home = Home()
         self._timeout_s = timeout_of(rank, timeout_s)
         self._deadline = time.monotonic() + self._timeout_s
+
+    @property
+    def is_here(self) -> bool:
+        """False in a child that was forked during the round."""
+        return self._home.is_here
+
+    def all_keys(self) -> tuple[str, str, str]:
+        """Returns the keys that this rank may have set, as rank 0 or as one that gave up."""
+        return _submission_key(self.prefix, self._rank), f"{self.prefix}/outcome", f"{self.prefix}/done"
 
     def shorten_deadline(self, seconds: float) -> None:
         """Moves the deadline to `seconds` from now, unless it is earlier already."""
@@ -269,8 +386,24 @@ class Round:
         self._submit({"error": to_record(error, self._rank)})
 
     def _submit(self, message: Record) -> None:
-        self.has_submitted = True
         self._put(_submission_key(self.prefix, self._rank), message)
+        self.has_submitted = True
+
+    def leave(self, error: BaseException) -> Record | None:
+        """Fails the round, in which `error` has interrupted this rank. All ranks except rank 0 call it.
+
+        Returns None, or, if it is too late because rank 0 acts already, what the others get.
+        """
+        if not self.is_over:
+            self.fail(error)  # in place of the record, which rank 0 may have read already
+            outcome = self._set_outcome({"error": to_record(error, self._rank)})
+            self.restart_deadline()
+            done = f"{self.prefix}/done"
+            if "error" in outcome or not self._wait(lambda: self._store.check([done])):
+                return None
+        message = unpack(self._store.get(f"{self.prefix}/done"))
+        self.is_over = True
+        return message.get("record")
 
     def collect(self, default: type[CheckpointError]) -> list[Record]:
         """Returns the records of all ranks, in the order of the ranks. Only rank 0 calls it.
@@ -411,40 +544,84 @@ def decide(
 
     Raises:
         CheckpointError: of the same type on all ranks.
+        BaseException: what a signal handler has raised on this rank. The other ranks raise a CheckpointError, unless it
+            was too late to tell them; `Agreement.decided` has what they got then.
     """
-    with store_failures(topic, error):
-        round_ = agreement.begin(topic, name, timeout_s)
+    scope = nullcontext() if name is not None else agreement.call(topic)
+    with scope, interrupts_as_themselves(), store_failures(topic, error):
         try:
-            own = _work_and_submit(round_, partial(agreement.runner.run, work))
+            round_ = agreement.begin(topic, name, timeout_s)
         except BaseException as interrupt:
-            if agreement.is_coordinator:
-                round_.announce_failure(interrupt)
+            # Of a round without a name, `call` tells the others. Errors of ours are of a child, or of a lost store.
+            if name is not None and not isinstance(interrupt, (CheckpointError, RuntimeError)):
+                agreement.fail_next_round(topic, interrupt, name)
             raise
-        if not agreement.is_coordinator:
-            try:
-                return round_.outcome(error)
-            except CheckpointError as failure:
-                raise failure from own
+        if agreement.is_coordinator:
+            return _lead(agreement, round_, work, combine, error, act)
+        return _follow(agreement, round_, work, error)
+
+
+def _follow(agreement: Agreement, round_: Round, work: Callable[[], Record], error: type[CheckpointError]) -> Record:
+    """Takes part in a round. All ranks except rank 0 call it."""
+    own: BaseException | None = None
+    try:
+        own = _work_and_submit(round_, partial(agreement.runner.run, work))
+        agreement.decided = record = round_.outcome(error)
+        return record
+    except CheckpointError as failure:
+        agreement.told(failure)
+        raise failure from own
+    except BaseException as interrupt:
+        if round_.is_here:
+            with suppress(RuntimeError):  # the store is gone
+                others = round_.leave(interrupt)
+                agreement.decided = others or {}
+                if others is None:
+                    agreement.told(interrupt)
+        raise
+
+
+def _lead(
+    agreement: Agreement,
+    round_: Round,
+    work: Callable[[], Record],
+    combine: Callable[[Sequence[Record]], Record],
+    error: type[CheckpointError],
+    act: Callable[[], None] | None,
+) -> Record:
+    """Takes part in a round, and decides. Only rank 0 calls it."""
+    own: BaseException | None = None
+    record: Record | None = None
+    try:
+        own = _work_and_submit(round_, partial(agreement.runner.run, work))
         if own is not None:
             # Rank 0 has failed, so the round has failed. Rank 0 still collects the errors of other ranks, but it must
             # announce the failure before they give up.
             round_.shorten_deadline(deadlines.EXTRA_WAIT_S / 2)
-        try:
-            records = round_.collect(error)
-            record = agreement.runner.run(lambda: combine(records))
-            # A record that cannot be sent must fail here. After the claim, the other ranks would wait for it in vain.
-            pack(record)
-            round_.claim(error)
-            if act is not None:
-                agreement.runner.run(act)
-        except (Exception, KeyboardInterrupt, SystemExit) as failure:
-            earlier = round_.announce_failure(failure)
-            if not isinstance(failure, Exception):
-                raise
-            told = _as_checkpoint_error(failure, error) if earlier is None else from_record(earlier, error)
-            raise told from (own or failure)
+        records = round_.collect(error)
+        result = agreement.runner.run(lambda: combine(records))
+        # A record that cannot be sent must fail here. After the claim, the other ranks would wait for it in vain.
+        pack(result)
+        round_.claim(error)
+        if act is not None:
+            agreement.runner.run(act)
+        agreement.decided = record = result
         round_.announce(record)
         return record
+    except BaseException as failure:
+        if not round_.is_here:
+            raise
+        if record is not None:  # some ranks may have heard it already
+            round_.announce(record)
+            raise
+        earlier = round_.announce_failure(failure)
+        told: BaseException = failure
+        if isinstance(failure, Exception):
+            told = _as_checkpoint_error(failure, error) if earlier is None else from_record(earlier, error)
+        agreement.told(told)
+        if told is failure:
+            raise failure from (own or failure.__cause__)
+        raise told from (own or failure)
 
 
 def agree(
@@ -477,15 +654,17 @@ def same_everywhere(records: Sequence[Record], what: str, error: type[Checkpoint
     return records[0]
 
 
-def _work_and_submit(round_: Round, work: Callable[[], Record]) -> Exception | None:
+def _work_and_submit(round_: Round, work: Callable[[], Record]) -> BaseException | None:
     """Does this rank's work and submits its record, or submits its error and returns it."""
     try:
         record = work()
         pack(record)
     except BaseException as failure:
+        if not round_.is_here:
+            raise
         round_.restart_deadline()
         round_.fail(failure)
-        if not isinstance(failure, Exception):
+        if is_interrupt(failure):
             raise  # Ctrl-C ends this rank immediately. The others see the failure, and do not wait for the deadline.
         return failure
     round_.restart_deadline()

@@ -22,7 +22,9 @@ from weakref import WeakSet
 
 from mcore_ckpt.errors import CheckpointError, CommitError, HungDiskError, from_record, to_record
 from mcore_ckpt.events import ErrorText
+from mcore_ckpt.interrupts import is_interrupt
 from mcore_ckpt.io.disk_watch import wait_for_thread
+from mcore_ckpt.processes import OwnEvent, emptied_in_child
 from mcore_ckpt.ranks import deadlines
 from mcore_ckpt.ranks.rounds import Agreement, Record
 from mcore_ckpt.save.copies import CopyHandle
@@ -46,7 +48,7 @@ class SaveHandle:
     def __init__(self, save: Save) -> None:
         self._save: Save | None = save
         self.step = save.step
-        self._ended = threading.Event()
+        self._ended = OwnEvent("this SaveHandle")
         self._progress = save.progress()
         self._report: SaveReport | None = None
         self._exception: CheckpointError | None = None
@@ -138,7 +140,8 @@ class SaveHandle:
             self._exception = error
         except BaseException as error:
             self._exception = CommitError(f"{type(error).__name__}: {error}")
-            if not isinstance(error, Exception):
+            self._exception.__cause__ = error  # the caller gets it, if it is of a signal handler
+            if is_interrupt(error):
                 raise
             logger.error("a save has failed with an unexpected error\n%s", ErrorText.of(error).stacktrace)
         finally:
@@ -176,6 +179,11 @@ class BackgroundSaves:
     def busy(self) -> bool:
         """True if a save has not ended yet. A committed save has ended, even if old steps are still being deleted."""
         return self._handle is not None and not self._handle.done
+
+    @property
+    def is_at_work(self) -> bool:
+        """True if the save's thread runs, which finishes the save that was launched."""
+        return self._save.is_at_work
 
     @property
     def is_deleting(self) -> bool:
@@ -290,15 +298,19 @@ class _Worker:
                 return
             # A daemon, because at exit the interpreter would wait without limit for a non-daemon thread. `_finish_all`
             # waits for this thread, and limits how long it waits for other ranks.
-            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            # Noted first: an exception of a signal handler may end `start` when the thread has begun.
+            self._thread = thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             try:
                 thread.start()
+                return
             except RuntimeError:  # the system grants no thread: do the work here, which is slower but does not fail
                 self._thread = None
-            else:
-                self._thread = thread
-                return
         self._run()
+
+    @property
+    def is_at_work(self) -> bool:
+        thread = self._thread
+        return thread is not None and thread.is_alive()
 
     def wait(self, timeout_s: float) -> None:
         """Waits until no function is left to call. Raises HungDiskError if one hangs for `timeout_s`."""
@@ -323,8 +335,8 @@ class _Worker:
 
 # Weak references are enough, because a running thread keeps its worker and its save alive even if the trainer has
 # dropped the manager.
-_all_saves: WeakSet[BackgroundSaves] = WeakSet()
-_workers: WeakSet[_Worker] = WeakSet()
+_all_saves: WeakSet[BackgroundSaves] = emptied_in_child(WeakSet())
+_workers: WeakSet[_Worker] = emptied_in_child(WeakSet())
 
 
 @atexit.register

@@ -26,6 +26,7 @@ from mcore_ckpt.io.checksums import crc32
 from mcore_ckpt.io.files import make_folders, open_new, sync_dir, sync_names, write_all
 from mcore_ckpt.io.peer_store import PeerError
 from mcore_ckpt.io.threads import results_of
+from mcore_ckpt.processes import OwnEvent
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide
 from mcore_ckpt.steps.node_steps import files_here
 from mcore_ckpt.steps.node_tier import NodeTier
@@ -48,7 +49,7 @@ class CopyHandle:
 
     def __init__(self, step: int) -> None:
         self.step = step
-        self._ended = threading.Event()
+        self._ended = OwnEvent("this CopyHandle")
         self._problem: str | None = None
 
     @property

@@ -21,6 +21,7 @@ from mcore_ckpt.io.file_copies import copy_checked
 from mcore_ckpt.io.files import make_folders, sync_names
 from mcore_ckpt.io.room import Need
 from mcore_ckpt.io.threads import for_each
+from mcore_ckpt.processes import OwnEvent, emptied_in_child
 from mcore_ckpt.ranks import deadlines
 from mcore_ckpt.ranks.rounds import Agreement, Record
 from mcore_ckpt.save.context import SaveContext
@@ -46,7 +47,7 @@ class DrainHandle:
 
     def __init__(self, step: int, path: Path) -> None:
         self.step, self.path = step, path
-        self._ended = threading.Event()
+        self._ended = OwnEvent("this DrainHandle")
         self._exception: CheckpointError | None = None
         self.upload: UploadHandle | None = None
 
@@ -279,7 +280,7 @@ class Drains:
             old_steps.delete()
 
 
-_all_drains: WeakSet[Drains] = WeakSet()
+_all_drains: WeakSet[Drains] = emptied_in_child(WeakSet())
 
 
 def finish_drains() -> None:

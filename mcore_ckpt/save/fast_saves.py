@@ -11,7 +11,6 @@ from pathlib import Path
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import Manifest
 from mcore_ckpt.config import FastTier
-from mcore_ckpt.ranks.meeting import rendezvous
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide
 from mcore_ckpt.save.copies import Copies
 from mcore_ckpt.save.drain import Drains
@@ -37,6 +36,7 @@ class FastSaves:
         drain_agreement: connects this rank with the other ranks, for rounds on the thread that copies to the root.
         save_count: how many saves into the tier the training has begun. What rank 0 has counted decides.
         earlier: what earlier managers have left on the nodes. Only rank 0 knows it.
+        agreements: those of `copies` and `drains`, to be closed with them.
     """
 
     tier: NodeTier
@@ -45,6 +45,7 @@ class FastSaves:
     drain_agreement: Agreement
     save_count: int = 0
     earlier: Sequence[FastCheckpoint] = ()
+    agreements: Sequence[Agreement] = ()
     _attempts: dict[int, str] = field(default_factory=dict)
     _owes_durable: bool = False
 
@@ -183,35 +184,37 @@ class FastSaves:
         """Ends the threads, and closes this node's server."""
         self.copies.close()
         self.tier.close()
+        for agreement in self.agreements:
+            agreement.close()
 
 
-def open_fast_saves(trainer: Trainer, config: FastTier, topic: str) -> FastSaves:
+def open_fast_saves(trainer: Trainer, config: FastTier) -> FastSaves:
     """Opens the fast tier of one manager. Every rank calls it. Raises what `open_tier` raises.
 
     Args:
         trainer: the trainer.
         config: the user's choices.
-        topic: what the ranks meet for, for messages.
     """
     tier = open_tier(trainer.agreement, config, trainer.role, trainer.root, trainer.config.shared_with_group)
     try:
-        return _opened(trainer, tier, topic)
+        return _opened(trainer, tier)
     except BaseException:
         tier.close()
         raise
 
 
-def _opened(trainer: Trainer, tier: NodeTier, topic: str) -> FastSaves:
-    config, timeout_s = tier.config, trainer.config.timeout_s
-    copies = Copies(rendezvous(f"{trainer.role}/copies", timeout_s, topic), tier)
-    drain_agreement = rendezvous(f"{trainer.role}/drains", timeout_s, topic)
+def _opened(trainer: Trainer, tier: NodeTier) -> FastSaves:
+    config = tier.config
+    agreements = trainer.agreement.beside("copies"), trainer.agreement.beside("drains")
     if config.durable_every is None and not config.replicas and trainer.agreement.is_coordinator:
         logger.warning(
             "the fast tier has replicas=0 and durable_every=None, so a lost node loses all checkpoints: use replicas=1 "
             "or more, or a shared root with durable_every"
         )
     earlier: list[FastCheckpoint] = []
-    saves = FastSaves(tier, copies, Drains(), drain_agreement, earlier=earlier)
+    saves = FastSaves(
+        tier, Copies(agreements[0], tier), Drains(), agreements[1], earlier=earlier, agreements=agreements
+    )
     saves.found(*_found_together(trainer.agreement, tier, earlier))
     return saves
 

@@ -9,6 +9,7 @@ from functools import update_wrapper
 from types import MethodType
 from typing import Any
 
+from mcore_ckpt.processes import Home
 from mcore_ckpt.state.model import gradients_share_memory
 from mcore_ckpt.state.optimizers.chain import optimizer_parts
 from mcore_ckpt.state.trainer import Trainer
@@ -47,6 +48,7 @@ class Guards:
 
     def __init__(self, methods: Iterable[tuple[Any, str]], before: Callable[[], None]) -> None:
         self._before: Callable[[], None] | None = before
+        self._home = Home()
         self._guarded = [self._guard(owner, name) for owner, name in methods if hasattr(owner, name)]
 
     def remove(self) -> None:
@@ -69,7 +71,8 @@ class Guards:
         return _Guarded(owner, name, original, guard, on_object)
 
     def wait(self) -> None:
-        if self._before is not None:
+        # A forked child has a copy of the state, which the copies do not read.
+        if self._before is not None and self._home.is_here:
             self._before()
 
 

@@ -7,8 +7,10 @@ import errno
 from mcore_ckpt.io.room import Need
 from mcore_ckpt.save.context import SaveContext
 from mcore_ckpt.steps import leftovers
+from mcore_ckpt.steps.commit import discard
 from mcore_ckpt.steps.listing import check_one_spelling, heads_at
 from mcore_ckpt.steps.room import Saving
+from mcore_ckpt.steps.transaction import Attempt, is_committed
 
 
 class Opening:
@@ -21,6 +23,18 @@ class Opening:
     def __init__(self, context: SaveContext) -> None:
         self._context, self._trainer = context, context.trainer
         self._has_opened = False
+        self._interrupted: list[Attempt] = []
+
+    def interrupted(self, attempt: Attempt) -> None:
+        """Notes a save that a signal handler has ended on this rank, while others may still have been writing."""
+        self._interrupted.append(attempt)
+
+    def remove_interrupted(self) -> None:
+        """Removes what such saves have left. All ranks have left them by the next save, and when they close."""
+        while self._interrupted:
+            attempt = self._interrupted.pop()
+            if not is_committed(attempt):
+                discard(attempt.staging)
 
     def prepare(self, saving: Saving, need: Need) -> None:
         """Takes the role's trainer lock, removes leftovers of dead processes, and checks the room.
@@ -40,6 +54,7 @@ class Opening:
         timeout_s = self._trainer.config.timeout_s
         self._take_lock(saving, need, timeout_s)
         self._context.history.release()
+        self.remove_interrupted()
         if not self._has_opened:
             leftovers.remove_leftovers(self._trainer.root, self._trainer.role, alone=True)
         self._has_opened = True

@@ -21,6 +21,7 @@ from typing import Any
 from mcore_ckpt.checkpoint.manifest import Manifest, WrittenFile
 from mcore_ckpt.errors import HungDiskError
 from mcore_ckpt.formats.native.writer import FileWriter
+from mcore_ckpt.interrupts import is_interrupt
 from mcore_ckpt.io import _native
 from mcore_ckpt.io.access import top_mode
 from mcore_ckpt.io.device_waits import wait_for_gpu
@@ -147,7 +148,8 @@ class Save:
         Files that have no image, because host memory is still being prepared, are written to the disk before this
         returns.
 
-        Raises nothing, because the other ranks are on their way to `finish`. There this rank reports its failure.
+        Raises nothing but what a signal handler raises, because the other ranks are on their way to `finish`. There
+        this rank reports its failure.
         """
         self._attempt = attempt
         try:
@@ -163,6 +165,8 @@ class Save:
                 # The trainer may offload its tensors now.
                 self._plan = replace(self._plan, tensors=(), weights=NO_WEIGHTS, copies={})
         except Exception as error:
+            if is_interrupt(error):
+                raise
             self._capture = error
             self._plan = replace(self._plan, weights=NO_WEIGHTS)
         self._times.mark("begun")

@@ -167,10 +167,14 @@ class NodeTier:
         check_own_folder(self.folder, self.shared)
         return held_roles(self.folder, partial(strange, shared=self.shared))
 
-    def close(self) -> None:
-        """Closes the server and all connections, and gives the lock up."""
+    def stop_serving(self) -> None:
+        """Closes the server."""
         if self.server is not None:
             self.server.close()
+
+    def close(self) -> None:
+        """Closes the server and all connections, and gives the lock up."""
+        self.stop_serving()
         for store in self._stores.values():
             store.close()
         self.lock.release()

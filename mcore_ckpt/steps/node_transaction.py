@@ -19,6 +19,7 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import Manifest, ManifestSummary, WrittenFile, decode_manifest, encode_manifest
 from mcore_ckpt.checkpoint.reading import read_entries, read_manifest, read_manifest_summary, read_remote_manifest
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, CommitError
+from mcore_ckpt.interrupts import is_interrupt
 from mcore_ckpt.io.access import top_mode
 from mcore_ckpt.io.files import make_parents, new_folder, sync_dir, write_file
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide, same_everywhere
@@ -76,6 +77,7 @@ def open_on_nodes(
 
     def work() -> Record:
         if tier.is_lead and not busy and failure is None:
+            tier.lock.check_root()
             tier.open_folder()
             tier.lock.take(agreement.timeout_s / 2)
             rename_committed(tier)
@@ -157,16 +159,20 @@ def commit_on_nodes(
         tier.lock.take(patience_s=0)
         commit.publish(attempt.staging, attempt.role_dir, attempt.number)
 
-    started = time.monotonic()
+    started, second = time.monotonic(), f"{attempt.number}-nodes"
     try:
         decide(agreement, topic, lambda: write(attempt.staging), combine, CommitError, name=attempt.number)
-    except Exception:
+    except BaseException as error:
+        if is_interrupt(error):  # perhaps when the others go on already
+            agreement.fail_next_round(topic, error, second)
         if tier.is_lead:
             commit.discard(attempt.staging)
         raise
     try:
-        decide(agreement, topic, receive, lambda _: {}, CommitError, act, name=f"{attempt.number}-nodes")
-    except Exception as error:
+        decide(agreement, topic, receive, lambda _: {}, CommitError, act, name=second)
+    except BaseException as error:
+        if is_interrupt(error):
+            raise
         if not _is_committed_on_node_0(tier, attempt):
             # If it cannot be asked, it may have renamed its folder. So other nodes keep theirs, which a load can judge.
             if agreement.is_coordinator:

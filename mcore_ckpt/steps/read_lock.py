@@ -20,6 +20,7 @@ from pathlib import Path
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.errors import CheckpointCorruptError
 from mcore_ckpt.io.files import inside, open_regular
+from mcore_ckpt.processes import Home
 
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
 
@@ -34,6 +35,7 @@ def reading(role_dirs: Iterable[Path]) -> Iterator[None]:
         >>> with reading([Path("checkpoints/global_steps_5/actor")]):
         ...     pass
     """
+    home = Home()
     with ExitStack() as stack:
         for role_dir in role_dirs:
             try:
@@ -42,7 +44,7 @@ def reading(role_dirs: Iterable[Path]) -> Iterator[None]:
                 continue
             stack.callback(os.close, descriptor)
             # Closing is not enough, because a child that was forked meanwhile (a data loader) has the descriptor, too.
-            stack.callback(_unlock, descriptor)
+            stack.callback(_unlock, descriptor, home)
             _lock(descriptor, fcntl.LOCK_SH)
         yield
 
@@ -56,12 +58,13 @@ def unread(role_dirs: Iterable[Path]) -> Iterator[bool]:
         OSError: a manifest cannot be opened.
         CheckpointCorruptError: a manifest is a link that leads out of its folder.
     """
+    home = Home()
     with ExitStack() as stack:
         alone = True
         for role_dir in role_dirs:
             descriptor = _open_for_lock(inside(role_dir, file_names.MANIFEST_FILE))
             stack.callback(os.close, descriptor)
-            stack.callback(_unlock, descriptor)
+            stack.callback(_unlock, descriptor, home)
             alone = alone and _lock(descriptor, fcntl.LOCK_EX)
         yield alone
 
@@ -87,6 +90,8 @@ def _lock(descriptor: int, kind: int) -> bool:
     return True
 
 
-def _unlock(descriptor: int) -> None:
+def _unlock(descriptor: int, home: Home) -> None:
+    if not home.is_here:  # a child that drops its copy of what holds the lock would unlock it for its parent
+        return
     with suppress(OSError):  # the file system has no locks
         fcntl.flock(descriptor, fcntl.LOCK_UN)

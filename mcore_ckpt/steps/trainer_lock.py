@@ -28,6 +28,7 @@ from mcore_ckpt.io import json_fields as fields
 from mcore_ckpt.io import limits
 from mcore_ckpt.io.access import FOLDER_MODE, is_foreign, owner_of, top_mode
 from mcore_ckpt.io.files import claim_file, make_folder, open_regular, replace_file
+from mcore_ckpt.processes import Home
 from mcore_ckpt.steps.owner import Life, Owner
 from mcore_ckpt.steps.same_root import SameRoot
 
@@ -335,16 +336,16 @@ class _Hold:
         self.content = content
         self.generation = generation
         self.users = 0
-        self._process = os.getpid()
+        self._home = Home()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._show_life, name="mcore_ckpt trainer lock", daemon=True)
         self._thread.start()
 
     def end(self) -> None:
-        self._over.set()
-        # A forked child has neither the thread nor the lock.
-        if self._process != os.getpid():
+        # A forked child has neither the thread nor the lock, and `_over` may have been in use at the fork.
+        if not self._home.is_here:
             return
+        self._over.set()
         self._thread.join()
         try:
             if read_claim(self._path, self.content) is not None:
@@ -369,8 +370,16 @@ class _Hold:
 
 _mutex = threading.Lock()
 _holds: dict[Path, _Hold] = {}
-# A forked child does not hold the locks of its parent.
-os.register_at_fork(after_in_child=_holds.clear)
+
+
+def _forget_in_child() -> None:
+    """A forked child does not hold the locks of its parent, and another thread may have been at them."""
+    global _mutex
+    _mutex = threading.Lock()
+    _holds.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def read_claim(path: Path, content: bytes | None = None) -> Claim | None:

@@ -22,6 +22,7 @@ from mcore_ckpt.errors import (
     HungDiskError,
     from_record,
 )
+from mcore_ckpt.interrupts import is_interrupt
 from mcore_ckpt.io.room import NOTHING, Need
 from mcore_ckpt.ranks.rounds import Agreement, Record, Started, decide, same_everywhere
 from mcore_ckpt.steps import commit
@@ -104,7 +105,7 @@ def open_together(
     request = {"folder": str(role_dir), "busy": busy, "failure": failure, "need": record_of(need)}
     try:
         outcome = decide(agreement, topic, lambda: request, combine, CommitError, name=name)
-    except Exception as error:
+    except BaseException as error:
         # Rank 0 may have made the folder before the round failed.
         if begun and not isinstance(error, HungDiskError):
             agreement.runner.run(lambda: commit.discard(file_names.staging_dir(role_dir, number)))
@@ -226,12 +227,13 @@ def commit_together(
         decide(agreement, topic, lambda: write(attempt.staging), combine, CommitError, act, name=attempt.number)
     except HungDiskError:
         raise  # a look at the disk would hang, too
-    except Exception:
+    except BaseException as error:
         # Rank 0 may have renamed the folder and then died, or announced the rename too late for this rank. So look at
         # the disk to see whether the checkpoint is committed.
-        if not agreement.runner.run(lambda: is_committed(attempt)):
-            if agreement.is_coordinator:
-                agreement.runner.run(lambda: commit.discard(attempt.staging))
+        committed = agreement.runner.run(lambda: is_committed(attempt))
+        if not committed and agreement.is_coordinator:
+            agreement.runner.run(lambda: commit.discard(attempt.staging))
+        if not committed or is_interrupt(error):
             raise
 
 

@@ -18,6 +18,7 @@ from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, Checkpoin
 from mcore_ckpt.events import Deleted, ErrorText, Failed, Uploaded
 from mcore_ckpt.io.room import Need
 from mcore_ckpt.io.threads import NewestOnly
+from mcore_ckpt.processes import OwnEvent, emptied_in_child
 from mcore_ckpt.ranks import deadlines
 from mcore_ckpt.steps import listing as steps
 from mcore_ckpt.steps import work_folders
@@ -46,7 +47,7 @@ class UploadHandle:
         self.exception: CheckpointError | None = None
         self.nbytes = 0
         self.seconds = 0.0
-        self._done = threading.Event()
+        self._done = OwnEvent("this UploadHandle")
 
     @property
     def done(self) -> bool:
@@ -326,7 +327,7 @@ def _is_there(manifest: Manifest, there: RemoteStep) -> bool:
 
 
 # References to the queues that are at work, because a trainer may drop its manager while an upload is under way.
-_open: set[UploadQueue] = set()
+_open: set[UploadQueue] = emptied_in_child(set())
 
 
 @atexit.register

@@ -95,6 +95,6 @@ def test_closing_ends(disk: Path, caplog: pytest.LogCaptureFixture) -> None:
     training = Training(disk / "run", timeout_s=TIMEOUT_S).save(1)
     with frozen(disk):
         training.close()
-    assert "the lock of actor below" in caplog.text
+    assert "a lock stays until this process has ended" in caplog.text
     wait_until_back(training)
     Training(disk / "run", timeout_s=TIMEOUT_S).save(2).close()

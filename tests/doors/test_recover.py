@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,9 @@ class FakeManager:
 
         whole = [on_nodes(number) for number in self.on_nodes if step in (None, number)]
         return whole, [on_nodes(number, reason) for number, reason in self.lost]
+
+    def _call(self, topic: str) -> AbstractContextManager[None]:
+        return self.agreement.call(topic)
 
     def agree(self, topic: str, request: Record, answer: Callable[[], Record]) -> Record:
         def combine(records: Any) -> Record:

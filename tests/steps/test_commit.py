@@ -153,7 +153,7 @@ def test_a_save_that_others_gave_up_at_its_opening_leaves_nothing(
 
     def give_up_meanwhile(role_dir: Path, attempt: str, mode: int | None = None) -> Path:
         record = {"error": {"type": "CommitError", "message": "rank 1 waited"}}
-        agreement._store.set("test/1/outcome", fields.encode(record))
+        agreement._store.set("test/1-1/outcome", fields.encode(record))
         return open_staging(role_dir, attempt, mode)
 
     monkeypatch.setattr(commit, "open_staging", give_up_meanwhile)

@@ -213,6 +213,7 @@ def test_a_save_whose_root_changes(
 @pytest.mark.parametrize("below", ["", "tier"])
 def test_a_node_s_folder_that_is_gone(tmp_path: Path, disk: Path, below: str) -> None:
     """Its own disk, or its memory, holds the fast tier."""
+    disk.chmod(0o700)
     manager = manager_of(tmp_path, FastTier(disk / below, replicas=0, durable_every=None))
     manager.save(1)
     unmount(disk)

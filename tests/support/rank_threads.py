@@ -17,7 +17,7 @@ def on_threads(parts: Mapping[int, Callable[[], Any]]) -> dict[int, Any]:
     def run(rank: int) -> None:
         try:
             results[rank] = parts[rank]()
-        except Exception as error:
+        except BaseException as error:
             results[rank] = error
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in parts]

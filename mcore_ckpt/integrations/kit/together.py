@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 from mcore_ckpt.ranks import agree, rendezvous
@@ -22,7 +23,8 @@ def decided_by_rank_0(name: str, topic: str, question: Any, answer: Callable[[],
 
     Raises AgreementError: the questions differ, or a rank is missing.
     """
-    return agree(rendezvous(name, timeout_s, topic), topic, {"question": question}, lambda: {"is": answer()})["is"]
+    with closing(rendezvous(name, timeout_s, topic)) as agreement:
+        return agree(agreement, topic, {"question": question}, lambda: {"is": answer()})["is"]
 
 
 def on_all_ranks(name: str, topic: str, work: Callable[[], None], timeout_s: float) -> None:
@@ -43,4 +45,5 @@ def on_all_ranks(name: str, topic: str, work: Callable[[], None], timeout_s: flo
         work()
         return {}
 
-    agree(rendezvous(name, timeout_s, topic), topic, request, dict)
+    with closing(rendezvous(name, timeout_s, topic)) as agreement:
+        agree(agreement, topic, request, dict)

@@ -1,0 +1,58 @@
+"""Tells exceptions that a signal handler has raised in the midst of our code from errors of our code.
+
+A handler of the training (a preemption, an alarm, Ctrl-C) raises what it likes, wherever the main thread is. That is no
+failure of a save or load, so no `except` of ours may turn it into one: the caller gets it as it is.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """True if a signal handler has raised this exception, or if it ends the program (KeyboardInterrupt, SystemExit)."""
+    return not isinstance(error, Exception) or _passes_handler(error.__traceback__)
+
+
+def _passes_handler(trace: TracebackType | None) -> bool:
+    """True if a function of the traceback was called by Python for a signal: with the frame that it interrupted."""
+    while trace is not None:
+        frame = trace.tb_frame
+        code = frame.f_code
+        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & 0x04)]  # *args
+        given = [frame.f_locals.get(name) for name in names]
+        interrupted = frame.f_back
+        if interrupted is not None and any(
+            each is interrupted or (isinstance(each, tuple) and interrupted in each) for each in given
+        ):
+            return True
+        trace = trace.tb_next
+    return False
+
+
+def chain_of(error: BaseException, outer: BaseException | None) -> Iterator[BaseException]:
+    """Yields an error and what it came from, up to `outer`, which its caller was handling already."""
+    todo, seen = [error], set[int]()
+    while todo:
+        each = todo.pop()
+        if each is outer or id(each) in seen:
+            continue
+        seen.add(id(each))
+        yield each
+        todo += [link for link in (each.__context__, each.__cause__) if link is not None]
+
+
+@contextmanager
+def interrupts_as_themselves() -> Iterator[None]:
+    """Raises an interrupt that the block has raised as it is, although code in between has made an error of it."""
+    outer = sys.exc_info()[1]
+    try:
+        yield
+    except BaseException as error:
+        found = next(filter(is_interrupt, chain_of(error, outer)), None)
+        if found is None or found is error:
+            raise
+        raise found  # noqa: B904 - its cause is its own

@@ -1,0 +1,69 @@
+"""Keeps a forked child away from what belongs to its parent.
+
+A child (a data loader's worker, one of `multiprocessing`, `os.fork`) has a copy of every object, but none of the
+threads. Whatever lock a thread held at the fork is held for ever in the child, and sockets, locks on files and keys in
+the job's store are still the parent's. So the child has to leave them alone, also at its end.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any, Protocol, TypeVar
+
+from mcore_ckpt.errors import InvalidStateError
+
+
+class Home:
+    """The process that has made an object."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+
+    @property
+    def is_here(self) -> bool:
+        """False in a forked child of the process."""
+        return os.getpid() == self._pid
+
+    def check(self, what: str) -> None:
+        """Raises InvalidStateError in a forked child. `what` names the object."""
+        if not self.is_here:
+            raise InvalidStateError(
+                f"{what} belongs to process {self._pid}, and this is its forked child {os.getpid()}, which has none of "
+                "its threads and no place among the ranks: call it in that process. Nothing has been done"
+            )
+
+
+class OwnEvent(threading.Event):
+    """An event that a thread of this process sets.
+
+    Args:
+        what: who waits for it, for messages.
+    """
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self._home, self._what = Home(), what
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits as `threading.Event` does. Raises InvalidStateError in a forked child, where nobody would set it."""
+        if self.is_set():  # without the lock, which may have been held at a fork
+            return True
+        self._home.check(self._what)
+        return super().wait(timeout)
+
+
+class _Clearable(Protocol):
+    def clear(self) -> Any: ...
+
+
+Kept = TypeVar("Kept", bound=_Clearable)
+
+
+def emptied_in_child(kept: Kept) -> Kept:
+    """Returns a collection of what has threads or locks in this process. In a forked child it is empty.
+
+    So exit handlers, which run in a child, too, find nothing to wait for there but what the child has made.
+    """
+    os.register_at_fork(after_in_child=kept.clear)
+    return kept
