@@ -252,7 +252,7 @@ def test_a_folder_that_fails_on_one_node_fails_the_save_on_all(
         fast = FastTier(shared_path / "node", replicas=0)
         manager = manager_of(training, shared_path / "root", async_save=True, fast=fast)
         if dist.get_rank() == 1:
-            monkeypatch.setattr(saving, "make_staging", lambda attempt: 1 / 0)
+            monkeypatch.setattr(saving, "make_staging", lambda attempt, mode: 1 / 0)
         with pytest.raises(CheckpointError, match="division by zero"):
             manager.save(1).wait()
         monkeypatch.undo()

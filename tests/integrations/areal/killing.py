@@ -115,8 +115,14 @@ def save_at_every_point(root: Path, async_save: bool, every: int | None) -> dict
         return start, found, again.state()
 
     def begin_anew() -> None:
-        shutil.rmtree(run)
-        shutil.copytree(base, run)
+        # The folders themselves stay: the trainer refuses to save to others than those that it has begun with.
+        for folder in (_units(run), run):
+            for each in folder.iterdir():
+                if not each.is_dir():
+                    each.unlink()
+                elif not _units(run).is_relative_to(each):
+                    shutil.rmtree(each)
+        shutil.copytree(base, run, dirs_exist_ok=True)
 
     status, done = fork(lambda: save(Disk(None)))
     assert status == 0, done
