@@ -116,9 +116,10 @@ class Look:
         place = (id(frame), frame.f_lasti, _cpu_time(thread))
         before, since = self._seen.get(number, (None, now))
         if place != before:
-            since = now
-        self._seen[number] = (place, since)
-        return Call(_words(frame), _path(frame), now - since)
+            self._seen[number] = (place, now)
+            return None
+        words = _words(frame)
+        return None if "sleep(" in words else Call(words, _path(frame), now - since)
 
 
 def _family(thread: threading.Thread) -> list[threading.Thread]:
@@ -134,7 +135,7 @@ def _is_in_call(frame: FrameType) -> bool:
     name = str(frame.f_globals.get("__name__", ""))
     if name.split(".")[0] != "mcore_ckpt":
         return name in _CALLERS
-    return not name.startswith(_WAITERS) and "sleep(" not in _words(frame)
+    return not name.startswith(_WAITERS)
 
 
 def _cpu_time(thread: threading.Thread) -> int:
@@ -148,8 +149,9 @@ def _cpu_time(thread: threading.Thread) -> int:
 def _words(frame: FrameType) -> str:
     """Returns the text of the call that a frame is in, such as "os.rename(staging, role_dir)"."""
     code = frame.f_code
-    first, last, start, stop = next(islice(code.co_positions(), frame.f_lasti // 2, None))
-    line = linecache.getline(code.co_filename, first or frame.f_lineno)
+    # The thread may run meanwhile, and a frame that just begins or ends is at no line.
+    first, last, start, stop = next(islice(code.co_positions(), max(0, frame.f_lasti // 2), None), (None,) * 4)
+    line = linecache.getline(code.co_filename, first or frame.f_lineno or 0)
     words = line.encode()[start:stop].decode(errors="replace") if first == last else line.strip()
     return words or code.co_name
 

@@ -7,12 +7,14 @@ import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from waiting import LONG_S, wait_for
 
 from mcore_ckpt.errors import HungDiskError
-from mcore_ckpt.io import _native
+from mcore_ckpt.io import _native, disk_watch
 from mcore_ckpt.io.disk_watch import DiskWatch, Work, in_job, wait_for_thread
 from mcore_ckpt.io.threads import for_each
 
@@ -88,6 +90,30 @@ def test_slow_work_is_not_given_up() -> None:
         return 1
 
     assert watch.run(compute) == 1
+
+
+def test_looks_at_a_thread_that_runs_find_nothing() -> None:
+    """A frame may be at any place, also at no line, when it is looked at."""
+    end = time.monotonic() + 0.5
+
+    def work() -> int:
+        found = 0
+        while time.monotonic() < end:
+            found += len(list(Path("/proc/self").glob("fd*")))
+        return found
+
+    running = Work(work, LONG_S)
+    while not running.ended:
+        call = running.longest
+        assert call is None or call.seconds < LONG_S
+    assert running.result() > 0
+
+
+def test_a_frame_at_no_line() -> None:
+    code = SimpleNamespace(co_filename="nowhere.py", co_name="f", co_positions=lambda: iter([(None,) * 4]))
+    for instruction in (-1, 0, 1000):
+        frame: Any = SimpleNamespace(f_code=code, f_lasti=instruction, f_lineno=None)
+        assert disk_watch._words(frame) == "f"
 
 
 def test_threads_of_the_work_are_looked_at(pipe: Path) -> None:
