@@ -103,6 +103,19 @@ class Look:
         calls = [self._call_of(thread, frames, now) for thread in _family(self._thread)]
         return max((call for call in calls if call is not None), key=lambda call: call.seconds, default=None)
 
+    def wait(self, has_ended: Callable[[float], bool], most_s: float) -> Call | None:
+        """Waits until the thread has ended, and returns None, or the first call that has lasted `most_s` seconds.
+
+        `has_ended` waits for the end for so many seconds, and returns whether it has come.
+        """
+        pause = _FIRST_LOOK_S
+        while not has_ended(pause):
+            call = self.longest()
+            if call is not None and call.seconds >= most_s:
+                return call
+            pause = max(_FIRST_LOOK_S, min(_LONGEST_PAUSE_S, most_s / _LOOKS))
+        return None
+
     def _call_of(self, thread: threading.Thread, frames: dict[int, FrameType], now: float) -> Call | None:
         number = cast(int, thread.ident)
         job = _job_of(thread)
@@ -213,23 +226,16 @@ class Work(Generic[Result]):
         Raises HungDiskError as soon as a call has lasted too long. The work is then given up: its thread ends when the
         call returns.
         """
-        pause = _FIRST_LOOK_S
         try:
-            while not self._ended.wait(pause):
-                call = self._look.longest()
-                if call is not None and call.seconds >= self._timeout_s:
-                    self.give_up()
-                    raise _error(self._who, call)
-                if call is not None and call.seconds >= patience_s:
-                    return False
-                pause = max(_FIRST_LOOK_S, min(_LONGEST_PAUSE_S, min(self._timeout_s, patience_s) / _LOOKS))
-        except HungDiskError:
-            raise
+            call = self._look.wait(self._ended.wait, min(self._timeout_s, patience_s))
         except BaseException:  # such as Ctrl-C: it is for the work, which goes on otherwise
             self.give_up()
             self._ended.wait(_INTERRUPTION_S)
             raise
-        return True
+        if call is not None and call.seconds >= self._timeout_s:
+            self.give_up()
+            raise _error(self._who, call)
+        return call is None
 
     def result(self) -> Result:
         """Waits for the end of the work like `wait`, and returns its result or raises its error."""
@@ -311,13 +317,11 @@ class DiskWatch:
 
 def wait_for_thread(thread: threading.Thread, timeout_s: float) -> None:
     """Waits for a thread. Raises HungDiskError as soon as it has been in one call to the system for `timeout_s`."""
-    look = Look(thread)
-    pause = _FIRST_LOOK_S
-    while True:
+
+    def has_ended(pause: float) -> bool:
         thread.join(pause)
-        if not thread.is_alive():
-            return
-        call = look.longest()
-        if call is not None and call.seconds >= timeout_s:
-            raise _error("", call)
-        pause = max(_FIRST_LOOK_S, min(_LONGEST_PAUSE_S, timeout_s / _LOOKS))
+        return not thread.is_alive()
+
+    call = Look(thread).wait(has_ended, timeout_s)
+    if call is not None:
+        raise _error("", call)
