@@ -240,9 +240,13 @@ class Work(Generic[Result]):
     def result(self) -> Result:
         """Waits for the end of the work like `wait`, and returns its result or raises its error."""
         self.wait()
-        if self._error is not None:
-            raise self._error
-        return self._result[0]
+        try:
+            if self._error is not None:
+                raise self._error
+            return self._result[0]
+        finally:
+            # Else the error keeps this frame, which keeps the error, and with it what the callers had.
+            del self
 
     def give_up(self) -> None:
         """Ends the work as soon as its thread runs again."""
@@ -309,6 +313,8 @@ class DiskWatch:
         except HungDiskError:
             self.leave(started)
             raise
+        finally:
+            del started  # it keeps the error, which keeps this frame
 
     def leave(self, work: Work[Any]) -> None:
         """Refuses all other work until this work has ended."""

@@ -116,6 +116,8 @@ class Agreement:
         self._rounds: int | None = None  # of the present call; None outside of calls
         # The last round, and earlier rounds in which this rank still has keys.
         self._begun: list[Round] = []
+        # Of the present call. A call that is over must not be remembered by its error: an error's traceback keeps what
+        # the callers had, such as the tensors of a training.
         self._told: BaseException | None = None
         self.is_closed = False
         self.decided: Record = {}
@@ -187,7 +189,7 @@ class Agreement:
             raise
         finally:
             if is_outermost:
-                self._rounds = None
+                self._rounds = self._told = None
 
     def give(self, key: str, record: Record) -> None:
         """Publishes a record that another rank will `take` in the present round. Call it before this rank submits."""
@@ -280,7 +282,8 @@ class Agreement:
 
     def told(self, error: BaseException) -> None:
         """Notes that all ranks know that the present round has failed, for which this rank raises `error`."""
-        self._told = error
+        if self._rounds is not None:
+            self._told = error
 
     def _delete_submissions(self) -> None:
         """Deletes what this rank has submitted to rounds that are over. All ranks except rank 0 call it.
