@@ -492,3 +492,15 @@ def test_a_norm_without_an_epsilon_of_its_own_has_that_of_all() -> None:
 
 def test_multi_token_prediction_may_be_left_out() -> None:
     check_model(live("deepseek_v3-mtp", mtp_num_layers=None), model_from_config(make_config("deepseek_v3-mtp")))
+
+
+@pytest.mark.parametrize("word", ["indexed_attention", "deepseek_sparse_attention"])
+def test_either_word_for_attention_with_an_indexer(word: str) -> None:
+    """transformers 5.17 writes the second one. A folder keeps the word that it has."""
+    config = make_config("deepseek_v32")
+    config["layer_types"] = [word] * config["num_hidden_layers"]
+    model = model_from_config(config)
+    known = to_mcore_config(model)
+    assert known == to_mcore_config(model_from_config(make_config("deepseek_v32")))
+    back = to_hf_config(model.architecture, known.transformer_config(), known.gpt, model.config)
+    assert back["layer_types"] == config["layer_types"]

@@ -88,18 +88,22 @@ class _LayerTypes:
     """The rule for the lists of transformers 5 that repeat what other fields say."""
 
     def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
-        for name, wanted in self._lists(integer(hf, "num_hidden_layers"), hf.get("first_k_dense_replace") or 0).items():
+        layers, dense = integer(hf, "num_hidden_layers"), hf.get("first_k_dense_replace") or 0
+        for name, wanted in self._lists(layers, dense, hf).items():
             Refused(name, wanted).to_mcore(hf)
         return {}
 
     def to_hf(self, mcore: McoreValues, base: HfConfig) -> HfFields:
-        lists = self._lists(mcore["num_layers"], base.get("first_k_dense_replace") or 0)
+        lists = self._lists(mcore["num_layers"], base.get("first_k_dense_replace") or 0, base)
         return {name: value for name, value in lists.items() if name in base}
 
-    def _lists(self, layers: int, dense: int) -> HfFields:
+    def _lists(self, layers: int, dense: int, base: HfConfig) -> HfFields:
         dense = min(dense, layers)
         mlps = ["dense"] * dense + ["sparse"] * (layers - dense)
-        return {"mlp_layer_types": mlps, "layer_types": ["indexed_attention"] * layers}
+        # transformers 5.17 writes the second word, and 5.23 the first one.
+        words = ("indexed_attention", "deepseek_sparse_attention")
+        written = base.get("layer_types") or words
+        return {"mlp_layer_types": mlps, "layer_types": [written[0] if written[0] in words else words[0]] * layers}
 
 
 class _SharedIndexers:
