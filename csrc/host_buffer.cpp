@@ -8,9 +8,12 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <chrono>
+#include <condition_variable>
 #include <limits>
 #include <stdexcept>
 #include <system_error>
+#include <thread>
 
 #include "device_copy.h"
 #include "file.h"
@@ -38,6 +41,49 @@ int fetch_pages(std::uint8_t* data, std::size_t nbytes) {
     }
     return 0;
 }
+
+// Pinned memory that has lost its buffer, and is given back to the system.
+struct PinnedMemory {
+    // How long a buffer that is destroyed waits for one piece, in seconds.
+    static constexpr int MOST_S = 10;
+
+    std::uint8_t* const data;
+    const std::size_t nbytes;
+    const int device;
+    const std::vector<std::size_t> piece_ends;
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::size_t unpinned = 0;  // how many pieces; guarded by mutex
+    bool is_free = false;      // guarded by mutex
+
+    PinnedMemory(std::uint8_t* from, std::size_t size, int gpu, std::vector<std::size_t> ends)
+        : data(from), nbytes(size), device(gpu), piece_ends(std::move(ends)) {}
+
+    void free() noexcept {
+        std::size_t begin = 0;
+        for (const std::size_t end : piece_ends) {
+            unpin_memory(data + begin, device);
+            begin = end;
+            const std::lock_guard<std::mutex> lock(mutex);
+            ++unpinned;
+            changed.notify_all();
+        }
+        ::munmap(data, nbytes);
+        const std::lock_guard<std::mutex> lock(mutex);
+        is_free = true;
+        changed.notify_all();
+    }
+
+    // Waits until the memory is free, but no longer if no piece is unpinned for MOST_S.
+    void wait() {
+        std::unique_lock<std::mutex> lock(mutex);
+        while (!is_free) {
+            const std::size_t before = unpinned;
+            const auto advances = [&] { return is_free || unpinned != before; };
+            if (!changed.wait_for(lock, std::chrono::seconds(MOST_S), advances)) return;
+        }
+    }
+};
 
 // Asks for pages of a NUMA node, and takes those of others if it has none left. It is only a wish: a container may
 // forbid the call. libnuma would be one more dependency for one call.
@@ -84,12 +130,20 @@ std::unique_ptr<HostBuffer> HostBuffer::reserve(std::size_t nbytes, int device, 
 HostBuffer::~HostBuffer() {
     // A forked child does not inherit pinned memory, so other memory may be at its addresses.
     if (::getpid() != process_) return;
-    std::size_t begin = 0;
-    for (const std::size_t end : piece_ends_) {
-        unpin_memory(data_ + begin, device_);
-        begin = end;
+    const std::size_t size = page_ceil(nbytes_);
+    if (piece_ends_.empty()) {
+        ::munmap(data_, size);
+        return;
     }
-    unmap();
+    // The driver does not unpin memory before the GPU has done all of its work, also work that does not use the memory
+    // (seen on an H200, driver 580). If the GPU hangs, the thread is left behind until the process ends.
+    const auto memory = std::make_shared<PinnedMemory>(data_, size, device_, std::move(piece_ends_));
+    try {
+        std::thread([memory] { memory->free(); }).detach();
+    } catch (const std::system_error&) {  // the system grants no thread
+        memory->free();
+    }
+    memory->wait();
 }
 
 void HostBuffer::map(int numa_node) {
@@ -151,7 +205,5 @@ std::size_t HostBuffer::pinned_end() const {
     const std::lock_guard<std::mutex> lock(mutex_);
     return piece_ends_.empty() ? 0 : piece_ends_.back();
 }
-
-void HostBuffer::unmap() noexcept { ::munmap(data_, page_ceil(nbytes_)); }
 
 }  // namespace mcore_ckpt

@@ -43,6 +43,7 @@ class HostBuffer {
     // Maps memory without its pages: `fetch` brings them, and `pin` pins them for the GPU. The pages come from the NUMA
     // node, if it has any left.
     static std::unique_ptr<HostBuffer> reserve(std::size_t nbytes, int device, int numa_node);
+    // Waits for the driver to unpin the memory, but not for ever (see host_buffer.cpp).
     ~HostBuffer();
     HostBuffer(const HostBuffer&) = delete;
     HostBuffer& operator=(const HostBuffer&) = delete;
@@ -68,7 +69,6 @@ class HostBuffer {
     HostBuffer(std::size_t nbytes, int device, int numa_node, Reserved);
     std::size_t pinned_end() const;
     void map(int numa_node);
-    void unmap() noexcept;
 
     const std::size_t nbytes_;
     const int device_;

@@ -294,6 +294,15 @@ EXPORTED std::size_t emulated_report(char* text, std::size_t size) {
     return all.size();
 }
 
+static void wait_for_all_streams() {
+    std::vector<std::pair<std::shared_ptr<Progress>, std::uint64_t>> all;
+    {
+        const Lock lock(tables_mutex);
+        for (auto* stream : streams) all.emplace_back(stream->progress, stream->queued());
+    }
+    for (auto& [progress, until] : all) progress->wait(until);
+}
+
 extern "C" {
 
 cudaError_t cudaGetLastError() { return cudaSuccess; }
@@ -345,12 +354,7 @@ cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
 
 cudaError_t cudaDeviceSynchronize() {
     if (const auto error = unsafe_call("cudaDeviceSynchronize", true)) return error;
-    std::vector<std::pair<std::shared_ptr<Progress>, std::uint64_t>> all;
-    {
-        const Lock lock(tables_mutex);
-        for (auto* stream : streams) all.emplace_back(stream->progress, stream->queued());
-    }
-    for (auto& [progress, until] : all) progress->wait(until);
+    wait_for_all_streams();
     return faulty ? cudaErrorIllegalAddress : cudaSuccess;
 }
 
@@ -374,7 +378,7 @@ cudaError_t cudaHostRegister(void* memory, size_t nbytes, unsigned) {
 
 cudaError_t cudaHostUnregister(void* memory) {
     if (const auto error = unsafe_call("cudaHostUnregister")) return error;
-    const Lock lock(tables_mutex);
+    Lock lock(tables_mutex);
     const auto found = pinned.find(reinterpret_cast<std::uintptr_t>(memory));
     if (found == pinned.end()) misuse("memory that was not pinned is unpinned");
     for (const auto& [begin, nbytes] : in_flight) {
@@ -382,6 +386,9 @@ cudaError_t cudaHostUnregister(void* memory) {
             misuse("memory is unpinned while a copy needs it");
         }
     }
+    lock.unlock();
+    wait_for_all_streams();  // as the driver does, whatever they do (seen on an H200)
+    lock.lock();
     pinned.erase(found);
     return cudaSuccess;
 }

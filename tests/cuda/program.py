@@ -401,6 +401,8 @@ def a_stuck_gpu_has_a_deadline() -> None:
     """Copies are stuck behind a collective. `wait`, `save`, `close` and the exit of the interpreter end."""
     manager = run.manager("stuck", async_save=True, async_mode="lazy", timeout_s=3.0)
     other = run.manager("stuck-sync", timeout_s=3.0)
+    idle = run.manager("stuck-idle", async_save=True, async_mode="lazy", timeout_s=3.0)
+    idle.save(1).wait()
     library.emulated_stick(1)
     handle = manager.save(1)
     assert_hangs(lambda: handle.wait(60))
@@ -408,6 +410,7 @@ def a_stuck_gpu_has_a_deadline() -> None:
     assert_hangs(manager.close)
     assert_hangs(lambda: other.save(3))
     assert_hangs(lambda: run.manager("stuck", timeout_s=3.0))  # it is told before the first save
+    idle.close()  # it has copies no more, but pinned memory, which cannot be unpinned now
     TrainerLock(manager.root, manager.role).take(patience_s=0)  # the lock was released
 
 
