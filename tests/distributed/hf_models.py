@@ -85,7 +85,8 @@ def build_model(folder: Path, shape: Shape, **changes: Any) -> Model:
     chunks: Model = [_chunk(hf_model, wanted, config, shape, stage) for stage in range(shape.vpp or 1)]
     if hf_model.is_value and chunks[-1].post_process:
         chunks[-1].output_layer = ValueHead(config.hidden_size)
-    chunks = [with_tower(hf_model, config, chunk, shape.tower).to(shape.dtype).eval() for chunk in chunks]
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    chunks = [with_tower(hf_model, config, chunk, shape.tower).to(device, shape.dtype).eval() for chunk in chunks]
     poison(chunks)
     return chunks
 
@@ -261,7 +262,8 @@ def logits_of(chunks: Model, tokens: torch.Tensor) -> torch.Tensor | None:
         output = chunk(batch, places, None, runtime_gather_output=True)
         return output, lambda found, non_loss_data=False: found.detach().clone()
 
-    with torch.no_grad():
+    # On a GPU, convolutions would compute in TF32.
+    with torch.no_grad(), torch.backends.cudnn.flags(allow_tf32=False):
         # The schedule with virtual stages wants a multiple of the pipeline's size.
         found = get_forward_backward_func()(
             forward_step_func=forward,
