@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,6 +30,7 @@ from mcore_ckpt.formats.huggingface.adapter_reader import AdapterReader, is_adap
 from mcore_ckpt.formats.huggingface.hub import find_folder_together, with_revision
 from mcore_ckpt.formats.huggingface.reader import FolderContents, HuggingFaceReader, read_contents
 from mcore_ckpt.formats.locate import Locator, Wanted
+from mcore_ckpt.io.disk_watch import DiskWatch
 from mcore_ckpt.load.broadcast import refuse_broadcast
 from mcore_ckpt.load.fill import Encode, TensorFill, fill_tensors, refuse_freed
 from mcore_ckpt.load.quantized_weights import Target, quantized_targets
@@ -66,7 +68,7 @@ from mcore_ckpt.state.model import (
 from mcore_ckpt.state.optimizer import follow_model, read_optimizer
 from mcore_ckpt.state.quantized import has_quantized
 from mcore_ckpt.state.shards import LocalShard, ParameterState
-from mcore_ckpt.state.thread_settings import gpu_of, settings_for_state
+from mcore_ckpt.state.thread_settings import gpu_of, settings_for_state, settings_here
 from mcore_ckpt.state.unsupported import (
     refuse_missing_layers,
     refuse_quantized_without_mains,
@@ -215,7 +217,9 @@ def load_hf(
         local_path(path, "path")
         here = replace(_here(model, optimizer, agreement), strict_model=strict_model)
         name = with_revision(path, revision)
-        with settings_for_state(gpu_of(here.chunks), timeout_s):
+        gpu = gpu_of(here.chunks)
+        agreement.runner = DiskWatch(timeout_s, partial(settings_here, gpu, timeout_s), f"rank {agreement.rank}: ")
+        with settings_for_state(gpu, timeout_s):
             path = find_folder_together(agreement, name, "model", everywhere=source != "rank0")
             # Of a model on the hub each node may have the copy in another place.
             same = str(path.absolute()) if path == Path(name) else name

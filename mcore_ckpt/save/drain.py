@@ -8,15 +8,17 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from weakref import WeakSet
 
 from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest, WrittenFile
-from mcore_ckpt.errors import CheckpointError, CommitError
+from mcore_ckpt.errors import CheckpointError, CommitError, HungDiskError
 from mcore_ckpt.events import ErrorText
 from mcore_ckpt.io import tuning
+from mcore_ckpt.io.disk_watch import wait_for_thread
 from mcore_ckpt.io.file_copies import copy_checked
 from mcore_ckpt.io.files import make_folders, sync_names
 from mcore_ckpt.io.room import Need
@@ -248,16 +250,21 @@ class Drains:
         return handle
 
     def wait(self, step: int | None = None) -> None:
-        """Waits until no step, or not this one, is being copied to the root. The ranks' deadlines limit this wait."""
-        thread, handle = self._thread, self._handle
-        if thread is not None and (step is None or (handle is not None and handle.step == step)):
-            thread.join()
+        """Waits until no step, or not this one, is being copied to the root. The ranks' deadlines limit this wait.
+
+        Raises HungDiskError if a call to the file system has not returned in time.
+        """
+        thread, handle, agreement = self._thread, self._handle, self._agreement
+        if thread is None or agreement is None or not (step is None or (handle is not None and handle.step == step)):
+            return
+        wait_for_thread(thread, agreement.timeout_s)
 
     def finish(self) -> None:
         """Waits as `wait` does, but not long for other ranks. An exiting interpreter calls it."""
         if self._agreement is not None:
             self._agreement.limit_waits(deadlines.EXIT_WAIT_S)
-        self.wait()
+        with suppress(HungDiskError):
+            self.wait()
 
     def _run(self, drain: Drain, handle: DrainHandle) -> None:
         error: CheckpointError | None = None

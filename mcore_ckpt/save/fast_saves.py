@@ -11,6 +11,7 @@ from pathlib import Path
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import Manifest
 from mcore_ckpt.config import FastTier
+from mcore_ckpt.io.disk_watch import DiskWatch
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide
 from mcore_ckpt.save.copies import Copies
 from mcore_ckpt.save.drain import Drains
@@ -206,6 +207,8 @@ def open_fast_saves(trainer: Trainer, config: FastTier) -> FastSaves:
 def _opened(trainer: Trainer, tier: NodeTier) -> FastSaves:
     config = tier.config
     agreements = trainer.agreement.beside("copies"), trainer.agreement.beside("drains")
+    for agreement in agreements:
+        agreement.runner = DiskWatch(agreement.timeout_s, who=f"rank {agreement.rank}: ")
     if config.durable_every is None and not config.replicas and trainer.agreement.is_coordinator:
         logger.warning(
             "the fast tier has replicas=0 and durable_every=None, so a lost node loses all checkpoints: use replicas=1 "

@@ -12,6 +12,7 @@ from small_disks import ext4
 from test_runs import Training
 from waiting import LONG_S
 
+from mcore_ckpt import FastTier, SaveHandle
 from mcore_ckpt.errors import BusyError, HungDiskError
 from mcore_ckpt.ranks import deadlines
 from mcore_ckpt.tools.verify import verify
@@ -98,3 +99,36 @@ def test_closing_ends(disk: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert "a lock stays until this process has ended" in caplog.text
     wait_until_back(training)
     Training(disk / "run", timeout_s=TIMEOUT_S).save(2).close()
+
+
+def test_a_root_that_hangs_stops_neither_the_fast_tier_nor_its_end(disk: Path, tmp_path: Path) -> None:
+    training = fast(disk / "run", tmp_path / "node")
+    drained(training.manager.save(1))
+    with frozen(disk):
+        second = training.manager.save(2)
+        with pytest.raises(HungDiskError, match=HANGS):
+            drained(second)
+        with suppress(HungDiskError):
+            training.close()
+    assert fast(disk / "run", tmp_path / "node").manager.load().step == 2
+
+
+def test_a_node_s_folder_that_hangs_fails_the_save_and_the_next_one_is_whole(disk: Path, tmp_path: Path) -> None:
+    training = fast(tmp_path / "run", disk / "run")
+    drained(training.manager.save(1))
+    with frozen(disk), pytest.raises(HungDiskError, match=HANGS):
+        training.manager.save(2).wait(LONG_S)
+    wait_until_back(training)
+    drained(training.manager.save(3))
+    training.close()
+    assert verify(tmp_path / "run").is_sound
+
+
+def drained(handle: SaveHandle) -> None:
+    handle.wait(LONG_S)  # for the step on the node
+    assert handle.drain is not None
+    handle.drain.wait(LONG_S)
+
+
+def fast(root: Path, node: Path) -> Training:
+    return Training(root, timeout_s=TIMEOUT_S, async_save=True, fast=FastTier(str(node), replicas=0, durable_every=1))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from typing import Any
 
-from mcore_ckpt.ranks import agree, rendezvous
+from mcore_ckpt.io import DiskWatch
+from mcore_ckpt.ranks import Agreement, agree, rendezvous
 
 
 def decided_by_rank_0(name: str, topic: str, question: Any, answer: Callable[[], Any], timeout_s: float) -> Any:
@@ -23,7 +24,7 @@ def decided_by_rank_0(name: str, topic: str, question: Any, answer: Callable[[],
 
     Raises AgreementError: the questions differ, or a rank is missing.
     """
-    with closing(rendezvous(name, timeout_s, topic)) as agreement:
+    with _meeting(name, topic, timeout_s) as agreement:
         return agree(agreement, topic, {"question": question}, lambda: {"is": answer()})["is"]
 
 
@@ -45,5 +46,12 @@ def on_all_ranks(name: str, topic: str, work: Callable[[], None], timeout_s: flo
         work()
         return {}
 
-    with closing(rendezvous(name, timeout_s, topic)) as agreement:
+    with _meeting(name, topic, timeout_s) as agreement:
         agree(agreement, topic, request, dict)
+
+
+@contextmanager
+def _meeting(name: str, topic: str, timeout_s: float) -> Iterator[Agreement]:
+    with closing(rendezvous(name, timeout_s, topic)) as agreement:
+        agreement.runner = DiskWatch(timeout_s, who=f"rank {agreement.rank}: ")
+        yield agreement

@@ -1,0 +1,112 @@
+"""A disk that hangs under several ranks: all of them raise the same error by the deadline, and training goes on."""
+
+import fcntl
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from agreement import error_of, everywhere, raised_everywhere
+from checkpointing import assert_loads
+from hf_models import Shape, assert_holds, build_model, global_tensors
+from layouts import LAYOUTS
+from refusals import assert_names
+from small_disks import ext4
+from snapshot import snapshot
+from tiny_models import make_hf_folder
+from training import build, parallel, train
+from waiting import LONG_S
+
+from mcore_ckpt import CheckpointConfig, CheckpointManager
+from mcore_ckpt.errors import HungDiskError
+from mcore_ckpt.formats.huggingface.reader import read_contents
+from mcore_ckpt.load import huggingface as loading
+from mcore_ckpt.load.huggingface import load_hf
+
+DP2 = LAYOUTS["dp2-bf16"]
+TIMEOUT_S = 2.0
+_FREEZE, _THAW = 0xC0045877, 0xC0045878  # linux/fs.h: FIFREEZE, FITHAW
+HANGS = r"^rank \d: .* has not returned for \d+ s: the disk, or the server that has it, hangs"
+
+pytestmark = pytest.mark.world(2)
+
+
+@contextmanager
+def disk_of(folder: Path) -> Iterator[Path]:
+    """A file system of its own, which rank 0 mounts."""
+    place = folder / "disk"
+    with ext4(place, mebibytes=64) if dist.get_rank() == 0 else nullcontext(place):
+        dist.barrier()
+        yield place
+        dist.barrier()
+
+
+@contextmanager
+def frozen(disk: Path) -> Iterator[None]:
+    dist.barrier()
+    descriptor = os.open(disk, os.O_RDONLY)
+    if dist.get_rank() == 0:
+        fcntl.ioctl(descriptor, _FREEZE, 0)
+    dist.barrier()
+    try:
+        yield
+    finally:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            fcntl.ioctl(descriptor, _THAW, 0)
+        os.close(descriptor)
+        dist.barrier()
+
+
+@pytest.mark.parametrize("is_async", [False, pytest.param(True, marks=pytest.mark.full)], ids=["sync", "async"])
+def test_a_save_is_one_error_and_the_next_one_is_whole(is_async: bool, shared_path: Path) -> None:
+    with disk_of(shared_path) as disk, parallel(DP2):
+        training = build(DP2, seed=1)
+        config = CheckpointConfig(timeout_s=TIMEOUT_S, async_save=is_async)
+        manager = CheckpointManager(disk / "run", training.model, training.optimizer, training.scheduler, config=config)
+        train(training, 0, 1)
+        manager.save(1).wait()
+        with frozen(disk):
+            messages = raised_everywhere(HungDiskError, error_of(lambda: manager.save(2).wait(LONG_S)))
+        assert_names(messages, HANGS)
+        with everywhere():
+            wait_until_back(manager)
+        train(training, 1, 2)
+        manager.save(3).wait(LONG_S)
+        assert_loads(manager, training, snapshot(training), step=3)
+        manager.close()
+
+
+def wait_until_back(manager: CheckpointManager) -> None:
+    """Until calls that hung have returned."""
+    for work in list(manager._disk._left):
+        assert work._ended.wait(LONG_S)
+
+
+def test_a_folder_that_does_not_answer_is_one_error(shared_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`load_hf` refuses pipes, and a frozen file system can be read: so a call that hangs comes before rank 0 reads."""
+    shape, folder, pipe = Shape(2, tp=2), shared_path / "hf", shared_path / "pipe"
+    with everywhere():
+        if dist.get_rank() == 0:
+            make_hf_folder(folder, "qwen3")
+            os.mkfifo(pipe)
+
+    def hangs_first(*args: Any) -> Any:
+        pipe.read_bytes()
+        return read_contents(*args)
+
+    with parallel(shape.layout):
+        chunks = build_model(folder, shape)
+        with monkeypatch.context() as patched:
+            patched.setattr(loading, "read_contents", hangs_first)
+            error = error_of(lambda: load_hf(chunks, folder, timeout_s=TIMEOUT_S))
+        assert_names(raised_everywhere(HungDiskError, error), rf"^rank 0: {re.escape(str(pipe))}: .* has not")
+        if dist.get_rank() == 0:
+            os.close(os.open(pipe, os.O_RDWR))  # the thread that was left may end
+        load_hf(chunks, folder)
+        with everywhere():
+            assert_holds(chunks, global_tensors(folder))
