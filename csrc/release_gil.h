@@ -23,6 +23,8 @@ inline bool interpreter_ends() {
 class ReleasedGil {
   public:
     ReleasedGil() : exceptions_(std::uncaught_exceptions()), state_(PyEval_SaveThread()) {}
+    // What unwinds the stack is no exception of C++, and must not end the process.
+    // NOLINTNEXTLINE(bugprone-unsafe-to-allow-exceptions)
     ~ReleasedGil() noexcept(false) {
         while (interpreter_ends() && std::uncaught_exceptions() > exceptions_) ::pause();
         PyEval_RestoreThread(state_);
