@@ -109,6 +109,7 @@ wait_beside || status=1
 
 if [ "$tier" = full ]; then
     bash scripts/chaos.sh --kills 200 || status=1
+    bash scripts/fault_chaos.sh --faults 100 || [ $? -eq 77 ] || status=1 # 77: no root's rights
     bash scripts/fast_chaos.sh --kills 100 || [ $? -eq 77 ] || status=1 # 77: hosts cannot be simulated
     bash scripts/soak.sh --minutes 5 || [ $? -eq 77 ] || status=1 # 77: no C compiler
     .venv/bin/python scripts/fuzz.py || status=1

@@ -98,6 +98,7 @@ LONG = (
     "test_versions.py",
     "test_demo.py",
     "test_chaos.py",
+    "test_faults.py",
 )
 
 

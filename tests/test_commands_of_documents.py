@@ -56,6 +56,7 @@ RUN_BY = {
     r"python benchmarks/many_files\.py.*": ("tests/steps/test_many_steps.py", HERE),
     r"python benchmarks/\w+\.py.*": (HERE,),  # by hand, on a machine that is quiet for an hour
     r"scripts/chaos\.sh .*": ("scripts/test.sh", "tests/chaos/test_chaos.py", HERE),
+    r"scripts/fault_chaos\.sh .*": ("scripts/test.sh", "tests/chaos/test_faults.py", HERE),
     r"scripts/fast_chaos\.sh .*": ("scripts/test.sh", "tests/hosts/test_fast_chaos.py", HERE),
     r"scripts/power_loss\.sh .*": ("tests/power/test_power_loss.py", HERE),
     r"scripts/soak\.sh .*": ("scripts/test.sh", "tests/soak/test_soak.py", HERE),
