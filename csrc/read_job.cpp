@@ -82,6 +82,8 @@ class ReadJob::Lane {
         const std::uint64_t start = page_floor(piece.start);
         std::uint8_t* data = buffers_[buffer_]->data();
         job_.bytes_read_ += file_->read(data, page_ceil(piece.stop) - start, start, piece.stop - start);
+        // A job that was given up, because a read did not return, must change nothing when it returns after all.
+        if (job_.cancelled_) return;
         for (std::size_t i = piece.first; i < piece.last;) i = deliver(i, piece.last, data - start);
         if (copies_) {
             copies_->record(buffer_);
