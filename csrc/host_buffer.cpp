@@ -55,6 +55,10 @@ struct PinnedMemory {
     std::condition_variable changed;
     std::size_t unpinned = 0;  // how many pieces; guarded by mutex
     bool is_free = false;      // guarded by mutex
+    bool is_given_up = false;  // guarded by mutex
+
+    // How many are still pinned although their owners wait no more.
+    static inline std::atomic<int> given_up{0};
 
     PinnedMemory(std::uint8_t* from, std::size_t size, int gpu, std::vector<std::size_t> ends)
         : data(from), nbytes(size), device(gpu), piece_ends(std::move(ends)) {}
@@ -71,16 +75,21 @@ struct PinnedMemory {
         ::munmap(data, nbytes);
         const std::lock_guard<std::mutex> lock(mutex);
         is_free = true;
+        if (is_given_up) --given_up;
         changed.notify_all();
     }
 
-    // Waits until the memory is free, but no longer if no piece is unpinned for MOST_S.
+    // Waits until the memory is free, but no longer if no piece is unpinned for MOST_S, and not at all while other
+    // memory is waited for in vain.
     void wait() {
         std::unique_lock<std::mutex> lock(mutex);
         while (!is_free) {
             const std::size_t before = unpinned;
             const auto advances = [&] { return is_free || unpinned != before; };
-            if (!changed.wait_for(lock, std::chrono::seconds(MOST_S), advances)) return;
+            if (changed.wait_for(lock, std::chrono::seconds(given_up == 0 ? MOST_S : 0), advances)) continue;
+            is_given_up = true;
+            ++given_up;
+            return;
         }
     }
 };
@@ -137,11 +146,12 @@ HostBuffer::~HostBuffer() {
     }
     // The driver does not unpin memory before the GPU has done all of its work, also work that does not use the memory
     // (seen on an H200, driver 580). If the GPU hangs, the thread is left behind until the process ends.
-    const auto memory = std::make_shared<PinnedMemory>(data_, size, device_, std::move(piece_ends_));
+    std::shared_ptr<PinnedMemory> memory;
     try {
+        memory = std::make_shared<PinnedMemory>(data_, size, device_, piece_ends_);
         std::thread([memory] { memory->free(); }).detach();
-    } catch (const std::system_error&) {  // the system grants no thread
-        memory->free();
+    } catch (const std::exception&) {
+        return;  // The system grants no thread or no memory. Here the memory could not be unpinned without a deadline.
     }
     memory->wait();
 }
