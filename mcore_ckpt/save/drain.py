@@ -8,10 +8,10 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 from weakref import WeakSet
 
 from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest, WrittenFile
@@ -37,6 +37,8 @@ from mcore_ckpt.steps.transaction import Attempt, check_seen, commit_together, o
 from mcore_ckpt.steps.upload_queue import UploadHandle
 
 logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 
 class DrainHandle:
@@ -117,7 +119,7 @@ class Drain:
         trainer, step = self.context.trainer, self.saving.step
         topic = f"copying step {step} of {trainer.role} to {trainer.root}"
         try:
-            manifest = committed_manifest(self.attempt)
+            manifest = self.agreement.runner.run(partial(committed_manifest, self.attempt))
         except BaseException as error:
             self.agreement.fail_next_round(topic, error, opening_of(self.attempt.number))
             raise
@@ -193,7 +195,17 @@ class Drain:
     def _old_steps(self, role_dir: Path) -> OldSteps | None:
         if not self.agreement.is_coordinator or self.saving.policy is None:
             return None
-        return find_old_steps(self.context, role_dir, self.saving.step, self.saving.policy)
+        found = partial(find_old_steps, self.context, role_dir, self.saving.step, self.saving.policy)
+        return _watched(self.agreement, found)
+
+
+def _watched(agreement: Agreement, work: Callable[[], Result]) -> Result | None:
+    """Does what may be done later as well. Returns None, and warns, if the disk hangs."""
+    try:
+        return agreement.runner.run(work)
+    except HungDiskError as error:
+        logger.warning("old steps stay until the next save to the root: %s", error)
+        return None
 
 
 def _copied(files: Sequence[FileRecord], exports: bool) -> tuple[FileRecord, ...]:
@@ -250,21 +262,24 @@ class Drains:
         return handle
 
     def wait(self, step: int | None = None) -> None:
-        """Waits until no step, or not this one, is being copied to the root. The ranks' deadlines limit this wait.
+        """Waits until no step, or not this one, is being copied to the root.
 
-        Raises HungDiskError if a call to the file system has not returned in time.
+        The deadlines of the ranks and of calls to the file system limit this wait.
         """
-        thread, handle, agreement = self._thread, self._handle, self._agreement
-        if thread is None or agreement is None or not (step is None or (handle is not None and handle.step == step)):
-            return
-        wait_for_thread(thread, agreement.timeout_s)
+        thread, handle = self._thread, self._handle
+        if thread is not None and (step is None or (handle is not None and handle.step == step)):
+            thread.join()
 
     def finish(self) -> None:
         """Waits as `wait` does, but not long for other ranks. An exiting interpreter calls it."""
         if self._agreement is not None:
             self._agreement.limit_waits(deadlines.EXIT_WAIT_S)
-        with suppress(HungDiskError):
-            self.wait()
+        if self._thread is None:
+            return
+        try:
+            wait_for_thread(self._thread, deadlines.EXIT_WAIT_S)
+        except HungDiskError as error:
+            logger.error("the interpreter ends before a step is in the root: %s", error)
 
     def _run(self, drain: Drain, handle: DrainHandle) -> None:
         error: CheckpointError | None = None
@@ -284,7 +299,7 @@ class Drains:
                 self._attempt = None
             handle.end(error, upload)
         if old_steps is not None:
-            old_steps.delete()
+            _watched(drain.agreement, old_steps.delete)
 
 
 _all_drains: WeakSet[Drains] = emptied_in_child(WeakSet())

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from small_disks import ext4
@@ -15,6 +16,7 @@ from waiting import LONG_S
 from mcore_ckpt import FastTier, SaveHandle
 from mcore_ckpt.errors import BusyError, HungDiskError
 from mcore_ckpt.ranks import deadlines
+from mcore_ckpt.save.old_steps import OldSteps
 from mcore_ckpt.tools.verify import verify
 
 TIMEOUT_S = 1.0
@@ -124,11 +126,27 @@ def test_a_node_s_folder_that_hangs_fails_the_save_and_the_next_one_is_whole(dis
     assert verify(tmp_path / "run").is_sound
 
 
+def test_old_steps_that_hang_fail_no_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pipe that nobody writes to hangs as a server that has gone does."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    monkeypatch.setattr(OldSteps, "delete", lambda self: pipe.read_bytes())
+    training = fast(tmp_path / "run", tmp_path / "node", max_to_keep=1)
+    for step in range(1, 5):
+        training.manager.save(step).wait(LONG_S)
+    with suppress(HungDiskError):
+        training.close()
+    os.close(os.open(pipe, os.O_RDWR))  # the thread that was left may end
+    assert Training(tmp_path / "run").manager.load(step=1).step == 1
+    assert fast(tmp_path / "run", tmp_path / "node").manager.load().step == 4
+
+
 def drained(handle: SaveHandle) -> None:
     handle.wait(LONG_S)  # for the step on the node
     assert handle.drain is not None
     handle.drain.wait(LONG_S)
 
 
-def fast(root: Path, node: Path) -> Training:
-    return Training(root, timeout_s=TIMEOUT_S, async_save=True, fast=FastTier(str(node), replicas=0, durable_every=1))
+def fast(root: Path, node: Path, **choices: Any) -> Training:
+    tier = FastTier(str(node), replicas=0, durable_every=1)
+    return Training(root, timeout_s=TIMEOUT_S, async_save=True, fast=tier, **choices)
