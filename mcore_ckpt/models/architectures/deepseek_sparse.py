@@ -100,10 +100,10 @@ class _LayerTypes:
     def _lists(self, layers: int, dense: int, base: HfConfig) -> HfFields:
         dense = min(dense, layers)
         mlps = ["dense"] * dense + ["sparse"] * (layers - dense)
-        # transformers 5.17 writes the second word, and 5.23 the first one.
-        words = ("indexed_attention", "deepseek_sparse_attention")
-        written = base.get("layer_types") or words
-        return {"mlp_layer_types": mlps, "layer_types": [written[0] if written[0] in words else words[0]] * layers}
+        # transformers 5.17 writes the older word, and 5.23 the newer one.
+        older, newer = "deepseek_sparse_attention", "indexed_attention"
+        word = older if base.get("layer_types") == [older] * layers else newer
+        return {"mlp_layer_types": mlps, "layer_types": [word] * layers}
 
 
 class _SharedIndexers:
