@@ -294,6 +294,13 @@ class DiskWatch:
         self._timeout_s, self._around, self._who = timeout_s, around, who
         self._left: list[Work[Any]] = [] if beside is None else beside._left
 
+    @classmethod
+    def of_one_call(
+        cls, timeout_s: float, rank: int, around: Callable[[], AbstractContextManager[object]] = nullcontext
+    ) -> DiskWatch:
+        """Returns the watch of a call that has no manager. All of these of a process refuse work together."""
+        return cls(timeout_s, around, f"rank {rank}: ", beside=_calls)
+
     def start(self, work: Callable[[], Result]) -> Work[Result]:
         """Starts work. Raises HungDiskError if earlier work hangs."""
         for each in list(self._left):
@@ -319,6 +326,10 @@ class DiskWatch:
     def leave(self, work: Work[Any]) -> None:
         """Refuses all other work until this work has ended."""
         self._left.append(work)
+
+
+# Has what calls without a manager have left.
+_calls = DiskWatch(0.0)
 
 
 def wait_for_thread(thread: threading.Thread, timeout_s: float) -> None:

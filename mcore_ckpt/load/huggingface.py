@@ -218,7 +218,8 @@ def load_hf(
         here = replace(_here(model, optimizer, agreement), strict_model=strict_model)
         name = with_revision(path, revision)
         gpu = gpu_of(here.chunks)
-        agreement.runner = DiskWatch(timeout_s, partial(settings_here, gpu, timeout_s), f"rank {agreement.rank}: ")
+        settings = partial(settings_here, gpu, timeout_s)
+        agreement.runner = DiskWatch.of_one_call(timeout_s, agreement.rank, settings)
         with settings_for_state(gpu, timeout_s):
             path = find_folder_together(agreement, name, "model", everywhere=source != "rank0")
             # Of a model on the hub each node may have the copy in another place.

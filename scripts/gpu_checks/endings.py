@@ -19,10 +19,10 @@ STEP = 7
 # What a rank of the stuck case waits for others, and how long wait and close may take altogether.
 TIMEOUT_S = 10.0
 DEADLINE_S = 60.0
-# How long a process beside such a kernel gets to end, its start included. On a machine where it cannot, this is waited.
+# How long a process beside such a kernel gets to end, its start included. Where none can, the check waits this long.
 CONTROL_S = 60.0
-# A stuck kernel spins for this many of the GPU's cycles, some minutes: longer than anything may take, but where no
-# process ends beside it, not even a killed one, this one is waited for.
+# A stuck kernel spins for this many of the GPU's cycles, some minutes: longer than any call may take, but not for ever,
+# because on some machines not even a killed process ends before the kernel does.
 CYCLES = 4 * 10**11
 
 

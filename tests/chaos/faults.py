@@ -142,9 +142,11 @@ def _stop(fault: Fault, life: DisturbedLife, pids: dict[int, int]) -> None:
 def _freeze(fault: Fault, life: DisturbedLife, pids: dict[int, int]) -> None:
     disk = os.open(life.disk, os.O_RDONLY)
     fcntl.ioctl(disk, _FREEZE, 0)
-    time.sleep(fault.lasts_s)
-    fcntl.ioctl(disk, _THAW, 0)
-    os.close(disk)
+    try:
+        time.sleep(fault.lasts_s)
+    finally:
+        fcntl.ioctl(disk, _THAW, 0)
+        os.close(disk)
 
 
 def _network(begin: str, end: str) -> Callable[[Fault, DisturbedLife, dict[int, int]], None]:
@@ -160,10 +162,14 @@ def _interfere(fault: Fault, life: DisturbedLife, pids: dict[int, int]) -> None:
     """Another user tries to change whatever there is. Raises RuntimeError if that succeeds once."""
     child = os.fork()
     if child == 0:
-        os.setgroups([])
-        os.setgid(NOBODY)
-        os.setuid(NOBODY)
-        os._exit(_changes_something(life.root, pids, time.monotonic() + fault.lasts_s))
+        status = 2
+        try:
+            os.setgroups([])
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+            status = _changes_something(life.root, pids, time.monotonic() + fault.lasts_s)
+        finally:
+            os._exit(status)
     if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
         raise RuntimeError("another user has changed something")
 

@@ -19,7 +19,8 @@ def decided_by_rank_0(name: str, topic: str, question: Any, answer: Callable[[],
         name: a name for the meeting of the ranks, the same on all of them.
         topic: what is being decided, for messages.
         question: a plain JSON value that is the same on all ranks.
-        answer: returns a plain JSON value. It is called only on rank 0.
+        answer: returns a plain JSON value. It is called only on rank 0, on another thread (see `io/disk_watch.py`):
+            without the modes of torch, the current GPU and the context variables of this one.
         timeout_s: how long a rank waits for the others, in seconds.
 
     Raises AgreementError: the questions differ, or a rank is missing.
@@ -34,7 +35,7 @@ def on_all_ranks(name: str, topic: str, work: Callable[[], None], timeout_s: flo
     Args:
         name: a name for the meeting of the ranks, the same on all of them.
         topic: what is being done, for messages.
-        work: this rank's part. It waits for no other rank.
+        work: this rank's part. It waits for no other rank. It is called on another thread, as `answer` is.
         timeout_s: how long a rank waits for the others, in seconds.
 
     Raises:
@@ -53,5 +54,5 @@ def on_all_ranks(name: str, topic: str, work: Callable[[], None], timeout_s: flo
 @contextmanager
 def _meeting(name: str, topic: str, timeout_s: float) -> Iterator[Agreement]:
     with closing(rendezvous(name, timeout_s, topic)) as agreement:
-        agreement.runner = DiskWatch(timeout_s, who=f"rank {agreement.rank}: ")
+        agreement.runner = DiskWatch.of_one_call(timeout_s, agreement.rank)
         yield agreement
