@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -150,7 +150,7 @@ class Chain:
         kill_at = None if plan.after_s is None else started + plan.after_s
         ends, stuck = bury(pids, plan.victims, kill_at, SURVIVORS_S)
         os.close(read)
-        outcome = Outcome(ends, _reports(plan.life), seconds=time.monotonic() - started)
+        outcome = Outcome(ends, reports_of(plan.life), seconds=time.monotonic() - started)
         if stuck:
             outcome.problems.append(f"ranks {stuck} have hung")
         self._check_survivors(outcome)
@@ -209,7 +209,7 @@ class Chain:
         }
 
 
-def _reports(life: Life) -> dict[int, dict[str, Any]]:
+def reports_of(life: Life) -> dict[int, dict[str, Any]]:
     found = {rank: life.report(rank) for rank in range(WORLD)}
     return {rank: json.loads(path.read_text()) for rank, path in found.items() if path.exists()}
 
@@ -233,20 +233,24 @@ def main() -> int:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
-        return report(run_chains(arguments, Path(folder)), arguments)
+        records = run_chains(run_chain, arguments.seed, arguments.chains, arguments.kills, Path(folder))
+        return report(records, arguments)
 
 
-def run_chains(arguments: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
+def run_chains(
+    run_chain: Callable[[str, Path, int, int], None], seed: int, chains: int, number_of: int, folder: Path
+) -> Iterator[dict[str, Any]]:
+    """The records of so many chains, which have `number_of` kills or other faults between them."""
     read, write = os.pipe()
     pids = []
-    for number in range(arguments.chains):
-        share = arguments.kills // arguments.chains + (number < arguments.kills % arguments.chains)
+    for number in range(chains):
+        share = number_of // chains + (number < number_of % chains)
         pid = os.fork()
         if pid == 0:
             os.close(read)
             status = 1
             try:
-                run_chain(f"{arguments.seed} {number}", folder / str(number), share, write)
+                run_chain(f"{seed} {number}", folder / str(number), share, write)
                 status = 0
             finally:
                 os._exit(status)

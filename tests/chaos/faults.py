@@ -10,7 +10,6 @@ torn, or hung beyond the deadlines of docs/reliability.md; 77 if this cannot be 
 import argparse
 import contextlib
 import ctypes
-import fcntl
 import json
 import os
 import signal
@@ -29,16 +28,15 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from chaos import Chain, Outcome, Plan, _reports
+from chaos import Chain, Outcome, Plan, reports_of, run_chains
 from disturbed_life import TIMEOUT_S, DisturbedLife, run_rank
 from life import ALARM_S, WORLD
 from lives import bury, end_store, fork_ranks, host_store, say, wait_until_ready
+from small_disks import NOBODY, ext4, frozen
 
 from mcore_ckpt.steps import listing as steps
 
 _CLONE_NEWNS, _CLONE_NEWNET = 0x20000, 0x40000000  # linux/sched.h
-_FREEZE, _THAW = 0xC0045877, 0xC0045878  # linux/fs.h: FIFREEZE, FITHAW
-NOBODY = 65534
 IMPOSSIBLE = 77
 LONGEST_S = 2.5 * TIMEOUT_S
 # A rank waits for its own part or for the others, and these 1.5 s longer; what is beyond is for a busy machine.
@@ -94,7 +92,7 @@ class Disturbed(Chain):
         ends, _ = bury(pids, (), None, 0)
         disturbing.join()
         os.close(read)
-        outcome = Outcome(ends, _reports(life), problems, seconds=time.monotonic() - started)
+        outcome = Outcome(ends, reports_of(life), problems, seconds=time.monotonic() - started)
         outcome.problems += [f"rank {rank} has ended with {end}" for rank, end in enumerate(ends) if end]
         for rank, report in outcome.reports.items():
             if report["error"]:
@@ -106,10 +104,9 @@ class Disturbed(Chain):
         return outcome
 
     def _told(self, outcome: Outcome, fault: Fault) -> dict[str, Any]:
-        errors = Counter(
-            call[2].partition(":")[0] for call in outcome.reports.get(0, {"calls": []})["calls"] if call[2]
-        )
-        longest = max((call[1] for report in outcome.reports.values() for call in report["calls"]), default=0.0)
+        calls = [call for report in outcome.reports.values() for call in report["calls"]]
+        errors = Counter(error.partition(":")[0] for _, _, error in calls if error)
+        longest = max((seconds for _, seconds, _ in calls), default=0.0)
         return {
             "chain": self._folder.name,
             "kind": fault.kind,
@@ -140,13 +137,8 @@ def _stop(fault: Fault, life: DisturbedLife, pids: dict[int, int]) -> None:
 
 
 def _freeze(fault: Fault, life: DisturbedLife, pids: dict[int, int]) -> None:
-    disk = os.open(life.disk, os.O_RDONLY)
-    fcntl.ioctl(disk, _FREEZE, 0)
-    try:
+    with frozen(life.disk):
         time.sleep(fault.lasts_s)
-    finally:
-        fcntl.ioctl(disk, _THAW, 0)
-        os.close(disk)
 
 
 def _network(begin: str, end: str) -> Callable[[Fault, DisturbedLife, dict[int, int]], None]:
@@ -214,26 +206,12 @@ def run_chain(seed: str, folder: Path, faults: int, write: int) -> None:
     pid, port = host_store()
     try:
         chain = Disturbed(seed, folder, port)
-        with _disk(DisturbedLife(0, str(folder), port).disk):
+        with ext4(DisturbedLife(0, str(folder), port).disk, mebibytes=256) as disk:
+            disk.chmod(0o1777)  # as /tmp is
             for record in chain.run(faults):
                 os.write(write, (json.dumps(record) + "\n").encode())
     finally:
         end_store(pid)
-
-
-@contextlib.contextmanager
-def _disk(place: Path) -> Iterator[None]:
-    image = place.with_suffix(".img")
-    with image.open("wb") as file:
-        file.truncate(256 << 20)
-    subprocess.run(["mkfs.ext4", "-q", "-F", str(image)], check=True)
-    place.mkdir()
-    subprocess.run(["mount", "-o", "loop", str(image), str(place)], check=True)
-    try:
-        place.chmod(0o1777)  # as /tmp is
-        yield
-    finally:
-        subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
 def main() -> int:
@@ -250,31 +228,8 @@ def main() -> int:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         os.chmod(folder, 0o755)
-        return report(run_chains(arguments, Path(folder)), arguments)
-
-
-def run_chains(arguments: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
-    read, write = os.pipe()
-    pids = []
-    for number in range(arguments.chains):
-        share = arguments.faults // arguments.chains + (number < arguments.faults % arguments.chains)
-        pid = os.fork()
-        if pid == 0:
-            os.close(read)
-            status = 1
-            try:
-                run_chain(f"{arguments.seed} {number}", folder / str(number), share, write)
-                status = 0
-            finally:
-                os._exit(status)
-        pids.append(pid)
-    os.close(write)
-    with os.fdopen(read) as lines:
-        for line in lines:
-            yield json.loads(line)
-    for pid in pids:
-        if os.waitpid(pid, 0)[1]:
-            yield {"kind": "broken", "problems": ["a chain has not ended well: see above"]}
+        records = run_chains(run_chain, arguments.seed, arguments.chains, arguments.faults, Path(folder))
+        return report(records, arguments)
 
 
 def report(records: Iterator[dict[str, Any]], arguments: argparse.Namespace) -> int:

@@ -1,6 +1,5 @@
 """A disk that hangs under several ranks: all of them raise the same error by the deadline, and training goes on."""
 
-import fcntl
 import os
 import re
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from checkpointing import assert_loads
 from hf_models import Shape, assert_holds, build_model, global_tensors
 from layouts import LAYOUTS
 from refusals import assert_names
-from small_disks import ext4
+from small_disks import ext4, frozen
 from snapshot import snapshot
 from tiny_models import make_hf_folder
 from training import build, parallel, train
@@ -29,7 +28,6 @@ from mcore_ckpt.load.huggingface import load_hf
 
 DP2 = LAYOUTS["dp2-bf16"]
 TIMEOUT_S = 2.0
-_FREEZE, _THAW = 0xC0045877, 0xC0045878  # linux/fs.h: FIFREEZE, FITHAW
 HANGS = r"^rank \d: .* has not returned for \d+ s: the disk, or the server that has it, hangs"
 
 pytestmark = pytest.mark.world(2)
@@ -46,20 +44,15 @@ def disk_of(folder: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def frozen(disk: Path) -> Iterator[None]:
+def frozen_by_rank_0(disk: Path) -> Iterator[None]:
     dist.barrier()
-    descriptor = os.open(disk, os.O_RDONLY)
-    if dist.get_rank() == 0:
-        fcntl.ioctl(descriptor, _FREEZE, 0)
+    with frozen(disk) if dist.get_rank() == 0 else nullcontext():
+        dist.barrier()
+        try:
+            yield
+        finally:
+            dist.barrier()
     dist.barrier()
-    try:
-        yield
-    finally:
-        dist.barrier()
-        if dist.get_rank() == 0:
-            fcntl.ioctl(descriptor, _THAW, 0)
-        os.close(descriptor)
-        dist.barrier()
 
 
 @pytest.mark.parametrize("is_async", [False, pytest.param(True, marks=pytest.mark.full)], ids=["sync", "async"])
@@ -70,7 +63,7 @@ def test_a_save_is_one_error_and_the_next_one_is_whole(is_async: bool, shared_pa
         manager = CheckpointManager(disk / "run", training.model, training.optimizer, training.scheduler, config=config)
         train(training, 0, 1)
         manager.save(1).wait()
-        with frozen(disk):
+        with frozen_by_rank_0(disk):
             messages = raised_everywhere(HungDiskError, error_of(lambda: manager.save(2).wait(LONG_S)))
         assert_names(messages, HANGS)
         with everywhere():

@@ -1,15 +1,14 @@
 """A file system that is frozen while a manager saves and loads: nothing waits for ever, and all is well afterwards."""
 
-import fcntl
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from small_disks import ext4
+from small_disks import ext4, frozen
 from test_runs import Training
 from waiting import LONG_S
 
@@ -20,24 +19,12 @@ from mcore_ckpt.save.old_steps import OldSteps
 from mcore_ckpt.tools.verify import verify
 
 TIMEOUT_S = 1.0
-_FREEZE, _THAW = 0xC0045877, 0xC0045878  # linux/fs.h: FIFREEZE, FITHAW
 
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     with ext4(tmp_path / "disk") as disk:
         yield disk
-
-
-@contextmanager
-def frozen(disk: Path) -> Iterator[None]:
-    descriptor = os.open(disk, os.O_RDONLY)
-    fcntl.ioctl(descriptor, _FREEZE, 0)
-    try:
-        yield
-    finally:
-        fcntl.ioctl(descriptor, _THAW, 0)
-        os.close(descriptor)
 
 
 HANGS = r"^rank 0: .*/run/.* has not returned for \d+ s: the disk, or the server that has it, hangs"

@@ -1,6 +1,7 @@
 """Real file systems of a given size, which tests mount, fill and measure."""
 
 import ctypes
+import fcntl
 import os
 import struct
 import subprocess
@@ -14,6 +15,7 @@ NOBODY = 65534
 
 _PR_SET_DUMPABLE = 4  # linux/prctl.h
 _QUOTACTL_FD = 443
+_FREEZE, _THAW = 0xC0045877, 0xC0045878  # linux/fs.h: FIFREEZE, FITHAW
 _SET_QUOTA = 0x800008
 _LIMITS_OF_BYTES, _LIMITS_OF_FILES = 1, 4  # linux/quota.h: QIF_BLIMITS, QIF_ILIMITS
 _KINDS = {"user": 0, "group": 1}
@@ -54,6 +56,20 @@ def ext4(place: Path, *features: str, mebibytes: int = 24, options: str = "loop"
     with mounted(place, "-o", options, str(image)):
         place.chmod(0o777)
         yield place
+
+
+@contextmanager
+def frozen(disk: Path) -> Iterator[None]:
+    """Lets all calls that change the file system wait until the end of the `with` block."""
+    descriptor = os.open(disk, os.O_RDONLY)
+    try:
+        fcntl.ioctl(descriptor, _FREEZE, 0)
+        try:
+            yield
+        finally:
+            fcntl.ioctl(descriptor, _THAW, 0)
+    finally:
+        os.close(descriptor)
 
 
 def set_quota(folder: Path, kind: str, number: int, nbytes: int = 0, files: int = 0, soft: int = 0) -> None:
