@@ -9,13 +9,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import msgspec
+
 from mcore_ckpt.checkpoint import file_names, manifest_text, provenance
 from mcore_ckpt.checkpoint import placement as placements
+from mcore_ckpt.checkpoint.manifest_text import NO_TENSORS, Entry, Holds, Members
 from mcore_ckpt.checkpoint.placement import Placement
 from mcore_ckpt.checkpoint.provenance import Commit, Run
 from mcore_ckpt.checkpoint.timeline import SaveTimeline, decode_timeline, encoded_timeline
 from mcore_ckpt.io import json_fields as fields
 from mcore_ckpt.io import limits
+from mcore_ckpt.io.typed_json import LongList, Natural
 from mcore_ckpt.ranks.topology import RankCoordinates, Topology
 
 FORMAT = "mcore_ckpt"
@@ -40,7 +44,7 @@ class StageRecord:
     mtp: tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class IndexPlace:
     """The place of an index in its file, in bytes, the CRC-32 of the index, and the version of its format."""
 
@@ -50,12 +54,12 @@ class IndexPlace:
     version: int = 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class FileRecord:
     """The manifest's entry for one file of a checkpoint.
 
     `path` is relative to the role's folder. `rank` is the world rank that wrote the file. `holds` lists the tensors in
-    the file as runs `(first, last)` of positions in the manifest's `tensors`, `last` included.
+    the file, by their positions in the manifest's `tensors`.
     """
 
     path: str
@@ -64,7 +68,7 @@ class FileRecord:
     size: int
     crc32: int
     index: IndexPlace | None = None
-    holds: tuple[tuple[int, int], ...] = ()
+    holds: Holds = NO_TENSORS
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,21 @@ class WrittenFile:
     crc32: int
     index: IndexPlace | None = None
     holds: str = ""
+
+
+class _Rank(msgspec.Struct, gc=False):
+    """A rank's coordinates, as the manifest spells them. The members are in order."""
+
+    cp: Natural
+    dp: Natural
+    edp: Natural
+    ep: Natural
+    etp: Natural
+    pp: Natural
+    tp: Natural
+
+
+_RANK_LIST: LongList[_Rank] = LongList(_Rank, b'},{"cp":')
 
 
 @dataclass(frozen=True)
@@ -158,7 +177,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
     # `asdict` would copy every value of thousands of ranks and files, which takes longer than everything else here.
     record = {**vars(manifest), "format": FORMAT, "format_version": manifest.format_version}
     record["topology"] = vars(manifest.topology)
-    record["ranks"] = [vars(rank) for rank in manifest.ranks]
+    record["ranks"] = [rank.by_axis for rank in manifest.ranks]
     record["stages"] = [vars(stage) for stage in manifest.stages]
     adapters = manifest.adapters
     record["adapters"] = adapters and {key: value for key, value in vars(adapters).items() if value is not None}
@@ -168,19 +187,14 @@ def encode_manifest(manifest: Manifest) -> bytes:
     record["commit"] = manifest.commit and provenance.encoded_commit(manifest.commit)
     record = {key: value for key, value in record.items() if value is not None}
     del record["files"]
-    return manifest_text.encode(record, [(_file_members(file), file.holds) for file in manifest.files])
+    return manifest_text.encode(record, [(_entry(file), file.holds) for file in manifest.files])
 
 
-def _file_members(file: FileRecord) -> dict[str, Any]:
-    """Returns the members of a file's entry, except `holds`."""
-    members = {key: value for key, value in vars(file).items() if key != "holds"}
-    if file.index is None:
-        del members["index"]
-    else:
-        index = members["index"] = dict(vars(file.index))
-        if index["version"] == 1:
-            del index["version"]
-    return members
+def _entry(file: FileRecord) -> Entry:
+    entry = Entry(crc32=file.crc32, kind=file.kind, path=file.path, rank=file.rank, size=file.size)
+    if (index := file.index) is not None:
+        entry.set_index(index.offset, index.size, index.crc32, index.version)
+    return entry
 
 
 def decode_manifest(data: bytes) -> Manifest:
@@ -190,9 +204,8 @@ def decode_manifest(data: bytes) -> Manifest:
         NewerFormatError: the manifest has a newer format version than this package reads.
         FieldError: the manifest was cut or damaged, has another format, or names a path outside its folder.
     """
-    record, is_intact = manifest_text.decode(data)
-    _check_format(record, is_intact)
-    manifest = _read_manifest(record)
+    members = _checked_members(data)
+    manifest = _read_manifest(members)
     _check_manifest(manifest)
     return manifest
 
@@ -202,20 +215,18 @@ def decode_summary(data: bytes) -> ManifestSummary:
 
     Raises NewerFormatError and FieldError like `decode_manifest`.
     """
-    record = manifest_text.decode_summary(data)
-    if record is None:
-        return decode_manifest(data).head
-    _check_format(record, is_intact=True)
+    record = _checked_members(data).small
     step, role = fields.get_int(record, "step"), fields.get_name(record, "role")
     roles, attempt = fields.get_names(record, "roles"), fields.get_name(record, "attempt")
     _check_roles(role, roles)
     return ManifestSummary(step, role, roles, attempt, fields.get_name(record, "created"), *provenance.optional(record))
 
 
-def _check_format(record: Mapping[str, Any], is_intact: bool) -> None:
-    if record.get("format") != FORMAT:
+def _checked_members(data: bytes) -> Members:
+    members = manifest_text.read(data)
+    if members.small.get("format") != FORMAT:
         raise fields.FieldError("not a manifest of mcore_ckpt")
-    version = fields.get_int(record, "format_version")
+    version = fields.get_int(members.small, "format_version")
     if version < 1:
         raise fields.FieldError(f"format version {version} does not exist")
     if version > FORMAT_VERSION:
@@ -223,13 +234,21 @@ def _check_format(record: Mapping[str, Any], is_intact: bool) -> None:
             f"format version {version} is newer than {FORMAT_VERSION}, the newest version that this mcore_ckpt reads: "
             "upgrade mcore_ckpt"
         )
-    if not is_intact:
+    if not members.is_intact:
         raise fields.FieldError("the manifest's checksum is wrong: the manifest was damaged or edited")
+    return members
 
 
-def _read_manifest(record: Mapping[str, Any]) -> Manifest:
-    versions, ranks = fields.get_dict(record, "versions"), fields.get_list(record, "ranks")
-    files = tuple(_read_file(item) for item in fields.get_list(record, "files"))
+def _read_manifest(members: Members) -> Manifest:
+    record = members.small
+    versions = fields.get_dict(record, "versions")
+    same: dict[Any, Any] = {}  # the files and ranks have few kinds and many small numbers, each of them once
+    ranks = tuple(
+        RankCoordinates(**{axis: same.setdefault(at, at) for axis, at in msgspec.structs.asdict(rank).items()})
+        for rank in members.objects("ranks", _RANK_LIST)
+    )
+    files = tuple(_file_record(entry, holds, same) for entry, holds in members.entries())
+    timeline, placement = members.text("save_timeline"), members.text("placement")
     run, commit = provenance.optional(record)
     return Manifest(
         step=fields.get_int(record, "step"),
@@ -240,16 +259,31 @@ def _read_manifest(record: Mapping[str, Any]) -> Manifest:
         versions={fields.as_name(key, "versions"): fields.get_name(versions, key) for key in versions},
         contents=fields.get_names(record, "contents"),
         topology=Topology(**_ints_of(Topology, fields.get_dict(record, "topology"))),
-        ranks=tuple(RankCoordinates(**_ints_of(RankCoordinates, item)) for item in ranks),
+        ranks=ranks,
         stages=tuple(_read_stage(item) for item in fields.get_list(record, "stages")),
-        tensors=fields.get_names(record, "tensors"),
+        tensors=members.names("tensors"),
         files=files,
         adapters=_read_adapters(record["adapters"]) if "adapters" in record else None,
         model=_read_model(record["model"]) if "model" in record else None,
-        save_timeline=decode_timeline(record["save_timeline"], len(ranks)) if "save_timeline" in record else None,
-        placement=placements.decode(record["placement"], len(files)) if "placement" in record else None,
+        save_timeline=decode_timeline(timeline, len(ranks)) if timeline else None,
+        placement=placements.decode(placement, len(files)) if placement else None,
         run=run,
         commit=commit,
+    )
+
+
+def _file_record(entry: Entry, holds: Holds, same: dict[Any, Any]) -> FileRecord:
+    place = None
+    if (index := entry.index) is not msgspec.UNSET:
+        place = IndexPlace(index.offset, index.size, index.crc32, index.version)
+    return FileRecord(
+        path=fields.as_name(entry.path, "path"),
+        kind=same.setdefault(entry.kind, fields.as_name(entry.kind, "kind")),
+        rank=same.setdefault(entry.rank, entry.rank),
+        size=entry.size,
+        crc32=entry.crc32,
+        index=place,
+        holds=holds,
     )
 
 
@@ -284,26 +318,6 @@ def _read_stage(item: Any) -> StageRecord:
         fields.get_int(record, "vp"),
         fields.get_ints(record, "decoder"),
         fields.get_ints(record, "mtp"),
-    )
-
-
-def _read_file(item: Any) -> FileRecord:
-    record = fields.as_dict(item, "files")
-    index, holds = None, tuple[tuple[int, int], ...]()
-    if "index" in record:
-        place = fields.as_dict(record["index"], "index")
-        version = fields.get_int(place, "version") if "version" in place else 1
-        offset, size, checksum = fields.as_ints([place.get("offset"), place.get("size"), place.get("crc32")], "index")
-        index = IndexPlace(offset, size, checksum, version)
-        holds = manifest_text.runs_of(record.get("holds"))
-    return FileRecord(
-        path=fields.get_name(record, "path"),
-        kind=fields.get_name(record, "kind"),
-        rank=fields.get_int(record, "rank"),
-        size=fields.get_int(record, "size"),
-        crc32=fields.get_int(record, "crc32"),
-        index=index,
-        holds=holds,
     )
 
 
@@ -345,13 +359,13 @@ def _check_topology(manifest: Manifest) -> None:
     if virtual < 1 or any(not 1 <= size <= world for size in sizes.values()):
         raise fields.FieldError(f"{world} ranks cannot have the layout {manifest.topology}")
     for number, rank in enumerate(ranks):
-        if any(at >= sizes[name] for name, at in vars(rank).items()):
+        if any(at >= sizes[name] for name, at in rank.by_axis.items()):
             raise fields.FieldError(f"rank {number} cannot be at {rank} in the layout {manifest.topology}")
 
 
 def _count_held(file: FileRecord, count: int) -> int:
     """Returns how many tensors a file holds. Raises FieldError unless the runs ascend and are in range."""
-    held = manifest_text.count_held(file.holds, count)
+    held = file.holds.count_of(count)
     if held is None:
         runs = fields.shown([list(run) for run in file.holds])
         raise fields.FieldError(f"{file.path} lists tensors {runs} of {count}, which are out of order or out of range")

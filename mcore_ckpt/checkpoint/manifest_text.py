@@ -1,4 +1,4 @@
-"""Translates a manifest's record to the bytes of `manifest.json` and back, quickly for thousands of ranks.
+"""Cuts the bytes of `manifest.json` into its members, and decodes the large ones quickly for thousands of ranks.
 
 Most of a large manifest are the entries of its files, and most of such an entry are its `holds`. Many files hold the
 same tensors, so each distinct list of runs is encoded once and decoded once. Encoding and decoding make no large
@@ -7,279 +7,265 @@ objects besides the result, and let other threads, such as the training, run in 
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from heapq import merge
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from operator import le, lt
-from typing import Any
+from typing import Any, TypeVar, overload
 
-from mcore_ckpt import json_bounds
+import msgspec
+
 from mcore_ckpt.io import json_fields as fields
+from mcore_ckpt.io import typed_json
 from mcore_ckpt.io.checksums import crc32
+from mcore_ckpt.io.typed_json import LongList, Natural, Place
+from mcore_ckpt.json_bounds import SMALL_BYTES
 
-# The tensors in a file: runs `(first, last)` of positions, `last` included.
-Holds = tuple[tuple[int, int], ...]
+T = TypeVar("T")
 
-_FILES, _CHECKSUM = "files", "crc32"
+_FILES, _CHECKSUM, _PLACEMENT = "files", "crc32", "placement"
+# The members whose size grows with the number of ranks, tensors and files.
+LARGE = frozenset((_FILES, _PLACEMENT, "ranks", "save_timeline", "tensors"))
+_CHECKSUM_KEY = b',"crc32":'
 # How many files' entries are joined at a time.
 _ENTRIES = 512
-# In the text that `encode` returns, no name contains an unescaped quote, so these find members of objects alone.
-_CHECKSUM_MEMBER = re.compile(rb',"crc32":([0-9]{1,10})(?=,)')
-# Only the manifests in the fast tier, and of saves, have these members.
-_PLACEMENT, _TIMELINE = b',"placement":{', b',"save_timeline":{'
-# The members whose size grows, each from its name to the name of the next one.
-_LARGE_MEMBERS = (
-    (b',"files":[', b'],"format":'),
-    (_PLACEMENT, b'},"ranks":'),
-    (b',"ranks":[', b'],"role":'),
-    (_TIMELINE, b'},"stages":'),
-    (b',"tensors":[', b'],"topology":'),
-)
-_HOLDS_KEY = b'"holds":'
-# The shortest entry of a file. A text with shorter ones is not decoded as what `encode` returns.
-_LEAST_ENTRY = 64
-_RANKS, _DIGITS = b',"ranks":[', b"0123456789"
-# How long the entry of a rank is without its digits.
-_LEAST_OF_RANK, _MOST_OF_RANK = 32, 256
-# The last members of a file's entry. No path that a manifest may have contains an escaped character.
-_SIZE_MEMBERS = re.compile(rb'"path":"([^"\\]*)","rank":[0-9]+,"size":([0-9]+)}')
+# How many bytes of `holds` are decoded at a time.
+_PIECE = 64 << 10
+# How many bytes a large manifest has at least for each of these texts in a member. A text with more of them would take
+# more than four times its size as Python objects.
+_LEAST_BYTES = ((_FILES, b'"path":', 96), ("tensors", b'"', 14), ("save_timeline", b",", 14))
+_DIGITS = b"0123456789"
+_NUMBERS: msgspec.json.Decoder[Iterable[int]] = msgspec.json.Decoder(list[Natural])
 
 
-class _NotCanonicalError(Exception):
-    """The data are not exactly what `encode` returns for some record."""
+class Holds(Sequence[tuple[int, int]]):
+    """The tensors in a file: runs `(first, last)` of positions, `last` included. A run takes 8 bytes of memory."""
+
+    __slots__ = ("ends",)
+
+    def __init__(self, runs: Iterable[tuple[int, int]] = ()) -> None:
+        self.ends = array("I", chain.from_iterable(runs))
+
+    def __len__(self) -> int:
+        return len(self.ends) // 2
+
+    @overload
+    def __getitem__(self, number: int) -> tuple[int, int]: ...
+    @overload
+    def __getitem__(self, number: slice) -> Sequence[tuple[int, int]]: ...
+    def __getitem__(self, number: int | slice) -> tuple[int, int] | Sequence[tuple[int, int]]:
+        return list(self)[number] if isinstance(number, slice) else (self.ends[::2][number], self.ends[1::2][number])
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return zip(self.ends[::2], self.ends[1::2], strict=True)
+
+    def __eq__(self, other: object) -> bool:
+        return self.ends == other.ends if isinstance(other, Holds) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.ends.tobytes())
+
+    def __repr__(self) -> str:
+        return f"Holds({list(self)})"
+
+    def count_of(self, tensors: int) -> int | None:
+        """Returns how many these are; None if the runs do not ascend, or not below the number of all tensors.
+
+        In ascending runs no tensor is counted twice.
+        """
+        if not self.ends:
+            return 0
+        firsts, lasts = self.ends[::2], self.ends[1::2]
+        if not (all(map(le, firsts, lasts)) and all(map(lt, lasts, firsts[1:])) and lasts[-1] < tensors):
+            return None
+        return sum(lasts) - sum(firsts) + len(firsts)
 
 
-def encode(record: Mapping[str, Any], files: Sequence[tuple[Mapping[str, Any], Holds]]) -> bytes:
+NO_TENSORS = Holds()
+
+
+class _Index(msgspec.Struct, gc=False, omit_defaults=True):
+    """The index of a file, as the manifest spells it. Its members are in order."""
+
+    crc32: Natural
+    offset: Natural
+    size: Natural
+    version: Natural = 1
+
+
+class Entry(msgspec.Struct, gc=False, kw_only=True):
+    """The entry of a file, as the manifest spells it. Its members are in order. A file without index has no `holds`."""
+
+    crc32: Natural
+    holds: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    index: _Index | msgspec.UnsetType = msgspec.UNSET
+    kind: str
+    path: str
+    rank: Natural
+    size: Natural
+
+    def set_index(self, offset: int, size: int, checksum: int, version: int) -> None:
+        """Says where the file's index is, as in `IndexPlace`."""
+        self.index = _Index(checksum, offset, size, version)
+
+
+class _Size(msgspec.Struct, gc=False):
+    path: str
+    size: Natural
+
+
+_ENTRY_LIST: LongList[Entry] = LongList(Entry, b'},{"crc32":')
+_SIZE_LIST: LongList[_Size] = LongList(_Size, b'},{"crc32":', is_whole=False)
+_NAMES: msgspec.json.Decoder[Sequence[Any]] = msgspec.json.Decoder(list[str])
+
+
+@dataclass(frozen=True)
+class Members:
+    """The members of a manifest. Those in LARGE are decoded when they are asked for.
+
+    Attributes:
+        small: the other ones.
+        is_intact: whether the checksum is right. If it is not, the large ones cannot be asked for.
+    """
+
+    data: bytes
+    places: Mapping[str, Place]
+    small: Mapping[str, Any]
+    is_intact: bool = True
+
+    def entries(self) -> Iterator[tuple[Entry, Holds]]:
+        """Yields the entries of the files, and what they hold. Equal `holds` are the same object. Raises FieldError."""
+        known: dict[bytes, Holds] = {}
+        for entry in self.objects(_FILES, _ENTRY_LIST):
+            yield entry, _holds_of(entry, known)
+
+    def objects(self, name: str, of: LongList[T]) -> Iterator[T]:
+        """Yields the objects in a list. Raises FieldError."""
+        return of.read(self.data, self._place(name))
+
+    def names(self, name: str) -> tuple[str, ...]:
+        """Returns a list of printable names. Raises FieldError."""
+        start, stop = self._place(name)
+        return fields.as_names(typed_json.parse(memoryview(self.data)[start:stop], _NAMES), name)
+
+    def text(self, name: str) -> bytes | None:
+        """Returns the text of a member; None if there is none."""
+        return self.data[slice(*self.places[name])] if name in self.places else None
+
+    def _place(self, name: str) -> Place:
+        if name not in self.places:
+            raise fields.FieldError(f"{name!r} is missing")
+        return self.places[name]
+
+
+def _holds_of(entry: Entry, known: dict[bytes, Holds]) -> Holds:
+    if entry.index is msgspec.UNSET:
+        return NO_TENSORS
+    if entry.holds is msgspec.UNSET:
+        raise fields.FieldError(f"{entry.path}: 'holds' is missing")
+    text = bytes(memoryview(entry.holds))
+    if (holds := known.get(text)) is None:
+        holds = known[text] = _decoded(text)
+    return holds
+
+
+def _decoded(text: bytes) -> Holds:
+    """Decodes a `holds` without making a list for each of its runs."""
+    if text == b"[]":
+        return NO_TENSORS
+    runs = text.count(b"],[") + 1
+    if text.translate(None, _DIGITS) != b"[" + b"[,]," * (runs - 1) + b"[,]]":
+        raise fields.FieldError(f"'holds' is {fields.shown(text)}, not a list of runs [first, last]")
+    numbers, end = text.translate(None, b"[]"), 0
+    holds = Holds()
+    while end < len(numbers):
+        start, cut = end, numbers.find(b",", end + _PIECE)
+        end = len(numbers) if cut < 0 else cut + 1
+        try:
+            holds.ends.extend(typed_json.parse(b"[%b]" % numbers[start:end].removesuffix(b","), _NUMBERS))
+        except OverflowError:
+            raise fields.FieldError("'holds' has a number that is no position of a tensor") from None
+    return holds
+
+
+def encode(record: Mapping[str, Any], entries: Sequence[tuple[Entry, Holds]]) -> bytes:
     """Encodes a manifest as one line of canonical JSON with a checksum.
 
     Args:
         record: all members but `files` and `crc32`. At least one member is sorted before `crc32`.
-        files: for each file, its members but `holds`, and its `holds`. Only files with an `index` have `holds`.
+        entries: for each file, its members but `holds`, and its `holds`. Only files with an `index` have `holds`.
     """
     head = fields.encode({key: value for key, value in record.items() if key < _CHECKSUM})[:-1]
     middle = fields.encode({key: value for key, value in record.items() if _CHECKSUM < key < _FILES})[1:-1]
     tail = fields.encode({key: value for key, value in record.items() if key > _FILES})[1:]
-    pieces = [b",", middle, b',"files":[', *_entries(files), b"],", tail]
+    pieces = [b",", middle, b',"files":[', *_texts(entries), b"],", tail]
     checksum = crc32(head)
     for piece in pieces:
         checksum = crc32(piece, checksum)
     return b"".join((head, b',"crc32":%d' % checksum, *pieces, b"\n"))
 
 
-def _entries(files: Sequence[tuple[Mapping[str, Any], Holds]]) -> Iterator[bytes]:
-    texts: dict[int, bytes] = {}
-    for start in range(0, len(files), _ENTRIES):
-        part = [_entry(members, holds, texts) for members, holds in files[start : start + _ENTRIES]]
-        yield (b"," if start else b"") + b",".join(part)
+def _texts(entries: Sequence[tuple[Entry, Holds]]) -> Iterator[bytes]:
+    # Files that hold the same tensors have the same object, which is kept alive by the caller.
+    texts: dict[int, msgspec.Raw] = {}
+    for start in range(0, len(entries), _ENTRIES):
+        part = entries[start : start + _ENTRIES]
+        for entry, holds in part:
+            if entry.index is not msgspec.UNSET:
+                text = texts.get(id(holds))
+                if text is None:
+                    text = texts[id(holds)] = msgspec.Raw(typed_json.encode(list(holds)))
+                entry.holds = text
+        yield (b"," if start else b"") + typed_json.encode([entry for entry, _ in part])[1:-1]
 
 
-def _entry(members: Mapping[str, Any], holds: Holds, texts: dict[int, bytes]) -> bytes:
-    entry = fields.encode(members)
-    if "index" not in members:
-        return entry
-    # Files that hold the same tensors have the same tuple, which is kept alive by the caller.
-    text = texts.get(id(holds))
-    if text is None:
-        text = texts[id(holds)] = fields.encode(holds)
-    # The members are sorted: crc32, holds, index and so on.
-    before, _, after = entry.partition(b',"index":')
-    return b'%s,"holds":%s,"index":%s' % (before, text, after)
+def read(data: bytes) -> Members:
+    """Finds the members of what `encode` has encoded.
 
-
-def decode(data: bytes) -> tuple[dict[str, Any], bool]:
-    """Decodes what `encode` has encoded. Returns the record, and whether its checksum is right.
-
-    In the record, each `holds` that `runs_of` would accept is already what `runs_of` returns, and files that hold the
-    same tensors share it. Other JSON is decoded, too, if it is in any form that has the same checksum.
-
-    Raises FieldError if the data are not a JSON object.
+    Other JSON is read, too, if it is in any form that has the same checksum. Raises FieldError if the data are not a
+    JSON object, or have more values than their size allows.
     """
+    if (found := _canonical(data)) is not None:
+        return found
+    record = fields.decode(data)
     try:
-        return _decode_canonical(data), True
-    except (_NotCanonicalError, fields.FieldError, json_bounds.TooDenseError):
-        record = fields.decode(data)
-    try:
-        found = crc32(fields.encode({key: value for key, value in record.items() if key != _CHECKSUM}))
+        checksum = crc32(fields.encode({key: value for key, value in record.items() if key != _CHECKSUM}))
+        again = _canonical(fields.encode(record) + b"\n") if checksum == record.get(_CHECKSUM) else None
     except (ValueError, RecursionError) as error:
         raise fields.FieldError(f"not JSON: {error}") from None
-    stored = record.get(_CHECKSUM)
-    return record, isinstance(stored, int) and found == stored
+    return again or Members(data, {}, record, is_intact=False)
 
 
-def decode_summary(data: bytes) -> dict[str, Any] | None:
-    """Decodes the members whose size does not depend on the number of ranks, tensors and files.
-
-    Returns None if the data must be decoded completely, because they are damaged or are not what `encode` returns.
-    """
-    try:
-        _checked(data)
-    except _NotCanonicalError:
+def _canonical(data: bytes) -> Members | None:
+    """Returns the members of data that are exactly what `encode` may have returned, and whose checksum is right."""
+    view = memoryview(data)
+    places = typed_json.members(view[:-1]) if data.endswith(b"}\n") else None
+    if places is None or _CHECKSUM not in places:
         return None
-    at, pieces = 0, []
-    for start, end in _LARGE_MEMBERS:
-        begin = data.find(start, at)
-        if start in (_PLACEMENT, _TIMELINE) and begin < 0:
-            continue
-        close = data.find(end, begin + len(start))
-        if begin < 0 or close < 0:
-            return None
-        pieces.append(data[at:begin])
-        at = close + 1
-    try:
-        return fields.decode(b"".join((*pieces, data[at:])))
-    except fields.FieldError:
+    start, stop = places[_CHECKSUM]
+    before = start - len(_CHECKSUM_KEY)
+    checksum = b"%d" % crc32(view[stop:-1], crc32(view[:before]))
+    if data[start:stop] != checksum or data[before:start] != _CHECKSUM_KEY:
         return None
+    least = sum(data.count(text, *places.get(name, (0, 0))) * nbytes for name, text, nbytes in _LEAST_BYTES)
+    if least > max(len(data), SMALL_BYTES):
+        raise fields.FieldError(f"{len(data)} bytes have more values than their size allows")
+    small = [name for name in places if name not in LARGE]
+    texts = (b'"%b":%b' % (name.encode(), data[slice(*places[name])]) for name in small)
+    return Members(data, places, fields.decode(b"{%b}" % b",".join(texts)))
 
 
 def decode_sizes(data: bytes) -> dict[str, int] | None:
-    """Decodes only the sizes of the files, by their paths, ten times as fast as all of a large manifest.
+    """Decodes only the sizes of the files, by their paths, faster than all of a large manifest.
 
     Returns None if the data must be decoded completely: they are damaged or not what `encode` returns, or the files may
     be elsewhere, because the manifest has a placement.
     """
     try:
-        _checked(data)
-    except _NotCanonicalError:
-        return None
-    start, end = data.find(b',"files":['), data.find(b'],"format":')
-    if _PLACEMENT in data or data.count(b'"path":') * _LEAST_ENTRY > len(data) or not 0 <= start < end:
-        return None
-    found = _SIZE_MEMBERS.findall(data, start, end)
-    if len(found) != data.count(b'"path":', start, end):
-        return None  # an entry has members that this version does not know, or a path that must be refused
-    try:
-        return {path.decode(): int(size) for path, size in found}
-    except UnicodeDecodeError:
-        return None
-
-
-def _checked(data: bytes) -> int:
-    """Returns the checksum of data that `encode` may have returned. Raises _NotCanonicalError if it is not right."""
-    member = _CHECKSUM_MEMBER.search(data)
-    # Only characters that no name may have are escaped in this way.
-    if member is None or not data.endswith(b"}\n") or b"\\u" in data:
-        raise _NotCanonicalError
-    view = memoryview(data)
-    if crc32(view[member.end() : -1], crc32(view[: member.start()])) != int(member[1]):
-        raise _NotCanonicalError
-    return int(member[1])
-
-
-def _decode_canonical(data: bytes) -> dict[str, Any]:
-    checksum = _checked(data)
-    short = _without_dense(data)
-    json_bounds.check(short)  # before the rest is decoded
-    left = iter(_dense_in(data))
-
-    def put(constant: str) -> Holds | list[Any]:
-        found = next(left, None)
-        if found is None or constant != "NaN":
-            raise _NotCanonicalError
-        return found
-
-    record = fields.parse_text(short, put)
-    if next(left, None) is not None or record.get(_CHECKSUM) != checksum:
-        raise _NotCanonicalError
-    return record
-
-
-def _without_dense(data: bytes) -> bytes:
-    """Returns the text with NaN in place of the value of each `holds`, and of `ranks`.
-
-    No other value in JSON is spelled like this, so a parser calls its function for NaN for exactly these values.
-    """
-    if data.count(_HOLDS_KEY) * _LEAST_ENTRY > len(data):
-        raise _NotCanonicalError
-    at, pieces = 0, []
-    for begin, end in _places_of_dense(data):
-        pieces.append(data[at:begin])
-        at = end
-    return b"NaN".join((*pieces, data[at:]))
-
-
-def _places_of_holds(data: bytes) -> Iterator[tuple[int, int]]:
-    at = 0
-    while (key := data.find(_HOLDS_KEY, at)) >= 0:
-        begin = key + len(_HOLDS_KEY)
-        at = begin + 2 if data.startswith(b"[]", begin) else data.find(b"]]", begin) + 2
-        if at <= begin:
-            raise _NotCanonicalError
-        yield begin, at
-
-
-def _places_of_dense(data: bytes) -> Iterator[tuple[int, int]]:
-    ranks = _place_of_ranks(data)
-    return merge(_places_of_holds(data), [] if ranks is None else [ranks])
-
-
-def _place_of_ranks(data: bytes) -> tuple[int, int] | None:
-    """Returns the place of the list of ranks; None if its members are not the same numbers in the same order for all.
-
-    Such a list has more members than any other text of its size. They take little memory, because all have one name.
-    """
-    begin = data.find(_RANKS) + len(_RANKS) - 1
-    end = data.find(b"}]", begin) + 2
-    if begin < len(_RANKS) or end < begin:
-        return None
-    members = data[begin + 1 : end - 1].translate(None, _DIGITS) + b","
-    first = members[: members.find(b"},") + 2]
-    is_same = _LEAST_OF_RANK < len(first) < _MOST_OF_RANK and members == first * (len(members) // len(first))
-    return (begin, end) if is_same else None
-
-
-def _dense_in(data: bytes) -> Iterator[Holds | list[Any]]:
-    """Yields the value of each `holds`, and of `ranks`, in their order. Equal `holds` are the same object."""
-    ranks = _place_of_ranks(data)
-    distinct: dict[bytes, Holds] = {}
-    most = data.count(b'"') // 2  # there are fewer tensors than strings, and no more runs than tensors
-    for begin, end in _places_of_dense(data):
-        text = data[begin:end]
-        if (begin, end) == ranks:
-            yield fields.parse_list(text)
-            continue
-        holds = distinct.get(text)
-        if holds is None:
-            holds = distinct[text] = _parse_holds(text, most)
-        yield holds
-
-
-def _parse_holds(text: bytes, most: int) -> Holds:
-    """Decodes a `holds` without making a list for each of its runs."""
-    if text == b"[]":
-        return ()
-    runs = text.count(b"],[") + 1
-    if runs > most or text.translate(None, _DIGITS) != b"[" + b"[,]," * (runs - 1) + b"[,]]":
-        raise _NotCanonicalError
-    return _pairs(fields.parse_list(b"[%s]" % text.translate(None, b"[]")))
-
-
-def runs_of(items: Any) -> Holds:
-    """Returns the runs in a `holds`. Raises FieldError if it is not a list of pairs of non-negative integers."""
-    if isinstance(items, tuple):
-        return items  # decoded already
-    pairs = fields.as_list(items, "holds")
-    # All runs are checked together, because a checkpoint of many ranks has a million of them.
-    if not (set(map(type, pairs)) <= {list} and set(map(len, pairs)) <= {2}):
-        for pair in pairs:
-            if len(fields.as_ints(pair, "holds")) != 2:
-                raise fields.FieldError(f"'holds' has {fields.shown(pair)}, not [first, last]")
-    return _pairs(list(chain.from_iterable(pairs)))
-
-
-def _pairs(items: list[Any]) -> Holds:
-    numbers = fields.as_ints(items, "holds")
-    return tuple(zip(numbers[::2], numbers[1::2], strict=True))
-
-
-def count_held(holds: Holds, count: int) -> int | None:
-    """Returns how many tensors there are in the runs; None if the runs do not ascend, or not below `count`.
-
-    In ascending runs no tensor is counted twice.
-    """
-    if not holds:
-        return 0
-    firsts, lasts = zip(*holds, strict=True)
-    if not (all(map(le, firsts, lasts)) and all(map(lt, lasts, firsts[1:])) and lasts[-1] < count):
-        return None
-    return sum(lasts) - sum(firsts) + len(holds)
+        found = _canonical(data)
+        if found is not None and _PLACEMENT not in found.places:
+            return {each.path: each.size for each in found.objects(_FILES, _SIZE_LIST)}
+    except fields.FieldError:
+        pass
+    return None

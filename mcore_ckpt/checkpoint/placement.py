@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
 from mcore_ckpt.io import json_fields as fields
+from mcore_ckpt.io import typed_json
+from mcore_ckpt.io.typed_json import LongList, Natural
+
+# How many files follow each other on the same nodes, and the numbers of these nodes.
+_RUNS: LongList[tuple[int, tuple[int, ...]]] = LongList(tuple[Natural, tuple[Natural, ...]], b"]],[")
 
 
 @dataclass(frozen=True)
@@ -36,23 +41,26 @@ def encoded(placement: Placement) -> dict[str, Any]:
     return {"nodes": list(placement.nodes), "files": runs, "save_count": placement.save_count}
 
 
-def decode(item: Any, files: int) -> Placement:
+def decode(text: bytes, files: int) -> Placement:
     """Reads and checks the placement of a manifest with so many files. Raises FieldError."""
-    record = fields.as_dict(item, "placement")
+    places = typed_json.members(text)
+    if places is None or not {"nodes", "files", "save_count"} <= places.keys():
+        raise fields.FieldError("placement is not an object of nodes, files and save_count, or has one of them twice")
+    small = (b'"%b":%b' % (name.encode(), text[slice(*places[name])]) for name in ("nodes", "save_count"))
+    record = fields.decode(b"{%b}" % b",".join(small))
     nodes = fields.get_names(record, "nodes")
-    by_file = tuple(_by_file(fields.get_list(record, "files"), len(nodes), files))
+    by_file = tuple(_by_file(_RUNS.read(text, places["files"]), len(nodes), files))
     if len(by_file) != files:
         raise fields.FieldError(f"placement lists the nodes of {len(by_file)} files, but there are {files}")
     return Placement(nodes, by_file, fields.get_int(record, "save_count"))
 
 
-def _by_file(runs: Sequence[Any], nodes: int, files: int) -> Iterator[tuple[int, ...]]:
+def _by_file(runs: Iterable[tuple[int, tuple[int, ...]]], nodes: int, files: int) -> Iterator[tuple[int, ...]]:
     left = files
-    for run in runs:
-        if not isinstance(run, list) or len(run) != 2 or not isinstance(run[1], list):
-            raise fields.FieldError("placement has an entry that is not a count and a list of nodes")
-        (count,), numbers = fields.as_ints(run[:1], "placement"), fields.as_ints(run[1], "placement")
+    same: dict[tuple[int, ...], tuple[int, ...]] = {}
+    for count, numbers in runs:
         if not 0 < count <= left or not numbers or len(set(numbers)) < len(numbers) or max(numbers) >= nodes:
-            raise fields.FieldError(f"placement has the entry {fields.shown(run)}, but {left} files and {nodes} nodes")
+            entry = fields.shown([count, numbers])
+            raise fields.FieldError(f"placement has the entry {entry}, but {left} files and {nodes} nodes")
         left -= count
-        yield from (tuple(numbers),) * count
+        yield from (same.setdefault(numbers, numbers),) * count

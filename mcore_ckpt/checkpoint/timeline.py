@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from mcore_ckpt.io import json_fields as fields
+from mcore_ckpt.io import typed_json
+from mcore_ckpt.io.typed_json import Natural
 
 # A start and an end, in microseconds.
 Span = tuple[int, int]
@@ -14,6 +17,7 @@ Span = tuple[int, int]
 Spans = tuple[tuple[int, ...], tuple[int, ...]]
 
 _PARTS = ("plan", "copy", "write")
+_Numbers = tuple[Natural, ...]
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,21 @@ class SaveTimeline:
     stall: tuple[int, ...] | None = None
 
 
+class _Lists(msgspec.Struct, omit_defaults=True):
+    """A timeline as the manifest spells it."""
+
+    bytes: _Numbers
+    commit: tuple[Natural, Natural]
+    copy: tuple[_Numbers, _Numbers]
+    plan: tuple[_Numbers, _Numbers]
+    write: tuple[_Numbers, _Numbers]
+    export: tuple[_Numbers, _Numbers] | None = None
+    stall: _Numbers | None = None
+
+
+_DECODER = msgspec.json.Decoder(_Lists)
+
+
 def encoded_timeline(timeline: SaveTimeline) -> dict[str, Any]:
     """Returns the timeline as JSON values: a few lists of numbers, which stay small for thousands of ranks."""
     record: dict[str, Any] = {part: getattr(timeline, part) for part in (*_PARTS, "commit")}
@@ -45,34 +64,14 @@ def encoded_timeline(timeline: SaveTimeline) -> dict[str, Any]:
     return record | {"bytes": timeline.nbytes} | {name: item for name, item in optional.items() if item is not None}
 
 
-def decode_timeline(item: Any, world_size: int) -> SaveTimeline:
+def decode_timeline(text: bytes, world_size: int) -> SaveTimeline:
     """Decodes and checks a timeline. Members that it does not know are ignored.
 
     Raises FieldError if a list does not have one number for each rank.
     """
-    record = fields.as_dict(item, "save_timeline")
-    plan, copy, write = (_spans(record, part, world_size) for part in _PARTS)
-    start, end = _numbers(record.get("commit"), "commit", 2)
-    return SaveTimeline(
-        nbytes=_numbers(record.get("bytes"), "bytes", world_size),
-        plan=plan,
-        copy=copy,
-        write=write,
-        commit=(start, end),
-        export=_spans(record, "export", world_size) if "export" in record else None,
-        stall=_numbers(record["stall"], "stall", world_size) if "stall" in record else None,
-    )
-
-
-def _spans(record: Mapping[str, Any], part: str, world_size: int) -> Spans:
-    columns = fields.get_list(record, part)
-    if len(columns) != 2:
-        raise fields.FieldError(f"{part!r} has {len(columns)} lists, not the starts and the ends")
-    return _numbers(columns[0], part, world_size), _numbers(columns[1], part, world_size)
-
-
-def _numbers(items: Any, part: str, count: int) -> tuple[int, ...]:
-    numbers = fields.as_ints(items, part)
-    if len(numbers) != count:
-        raise fields.FieldError(f"{part!r} of the save's timeline has {len(numbers)} numbers, not {count}")
-    return numbers
+    found = typed_json.parse_exactly(text, _DECODER)
+    columns = (found.bytes, found.stall, *found.plan, *found.copy, *found.write, *(found.export or ()))
+    for column in columns:
+        if column is not None and len(column) != world_size:
+            raise fields.FieldError(f"the save's timeline has {len(column)} numbers for {world_size} ranks")
+    return SaveTimeline(found.bytes, found.plan, found.copy, found.write, found.commit, found.export, found.stall)

@@ -6,7 +6,7 @@ import json
 import math
 import reprlib
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ from mcore_ckpt import json_bounds
 from mcore_ckpt.errors import CheckpointCorruptError
 from mcore_ckpt.json_bounds import USUAL, Density, TooDenseError
 
-_MAX_INT = 2**62
+# The largest integer that a file may have. A file offset is smaller.
+MAX_INT = 2**62
 # The longest accepted name. It is longer than the name of any tensor, and than any path that a system accepts.
 MAX_NAME = 4096
 
@@ -134,7 +135,11 @@ def get_name(record: Mapping[str, Any], key: str) -> str:
 
 def get_names(record: Mapping[str, Any], key: str) -> tuple[str, ...]:
     """Reads a field that must be a list of printable names. Raises FieldError."""
-    values = get_list(record, key)
+    return as_names(get_list(record, key), key)
+
+
+def as_names(values: Sequence[Any], key: str) -> tuple[str, ...]:
+    """Returns `values` as a tuple if they are printable names. Raises FieldError."""
     # Check all names together, because a large model has a hundred thousand. If one is wrong, the check of each shows
     # it.
     if (
@@ -153,7 +158,7 @@ def get_int(record: Mapping[str, Any], key: str) -> int:
 
 def as_int(value: Any, key: str) -> int:
     """Returns `value` if it is a non-negative integer that can be a file offset. Raises FieldError otherwise."""
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MAX_INT:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_INT:
         raise FieldError(f"{key!r} is {shown(value)}, not a non-negative integer")
     return value
 
@@ -161,7 +166,7 @@ def as_int(value: Any, key: str) -> int:
 def get_number(record: Mapping[str, Any], key: str) -> float:
     """Reads a field that must be a number that is 0 or greater, and not infinite. Raises FieldError."""
     value = record.get(key)
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= _MAX_INT:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= MAX_INT:
         raise FieldError(f"{key!r} is {shown(value)}, not a non-negative number")
     return float(value)
 
@@ -176,7 +181,7 @@ def as_ints(value: Any, key: str) -> tuple[int, ...]:
     items = as_list(value, key)
     # Check all integers together, because a checkpoint of many ranks has a million of them. If one is wrong, check each
     # separately, so that the error shows it.
-    if items and not (set(map(type, items)) == {int} and min(items) >= 0 and max(items) <= _MAX_INT):
+    if items and not (set(map(type, items)) == {int} and min(items) >= 0 and max(items) <= MAX_INT):
         return tuple(as_int(item, key) for item in items)
     return tuple(items)
 

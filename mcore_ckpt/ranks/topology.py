@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class RankCoordinates:
     """A rank's place in every parallel dimension.
 
@@ -25,6 +25,11 @@ class RankCoordinates:
     ep: int = 0
     etp: int = 0
     edp: int = 0
+
+    @property
+    def by_axis(self) -> dict[str, int]:
+        """All coordinates, by the names of the dimensions."""
+        return {axis: getattr(self, axis) for axis in self.__slots__}
 
     @property
     def place(self) -> tuple[int, int, int, int]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import FileRecord, IndexPlace, Manifest, StageRecord, WrittenFile
+from mcore_ckpt.checkpoint.manifest_text import NO_TENSORS
 from mcore_ckpt.checkpoint.plain_files import pickle_plain, write_plain
 from mcore_ckpt.checkpoint.versions import package_versions
 from mcore_ckpt.errors import CommitError
@@ -94,7 +95,7 @@ def build_manifest(
         stages=tuple(stage for _, stage in sorted(stages.items())),
         tensors=in_order,
         files=tuple(
-            FileRecord(file.path, file.kind, rank, file.size, file.crc32, file.index, holds.get(file.holds, ()))
+            FileRecord(file.path, file.kind, rank, file.size, file.crc32, file.index, holds.get(file.holds, NO_TENSORS))
             for rank, file in files
         ),
         adapters=trainer.adapters,

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 
 from mcore_ckpt.checkpoint.manifest import WrittenFile
+from mcore_ckpt.checkpoint.manifest_text import Holds
 from mcore_ckpt.errors import CommitError
 from mcore_ckpt.formats.native.file_plan import FilePlan
 from mcore_ckpt.json_bounds import SMALL_BYTES
@@ -35,7 +36,7 @@ class TensorNames:
         # One object for each name, because the files of all ranks name each tensor several times.
         self._known: dict[str, str] = {}
         self._groups: tuple[frozenset[str], dict[GroupId, list[str]]] = (frozenset(), {})
-        self._order: tuple[frozenset[str], tuple[str, ...], dict[str, tuple[tuple[int, int], ...]]] | None = None
+        self._order: tuple[frozenset[str], tuple[str, ...], dict[str, Holds]] | None = None
 
     def to_send(self, plans: Iterable[FilePlan], rank: int, groups: GroupList = NO_GROUPS) -> dict[str, str]:
         """Returns, by digest, the names that rank 0 has not yet received from this rank, as `_packed` text.
@@ -70,7 +71,7 @@ class TensorNames:
             self._groups = (wanted, join_groups(self._received[digest] for digest in wanted))
         return self._groups[1]
 
-    def in_order(self, digests: Iterable[str]) -> tuple[tuple[str, ...], dict[str, tuple[tuple[int, int], ...]]]:
+    def in_order(self, digests: Iterable[str]) -> tuple[tuple[str, ...], dict[str, Holds]]:
         """Returns all names in the manifest's order and, for each digest, the positions of its names as runs.
 
         Raises:
@@ -81,7 +82,7 @@ class TensorNames:
             self._refuse_missing(wanted)
             names = sorted(set().union(*(self._received[digest] for digest in wanted)), key=natural_order)
             position = {name: number for number, name in enumerate(names)}
-            holds = {digest: tuple(runs(map(position.__getitem__, self._received[digest]))) for digest in wanted}
+            holds = {digest: Holds(runs(map(position.__getitem__, self._received[digest]))) for digest in wanted}
             self._order = (wanted, tuple(names), holds)
         return self._order[1], self._order[2]
 

@@ -89,7 +89,7 @@ class RoleOverview:
             "contents": list(manifest.contents),
             "topology": asdict(manifest.topology),
             "axes": list(AXES),
-            "ranks": [list(vars(rank).values()) for rank in manifest.ranks],
+            "ranks": [list(rank.by_axis.values()) for rank in manifest.ranks],
             "stages": [asdict(stage) for stage in manifest.stages],
             "files": [[file.path, file.kind, file.rank, file.size] for file in manifest.files],
             "timeline": _timeline(manifest.save_timeline),

@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_ckpt.checkpoint.placement import Placement, decode, encoded
+from mcore_ckpt.checkpoint import placement as placements_of_files
+from mcore_ckpt.checkpoint.placement import Placement, encoded
+from mcore_ckpt.io import json_fields
 from mcore_ckpt.io.json_fields import FieldError
 
 
@@ -18,6 +20,10 @@ def placements(draw: st.DrawFn) -> Placement:
     some = st.lists(st.integers(0, len(names) - 1), min_size=1, unique=True).map(tuple)
     runs = draw(st.lists(st.tuples(some, st.integers(1, 4)), max_size=6))
     return Placement(names, tuple(nodes for nodes, count in runs for _ in range(count)), draw(st.integers(0, 2**40)))
+
+
+def decode(item: Any, files: int) -> Placement:
+    return placements_of_files.decode(json_fields.encode(item), files)
 
 
 def as_read(placement: Placement) -> Any:

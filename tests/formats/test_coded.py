@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from mcore_ckpt.checkpoint.dtypes import dtype_name
 from mcore_ckpt.checkpoint.index import SCALE_REGION, FileIndex, decode_index, encode_index
 from mcore_ckpt.checkpoint.manifest import decode_manifest, encode_manifest
+from mcore_ckpt.checkpoint.manifest_text import Holds
 from mcore_ckpt.errors import CheckpointCorruptError
 from mcore_ckpt.formats.native.coded import decoded
 from mcore_ckpt.formats.native.folder import LocalFolder
@@ -70,7 +71,9 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> NativeReader:
         requests.append(WriteRequest(f"model/{number}.pt", "model", (write(MODEL, tensor, region),)))
     files = [(0, write_alone(folder, request)) for request in requests]
     manifest = manifest_of(files, 1, 2, "0" * 32, "actor", ("actor",))
-    manifest = replace(manifest, tensors=(NAME,), files=tuple(replace(f, holds=((0, 0),)) for f in manifest.files))
+    manifest = replace(
+        manifest, tensors=(NAME,), files=tuple(replace(f, holds=Holds(((0, 0),))) for f in manifest.files)
+    )
     return NativeReader(LocalFolder(folder), manifest)
 
 

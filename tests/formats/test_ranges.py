@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from mcore_ckpt.checkpoint.index import BLOCK_BYTES
 from mcore_ckpt.checkpoint.manifest import FileRecord
+from mcore_ckpt.checkpoint.manifest_text import Holds
 from mcore_ckpt.checkpoint.plain_files import pickle_plain, write_plain
 from mcore_ckpt.checkpoint.reading import read_index, read_manifest, read_plain
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, CommitError
@@ -86,7 +87,7 @@ def write(folder: Path) -> Written:
         for name, t in tensors.items()
     )
     written = write_alone(folder, WriteRequest(PATH, "optimizer", writes))
-    record = FileRecord(PATH, written.kind, 3, written.size, written.crc32, written.index, ((0, 1),))
+    record = FileRecord(PATH, written.kind, 3, written.size, written.crc32, written.index, Holds(((0, 1),)))
     index = read_index(folder, record)
     return Written(folder, record, index.shards[1], tensors[NAME])
 

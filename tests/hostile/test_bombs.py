@@ -36,6 +36,7 @@ from mcore_ckpt.checkpoint import file_names, index, manifest, manifest_text
 from mcore_ckpt.checkpoint import zip_format as zf
 from mcore_ckpt.checkpoint.index_entries import IndexEntries
 from mcore_ckpt.checkpoint.manifest import FileRecord
+from mcore_ckpt.checkpoint.manifest_text import Holds
 from mcore_ckpt.checkpoint.reading import read_manifest, read_plain
 from mcore_ckpt.checkpoint.timeline import SaveTimeline
 from mcore_ckpt.errors import CheckpointError
@@ -361,7 +362,7 @@ def manifest_of(world: int, tensors: int) -> manifest.Manifest:
     for rank in range(world):
         run = sorted(random.sample(range(tensors), 8))
         place = manifest.IndexPlace(number(), 50_000, number())
-        holds = tuple(zip(run[::2], run[1::2], strict=True))
+        holds = Holds(zip(run[::2], run[1::2], strict=True))
         files.append(manifest.FileRecord(f"rng/rank_{rank:05d}.pt", "rng", rank, 20480, number()))
         path = f"optimizer/rank_{rank:05d}.pt"
         files.append(manifest.FileRecord(path, "optimizer", rank, 2**33, number(), place, holds))

@@ -95,12 +95,14 @@ class Plan:
 def test_only_the_owner_sends_the_names() -> None:
     plans: list[Any] = [Plan("a", "é", "b"), Plan("b", "c", writers=(1, 0)), Plan("c", writers=(0, 1))]
     sender, rank_0 = TensorNames(), TensorNames()
-    names = sender.to_send(plans, rank=0)
-    assert set(names) == {"a", "b"}
-    rank_0.receive(names)
+    sent = sender.to_send(plans, rank=0)
+    assert set(sent) == {"a", "b"}
+    rank_0.receive(sent)
     others = TensorNames().to_send(plans, rank=1)
     assert set(others) == {"c"}
     rank_0.receive(others)
-    assert rank_0.in_order(["a", "b", "c"]) == (("b", "c", "é"), {"a": ((0, 0), (2, 2)), "b": ((1, 1),), "c": ()})
+    names, holds = rank_0.in_order(["a", "b", "c"])
+    assert names == ("b", "c", "é")
+    assert {digest: list(runs) for digest, runs in holds.items()} == {"a": [(0, 0), (2, 2)], "b": [(1, 1)], "c": []}
     sender.mark_sent(plans)
     assert sender.to_send(plans, rank=0) == {}

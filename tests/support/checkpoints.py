@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import FileRecord, IndexPlace, Manifest, WrittenFile
+from mcore_ckpt.checkpoint.manifest_text import Holds
 from mcore_ckpt.checkpoint.plain_files import pickle_plain, write_plain
 from mcore_ckpt.formats.native.file_plan import StructureCache, plan_file
 from mcore_ckpt.formats.native.folder import Folder, LocalFolder
@@ -117,7 +118,7 @@ def manifest_of(
                 file.crc32,
                 file.index,
                 # Every file of tensors holds them all.
-                tuple(runs(range(len(names)))) if file.holds else (),
+                Holds(runs(range(len(names))) if file.holds else ()),
             )
             for rank, file in files
         ),

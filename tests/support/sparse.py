@@ -8,6 +8,7 @@ from pathlib import Path
 from mcore_ckpt.checkpoint.dtypes import item_bytes
 from mcore_ckpt.checkpoint.index import Alias, FileIndex, block_count, encode_index
 from mcore_ckpt.checkpoint.manifest import FileRecord, IndexPlace, Manifest
+from mcore_ckpt.checkpoint.manifest_text import Holds
 from mcore_ckpt.ranks.topology import RankCoordinates, Topology
 from mcore_ckpt.sharding.plan import ShardKey, StoredShard, runs
 from mcore_ckpt.sharding.regions import Piece, Region, Shape
@@ -35,7 +36,7 @@ def write(
     names = sorted({item.key.name for _, _, held in files.values() for item in held})
     records = []
     for path, (kind, at, held) in files.items():
-        holds = tuple(runs(names.index(item.key.name) for item in held))
+        holds = Holds(runs(names.index(item.key.name) for item in held))
         records.append(_write_file(role_dir, FileRecord(path, kind, ranks.index(at), 0, 0, None, holds), held))
     roles, contents = (role_dir.name,), ("model", "optimizer")
     return Manifest(

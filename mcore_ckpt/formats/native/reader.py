@@ -6,10 +6,11 @@ ranks' files.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, compress
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,9 @@ class _Holders:
 
     @staticmethod
     def among(files: Sequence[FileRecord], tensors: int) -> _Holders:
-        ends = list(chain.from_iterable(chain.from_iterable(file.holds for file in files)))
+        ends = array("I")
+        for file in files:
+            ends += file.holds.ends
         firsts, lasts = torch.tensor(ends, dtype=torch.int32).view(len(ends) // 2, 2).unbind(1)
         counts = torch.tensor([len(file.holds) for file in files], dtype=torch.int32)
         by_run = torch.repeat_interleave(torch.arange(len(files), dtype=torch.int32), counts)

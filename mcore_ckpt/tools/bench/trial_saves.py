@@ -21,6 +21,7 @@ import torch
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest, StageRecord, WrittenFile
+from mcore_ckpt.checkpoint.manifest_text import NO_TENSORS, Holds
 from mcore_ckpt.checkpoint.plain_files import pickle_plain, write_plain
 from mcore_ckpt.config import TIMEOUT_S
 from mcore_ckpt.formats.native.file_plan import FilePlan, FileWrite, StructureCache, plan_file
@@ -271,8 +272,8 @@ class TrialSaves:
         sync_dir((staging / common.path).parent)
         names = tuple(sorted({name for rank in self._ranks for plan in rank.plans for name in plan.names}))
         position = {name: number for number, name in enumerate(names)}
-        holds = {
-            plan.path: tuple(runs(sorted(position[name] for name in plan.names)))
+        holds: dict[str, Holds] = {
+            plan.path: Holds(runs(sorted(position[name] for name in plan.names)))
             for rank in self._ranks
             for plan in rank.plans
         }
@@ -289,7 +290,9 @@ class TrialSaves:
             stages=(StageRecord(0, 0, (0,), ()),),
             tensors=names,
             files=tuple(
-                FileRecord(file.path, file.kind, rank, file.size, file.crc32, file.index, holds.get(file.path, ()))
+                FileRecord(
+                    file.path, file.kind, rank, file.size, file.crc32, file.index, holds.get(file.path, NO_TENSORS)
+                )
                 for rank, file in (*written, (0, common))
             ),
         )

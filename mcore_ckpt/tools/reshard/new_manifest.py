@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_ckpt.checkpoint.manifest import AdapterSettings, FileRecord, Manifest, StageRecord, WrittenFile
+from mcore_ckpt.checkpoint.manifest_text import NO_TENSORS, Holds
 from mcore_ckpt.checkpoint.versions import package_versions
 from mcore_ckpt.ranks.topology import coordinates_of
 from mcore_ckpt.sharding.names import natural_order
@@ -56,7 +57,7 @@ def build_manifest(
     names = tuple(sorted({name for entry in indexed for name in entry.names}, key=natural_order))
     position = {name: number for number, name in enumerate(names)}
     records = [
-        _record(entry.file, entry.rank, tuple(runs(position[name] for name in entry.names))) for entry in indexed
+        _record(entry.file, entry.rank, Holds(runs(position[name] for name in entry.names))) for entry in indexed
     ]
     return Manifest(
         step=identity.step,
@@ -70,11 +71,11 @@ def build_manifest(
         ranks=tuple(coordinates_of(rank, topology) for rank in range(topology.world_size)),
         stages=tuple(StageRecord(pp, vp, held.decoder, held.mtp) for (pp, vp), held in sorted(target.stages.items())),
         tensors=names,
-        files=(*records, *(_record(file, rank, ()) for rank, file in small)),
+        files=(*records, *(_record(file, rank, NO_TENSORS) for rank, file in small)),
         adapters=identity.adapters,
         model=identity.model,
     )
 
 
-def _record(file: WrittenFile, rank: int, holds: tuple[tuple[int, int], ...]) -> FileRecord:
+def _record(file: WrittenFile, rank: int, holds: Holds) -> FileRecord:
     return FileRecord(file.path, file.kind, rank, file.size, file.crc32, file.index, holds)
