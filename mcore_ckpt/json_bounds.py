@@ -14,6 +14,10 @@ from typing import Any
 
 # Shorter text is not looked at, because whatever it says takes at most a few MB.
 SMALL_BYTES = 64 << 10
+LARGE_BYTES = 4 << 20
+# How many bytes of memory a parser takes for a string, a member, an object, a list and a value in a list or object
+# (CPython 3.11 to 3.13, on 64 bits): the objects, their places in what holds them, and a pair for each member.
+_COSTS = (64, 180, 130, 72, 40)
 # The deepest nesting. The deepest of our own is 6, and configurations of models have as much.
 MOST_DEPTH = 100
 # How much of the text is looked at in one piece where its strings must be told from the rest.
@@ -36,6 +40,8 @@ class Density:
     """How many bytes of text there are at least for each value of a kind, on average.
 
     A `string` is one that is not the name of a member. A `value` is one that follows another one, or is in a list.
+    Text of more than LARGE_BYTES may take at most `times` its size in memory. Up to there it takes up to 20 times as
+    much, for example as the settings of each of 10,000 layers in a model's configuration: at most 80 MB.
     """
 
     string: int = 24
@@ -43,16 +49,15 @@ class Density:
     object: int = 32
     list: int = 10
     value: int = 6
+    times: int | None = 4
 
 
 # What has been seen: manifests of 16,384 ranks have 13 bytes for each value, 19 for each member and 80 for each string;
 # safetensors headers have 25 for each member and 40 for each list; indexes have 11 for each value and 15 for each list
 # if all tensors are made of many pieces.
 USUAL = Density()
-# The merges of a tokenizer are pairs of short strings. A vocabulary has 15 bytes for each token.
-TOKENS = Density(string=5, member=8, list=9, value=3)
 # What ranks send each other, such as the positions of files: `[0,5],`.
-MESSAGES = Density(string=8, member=6, object=12, list=6, value=3)
+MESSAGES = Density(string=8, member=6, object=12, list=6, value=3, times=None)
 
 
 def loads(data: bytes | str, density: Density = USUAL, **options: Any) -> Any:
@@ -73,12 +78,12 @@ def check(data: bytes, density: Density = USUAL) -> None:
     # Characters inside of strings look like those outside. So what this count refuses is counted again without them.
     if not _fits(_counts(data), len(data), density):
         counts = [0] * 5
-        for piece in _without_strings(data):
+        for piece in without_strings(data):
             counts = [a + b for a, b in zip(counts, _counts(piece), strict=True)]
         if not _fits(counts, len(data), density):
             raise TooDenseError(f"{len(data)} bytes of JSON have more values than their size allows")
     if not _is_shallow(data.translate(None, _NO_BRACKETS)):
-        brackets = b"".join(piece.translate(None, _NO_BRACKETS) for piece in _without_strings(data))
+        brackets = b"".join(piece.translate(None, _NO_BRACKETS) for piece in without_strings(data))
         if not _is_shallow(brackets):
             raise TooDenseError(f"its values are nested more than {MOST_DEPTH} deep, or a bracket is missing")
 
@@ -89,8 +94,13 @@ def _counts(data: bytes) -> list[int]:
 
 def _fits(counts: list[int], nbytes: int, density: Density) -> bool:
     quotes, members, objects, lists, commas = counts
+    strings = quotes // 2 - members
+    if density.times is not None and nbytes > LARGE_BYTES:
+        # The text itself is there twice, as bytes and as characters.
+        costs = zip((strings, members, objects, lists, commas), _COSTS, strict=True)
+        return sum(count * cost for count, cost in costs) <= (density.times - 2) * nbytes
     return (
-        (quotes // 2 - members) * density.string <= nbytes
+        strings * density.string <= nbytes
         and members * density.member <= nbytes
         and objects * density.object <= nbytes
         and lists * density.list <= nbytes
@@ -109,7 +119,7 @@ def _is_shallow(brackets: bytes) -> bool:
     return not brackets
 
 
-def _without_strings(data: bytes) -> Iterator[bytes]:
+def without_strings(data: bytes) -> Iterator[bytes]:
     """Yields the text in pieces, without what is between quotes."""
     start, is_inside = 0, False
     while start < len(data):

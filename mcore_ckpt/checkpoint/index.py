@@ -5,13 +5,18 @@ The index records which tensor each range of bytes in the file belongs to. See d
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from mcore_ckpt.checkpoint.dtypes import item_bytes
 from mcore_ckpt.checkpoint.shapes import is_possible_shape
 from mcore_ckpt.io import json_fields as fields
+from mcore_ckpt.io import typed_json
+from mcore_ckpt.io.typed_json import LongList, Natural
 from mcore_ckpt.sharding.plan import MODEL, Coding, ShardKey, StoredShard
 from mcore_ckpt.sharding.regions import Piece, Region
 
@@ -20,7 +25,8 @@ BLOCK_BYTES = 1 << 20
 _FORMAT = "mcore_ckpt.index"
 # Version 2 has coded shards, and tensors that belong to a shard. An index without any is still written as version 1,
 # which older readers read, too.
-_VERSIONS = (1, 2)
+_VERSIONS = (b"1", b"2")
+_MEMBERS = {"format", "version", "block_bytes", "tensors", "aliases"}
 # The stored dtypes of coded shards, by the field that says how they are coded.
 _CODED = {"scale": ("float16", "uint8"), "upper": ("int16",)}
 _VALUES = "float32"
@@ -32,9 +38,8 @@ SCALE_REGION = Region.whole((1,))
 # Qwen3-Next has the most pieces, 6.
 _MOST_PIECES = 64
 
-_REGION_FIELDS = ("global_shape", "local_shape", "pieces", "flat")
-# Maps the text of a region's fields to the region. The values themselves would not do, because 1 == True == 1.0.
-_Regions = dict[str, Region]
+# Maps the text of a region's members to the region.
+Regions = dict[bytes, Region]
 
 
 @dataclass(frozen=True)
@@ -146,25 +151,68 @@ def _region_record(region: Region) -> dict[str, Any]:
     return record
 
 
-def decode_index(data: bytes, file: str, payload_end: int) -> FileIndex:
+class _Region(msgspec.Struct, gc=False, kw_only=True):
+    """The region of an entry, as the index spells it."""
+
+    flat: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    global_shape: msgspec.Raw
+    local_shape: msgspec.Raw
+    pieces: msgspec.Raw
+
+
+class _Shard(_Region, gc=False, kw_only=True, omit_defaults=True):
+    """The entry of a shard, as the index spells it."""
+
+    beside: str | msgspec.UnsetType = msgspec.UNSET
+    crc32: tuple[Natural, ...]
+    dtype: str
+    kind: str
+    name: str
+    nbytes: Natural
+    offset: Natural
+    scale: str | msgspec.UnsetType = msgspec.UNSET
+    upper: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class _Alias(_Region, gc=False, kw_only=True, omit_defaults=True):
+    """The entry of an alias, as the index spells it."""
+
+    dtype: str
+    kind: str
+    name: str
+    same_as: str
+
+
+_SHARDS: LongList[_Shard] = LongList(_Shard, b'},{"crc32":')
+_ALIASES: LongList[_Alias] = LongList(_Alias, b'},{"dtype":')
+_SHAPE: msgspec.json.Decoder[tuple[int, ...]] = msgspec.json.Decoder(tuple[Natural, ...])
+_Offsets = tuple[Natural, ...]
+_PIECES: msgspec.json.Decoder[tuple[tuple[_Offsets, _Offsets, _Offsets], ...]] = msgspec.json.Decoder(
+    tuple[tuple[_Offsets, _Offsets, _Offsets], ...]
+)
+
+
+def decode_index(data: bytes, file: str, payload_end: int, regions: Regions | None = None) -> FileIndex:
     """Decodes an index and checks its numbers.
 
     Every shard must be inside the bytes `[0, payload_end)` of its file, and must have as many bytes as its region.
+    `regions` are those that have been read already, for an index that is decoded in parts.
 
     Raises:
         FieldError: the data are not an index, or the numbers in the index contradict each other.
     """
-    record = fields.decode(data)
-    version, block_bytes = record.get("version"), record.get("block_bytes")
-    if record.get("format") != _FORMAT or version not in _VERSIONS or block_bytes != BLOCK_BYTES:
-        raise fields.FieldError(f"not an index of version {_VERSIONS[0]} to {_VERSIONS[-1]}")
-    regions: _Regions = {}
-    shards = tuple(
-        _read_shard(fields.as_dict(item, "tensors"), file, regions) for item in fields.get_list(record, "tensors")
-    )
-    aliases = tuple(
-        _read_alias(fields.as_dict(item, "aliases"), regions) for item in fields.get_list(record, "aliases")
-    )
+    text, places = data, typed_json.members(data)
+    if places is None:
+        text = typed_json.without_spaces(data)
+        places = typed_json.members(text)
+    if places is None or not places.keys() >= _MEMBERS:
+        raise fields.FieldError(f"is no object of {', '.join(sorted(_MEMBERS))}, or has a name twice")
+    form, version, block_bytes = (text[slice(*places[name])] for name in ("format", "version", "block_bytes"))
+    if form != fields.encode(_FORMAT) or version not in _VERSIONS or block_bytes != b"%d" % BLOCK_BYTES:
+        raise fields.FieldError(f"not an index of version {' or '.join(map(bytes.decode, _VERSIONS))}")
+    regions = {} if regions is None else regions
+    shards = tuple(_shard(entry, file, regions) for entry in _SHARDS.read(text, places["tensors"]))
+    aliases = tuple(_alias(entry, regions) for entry in _ALIASES.read(text, places["aliases"]))
     _check_names(shards, aliases)
     _check_places(shards, payload_end)
     _check_codings(shards)
@@ -172,15 +220,14 @@ def decode_index(data: bytes, file: str, payload_end: int) -> FileIndex:
     return FileIndex(shards, aliases)
 
 
-def _read_shard(record: Mapping[str, Any], file: str, regions: _Regions) -> StoredShard:
-    key = ShardKey(fields.get_name(record, "name"), fields.get_name(record, "kind"))
-    region, dtype = _region_of(record, key, regions), fields.get_name(record, "dtype")
-    offset, nbytes = fields.as_ints([record.get("offset"), record.get("nbytes")], "offset and nbytes")
-    crcs = fields.get_ints(record, "crc32")
+def _shard(entry: _Shard, file: str, regions: Regions) -> StoredShard:
+    key = _key(entry)
+    region, dtype = _region_of(entry, key, regions), fields.as_name(entry.dtype, "dtype")
     try:
         expected = region.numel * item_bytes(dtype)
     except ValueError as error:
         raise fields.FieldError(f"tensor {key}: {error}") from None
+    nbytes, crcs = entry.nbytes, entry.crc32
     if nbytes != expected or len(crcs) != block_count(nbytes):
         raise fields.FieldError(
             f"tensor {key}: has {nbytes} bytes in {len(crcs)} blocks, but its region has {expected} bytes in "
@@ -188,73 +235,66 @@ def _read_shard(record: Mapping[str, Any], file: str, regions: _Regions) -> Stor
         )
     if crcs and max(crcs) > _MAX_CRC:
         raise fields.FieldError(f"tensor {key}: {max(crcs)} is not a CRC of 32 bits")
-    coding = _read_coding(record, key, dtype)
+    coding = _coding(entry, key, dtype)
     value = dtype if coding is None else _VALUES
-    beside = fields.get_name(record, "beside") if "beside" in record else None
-    return StoredShard(key, region, value, file, offset, nbytes, crcs, coding, beside)
+    beside = None if entry.beside is msgspec.UNSET else fields.as_name(entry.beside, "beside")
+    return StoredShard(key, region, value, file, entry.offset, nbytes, crcs, coding, beside)
 
 
-def _read_coding(record: Mapping[str, Any], key: ShardKey, dtype: str) -> Coding | None:
-    if "scale" not in record and "upper" not in record:
+def _key(entry: _Shard | _Alias) -> ShardKey:
+    return ShardKey(fields.as_name(entry.name, "name"), sys.intern(fields.as_name(entry.kind, "kind")))
+
+
+def _coding(entry: _Shard, key: ShardKey, dtype: str) -> Coding | None:
+    found = {name: kind for name in _CODED if isinstance(kind := getattr(entry, name), str)}
+    if not found:
         return None
-    found = [name for name in _CODED if name in record]
-    name = found[0]
-    if len(found) > 1 or dtype not in _CODED[name]:
+    if len(found) > 1 or dtype not in _CODED[next(iter(found))]:
         raise fields.FieldError(f"tensor {key}: {' and '.join(found)} cannot code elements of {dtype}")
-    kind = fields.get_name(record, name)
-    return Coding(dtype, scale=kind) if name == "scale" else Coding(dtype, upper=kind)
+    return Coding(dtype, **{name: fields.as_name(kind, name) for name, kind in found.items()})
 
 
-def _read_alias(record: Mapping[str, Any], regions: _Regions) -> Alias:
-    key = ShardKey(fields.get_name(record, "name"), fields.get_name(record, "kind"))
-    return Alias(
-        key, fields.get_name(record, "same_as"), _region_of(record, key, regions), fields.get_name(record, "dtype")
-    )
+def _alias(entry: _Alias, regions: Regions) -> Alias:
+    key = _key(entry)
+    same_as, dtype = fields.as_name(entry.same_as, "same_as"), fields.as_name(entry.dtype, "dtype")
+    return Alias(key, same_as, _region_of(entry, key, regions), dtype)
 
 
-def _region_of(record: Mapping[str, Any], key: ShardKey, regions: _Regions) -> Region:
+def _region_of(entry: _Region, key: ShardKey, regions: Regions) -> Region:
     """Returns the region of a shard. Decodes each distinct region only once.
 
     Most regions of a file are equal, because many layers have the same shapes, and so do a parameter and its moments.
     """
-    try:
-        text = repr([record.get(name, ...) for name in _REGION_FIELDS])
-    except RecursionError:
-        raise fields.FieldError(f"tensor {key}: its region is nested too deeply") from None
+    flat = b"" if entry.flat is msgspec.UNSET else memoryview(entry.flat)
+    text = b" ".join((*(memoryview(raw) for raw in (entry.global_shape, entry.local_shape, entry.pieces)), flat))
     region = regions.get(text)
     if region is None:
-        region = regions[text] = _read_region(record, key)
+        region = regions[text] = _read_region(entry, key)
     return region
 
 
-def _read_region(record: Mapping[str, Any], key: ShardKey) -> Region:
-    local_shape, global_shape = (_shape(record, name, key) for name in ("local_shape", "global_shape"))
-    pieces = []
-    items = fields.get_list(record, "pieces")
-    if len(items) > _MOST_PIECES:
-        raise fields.FieldError(f"tensor {key}: has {len(items)} pieces, more than {_MOST_PIECES}")
-    for item in items:
-        parts = [fields.as_ints(part, "pieces") for part in fields.as_list(item, "pieces")]
-        if len(parts) != 3:
-            raise fields.FieldError(f"tensor {key}: a piece has {len(parts)} parts, not 3")
-        pieces.append(Piece(*parts))
-    whole = Region(global_shape, local_shape, tuple(pieces), Region.whole(local_shape).flat)
-    flat = fields.get_ints(record, "flat") if "flat" in record else whole.flat
+def _read_region(entry: _Region, key: ShardKey) -> Region:
+    try:
+        global_shape, local_shape = (typed_json.parse(raw, _SHAPE) for raw in (entry.global_shape, entry.local_shape))
+        pieces = typed_json.parse(entry.pieces, _PIECES)
+        flat = None if entry.flat is msgspec.UNSET else typed_json.parse(entry.flat, _SHAPE)
+    except fields.FieldError as error:
+        raise fields.FieldError(f"tensor {key}: its region is {error}") from None
+    for shape in (global_shape, local_shape):
+        if not is_possible_shape(shape):
+            raise fields.FieldError(f"tensor {key}: its shape {fields.shown(shape)} is larger than a tensor can be")
+    if len(pieces) > _MOST_PIECES:
+        raise fields.FieldError(f"tensor {key}: has {len(pieces)} pieces, more than {_MOST_PIECES}")
+    whole = Region(global_shape, local_shape, tuple(Piece(*parts) for parts in pieces), Region.whole(local_shape).flat)
+    flat = whole.flat if flat is None else flat
     if len(flat) != 2:
-        raise fields.FieldError(f"tensor {key}: 'flat' is {flat}, not [start, stop]")
+        raise fields.FieldError(f"tensor {key}: 'flat' is {fields.shown(flat)}, not [start, stop]")
     region = whole.with_flat(flat[0], flat[1])
     try:
         region.check()
     except ValueError as error:
         raise fields.FieldError(f"tensor {key}: {error}") from None
     return region
-
-
-def _shape(record: Mapping[str, Any], name: str, key: ShardKey) -> tuple[int, ...]:
-    shape = fields.get_ints(record, name)
-    if not is_possible_shape(shape):
-        raise fields.FieldError(f"tensor {key}: its {name} {fields.shown(shape)} is larger than a tensor can be")
-    return shape
 
 
 def _check_names(shards: Sequence[StoredShard], aliases: Sequence[Alias]) -> None:

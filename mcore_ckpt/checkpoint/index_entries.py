@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from array import array
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import chain
 from operator import le
 from pathlib import Path
 
-from mcore_ckpt.checkpoint.index import Alias, FileIndex, decode_index, encode_index
+from mcore_ckpt.checkpoint.index import Alias, FileIndex, Regions, decode_index, encode_index
 from mcore_ckpt.errors import CheckpointCorruptError
 from mcore_ckpt.io.json_fields import FieldError
 from mcore_ckpt.sharding.plan import StoredShard
@@ -28,6 +29,7 @@ _SHARD = re.compile(
 _NOTHING = FileIndex((), ())
 # The text of an index before the aliases, between them and the shards, and from there to the version.
 _BEFORE, _BETWEEN, _BEHIND = encode_index(_NOTHING).removesuffix(b"1}").replace(b"[]", b"[\n]").split(b"\n")
+_ENDS = (_BEHIND + b"1}", _BEHIND + b"2}")
 
 
 class IndexEntries:
@@ -46,75 +48,80 @@ class IndexEntries:
     """
 
     def __init__(self, data: bytes, file: str, payload_end: int, path: Path | str) -> None:
-        self._file, self._payload_end, self._path = file, payload_end, path
+        self._data, self._file, self._payload_end, self._path = data, file, payload_end, path
+        self._regions: Regions = {}
         self._decoded: dict[str, FileIndex] = {}
-        texts = _texts_by_name(data, payload_end)
-        if texts is None:
+        places = _places_by_name(data, payload_end)
+        if places is None:
             self._decoded = _by_name(self._decode(data))
-        self._texts = texts or {}
+        self._places = places or {}
+        # Where the aliases end, and what follows the shards.
+        self._middle, self._behind = data.find(_BETWEEN), data[data.rfind(_BEHIND) :]
 
     def of(self, name: str) -> FileIndex:
         """Returns the shards and aliases of one tensor. Raises CheckpointCorruptError if they contradict each other."""
-        text = self._texts.get(name)
-        if text is not None:
-            self._decoded[name] = self._decode(text)
+        places = self._places.get(name)
+        if places is not None:
+            self._decoded[name] = self._decode(_text_of(self._data, places, self._middle, self._behind))
             # Another thread may have decoded the same entries.
-            self._texts.pop(name, None)
+            self._places.pop(name, None)
         return self._decoded.get(name, _NOTHING)
 
     def _decode(self, data: bytes) -> FileIndex:
         try:
-            return decode_index(data, self._file, self._payload_end)
+            return decode_index(data, self._file, self._payload_end, self._regions)
         except FieldError as error:
             raise CheckpointCorruptError(f"{self._path}: index: {error}") from None
 
 
-def _texts_by_name(data: bytes, payload_end: int) -> dict[str, bytes] | None:
-    """Returns, for each tensor, the text of an index of its entries alone.
+# For each entry of a tensor: the number of its kind, and its first and last position in the text.
+_Places = tuple[int, ...]
+
+
+def _places_by_name(data: bytes, payload_end: int) -> dict[str, _Places] | None:
+    """Returns the places of each tensor's entries in the text of an index.
 
     Returns None if the index must be decoded as a whole: it contradicts itself, or `encode_index` would write it in
     another way, or a name in it has an escape.
     """
     head_end, tensors_end = data.find(_BETWEEN), data.rfind(_BEHIND)
-    version = data[tensors_end + len(_BEHIND) :]
-    if b"\\" in data or not data.startswith(_BEFORE) or head_end < 0 or version not in (b"1}", b"2}"):
+    if b"\\" in data or not data.startswith(_BEFORE) or head_end < 0 or data[tensors_end:] not in _ENDS:
         return None
-    aliases = _entries(_ALIAS, data, len(_BEFORE), head_end)
-    shards = _entries(_SHARD, data, head_end + len(_BETWEEN), tensors_end)
-    if aliases is None or shards is None or not _are_apart([shard.groups()[2:] for shard in shards], payload_end):
-        return None
-    keys = {entry.group(1, 2) for entry in chain(aliases, shards)}
-    if len(keys) < len(aliases) + len(shards):
-        return None
-    by_name: defaultdict[bytes, tuple[list[bytes], list[bytes]]] = defaultdict(lambda: ([], []))
-    for number, entries in enumerate((aliases, shards)):
-        for entry in entries:
-            by_name[entry[2]][number].append(entry[0].rstrip(b","))
-    try:
-        return {
-            name.decode(): b"".join((_BEFORE, b",".join(of_aliases), _BETWEEN, b",".join(of_shards), _BEHIND, version))
-            for name, (of_aliases, of_shards) in by_name.items()
-        }
-    except UnicodeDecodeError:
-        return None
-
-
-def _entries(pattern: re.Pattern[bytes], data: bytes, start: int, stop: int) -> list[re.Match[bytes]] | None:
-    """Returns the entries in the text of a list, or None if there is anything else in it."""
-    found, at = [], start
-    for entry in pattern.finditer(data, start, stop):
-        if entry.start() != at:
+    found: dict[str, _Places] = {}
+    kinds: dict[bytes, int] = {}
+    offsets, sizes = array("q"), array("q")
+    for pattern, start, stop in ((_ALIAS, len(_BEFORE), head_end), (_SHARD, head_end + len(_BETWEEN), tensors_end)):
+        for entry in pattern.finditer(data, start, stop):
+            try:
+                name = entry[2].decode()
+            except UnicodeDecodeError:
+                return None
+            kind, before = kinds.setdefault(entry[1], len(kinds)), found.get(name, ())
+            if entry.start() != start or kind in before[::3]:
+                return None
+            start = entry.end()
+            found[name] = (*before, kind, entry.start(), start)
+            if pattern is _SHARD:
+                sizes.append(int(entry[3]))
+                offsets.append(int(entry[4]))
+        if start != stop:
             return None
-        found.append(entry)
-        at = entry.end()
-    return found if at == stop else None
+    return found if _are_apart(offsets, sizes, payload_end) else None
 
 
-def _are_apart(sizes: Sequence[Sequence[bytes]], payload_end: int) -> bool:
-    """Returns True if shards, given as (nbytes, offset), neither overlap nor reach past the payload."""
-    places = sorted((int(offset), int(nbytes)) for nbytes, offset in sizes)
-    stops = (offset + nbytes for offset, nbytes in places)
-    return all(map(le, stops, chain((offset for offset, _ in places[1:]), (payload_end,))))
+def _are_apart(offsets: Sequence[int], sizes: Sequence[int], payload_end: int) -> bool:
+    """Returns True if shards neither overlap nor reach past the payload."""
+    order = sorted(range(len(offsets)), key=lambda number: (offsets[number], sizes[number]))
+    stops = (offsets[number] + sizes[number] for number in order)
+    return all(map(le, stops, chain((offsets[number] for number in order[1:]), (payload_end,))))
+
+
+def _text_of(data: bytes, places: _Places, middle: int, behind: bytes) -> bytes:
+    """Returns the text of an index of these entries alone."""
+    parts: tuple[list[bytes], list[bytes]] = [], []
+    for start, end in zip(places[1::3], places[2::3], strict=True):
+        parts[start > middle].append(data[start:end].rstrip(b","))
+    return b"".join((_BEFORE, b",".join(parts[0]), _BETWEEN, b",".join(parts[1]), behind))
 
 
 def _by_name(index: FileIndex) -> dict[str, FileIndex]:

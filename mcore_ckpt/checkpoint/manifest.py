@@ -380,6 +380,7 @@ def _check_path(path: str, seen: set[str]) -> None:
     if any(len(part.encode()) > _MOST_PART_BYTES for part in parts):
         raise fields.FieldError(f"path {path!r} has a part of more than {_MOST_PART_BYTES} bytes")
     # On some file systems, names that differ only in upper and lower case name the same file.
-    if path.casefold() in seen:
+    folded = path.casefold()
+    if folded in seen:
         raise fields.FieldError(f"path {path!r} is listed twice")
-    seen.add(path.casefold())
+    seen.add(path if path == folded else folded)  # most need no second copy in memory

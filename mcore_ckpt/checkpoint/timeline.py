@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +16,9 @@ from mcore_ckpt.io.typed_json import Natural
 # A start and an end, in microseconds.
 Span = tuple[int, int]
 # The starts and the ends of one part of a save, by world rank.
-Spans = tuple[tuple[int, ...], tuple[int, ...]]
+Spans = tuple[Sequence[int], Sequence[int]]
 
 _PARTS = ("plan", "copy", "write")
-_Numbers = tuple[Natural, ...]
 
 
 @dataclass(frozen=True)
@@ -33,35 +34,52 @@ class SaveTimeline:
         stall: how long `save` held the training up on each rank; None if until the commit.
     """
 
-    nbytes: tuple[int, ...]
+    nbytes: Sequence[int]
     plan: Spans
     copy: Spans
     write: Spans
     commit: Span
     export: Spans | None = None
-    stall: tuple[int, ...] | None = None
+    stall: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        """Packs the numbers of all ranks, which would otherwise take five times the memory."""
+        for name in ("nbytes", "stall"):
+            object.__setattr__(self, name, _packed(getattr(self, name)))
+        for name in (*_PARTS, "export"):
+            spans = getattr(self, name)
+            object.__setattr__(self, name, spans and tuple(map(_packed, spans)))
+
+
+def _packed(numbers: Sequence[int] | None) -> array[int] | None:
+    return numbers if numbers is None or isinstance(numbers, array) else array("q", numbers)
 
 
 class _Lists(msgspec.Struct, omit_defaults=True):
     """A timeline as the manifest spells it."""
 
-    bytes: _Numbers
+    bytes: msgspec.Raw
     commit: tuple[Natural, Natural]
-    copy: tuple[_Numbers, _Numbers]
-    plan: tuple[_Numbers, _Numbers]
-    write: tuple[_Numbers, _Numbers]
-    export: tuple[_Numbers, _Numbers] | None = None
-    stall: _Numbers | None = None
+    copy: tuple[msgspec.Raw, msgspec.Raw]
+    plan: tuple[msgspec.Raw, msgspec.Raw]
+    write: tuple[msgspec.Raw, msgspec.Raw]
+    export: tuple[msgspec.Raw, msgspec.Raw] | msgspec.UnsetType = msgspec.UNSET
+    stall: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
 _DECODER = msgspec.json.Decoder(_Lists)
+_NUMBERS: msgspec.json.Decoder[list[int]] = msgspec.json.Decoder(list[Natural])
 
 
 def encoded_timeline(timeline: SaveTimeline) -> dict[str, Any]:
     """Returns the timeline as JSON values: a few lists of numbers, which stay small for thousands of ranks."""
-    record: dict[str, Any] = {part: getattr(timeline, part) for part in (*_PARTS, "commit")}
-    optional = {"export": timeline.export, "stall": timeline.stall}
-    return record | {"bytes": timeline.nbytes} | {name: item for name, item in optional.items() if item is not None}
+    columns = {"bytes": timeline.nbytes, "stall": timeline.stall}
+    spans = {part: getattr(timeline, part) for part in (*_PARTS, "export")}
+    return {
+        "commit": timeline.commit,
+        **{name: list(numbers) for name, numbers in columns.items() if numbers is not None},
+        **{name: [list(numbers) for numbers in part] for name, part in spans.items() if part is not None},
+    }
 
 
 def decode_timeline(text: bytes, world_size: int) -> SaveTimeline:
@@ -70,8 +88,23 @@ def decode_timeline(text: bytes, world_size: int) -> SaveTimeline:
     Raises FieldError if a list does not have one number for each rank.
     """
     found = typed_json.parse_exactly(text, _DECODER)
-    columns = (found.bytes, found.stall, *found.plan, *found.copy, *found.write, *(found.export or ()))
-    for column in columns:
-        if column is not None and len(column) != world_size:
-            raise fields.FieldError(f"the save's timeline has {len(column)} numbers for {world_size} ranks")
-    return SaveTimeline(found.bytes, found.plan, found.copy, found.write, found.commit, found.export, found.stall)
+    return SaveTimeline(
+        nbytes=_column(found.bytes, world_size),
+        plan=_columns(found.plan, world_size),
+        copy=_columns(found.copy, world_size),
+        write=_columns(found.write, world_size),
+        commit=found.commit,
+        export=None if found.export is msgspec.UNSET else _columns(found.export, world_size),
+        stall=None if found.stall is msgspec.UNSET else _column(found.stall, world_size),
+    )
+
+
+def _columns(texts: tuple[msgspec.Raw, msgspec.Raw], count: int) -> Spans:
+    return _column(texts[0], count), _column(texts[1], count)
+
+
+def _column(text: msgspec.Raw, count: int) -> array[int]:
+    numbers = array("q", typed_json.parse(text, _NUMBERS))
+    if len(numbers) != count:
+        raise fields.FieldError(f"the save's timeline has {len(numbers)} numbers for {count} ranks")
+    return numbers

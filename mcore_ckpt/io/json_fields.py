@@ -12,7 +12,7 @@ from typing import Any
 
 from mcore_ckpt import json_bounds
 from mcore_ckpt.errors import CheckpointCorruptError
-from mcore_ckpt.json_bounds import USUAL, Density, TooDenseError
+from mcore_ckpt.json_bounds import TooDenseError
 
 # The largest integer that a file may have. A file offset is smaller.
 MAX_INT = 2**62
@@ -56,14 +56,14 @@ def _refuse(constant: str) -> Any:
     raise ValueError(f"{constant} is not a number")
 
 
-def parse(data: bytes, density: Density = USUAL) -> dict[str, Any]:
+def parse(data: bytes) -> dict[str, Any]:
     """Decodes a JSON object that another program has written. It may contain NaN.
 
     Raises FieldError if the data are not a JSON object, if a name occurs twice in an object, or if the data have more
     values than their size allows.
     """
     try:
-        value = json_bounds.loads(data, density, object_pairs_hook=_object)
+        value = json_bounds.loads(data, object_pairs_hook=_object)
     except TooDenseError as error:
         raise FieldError(str(error)) from None
     except (ValueError, RecursionError) as error:

@@ -77,20 +77,47 @@ class LongList(Generic[T]):
 
     def __init__(self, of: Any, between: bytes, is_whole: bool = True) -> None:
         self._decoder: msgspec.json.Decoder[list[T]] = msgspec.json.Decoder(list[of])
-        self._between, self._end = between, between.index(b",")
-        self._is_whole = is_whole
+        self._between, self._parse = between, parse_exactly if is_whole else parse
 
     def read(self, data: bytes, place: Place) -> Iterator[T]:
         """Yields the values in the list that is at a place in a text. Members that the type lacks are ignored.
 
         Raises FieldError if a value has another type, or if a name occurs twice in an object.
         """
-        start, stop = place
-        if data[start : start + 1] != b"[":
-            raise FieldError("not a list")
-        end = start
-        while end < stop - 1:
-            at, cut = end + 1, data.find(self._between, end + _PIECE, stop)
-            end = stop - 1 if cut < 0 else cut + self._end
-            piece = b"[%b]" % data[at:end]
-            yield from parse_exactly(piece, self._decoder) if self._is_whole else parse(piece, self._decoder)
+        for piece in _pieces(data, place, b"[]", self._between):
+            yield from self._parse(piece, self._decoder)
+
+
+class LongObject(Generic[T]):
+    """An object of many members of one type, none of them spelled with spaces. `between` is as in LongList."""
+
+    def __init__(self, of: Any, between: bytes) -> None:
+        self._decoder: msgspec.json.Decoder[dict[str, T]] = msgspec.json.Decoder(dict[str, of])
+        self._between = between
+
+    def read(self, data: bytes, place: Place) -> Iterator[tuple[str, T]]:
+        """Yields the members of the object that is at a place in a text.
+
+        Raises FieldError if a value has another type, or if one name occurs twice and close to each other.
+        """
+        for piece in _pieces(data, place, b"{}", self._between):
+            yield from parse_exactly(piece, self._decoder).items()
+
+
+def _pieces(data: bytes, place: Place, brackets: bytes, between: bytes) -> Iterator[bytes]:
+    start, stop = place
+    if data[start : start + 1] != brackets[:1]:
+        raise FieldError(f"begins with {data[start : start + 1]!r}, not with {brackets[:1]!r}")
+    end = start
+    while end < stop - 1:
+        at, cut = end + 1, data.find(between, end + _PIECE, stop)
+        end = stop - 1 if cut < 0 else cut + between.index(b",")
+        yield b"%b%b%b" % (brackets[:1], data[at:end], brackets[1:])
+
+
+def without_spaces(data: bytes) -> bytes:
+    """Returns the same JSON without spaces between its values. Raises FieldError if it is none."""
+    try:
+        return msgspec.json.format(data, indent=-1)
+    except _MALFORMED as error:
+        raise FieldError(f"not JSON: {error}") from None

@@ -20,7 +20,7 @@ PARAM = "param"
 OPAQUE = "opaque"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ShardKey:
     """The key of a shard: the tensor's global name and the part of the state (`model`, `param`, `exp_avg`, ...)."""
 
@@ -50,7 +50,7 @@ class Coding:
     upper: str | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class StoredShard:
     """A shard in a file.
 

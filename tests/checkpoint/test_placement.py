@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from mcore_ckpt.checkpoint import placement as placements_of_files
 from mcore_ckpt.checkpoint.placement import Placement, encoded
-from mcore_ckpt.io import json_fields
 from mcore_ckpt.io.json_fields import FieldError
 
 
@@ -23,7 +22,7 @@ def placements(draw: st.DrawFn) -> Placement:
 
 
 def decode(item: Any, files: int) -> Placement:
-    return placements_of_files.decode(json_fields.encode(item), files)
+    return placements_of_files.decode(json.dumps(item, separators=(",", ":")).encode(), files)
 
 
 def as_read(placement: Placement) -> Any:

@@ -229,6 +229,20 @@ def refused(read: Callable[[], Any]) -> str:
     return str(caught.value)
 
 
+def test_a_large_file_of_a_framework_takes_little_memory_or_is_refused(tmp_path: Path) -> None:
+    """The settings of each layer take ten times their size, which does no harm in a file of a few MB."""
+    for count, is_read in ((40_000, True), (80_000, False)):
+        data = json.dumps({f"model.layers.{n}.mlp": {"bits": 4, "group": 128} for n in range(count)}).encode()
+        assert (len(data) < json_bounds.LARGE_BYTES) == is_read
+        if is_read:
+            assert len(parse_json(data, tmp_path)) == count
+        else:
+            assert peak(lambda data=data: refused(lambda: parse_json(data, tmp_path))) < MOST * len(data)  # type: ignore[misc]
+    names = json.dumps({"skipped": [f"{n:080}" for n in range(60_000)]}).encode()
+    assert len(names) > json_bounds.LARGE_BYTES
+    assert peak(lambda: parse_json(names, tmp_path)) < MOST * len(names)
+
+
 # -- pickles -----------------------------------------------------------------------------------------------
 
 # Lists of numbers or of None, and dicts of numbers, are as dense as sound pickles: they take 5 to 20 times their size.
@@ -339,11 +353,87 @@ def test_a_file_of_the_trainer_takes_no_memory(kind: str, tmp_path: Path) -> Non
         assert taken < MOST * len(data)
 
 
-def test_a_tokenizer_with_lists_in_place_of_merges_is_passed_over(tmp_path: Path) -> None:
+def test_a_tokenizer_with_lists_in_place_of_merges_takes_no_memory(tmp_path: Path) -> None:
     data = b'{"model":{"vocab":{"a":5},"merges":[' + VALUES["lists"]() + b"0]}}"
     written(tmp_path / "tokenizer.json", data)
     assert peak(lambda: tokens_in(tmp_path)) < MOST * len(data)
-    assert tokens_in(tmp_path) is None
+    assert tokens_in(tmp_path) == 6
+
+
+# -- sound files take no more ----------------------------------------------------------------------------
+
+
+def layer_names(count: int) -> list[str]:
+    return [f"decoder.layers.{number}.mlp.linear_fc1.weight" for number in range(count)]
+
+
+def dense_manifest(folder: Path) -> tuple[bytes, Read]:
+    data = manifest.encode_manifest(manifest_of(2000, tensors=500))
+    return data, opened(folder, data)
+
+
+def dense_header(folder: Path) -> tuple[bytes, Read]:
+    names = layer_names(10_000)
+    data = encode_header((name, torch.float32, (2, 3)) for name in names)
+    path = written(folder / "model.safetensors", data + bytes(24 * len(names)))
+    return data, lambda: read_file(path)
+
+
+def dense_weight_map(folder: Path) -> tuple[bytes, Read]:
+    data = encode_index(dict.fromkeys(layer_names(10_000), "model-00001-of-00002.safetensors"), 5)
+    path = written(folder / "index.json", data)
+    return data, lambda: read_weight_map(path)
+
+
+def dense_index(region: Region, nbytes: int, crcs: int) -> bytes:
+    names = layer_names(8_000 if crcs == 1 else 60_000 // crcs)
+    keys = (ShardKey(name, "param") for name in names)
+    of_each = [tuple(2**31 + n + crc for crc in range(crcs)) for n in range(len(names))]
+    shards = (StoredShard(key, region, "float32", "file", nbytes * n, nbytes, of_each[n]) for n, key in enumerate(keys))
+    return index.encode_index(index.FileIndex(tuple(shards), ()))
+
+
+MANY_PIECES = Region((12, 8), (6, 8), tuple(Piece((row, 0), (1, 8), (2 * row, 0)) for row in range(6)), (0, 48))
+INDEXES = {
+    "of-pieces": dense_index(MANY_PIECES, 192, 1),
+    "of-few-numbers": dense_index(Region.whole((3,)), 12, 1),
+    "of-crcs": dense_index(Region.whole((250 << 18,)), 250 << 20, 250),
+}
+
+
+def whole_index(name: str) -> tuple[bytes, Read]:
+    return INDEXES[name], lambda: index.decode_index(bytes(INDEXES[name]), "file", 1 << 60)
+
+
+def index_entries(name: str) -> tuple[bytes, Read]:
+    return INDEXES[name], lambda: IndexEntries(bytes(INDEXES[name]), "file", 1 << 60, "file")
+
+
+def dense_tokenizer(folder: Path) -> tuple[bytes, Read]:
+    tokens = {f"\u0120{number:x}": number for number in range(30_000)}
+    merges = [[f"\u0120{number:x}", "a"] for number in range(30_000)]
+    data = json.dumps({"model": {"vocab": tokens, "merges": merges}}, ensure_ascii=False, indent=1).encode()
+    written(folder / "tokenizer.json", data)
+    return data, lambda: tokens_in(folder)
+
+
+SOUND: dict[str, Callable[[Path], tuple[bytes, Read]]] = {
+    "manifest": dense_manifest,
+    "safetensors-header": dense_header,
+    "weight-map": dense_weight_map,
+    "tokenizer": dense_tokenizer,
+    **{f"index-{name}": lambda folder, name=name: whole_index(name) for name in INDEXES},  # type: ignore[misc]
+    **{f"index-{name}-one-by-one": lambda folder, name=name: index_entries(name) for name in INDEXES},  # type: ignore[misc]
+}
+
+
+@pytest.mark.parametrize("of", SOUND)
+def test_sound_files_take_little_memory(of: str, tmp_path: Path) -> None:
+    """Even if all of the file is read. So a forged one, which looks the same up to its end, takes no more."""
+    data, read = SOUND[of](tmp_path)
+    assert len(data) > 8 * json_bounds.SMALL_BYTES
+    read()  # imports what it needs
+    assert peak(read) < MOST * len(data)
 
 
 # -- large files that are sound ----------------------------------------------------------------------------

@@ -104,9 +104,9 @@ def test_the_page_gets_plain_values_alone(role_dir: Path) -> None:
         "values": [["x", None, "1"]],
         "notes": ["a note"],
     }
-    assert [dict(zip(shown["axes"], rank, strict=True)) for rank in shown["ranks"]] == list(
-        map(vars, read_manifest(role_dir).ranks)
-    )
+    assert [dict(zip(shown["axes"], rank, strict=True)) for rank in shown["ranks"]] == [
+        rank.by_axis for rank in read_manifest(role_dir).ranks
+    ]
     assert sum(size for *_, size in shown["files"]) == role.manifest.nbytes
     has_experts = role.manifest.topology.ep > 1
     assert {tuple(shape) for shape, _, _ in shown["regions"]} == {

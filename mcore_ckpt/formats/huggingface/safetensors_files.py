@@ -15,18 +15,21 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from mcore_ckpt.checkpoint.shapes import is_possible_shape
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
 from mcore_ckpt.io import json_fields as fields
-from mcore_ckpt.io import limits
+from mcore_ckpt.io import limits, typed_json
 from mcore_ckpt.io.files import open_regular, read_exact, read_small
+from mcore_ckpt.io.typed_json import LongObject, Natural
 from mcore_ckpt.sharding.regions import Shape
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
+_METADATA = "__metadata__"
 # The safetensors library refuses larger headers.
 _MAX_HEADER_BYTES = 100_000_000
 
@@ -48,7 +51,7 @@ _DTYPES = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class HfStored:
     """A tensor in a `.safetensors` file, stored row-major in bytes `[offset, offset + nbytes)` of `path`."""
 
@@ -106,10 +109,13 @@ def read_file(path: Path) -> list[HfStored]:
             length = struct.unpack("<Q", read_exact(descriptor, 8, 0, path))[0] if size > 8 else -1
             if not 0 < length <= min(_MAX_HEADER_BYTES, size - 8):
                 raise CheckpointCorruptError(f"{path}: is not a safetensors file, or was cut: fetch it again")
-            header = fields.parse(read_exact(descriptor, length, 8, path))
+            header = read_exact(descriptor, length, 8, path)
         finally:
             os.close(descriptor)
-        tensors = [_tensor(path, name, entry, 8 + length) for name, entry in header.items() if name != "__metadata__"]
+        tensors = _tensors(path, header, 8 + length)
+        del header  # it is as large as what was made of it
+        if len({tensor.name for tensor in tensors}) < len(tensors):
+            raise fields.FieldError("a tensor occurs twice")
     except FileNotFoundError:
         raise CheckpointCorruptError(f"{path}: missing") from None
     except OSError as error:
@@ -129,24 +135,49 @@ def read_file(path: Path) -> list[HfStored]:
     return tensors
 
 
-def _tensor(path: Path, name: str, entry: Any, start: int) -> HfStored:
-    fields.as_name(name, "a tensor's name")
-    record = fields.as_dict(entry, name)
-    dtype, lengths = fields.get_name(record, "dtype"), fields.get_ints(record, "shape")
+class _Entry(msgspec.Struct, gc=False):
+    """What a header says of a tensor. The entry `__metadata__` has none of these members."""
+
+    data_offsets: tuple[Natural, Natural] = (0, 0)
+    dtype: str = ""
+    shape: tuple[Natural, ...] = ()
+
+
+_ENTRIES: LongObject[_Entry] = LongObject(_Entry, b']},"')
+
+
+def _tensors(path: Path, header: bytes, start: int) -> list[HfStored]:
+    """Decodes a header. Raises FieldError."""
+    same: dict[Shape, Shape] = {}
+    try:
+        entries = _ENTRIES.read(header, (0, len(header.rstrip(b" "))))
+        return [_tensor(path, name, entry, start, same) for name, entry in entries if name != _METADATA]
+    except fields.FieldError:
+        # It may be spelled with spaces. If it is not, this finds the same fault again.
+        record = {name: entry for name, entry in fields.parse(header).items() if name != _METADATA}
+        return [_tensor(path, name, _entry(name, entry), start, same) for name, entry in record.items()]
+
+
+def _entry(name: str, item: Any) -> _Entry:
+    record = fields.as_dict(item, name)
     offsets = fields.get_ints(record, "data_offsets")
+    if len(offsets) != 2:
+        raise fields.FieldError(f"tensor {name}: impossible offsets {fields.shown(offsets)}")
+    return _Entry((offsets[0], offsets[1]), fields.get_name(record, "dtype"), fields.get_ints(record, "shape"))
+
+
+def _tensor(path: Path, name: str, entry: _Entry, start: int, same: dict[Shape, Shape]) -> HfStored:
+    fields.as_name(name, "a tensor's name")
+    dtype, shape, (first, last) = entry.dtype, same.setdefault(entry.shape, entry.shape), entry.data_offsets
     if dtype not in _DTYPES:
-        raise fields.FieldError(f"tensor {name}: dtype {dtype!r} is not known")
+        raise fields.FieldError(f"tensor {name}: dtype {fields.shown(dtype)} is not known")
     # is_possible_shape counts an empty axis as 1, because torch multiplies the other lengths to get the strides.
-    if not is_possible_shape(lengths) or len(offsets) != 2:
-        raise fields.FieldError(
-            f"tensor {name}: impossible shape {fields.shown(lengths)} or offsets {fields.shown(offsets)}"
-        )
-    nbytes = prod(lengths) * _DTYPES[dtype].itemsize
-    if offsets[1] - offsets[0] != nbytes:
-        raise fields.FieldError(
-            f"tensor {name}: shape {fields.shown(lengths)} of {dtype} is not {offsets[1] - offsets[0]} bytes"
-        )
-    return HfStored(name, _DTYPES[dtype], lengths, path, start + offsets[0], nbytes)
+    if not is_possible_shape(shape):
+        raise fields.FieldError(f"tensor {name}: impossible shape {fields.shown(shape)}")
+    nbytes = prod(shape) * _DTYPES[dtype].itemsize
+    if last - first != nbytes:
+        raise fields.FieldError(f"tensor {name}: shape {fields.shown(shape)} of {dtype} is not {last - first} bytes")
+    return HfStored(name, _DTYPES[dtype], shape, path, start + first, nbytes)
 
 
 def read_weight_map(path: Path) -> dict[str, str]:
@@ -156,14 +187,28 @@ def read_weight_map(path: Path) -> dict[str, str]:
         The name of each tensor, mapped to the name of the tensor's file.
     """
     try:
-        index = fields.parse(read_small(path, limits.HF_JSON_BYTES))
-        where = fields.get_dict(index, "weight_map")
-        pairs = {fields.as_name(name, "a tensor's name"): fields.as_name(file, name) for name, file in where.items()}
+        pairs = _weight_map(read_small(path, limits.HF_JSON_BYTES))
     except (OSError, fields.FieldError) as error:
         raise CheckpointCorruptError(f"{path}: cannot be read: {error}") from None
-    for file in pairs.values():
+    for file in set(pairs.values()):
         if "/" in file or "\\" in file or file in ("", ".", ".."):
             raise CheckpointCorruptError(f"{path}: names {file!r}, which is not the name of a file in its folder")
+    return pairs
+
+
+_FILES_OF_TENSORS: LongObject[str] = LongObject(str, b'","')
+
+
+def _weight_map(data: bytes) -> dict[str, str]:
+    text = typed_json.without_spaces(data)
+    places, same = typed_json.members(text), dict[str, str]()
+    if places is None or "weight_map" not in places:
+        raise fields.FieldError("has no 'weight_map', or a name twice")
+    pairs: dict[str, str] = {}
+    for name, file in _FILES_OF_TENSORS.read(text, places["weight_map"]):
+        if name in pairs:
+            raise fields.FieldError(f"{fields.shown(name)} occurs twice")
+        pairs[fields.as_name(name, "a tensor's name")] = same.setdefault(file, fields.as_name(file, name))
     return pairs
 
 
