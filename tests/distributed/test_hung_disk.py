@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ from waiting import LONG_S
 from mcore_ckpt import CheckpointConfig, CheckpointManager
 from mcore_ckpt.errors import HungDiskError
 from mcore_ckpt.formats.huggingface.reader import read_contents
+from mcore_ckpt.integrations.kit.together import decided_by_rank_0
+from mcore_ckpt.io import disk_watch
 from mcore_ckpt.load import huggingface as loading
 from mcore_ckpt.load.huggingface import load_hf
 
@@ -103,3 +105,21 @@ def test_a_folder_that_does_not_answer_is_one_error(shared_path: Path, monkeypat
         load_hf(chunks, folder)
         with everywhere():
             assert_holds(chunks, global_tensors(folder))
+
+
+def test_a_question_to_rank_0_that_hangs_is_one_error(shared_path: Path) -> None:
+    pipe = shared_path / "pipe"
+    if dist.get_rank() == 0:
+        os.mkfifo(pipe)
+
+    def asked(answer: Callable[[], Any]) -> Any:
+        return decided_by_rank_0("tests/question", "looking", "which?", answer, TIMEOUT_S)
+
+    messages = raised_everywhere(HungDiskError, error_of(lambda: asked(pipe.read_text)))
+    assert_names(messages, rf"^rank 0: {re.escape(str(pipe))}: .* has not")
+    if dist.get_rank() == 0:
+        os.close(os.open(pipe, os.O_RDWR))
+    with everywhere():
+        for work in list(disk_watch._calls._left):
+            assert work._ended.wait(LONG_S)
+    assert asked(lambda: "this one") == "this one"

@@ -97,8 +97,11 @@ def write(
         CheckpointError: the commit failed. All ranks raise the same type.
     """
 
+    # Now, because the agreement may do its work on another thread, which is none for the trainer's objects.
+    read_now = _called(read_progress)
+
     def write_files(files: RoleWriter) -> None:
-        progress = read_progress()
+        progress = read_now()
         state = {"dataloader": to_stored(progress.dataloader, "dataloader.state_dict()")}
         files.write_values(dataloader_file(files.rank, files.world_size), state)
         if files.rank == 0:
@@ -106,6 +109,20 @@ def write(
                 files.write(path, data)
 
     commit_role(agreement, role_dir, step, roles, write_files, kind=INFO_ROLE, before=before, may_commit=may_commit)
+
+
+def _called(read_progress: Callable[[], Progress]) -> Callable[[], Progress]:
+    """Calls a function, and returns one that returns or raises the same."""
+    try:
+        progress = read_progress()
+    except Exception as error:
+        failure = error
+
+        def fail() -> Progress:
+            raise failure
+
+        return fail
+    return lambda: progress
 
 
 def read(folder: Path, rank: int) -> Progress:

@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt.checkpoint import PINNED_FILE, TRACKER_FILE, read_manifest, step_dir, step_dirs
-from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
+from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, HungDiskError
 from mcore_ckpt.integrations.areal import stock_files
 from mcore_ckpt.integrations.areal.recover_info import INFO_ROLE, JSON_BYTES, STEP_FILE, Progress, write
-from mcore_ckpt.io import read_small, replace_file
+from mcore_ckpt.io import DiskWatch, read_small, replace_file
 from mcore_ckpt.ranks import Agreement, agree, rendezvous
 from mcore_ckpt.recover import resumable_steps
 from mcore_ckpt.steps import (
@@ -84,6 +84,7 @@ class RecoverySteps:
         self._lock = TrainerLock(root, INFO_ROLE)
         self._has_saved = False
         self.agreement: Agreement = rendezvous("areal/recovery", timeout_s)
+        self.agreement.runner = DiskWatch(timeout_s, who=f"rank {self.agreement.rank}: ")
         self.current: int | None = None
 
     def find(self, roles: Sequence[str]) -> list[RecoveryStep]:
@@ -121,11 +122,11 @@ class RecoverySteps:
         return RecoveryStep(step, folder)
 
     def delete_old(self) -> None:
-        """Deletes older steps if the current one is complete. Only logs an OSError, because it must not fail a save."""
-        if self.agreement.is_coordinator and self.current is not None:
+        """Deletes older steps if the current one is complete. Only logs what the disk says: it must not fail a save."""
+        if self.agreement.is_coordinator and (current := self.current) is not None:
             try:
-                self._delete_old(self.current)
-            except OSError as error:
+                self.agreement.runner.run(lambda: self._delete_old(current))
+            except (OSError, HungDiskError) as error:
                 logger.warning("%s: old steps could not be deleted: %s", self._root, error)
 
     def _prepare(self, step: int) -> None:

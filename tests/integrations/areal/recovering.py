@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,13 @@ from training import Layout
 from mcore_ckpt import CheckpointConfig
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.cli.main import main
-from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, UnsupportedError
+from mcore_ckpt.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    HungDiskError,
+    UnsupportedError,
+)
 from mcore_ckpt.integrations.areal import Checkpointer, Evaluator, RecoverHandler, recover, recover_info, recovery_steps
 from mcore_ckpt.steps import listing as steps
 from mcore_ckpt.steps import tracker
@@ -519,6 +526,17 @@ def test_what_may_pass_is_tried_again(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr("mcore_ckpt.recover.RETRY_FIRST_S", 0.001)
     assert in_child(lambda: trainer_of(base, roles=("default",), retries=3).start_step) == 2
     assert "Input/output error" in str(error_of(base, roles=("default",), retries=1))
+
+
+def test_a_disk_that_hangs_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    recovery = recovery_steps.RecoverySteps(tmp_path / "run", 1, timeout_s=1.0)
+    monkeypatch.setattr(recovery_steps, "_resumable", lambda *_: (tmp_path / "pipe").read_text())
+    with pytest.raises(HungDiskError, match=r"^rank 0: .*pipe: .* has not returned for 1 s"):
+        recovery.find(["default"])
+    recovery.current = 2
+    recovery.delete_old()  # the disk still hangs, which fails no training
+    os.close(os.open(tmp_path / "pipe", os.O_RDWR))
 
 
 def test_a_data_loader_whose_state_is_not_plain_is_told(tmp_path: Path) -> None:
