@@ -29,7 +29,7 @@ export RES_OPTIONS="timeout:1 attempts:1"
 # On a CPU nothing is compiled (megatron_on_cpu.py), but without this each process that imports megatron imports the
 # compiler, too: 2 of 8 seconds.
 export TORCHDYNAMO_DISABLE=1
-# Two workers have two cores. Threads that wait for each other spin.
+# The workers have two cores. Threads that wait for each other spin.
 export OMP_NUM_THREADS=1
 
 bash scripts/install.sh --only-venv
@@ -94,8 +94,8 @@ beside ruff .venv/bin/ruff check .
 beside lint-imports .venv/bin/lint-imports
 beside mypy .venv/bin/mypy mcore_ckpt
 
-# One worker for each of two cores. Each takes a whole file at a time, or its tests of one world size (tests/conftest.py).
-command=(-m pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations=0 --durations-min=0.1)
+# Three workers for two cores, because tests wait for disks and for each other. Each takes a whole file at a time, or its tests of one world size (tests/conftest.py).
+command=(-m pytest -n 3 --dist loadgroup --no-loadscope-reorder --durations=0 --durations-min=0.1)
 [ "$tier" = ci ] || command+=("--$tier")
 if [ -n "$coverage" ]; then
     export COVERAGE_FOLDER=$PWD/build/coverage

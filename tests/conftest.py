@@ -4,7 +4,9 @@
 one process that take no more than a moment, for the loop while one writes.
 """
 
+import gc
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -174,6 +176,19 @@ def tmp_path(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
             yield Path(folder)
     else:
         yield tmp_path
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Ctrl-C as in a terminal. A shell ignores it for what it starts in the background, and so would this process.
+
+    hypothesis has Python call it at each collection of garbage. A KeyboardInterrupt that is raised there is lost.
+    """
+    before, callbacks = signal.signal(signal.SIGINT, signal.default_int_handler), gc.callbacks[:]
+    gc.callbacks.clear()
+    yield
+    gc.callbacks[:] = callbacks
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

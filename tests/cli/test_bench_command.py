@@ -120,7 +120,7 @@ def test_too_little_room(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 128 + signal.SIGTERM)])
 def test_a_signal_in_the_middle_of_a_save(
-    number: signal.Signals, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: signal.Signals, status: int, tmp_path: Path, ctrl_c: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[int] = []
 
@@ -128,13 +128,8 @@ def test_a_signal_in_the_middle_of_a_save(
         seen.append(len(list(tmp_path.iterdir())))
         signal.raise_signal(number)
 
-    # A shell ignores Ctrl-C for what it starts in the background, and so would this process.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        monkeypatch.setattr(trial_saves, "move_tracker", interrupt)
-        assert status_of(["bench", str(tmp_path), *FAST]) == status
-    finally:
-        signal.signal(signal.SIGINT, before)
+    monkeypatch.setattr(trial_saves, "move_tracker", interrupt)
+    assert status_of(["bench", str(tmp_path), *FAST]) == status
     assert seen == [1]
     assert list(tmp_path.iterdir()) == []
 

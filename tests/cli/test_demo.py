@@ -197,6 +197,7 @@ def test_a_signal_ends_the_ranks_and_leaves_nothing_behind(
     status: int,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    ctrl_c: None,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     fork_ranks(monkeypatch)
@@ -207,14 +208,10 @@ def test_a_signal_ends_the_ranks_and_leaves_nothing_behind(
         signal.raise_signal(number)
 
     monkeypatch.setattr(runner.Training, "record", interrupt)
-    # A shell ignores Ctrl-C for what it starts in the background, and so would this process.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         found = main(["demo", "--dir", str(tmp_path / "deep" / "demo")])
     except SystemExit as ended:
         found = int(ended.code or 0)
-    finally:
-        signal.signal(signal.SIGINT, before)
     assert found == status
     (rank,) = ranks
     with pytest.raises(ProcessLookupError):

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
@@ -349,14 +349,6 @@ def living() -> Owner:
 
 
 # -- Ctrl-C ------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def ctrl_c() -> Iterator[None]:
-    """Ctrl-C as in a terminal, since a shell ignores it in its jobs."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 def tree(folder: Path) -> list[tuple[Path, float]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +35,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def ctrl_c(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Small pieces, so that there is a middle; and Ctrl-C as in a terminal, since a shell ignores it in its jobs."""
+def small_pieces(ctrl_c: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that there is a middle."""
     monkeypatch.setattr(tuning, "STREAM_BYTES", 1 << 14)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 def interrupt_at(number: int, monkeypatch: pytest.MonkeyPatch) -> None:

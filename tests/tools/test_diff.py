@@ -178,7 +178,7 @@ def test_damage_is_an_error(whole: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert "have a wrong CRC" in capsys.readouterr().err
 
 
-def test_ctrl_c_ends_it_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_ends_it_at_once(tmp_path: Path, ctrl_c: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """No thread goes on with a tensor that may have 10 GB."""
     large = make(tmp_path, {"embedding.word_embeddings.weight": torch.ones(100, 8)})
     told_to_stop = threading.Event()
@@ -201,12 +201,8 @@ def test_ctrl_c_ends_it_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(module, "threading", SimpleNamespace(Event=Stop, Lock=threading.Lock))
     monkeypatch.setattr(module.tuning, "HOST_THREADS", 1)
     monkeypatch.setattr(NativeReader, "read", interrupt)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            diff(large, large)
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with pytest.raises(KeyboardInterrupt):
+        diff(large, large)
     assert len(reads) <= 2  # of one batch on both sides
     for thread in [each for each in threading.enumerate() if each.name.startswith("diff")]:
         # A signal may come while the pool starts a thread, and then the pool does not know it.
