@@ -25,8 +25,8 @@ BLOCK_BYTES = 1 << 20
 _FORMAT = "mcore_ckpt.index"
 # Version 2 has coded shards, and tensors that belong to a shard. An index without any is still written as version 1,
 # which older readers read, too.
-_VERSIONS = (b"1", b"2")
 _MEMBERS = {"format", "version", "block_bytes", "tensors", "aliases"}
+_HEADS = tuple((fields.encode(_FORMAT), b"%d" % BLOCK_BYTES, version) for version in (b"1", b"2"))
 # The stored dtypes of coded shards, by the field that says how they are coded.
 _CODED = {"scale": ("float16", "uint8"), "upper": ("int16",)}
 _VALUES = "float32"
@@ -205,11 +205,11 @@ def decode_index(data: bytes, file: str, payload_end: int, regions: Regions | No
     if places is None:
         text = typed_json.without_spaces(data)
         places = typed_json.members(text)
-    if places is None or not places.keys() >= _MEMBERS:
-        raise fields.FieldError(f"is no object of {', '.join(sorted(_MEMBERS))}, or has a name twice")
-    form, version, block_bytes = (text[slice(*places[name])] for name in ("format", "version", "block_bytes"))
-    if form != fields.encode(_FORMAT) or version not in _VERSIONS or block_bytes != b"%d" % BLOCK_BYTES:
-        raise fields.FieldError(f"not an index of version {' or '.join(map(bytes.decode, _VERSIONS))}")
+    if places is None:
+        raise fields.FieldError("not a JSON object, or a name occurs twice in it")
+    head = tuple(text[slice(*places.get(name, (0, 0)))] for name in ("format", "block_bytes", "version"))
+    if not places.keys() >= _MEMBERS or head not in _HEADS:
+        raise fields.FieldError(f"not an index of version {' or '.join(version.decode() for _, _, version in _HEADS)}")
     regions = {} if regions is None else regions
     shards = tuple(_shard(entry, file, regions) for entry in _SHARDS.read(text, places["tensors"]))
     aliases = tuple(_alias(entry, regions) for entry in _ALIASES.read(text, places["aliases"]))
