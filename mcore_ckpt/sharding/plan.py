@@ -72,7 +72,7 @@ class StoredShard:
     file: str
     offset: int
     nbytes: int
-    crc32: tuple[int, ...] | None
+    crc32: Sequence[int] | None
     coding: Coding | None = None
     beside: str | None = None
 

@@ -402,11 +402,11 @@ INDEXES = {
 
 
 def whole_index(name: str) -> tuple[bytes, Read]:
-    return INDEXES[name], lambda: index.decode_index(bytes(INDEXES[name]), "file", 1 << 60)
+    return INDEXES[name], lambda: index.decode_index(bytes(bytearray(INDEXES[name])), "file", 1 << 60)
 
 
 def index_entries(name: str) -> tuple[bytes, Read]:
-    return INDEXES[name], lambda: IndexEntries(bytes(INDEXES[name]), "file", 1 << 60, "file")
+    return INDEXES[name], lambda: IndexEntries(bytes(bytearray(INDEXES[name])), "file", 1 << 60, "file")
 
 
 def dense_tokenizer(folder: Path) -> tuple[bytes, Read]:
