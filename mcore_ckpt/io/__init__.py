@@ -4,7 +4,8 @@ Public names, for integrations:
 
 - `read_small` and `parse_json` read a file of another program, and refuse a file that is too large or malformed;
 - `replace_file` replaces a file such that even after a crash either the old or the new file is there;
-- `make_folder` makes a folder and its parents, `sync_dir` makes the names in a folder durable;
+- `make_folder` makes a folder and its parents, `top_mode` says with which mode, `sync_dir` makes the names in a folder
+  durable;
 - `DiskWatch` gives work up whose call to the file system does not return.
 """
 
@@ -16,15 +17,17 @@ from typing import TYPE_CHECKING, Any
 from mcore_ckpt.public_names import lazy_names
 
 if TYPE_CHECKING:
+    from mcore_ckpt.io.access import top_mode
     from mcore_ckpt.io.disk_watch import DiskWatch
     from mcore_ckpt.io.files import make_folder, read_small, replace_file, sync_dir
     from mcore_ckpt.io.json_fields import parse_json
 
-__all__ = ["DiskWatch", "make_folder", "parse_json", "read_small", "replace_file", "sync_dir"]
+__all__ = ["DiskWatch", "make_folder", "parse_json", "read_small", "replace_file", "sync_dir", "top_mode"]
 
 _find = lazy_names(
     __name__,
     {
+        "access": ("top_mode",),
         "disk_watch": ("DiskWatch",),
         "files": ("make_folder", "read_small", "replace_file", "sync_dir"),
         "json_fields": ("parse_json",),

@@ -32,6 +32,9 @@ _INTERRUPTION_S = 10.0
 
 # Modules in which calls to the file system are made, besides this package.
 _CALLERS = ("os", "pathlib", "shutil", "posixpath", "genericpath", "glob", "tempfile", "zipfile", "codecs")
+# Packages that read and write files in calls of their own, and wait for nothing else. huggingface_hub is none of them,
+# because it waits for the network.
+_CALLING_PACKAGES = ("transformers", "safetensors", "json", "yaml")
 # Modules of this package in which threads wait for something else, with deadlines of its own.
 _WAITERS = (
     *(f"mcore_ckpt.{room}." for room in ("ranks", "state", "models", "sharding", "load")),
@@ -146,8 +149,9 @@ def _family(thread: threading.Thread) -> list[threading.Thread]:
 def _is_in_call(frame: FrameType) -> bool:
     """Returns whether a thread may be in a call to the file system: it is if it stays there, and computes nothing."""
     name = str(frame.f_globals.get("__name__", ""))
-    if name.split(".")[0] != "mcore_ckpt":
-        return name in _CALLERS
+    package = name.split(".")[0]
+    if package != "mcore_ckpt":
+        return name in _CALLERS or package in _CALLING_PACKAGES
     return not name.startswith(_WAITERS)
 
 

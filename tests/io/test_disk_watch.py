@@ -116,6 +116,18 @@ def test_a_frame_at_no_line() -> None:
         assert disk_watch._words(frame) == "f"
 
 
+@pytest.mark.parametrize("module", ["transformers.tokenization_utils_base", "json"])
+def test_a_call_of_a_library_is_seen(module: str, pipe: Path) -> None:
+    """A tokenizer writes its own files into the folder of an export."""
+    names: dict[str, Any] = {"__name__": module, "os": os, "path": str(pipe)}
+    exec("def save():\n    os.close(os.open(path, os.O_RDONLY))", names)
+    watch = DiskWatch(TIMEOUT_S)
+    with pytest.raises(HungDiskError, match="has not returned for"):
+        watch.run(names["save"])
+    answer(pipe)
+    wait_for(lambda: watch._left[0].ended)
+
+
 def test_threads_of_the_work_are_looked_at(pipe: Path) -> None:
     def work() -> None:
         for_each([pipe, pipe], lambda path: path.open("rb").close(), threads=2)

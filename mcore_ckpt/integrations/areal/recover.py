@@ -47,6 +47,7 @@ class RecoverHandler(areal.RecoverHandler):
         others: further engines for `load` to load. AReaL's PPOTrainer saves its critic, but passes only its actor to
             `load`.
         timeout_s: how long any wait for another rank may take, in seconds.
+        shared_with_group: as in CheckpointConfig, for a root that has to be made.
 
     Raises ValueError: a frequency is not above 0.
     """
@@ -58,6 +59,7 @@ class RecoverHandler(areal.RecoverHandler):
         keep: int = 1,
         others: Mapping[str, Any] | None = None,
         timeout_s: float = TIMEOUT_S,
+        shared_with_group: bool | None = None,
     ) -> None:
         self.config = config
         self.ft_spec = ft_spec
@@ -67,7 +69,7 @@ class RecoverHandler(areal.RecoverHandler):
         self._root = Path(
             os.path.abspath(self.recover_info_path(config.experiment_name, config.trial_name, config.fileroot))
         )
-        self._steps = RecoverySteps(self._root, keep, timeout_s)
+        self._steps = RecoverySteps(self._root, keep, timeout_s, shared_with_group)
 
     def dump(
         self,

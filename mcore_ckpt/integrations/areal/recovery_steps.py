@@ -25,7 +25,7 @@ from mcore_ckpt.checkpoint import PINNED_FILE, TRACKER_FILE, read_manifest, step
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, HungDiskError
 from mcore_ckpt.integrations.areal import stock_files
 from mcore_ckpt.integrations.areal.recover_info import INFO_ROLE, JSON_BYTES, STEP_FILE, Progress, write
-from mcore_ckpt.io import DiskWatch, read_small, replace_file
+from mcore_ckpt.io import DiskWatch, read_small, replace_file, top_mode
 from mcore_ckpt.ranks import Agreement, agree, rendezvous
 from mcore_ckpt.recover import resumable_steps
 from mcore_ckpt.steps import (
@@ -70,6 +70,7 @@ class RecoverySteps:
         root: the folder of the steps.
         keep: how many complete steps stay.
         timeout_s: how long any wait for another rank may take, in seconds.
+        shared: whether the group may enter a root that has to be made (`CheckpointConfig.shared_with_group`).
 
     Attributes:
         agreement: connects this rank with the other ranks that run the trainer.
@@ -77,11 +78,11 @@ class RecoverySteps:
             once all of the step's engines have been loaded, or all have been saved.
     """
 
-    def __init__(self, root: Path, keep: int, timeout_s: float) -> None:
+    def __init__(self, root: Path, keep: int, timeout_s: float, shared: bool | None = None) -> None:
         self._root = root
         self._policy = PreservationPolicy(keep)
         self._timeout_s = timeout_s
-        self._lock = TrainerLock(root, INFO_ROLE)
+        self._lock = TrainerLock(root, INFO_ROLE, top_mode(shared))
         self._has_saved = False
         self.agreement: Agreement = rendezvous("areal/recovery", timeout_s)
         self.agreement.runner = DiskWatch(timeout_s, who=f"rank {self.agreement.rank}: ")

@@ -58,7 +58,13 @@ def _handler(trainer: Any, stock: Any) -> Any:
             "needs the same backend for all of them: give all of them the megatron backend, or use AReaL's own trainer"
         )
     critic = {"critic": engines["critic"]} if "critic" in engines else {}
-    return RecoverHandler(stock.config, stock.ft_spec, keep=trainer.steps_to_keep, others=critic)
+    return RecoverHandler(
+        stock.config,
+        stock.ft_spec,
+        keep=trainer.steps_to_keep,
+        others=critic,
+        shared_with_group=trainer.shared_with_group,
+    )
 
 
 class CheckpointedTrainer:
@@ -69,9 +75,11 @@ class CheckpointedTrainer:
 
     Attributes:
         steps_to_keep: how many complete steps stay on disk to recover from. A subclass may set it.
+        shared_with_group: as in CheckpointConfig, for the folder of these steps. A subclass may set it.
     """
 
     steps_to_keep = 1
+    shared_with_group: bool | None = None
 
     evaluator = _Replaced(lambda trainer, stock: Evaluator(stock.config, stock.ft_sepc))  # sic: AReaL's name
     saver = _Replaced(lambda trainer, stock: Saver(stock.config, stock.ft_spec))

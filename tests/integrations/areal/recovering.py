@@ -528,6 +528,16 @@ def test_what_may_pass_is_tried_again(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "Input/output error" in str(error_of(base, roles=("default",), retries=1))
 
 
+@pytest.mark.parametrize(("shared", "mode"), [(None, 0o700), (True, 0o750)])
+def test_whose_the_root_is(tmp_path: Path, shared: bool | None, mode: int) -> None:
+    before = os.umask(0o022)
+    recovery = recovery_steps.RecoverySteps(tmp_path / "run", 1, 10.0, shared)
+    recovery._lock.take(1)
+    os.umask(before)
+    assert (tmp_path / "run").stat().st_mode & 0o777 == mode
+    recovery._lock.release()
+
+
 def test_a_disk_that_hangs_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.mkfifo(tmp_path / "pipe")
     recovery = recovery_steps.RecoverySteps(tmp_path / "run", 1, timeout_s=1.0)
