@@ -120,7 +120,7 @@ def _is_shallow(brackets: bytes) -> bool:
 
 
 def without_strings(data: bytes) -> Iterator[bytes]:
-    """Yields the text in pieces, without what is between quotes."""
+    """Yields the text in pieces, without what is between quotes. The quotes stay."""
     start, is_inside = 0, False
     while start < len(data):
         piece = data[start : start + _PIECE]
@@ -128,14 +128,14 @@ def without_strings(data: bytes) -> Iterator[bytes]:
             piece = data[start : start + len(piece) + 1]  # a backslash belongs to what follows it
         start += len(piece)
         piece = piece.replace(b"\\\\", b"").replace(b'\\"', b"")
+        before = b""
         if is_inside:
-            _, quote, piece = piece.partition(b'"')
-            is_inside = not quote
-        piece, count = _STRING.sub(b"", piece), piece.count(b'"')
-        if count % 2:
-            piece, _, _ = piece.partition(b'"')
-            is_inside = True
-        yield piece + b'"' * (count + count % 2)
+            _, before, piece = piece.partition(b'"')
+            is_inside = not before
+        piece = _STRING.sub(b"##", piece)  # quotes that have been seen
+        piece, begins, _ = piece.partition(b'"')
+        is_inside = is_inside or bool(begins)
+        yield before + piece.replace(b"##", b'""') + begins
 
 
 def _text(data: bytes) -> str:

@@ -61,7 +61,7 @@ class Crcs(Sequence[int]):
     @overload
     def __getitem__(self, number: slice) -> Sequence[int]: ...
     def __getitem__(self, number: int | slice) -> int | Sequence[int]:
-        return self._numbers[number]
+        return tuple(self._numbers[number]) if isinstance(number, slice) else self._numbers[number]
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._numbers)
@@ -217,8 +217,8 @@ class _Alias(_Region, gc=False, kw_only=True, omit_defaults=True):
     same_as: str
 
 
-_SHARDS: LongList[_Shard] = LongList(_Shard, b'},{"crc32":')
-_ALIASES: LongList[_Alias] = LongList(_Alias, b'},{"dtype":')
+_SHARDS: LongList[_Shard] = LongList(_Shard, b"},{")
+_ALIASES: LongList[_Alias] = LongList(_Alias, b"},{")
 _NATURALS: msgspec.json.Decoder[tuple[int, ...]] = msgspec.json.Decoder(tuple[Natural, ...])
 _Offsets = tuple[Natural, ...]
 _PIECES: msgspec.json.Decoder[tuple[tuple[_Offsets, _Offsets, _Offsets], ...]] = msgspec.json.Decoder(

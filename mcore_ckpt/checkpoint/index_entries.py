@@ -27,6 +27,8 @@ _SHARD = re.compile(
     rf'"pieces":{_PIECES}(?:,"scale":{_TEXT})?(?:,"upper":{_TEXT})?{_END}'.encode()
 )
 _NOTHING = FileIndex((), ())
+# How many kinds of one tensor are looked at one by one. Optimizers have up to 10.
+_MOST_KINDS = 64
 # The text of an index before the aliases, between them and the shards, and from there to the version.
 _BEFORE, _BETWEEN, _BEHIND = encode_index(_NOTHING).removesuffix(b"1}").replace(b"[]", b"[\n]").split(b"\n")
 _ENDS = (_BEHIND + b"1}", _BEHIND + b"2}")
@@ -97,7 +99,7 @@ def _places_by_name(data: bytes, payload_end: int) -> dict[str, _Places] | None:
             except UnicodeDecodeError:
                 return None
             kind, before = kinds.setdefault(entry[1], len(kinds)), found.get(name, ())
-            if entry.start() != start or kind in before[::3]:
+            if entry.start() != start or kind in before[::3] or len(before) > 3 * _MOST_KINDS:
                 return None
             start = entry.end()
             found[name] = (*before, kind, entry.start(), start)

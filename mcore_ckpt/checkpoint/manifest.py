@@ -113,7 +113,7 @@ class _Rank(msgspec.Struct, gc=False):
     tp: Natural
 
 
-_RANK_LIST: LongList[_Rank] = LongList(_Rank, b'},{"cp":')
+_RANK_LIST: LongList[_Rank] = LongList(_Rank, b"},{")
 
 
 @dataclass(frozen=True)
@@ -242,11 +242,9 @@ def _checked_members(data: bytes) -> Members:
 def _read_manifest(members: Members) -> Manifest:
     record = members.small
     versions = fields.get_dict(record, "versions")
+    topology = Topology(**_ints_of(Topology, fields.get_dict(record, "topology")))
     same: dict[Any, Any] = {}  # the files and ranks have few kinds and many small numbers, each of them once
-    ranks = tuple(
-        RankCoordinates(**{axis: same.setdefault(at, at) for axis, at in msgspec.structs.asdict(rank).items()})
-        for rank in members.objects("ranks", _RANK_LIST)
-    )
+    ranks = tuple(_coordinates(rank, topology, same) for rank in members.objects("ranks", _RANK_LIST))
     files = tuple(_file_record(entry, holds, same) for entry, holds in members.entries())
     timeline, placement = members.text("save_timeline"), members.text("placement")
     run, commit = provenance.optional(record)
@@ -258,7 +256,7 @@ def _read_manifest(members: Members) -> Manifest:
         created=fields.get_name(record, "created"),
         versions={fields.as_name(key, "versions"): fields.get_name(versions, key) for key in versions},
         contents=fields.get_names(record, "contents"),
-        topology=Topology(**_ints_of(Topology, fields.get_dict(record, "topology"))),
+        topology=topology,
         ranks=ranks,
         stages=tuple(_read_stage(item) for item in fields.get_list(record, "stages")),
         tensors=members.names("tensors"),
@@ -270,6 +268,13 @@ def _read_manifest(members: Members) -> Manifest:
         run=run,
         commit=commit,
     )
+
+
+def _coordinates(rank: _Rank, topology: Topology, same: dict[Any, Any]) -> RankCoordinates:
+    found = msgspec.structs.asdict(rank)
+    if max(found.values()) >= topology.world_size:
+        raise fields.FieldError(f"no rank can be at {found} in the layout {topology}")
+    return RankCoordinates(**{axis: same.setdefault(at, at) for axis, at in found.items()})
 
 
 def _file_record(entry: Entry, holds: Holds, same: dict[Any, Any]) -> FileRecord:

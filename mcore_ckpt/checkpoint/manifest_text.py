@@ -32,9 +32,9 @@ _CHECKSUM_KEY = b',"crc32":'
 _ENTRIES = 512
 # How many bytes of `holds` are decoded at a time.
 _PIECE = 64 << 10
-# How many bytes a large manifest has at least for each of these texts in a member. A text with more of them would take
-# more than four times its size as Python objects.
-_LEAST_BYTES = ((_FILES, b'"path":', 96), ("tensors", b'"', 14), ("save_timeline", b",", 14))
+# How many bytes a large manifest has at least for each of these texts in a member: for a file, half a name, half a
+# node's name, and a node's number. With more of them it would take more than four times its size as Python objects.
+_LEAST_BYTES = ((_FILES, b'"path":', 96), ("tensors", b'"', 12), (_PLACEMENT, b'"', 12), (_PLACEMENT, b",", 16))
 _DIGITS = b"0123456789"
 _NUMBERS: msgspec.json.Decoder[Iterable[int]] = msgspec.json.Decoder(list[Natural])
 
@@ -115,8 +115,8 @@ class _Size(msgspec.Struct, gc=False):
     size: Natural
 
 
-_ENTRY_LIST: LongList[Entry] = LongList(Entry, b'},{"crc32":')
-_SIZE_LIST: LongList[_Size] = LongList(_Size, b'},{"crc32":', is_whole=False)
+_ENTRY_LIST: LongList[Entry] = LongList(Entry, b"},{")
+_SIZE_LIST: LongList[_Size] = LongList(_Size, b"},{", is_whole=False)
 _NAMES: msgspec.json.Decoder[Sequence[Any]] = msgspec.json.Decoder(list[str])
 
 
@@ -226,19 +226,24 @@ def read(data: bytes) -> Members:
     Other JSON is read, too, if it is in any form that has the same checksum. Raises FieldError if the data are not a
     JSON object, or have more values than their size allows.
     """
-    if (found := _canonical(data)) is not None:
+    if (found := _canonical(data)) is not None and found.is_intact:
         return found
-    record = fields.decode(data)
     try:
+        record = fields.decode(data)
         checksum = crc32(fields.encode({key: value for key, value in record.items() if key != _CHECKSUM}))
         again = _canonical(fields.encode(record) + b"\n") if checksum == record.get(_CHECKSUM) else None
+    except fields.FieldError:
+        # It is too large to be looked at as a whole. What `encode` has returned is never.
+        if found is not None:
+            return found
+        raise
     except (ValueError, RecursionError) as error:
         raise fields.FieldError(f"not JSON: {error}") from None
     return again or Members(data, {}, record, is_intact=False)
 
 
 def _canonical(data: bytes) -> Members | None:
-    """Returns the members of data that are exactly what `encode` may have returned, and whose checksum is right."""
+    """Returns the members of data that look like what `encode` has returned; None if they do not."""
     view = memoryview(data)
     places = typed_json.members(view[:-1]) if data.endswith(b"}\n") else None
     if places is None or _CHECKSUM not in places:
@@ -246,14 +251,14 @@ def _canonical(data: bytes) -> Members | None:
     start, stop = places[_CHECKSUM]
     before = start - len(_CHECKSUM_KEY)
     checksum = b"%d" % crc32(view[stop:-1], crc32(view[:before]))
-    if data[start:stop] != checksum or data[before:start] != _CHECKSUM_KEY:
-        return None
-    least = sum(data.count(text, *places.get(name, (0, 0))) * nbytes for name, text, nbytes in _LEAST_BYTES)
-    if least > max(len(data), SMALL_BYTES):
-        raise fields.FieldError(f"{len(data)} bytes have more values than their size allows")
+    is_intact = data[start:stop] == checksum and data[before:start] == _CHECKSUM_KEY
     small = [name for name in places if name not in LARGE]
-    texts = (b'"%b":%b' % (name.encode(), data[slice(*places[name])]) for name in small)
-    return Members(data, places, fields.decode(b"{%b}" % b",".join(texts)))
+    texts = (b"%b:%b" % (typed_json.encode(name), data[slice(*places[name])]) for name in small)
+    members = Members(data, places, fields.decode(b"{%b}" % b",".join(texts)), is_intact)
+    least = sum(data.count(text, *places.get(name, (0, 0))) * nbytes for name, text, nbytes in _LEAST_BYTES)
+    if is_intact and least > max(len(data), SMALL_BYTES):
+        raise fields.FieldError(f"{len(data)} bytes have more values than their size allows")
+    return members
 
 
 def decode_sizes(data: bytes) -> dict[str, int] | None:
@@ -264,7 +269,7 @@ def decode_sizes(data: bytes) -> dict[str, int] | None:
     """
     try:
         found = _canonical(data)
-        if found is not None and _PLACEMENT not in found.places:
+        if found is not None and found.is_intact and _PLACEMENT not in found.places:
             return {each.path: each.size for each in found.objects(_FILES, _SIZE_LIST)}
     except fields.FieldError:
         pass

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
+
+import msgspec
 
 from mcore_ckpt.io import json_fields as fields
 from mcore_ckpt.io import typed_json
@@ -13,6 +15,8 @@ from mcore_ckpt.io.typed_json import LongList, Natural
 
 # How many files follow each other on the same nodes, and the numbers of these nodes.
 _RUNS: LongList[tuple[int, tuple[int, ...]]] = LongList(tuple[Natural, tuple[Natural, ...]], b"]],[")
+_NAMES: msgspec.json.Decoder[Sequence[str]] = msgspec.json.Decoder(list[str])
+_COUNT: msgspec.json.Decoder[int] = msgspec.json.Decoder(Natural)
 
 
 @dataclass(frozen=True)
@@ -46,13 +50,13 @@ def decode(text: bytes, files: int) -> Placement:
     places = typed_json.members(text)
     if places is None or not {"nodes", "files", "save_count"} <= places.keys():
         raise fields.FieldError("placement is not an object of nodes, files and save_count, or has one of them twice")
-    small = (b'"%b":%b' % (name.encode(), text[slice(*places[name])]) for name in ("nodes", "save_count"))
-    record = fields.decode(b"{%b}" % b",".join(small))
-    nodes = fields.get_names(record, "nodes")
+    names = typed_json.parse(text[slice(*places["nodes"])], _NAMES)
+    nodes = fields.as_names(names, "nodes")
+    save_count = typed_json.parse(text[slice(*places["save_count"])], _COUNT)
     by_file = tuple(_by_file(_RUNS.read(text, places["files"]), len(nodes), files))
     if len(by_file) != files:
         raise fields.FieldError(f"placement lists the nodes of {len(by_file)} files, but there are {files}")
-    return Placement(nodes, by_file, fields.get_int(record, "save_count"))
+    return Placement(nodes, by_file, save_count)
 
 
 def _by_file(runs: Iterable[tuple[int, tuple[int, ...]]], nodes: int, files: int) -> Iterator[tuple[int, ...]]:
@@ -60,7 +64,7 @@ def _by_file(runs: Iterable[tuple[int, tuple[int, ...]]], nodes: int, files: int
     same: dict[tuple[int, ...], tuple[int, ...]] = {}
     for count, numbers in runs:
         if not 0 < count <= left or not numbers or len(set(numbers)) < len(numbers) or max(numbers) >= nodes:
-            entry = fields.shown([count, numbers])
+            entry = fields.shown([count, list(numbers)])
             raise fields.FieldError(f"placement has the entry {entry}, but {left} files and {nodes} nodes")
         left -= count
         yield from (same.setdefault(numbers, numbers),) * count

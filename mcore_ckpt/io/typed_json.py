@@ -11,7 +11,7 @@ from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
 
-from mcore_ckpt.io.json_fields import MAX_INT, FieldError, decode
+from mcore_ckpt.io.json_fields import MAX_INT, FieldError, check_names
 
 T = TypeVar("T")
 
@@ -20,6 +20,8 @@ Natural = Annotated[int, msgspec.Meta(ge=0, le=MAX_INT)]
 Place = tuple[int, int]
 # How much text of a long list is decoded at a time, at least. The training runs in between.
 _PIECE = 64 << 10
+# At how many places a piece may end that is no JSON if it ends at the first of them.
+_TRIES = 4
 _MALFORMED = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
 _MEMBERS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
@@ -37,20 +39,21 @@ def parse(data: bytes | memoryview, decoder: msgspec.json.Decoder[T]) -> T:
         raise FieldError(f"not as expected: {error}") from None
 
 
-def parse_exactly(data: bytes, decoder: msgspec.json.Decoder[T]) -> T:
+def parse_exactly(data: bytes | memoryview, decoder: msgspec.json.Decoder[T]) -> T:
     """Decodes a text as `parse` does. Raises FieldError also if a name occurs twice in an object."""
     value = parse(data, decoder)
     # What is encoded again is as short as can be. So a longer text has spaces, or members that the value lacks: another
     # one of the same name, or one that the type does not have.
     if len(encode(value)) != len(data):
-        decode(b'{"all":%b}' % data)
+        check_names(bytes(data))
     return value
 
 
 def members(data: bytes | memoryview) -> dict[str, Place] | None:
     """Returns the place of the value of each member of a JSON object, as a range of bytes of `data`.
 
-    Returns None if there are spaces around members, if a name occurs twice or has an escape, or if it is no object.
+    Returns None if there are spaces around members, if a name occurs twice or has an escape that it does not need, or
+    if it is no object.
     """
     try:
         values = _MEMBERS.decode(data)
@@ -58,11 +61,56 @@ def members(data: bytes | memoryview) -> dict[str, Place] | None:
         return None
     places, at = {}, 1
     for name, value in values.items():
-        start = at + len(name.encode()) + len('"":')
+        start = at + len(encode(name)) + len(":")
         places[name] = start, start + len(memoryview(value))
         at = places[name][1] + 1
     # A decoder keeps the last of two members of one name, so the text is longer than what was found.
     return places if at == len(data) and len(values) else None
+
+
+class _Pieces(Generic[T]):
+    """A long list or object, of which some values are decoded at a time.
+
+    Args:
+        decoder: decodes a piece.
+        brackets: what is around all of it, and around each piece.
+        between: a text between two values, with the comma. Where a string ends, it may look the same. A piece does not
+            end there, because what was cut in two is no JSON.
+        is_whole: whether the type has all members. If so, an object in which a name occurs twice is found.
+    """
+
+    def __init__(
+        self, decoder: msgspec.json.Decoder[T], brackets: bytes, between: bytes, is_whole: bool = True
+    ) -> None:
+        self._decoder, self._first, self._last = decoder, brackets[:1], brackets[1:]
+        self._between, self._comma = between, between.index(b",")
+        self._parse = parse_exactly if is_whole else parse
+
+    def read(self, data: bytes, place: Place) -> Iterator[T]:
+        """Yields what is at a place in a text, in pieces. Raises FieldError."""
+        start, stop = place
+        if data[start : start + 1] != self._first or data[stop - 1 : stop] != self._last or stop - start < 2:
+            raise FieldError(f"is not between {self._first.decode()} and {self._last.decode()}")
+        if data.find(self._between, start + _PIECE, stop) < 0:
+            yield self._parse(memoryview(data)[start:stop], self._decoder)  # not a copy of all of it
+            return
+        end = start
+        while end < stop - 1:
+            end, values = self._piece(data, end + 1, stop - 1)
+            yield values
+
+    def _piece(self, data: bytes, start: int, stop: int) -> tuple[int, T]:
+        cut = start + _PIECE
+        for tries_left in reversed(range(_TRIES)):
+            cut = data.find(self._between, cut, stop)
+            end = stop if cut < 0 else cut + self._comma
+            try:
+                return end, self._parse(b"%b%b%b" % (self._first, data[start:end], self._last), self._decoder)
+            except FieldError:
+                if cut < 0 or not tries_left:
+                    raise
+            cut += 1
+        raise AssertionError("unreachable: the last try returns or raises")
 
 
 class LongList(Generic[T]):
@@ -70,49 +118,35 @@ class LongList(Generic[T]):
 
     Args:
         of: the type: a Struct, a dataclass or a tuple.
-        between: a text that is nothing but the end of one value and the beginning of the next one. It may have a quote,
-            because inside of a string a quote has an escape.
+        between: the end of one value, a comma, and the beginning of the next one.
         is_whole: whether the type has all members. If so, an object in which a name occurs twice is found.
     """
 
     def __init__(self, of: Any, between: bytes, is_whole: bool = True) -> None:
-        self._decoder: msgspec.json.Decoder[list[T]] = msgspec.json.Decoder(list[of])
-        self._between, self._parse = between, parse_exactly if is_whole else parse
+        self._pieces: _Pieces[list[T]] = _Pieces(msgspec.json.Decoder(list[of]), b"[]", between, is_whole)
 
     def read(self, data: bytes, place: Place) -> Iterator[T]:
         """Yields the values in the list that is at a place in a text. Members that the type lacks are ignored.
 
         Raises FieldError if a value has another type, or if a name occurs twice in an object.
         """
-        for piece in _pieces(data, place, b"[]", self._between):
-            yield from self._parse(piece, self._decoder)
+        for piece in self._pieces.read(data, place):
+            yield from piece
 
 
 class LongObject(Generic[T]):
     """An object of many members of one type, none of them spelled with spaces. `between` is as in LongList."""
 
     def __init__(self, of: Any, between: bytes) -> None:
-        self._decoder: msgspec.json.Decoder[dict[str, T]] = msgspec.json.Decoder(dict[str, of])
-        self._between = between
+        self._pieces: _Pieces[dict[str, T]] = _Pieces(msgspec.json.Decoder(dict[str, of]), b"{}", between)
 
     def read(self, data: bytes, place: Place) -> Iterator[tuple[str, T]]:
         """Yields the members of the object that is at a place in a text.
 
-        Raises FieldError if a value has another type, or if one name occurs twice and close to each other.
+        Raises FieldError if a value has another type, or if a name occurs twice within 64 KiB.
         """
-        for piece in _pieces(data, place, b"{}", self._between):
-            yield from parse_exactly(piece, self._decoder).items()
-
-
-def _pieces(data: bytes, place: Place, brackets: bytes, between: bytes) -> Iterator[bytes]:
-    start, stop = place
-    if data[start : start + 1] != brackets[:1]:
-        raise FieldError(f"begins with {data[start : start + 1]!r}, not with {brackets[:1]!r}")
-    end = start
-    while end < stop - 1:
-        at, cut = end + 1, data.find(between, end + _PIECE, stop)
-        end = stop - 1 if cut < 0 else cut + between.index(b",")
-        yield b"%b%b%b" % (brackets[:1], data[at:end], brackets[1:])
+        for piece in self._pieces.read(data, place):
+            yield from piece.items()
 
 
 def without_spaces(data: bytes) -> bytes:

@@ -146,3 +146,14 @@ def test_what_it_accepts_is_what_the_whole_index_says(at: int, cut: int, put: st
     entries = opened(data)
     names = {entry.key.name for entry in (*whole.shards, *whole.aliases)}
     assert all(entries.of(name) == part_of(whole, name) for name in names)
+
+
+def test_a_tensor_of_very_many_kinds_takes_no_long_time() -> None:
+    """It is decoded as a whole: to look at each kind beside all others would take hours."""
+    shards = tuple(
+        StoredShard(ShardKey("a", f"kind{number}"), ONE, "float32", FILE, 4 * number, 4, (1,))
+        for number in range(20_000)
+    )
+    index = FileIndex(shards, ())
+    assert index_entries._places_by_name(encode_index(index), 1 << 30) is None
+    assert opened(encode_index(index), 1 << 30).of("a") == index

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mcore_ckpt import json_bounds
 from mcore_ckpt.checkpoint import manifest_text
 from mcore_ckpt.checkpoint.manifest import (
     FORMAT_VERSION,
@@ -168,6 +169,33 @@ def test_the_quick_way_reads_what_the_other_way_reads(manifest: Manifest) -> Non
     assert decode_summary(data) == decode_summary(spaced) == manifest.head
 
 
+@pytest.mark.parametrize("digits", [1, 4, 8])
+@pytest.mark.parametrize("has_more", [True, False])
+@pytest.mark.parametrize("files_of_each", [0, 1])
+def test_what_is_written_of_many_ranks_is_read(files_of_each: int, has_more: bool, digits: int) -> None:
+    """Whatever takes most of the text: ranks with few files, files, or times of any length."""
+    world = 1500
+    column = tuple(10**digits - 1 - rank % 10**digits for rank in range(world))
+    paths = [f"rng_states/rng_states_pp0_tp0_cp0_dp{rank}.pt" for rank in range(world * files_of_each)]
+    manifest = replace(
+        MANIFEST,
+        topology=Topology(world_size=world, dp=world, edp=world),
+        ranks=tuple(RankCoordinates(dp=rank, edp=rank) for rank in range(world)),
+        files=(MODEL, COMMON, *(FileRecord(path, "rng", rank, 900, 7) for rank, path in enumerate(paths))),
+        save_timeline=SaveTimeline(
+            column,
+            *[(column, column)] * 3,
+            (7, 9),
+            (column, column) if has_more else None,
+            column if has_more else None,
+        ),
+        placement=Placement(("node1", "node2"), ((0, 1),) * (2 + len(paths)), 3) if has_more else None,
+    )
+    data = encode_manifest(manifest)
+    assert len(data) > json_bounds.SMALL_BYTES
+    assert decode_manifest(data) == manifest
+
+
 def test_files_that_hold_the_same_tensors_share_the_runs() -> None:
     holds = Holds(((0, 0), (2, 3)))
     files = tuple(replace(MODEL, path=f"{number}.pt", holds=holds) for number in range(2))
@@ -321,6 +349,11 @@ def test_what_is_forged_is_refused(edit: Callable[[dict[str, Any]], Any]) -> Non
 
 
 def test_unknown_fields_of_this_version_are_passed_over() -> None:
+    for name in ('a"b', "a\\b", "a\nb", "é", "zzz", ""):
+        assert decode_manifest(forged(lambda r, name=name: r.update({name: [1]}))) == MANIFEST  # type: ignore[misc]
+    for path in ("ranks", "files", "stages"):
+        for name in ("a", "zzz"):
+            assert decode_manifest(forged(lambda r, at=(path, name): r[at[0]][0].update({at[1]: [{}]}))) == MANIFEST  # type: ignore[misc]
     assert decode_manifest(forged(lambda r: r.update(comment="by hand"))) == MANIFEST
     assert decode_manifest(forged(lambda r: r["save_timeline"].update(upload=[[1], [2]]))) == MANIFEST
 

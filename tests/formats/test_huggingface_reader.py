@@ -165,7 +165,7 @@ def test_headers_of_other_than_whole_numbers(entry: dict[str, Any], tmp_path: Pa
     header = json.dumps({"a": entry}).encode()
     file = tmp_path / "model.safetensors"
     file.write_bytes(len(header).to_bytes(8, "little") + header + b"1234")
-    with pytest.raises(CheckpointCorruptError, match="not a non-negative integer"):
+    with pytest.raises(CheckpointCorruptError, match="Expected `int`, got `"):
         read_folder(tmp_path)
 
 

@@ -16,6 +16,7 @@ import pytest
 from fuzzing import CONFIG, Sample
 from torch_dist_folder import make_torch_dist
 
+from mcore_ckpt import json_bounds
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import FileRecord, IndexPlace, decode_manifest
 from mcore_ckpt.checkpoint.reading import open_file, read_index, read_manifest, read_plain
@@ -218,6 +219,13 @@ HEADERS = {
     "dtype-a-list": '{"a":{"dtype":[],"shape":[2],"data_offsets":[0,8]}}',
     "deep": '{"a":' + "[" * 50_000,
     "escape": f'{{"\\u001b[31m":{ENTRY}}}',
+    "no-end": '{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}',
+    "another-end": '{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}]',
+    "a-brace": "{",
+    "no-dtype": '{"a":{"shape":[2],"data_offsets":[0,8]}}',
+    "no-shape": '{"a":{"dtype":"F32","data_offsets":[0,8]}}',
+    "no-offsets": f'{{"a":{ENTRY},"b":{{"dtype":"F32","shape":[0]}}}}',
+    "member-twice": '{"__metadata__":{},"a":{"dtype":"F64","dtype":"F32","shape":[2],"data_offsets":[0,8]}}',
     "axes-many": '{"a":{"dtype":"F32","shape":[' + "1," * 100 + '2],"data_offsets":[0,8]}}',
 }
 
@@ -228,6 +236,27 @@ def test_a_safetensors_header_that_lies(name: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointCorruptError) as caught:
         read_file(written(tmp_path / "model.safetensors", HEADERS[name].encode(), bytes(8)))
     assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize("count", [1, 60_000], ids=["small", "large"])
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        '{"dtype":"I8","shape":[1],"data_offsets":[%d,%d]}',
+        '{"shape":[1],"data_offsets":[%d,%d],"dtype":"I8"}',
+        '{"data_offsets": [%d, %d], "dtype": "I8", "shape": [1]}',
+        '{\n"dtype" : "I8", "shape":[ 1 ], "data_offsets":[%d,\t%d]}',
+        '{"dtype":"I8","shape":[1],"data_offsets":[%d,%d],"more":{"x":[1]}}',
+    ],
+)
+def test_a_header_in_another_spelling(spelling: str, count: int, tmp_path: Path) -> None:
+    metadata = json.dumps({"format": "pt", "shape": "wide", "odd": '"},"]},', "said": "a, b"})
+    entries = [f'"layers.{n:060}":' + spelling % (n, n + 1) for n in range(count)]
+    entries.insert(count // 2, f'"__metadata__":{metadata}')
+    header = ("{" + ",".join(entries) + "}\n \n").encode()
+    assert (len(header) > json_bounds.LARGE_BYTES) == (count > 1)
+    tensors = read_file(written(tmp_path / "model.safetensors", header, bytes(count)))
+    assert [tensor.offset for tensor in tensors] == list(range(8 + len(header), 8 + len(header) + count))
 
 
 @pytest.mark.parametrize("length", [0, 3, 10**8 + 1, 2**63, 2**64 - 1])

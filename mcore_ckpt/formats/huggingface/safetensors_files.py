@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
@@ -135,40 +135,41 @@ def read_file(path: Path) -> list[HfStored]:
     return tensors
 
 
-class _Entry(msgspec.Struct, gc=False):
-    """What a header says of a tensor. The entry `__metadata__` has none of these members."""
+class _Entry(msgspec.Struct, gc=False, omit_defaults=True):
+    """What a header says of a tensor. The entry `__metadata__` has only texts, under any names."""
 
-    data_offsets: tuple[Natural, Natural] = (0, 0)
-    dtype: str = ""
-    shape: tuple[Natural, ...] = ()
+    data_offsets: tuple[Natural, Natural] | str | msgspec.UnsetType = msgspec.UNSET
+    dtype: str | msgspec.UnsetType = msgspec.UNSET
+    shape: tuple[Natural, ...] | str | msgspec.UnsetType = msgspec.UNSET
 
 
-_ENTRIES: LongObject[_Entry] = LongObject(_Entry, b']},"')
+# A space between two values, or in a string.
+_SPACE = re.compile(rb"[\[{,:]\s|\s[\]},:]")
+_ENTRIES: LongObject[_Entry] = LongObject(_Entry, b'},"')
 
 
 def _tensors(path: Path, header: bytes, start: int) -> list[HfStored]:
     """Decodes a header. Raises FieldError."""
     same: dict[Shape, Shape] = {}
-    try:
-        entries = _ENTRIES.read(header, (0, len(header.rstrip(b" "))))
+
+    def tensors_in(text: bytes) -> list[HfStored]:
+        entries = _ENTRIES.read(text, (0, len(text.rstrip())))
         return [_tensor(path, name, entry, start, same) for name, entry in entries if name != _METADATA]
+
+    try:
+        return tensors_in(header)
     except fields.FieldError:
-        # It may be spelled with spaces. If it is not, this finds the same fault again.
-        record = {name: entry for name, entry in fields.parse(header).items() if name != _METADATA}
-        return [_tensor(path, name, _entry(name, entry), start, same) for name, entry in record.items()]
-
-
-def _entry(name: str, item: Any) -> _Entry:
-    record = fields.as_dict(item, name)
-    offsets = fields.get_ints(record, "data_offsets")
-    if len(offsets) != 2:
-        raise fields.FieldError(f"tensor {name}: impossible offsets {fields.shown(offsets)}")
-    return _Entry((offsets[0], offsets[1]), fields.get_name(record, "dtype"), fields.get_ints(record, "shape"))
+        if _SPACE.search(header) is None:
+            raise
+        return tensors_in(typed_json.without_spaces(header))
 
 
 def _tensor(path: Path, name: str, entry: _Entry, start: int, same: dict[Shape, Shape]) -> HfStored:
     fields.as_name(name, "a tensor's name")
-    dtype, shape, (first, last) = entry.dtype, same.setdefault(entry.shape, entry.shape), entry.data_offsets
+    dtype, shape, offsets = entry.dtype, entry.shape, entry.data_offsets
+    if not (isinstance(dtype, str) and isinstance(shape, tuple) and isinstance(offsets, tuple)):
+        raise fields.FieldError(f"tensor {name}: needs a dtype, a shape and data_offsets")
+    (first, last), shape = offsets, same.setdefault(shape, shape)
     if dtype not in _DTYPES:
         raise fields.FieldError(f"tensor {name}: dtype {fields.shown(dtype)} is not known")
     # is_possible_shape counts an empty axis as 1, because torch multiplies the other lengths to get the strides.

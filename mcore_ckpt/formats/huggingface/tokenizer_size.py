@@ -46,7 +46,7 @@ class _Model(msgspec.Struct):
 
 
 class _Added(msgspec.Struct, gc=False):
-    id: int
+    id: int | float | str | None = None
 
 
 class _Tokenizer(msgspec.Struct):
@@ -56,43 +56,70 @@ class _Tokenizer(msgspec.Struct):
     added_tokens: list[_Added] | None = None
 
 
-_TOKENIZER = msgspec.json.Decoder(_Tokenizer)
+class _Config(msgspec.Struct):
+    """What counts in `tokenizer_config.json`: the numbers of added tokens, as the names of members."""
+
+    added_tokens_decoder: dict[str, _Added] | None = None
+
+
+_TOKENIZER, _CONFIG = msgspec.json.Decoder(_Tokenizer), msgspec.json.Decoder(_Config)
 # How many bytes the entry of an added token has at least. It has 100 and more.
 _LEAST_ADDED = 24
+# How much text there may be between two commas, without the tokens.
+_LONGEST_MEMBER = 1 << 20
+_ANY = msgspec.json.Decoder(msgspec.Raw)
 # A token's number. The tokens themselves are empty where it is sought.
 _NUMBER = re.compile(rb":\s*([0-9]{1,12})(?=\s*[,}])")
 
 
 def _of_tokenizer(data: bytes) -> int:
-    if data.count(b'"id"') * _LEAST_ADDED > max(len(data), json_bounds.SMALL_BYTES):
-        raise json_bounds.TooDenseError(f"{len(data)} bytes have more added tokens than their size allows")
+    _check_density(data, b'"id"')
     found = typed_json.parse(data, _TOKENIZER)
-    added = max((token.id for token in found.added_tokens or ()), default=-1)
-    return max(_of_vocabulary(bytes(memoryview(found.model.vocab))), added)
-
-
-def _of_vocabulary(data: bytes) -> int:
-    """Returns the highest number in an object of tokens and numbers, or of the last token in a list of tokens."""
+    added = max((token.id for token in found.added_tokens or () if isinstance(token.id, int)), default=-1)
+    vocabulary = bytes(memoryview(found.model.vocab))
     # Unigram lists pairs of a token and its score; other kinds map tokens to numbers.
-    if data.lstrip().startswith(b"["):
-        return sum(piece.count(b"[") for piece in json_bounds.without_strings(data)) - 2
+    is_list = vocabulary.startswith(b"[")
+    return max(_count_of(vocabulary) - 1 if is_list else _highest_in(vocabulary), added)
+
+
+def _of_object(data: bytes) -> int:
+    return _highest_in(bytes(memoryview(typed_json.parse(data, _ANY))))
+
+
+def _count_of(pairs: bytes) -> int:
+    """Returns how many lists there are in a list."""
+    return sum(piece.count(b"[") for piece in json_bounds.without_strings(pairs)) - 1
+
+
+def _highest_in(tokens: bytes) -> int:
+    """Returns the highest number in an object of tokens and numbers. Raises ValueError if it is none."""
+    if not tokens.startswith(b"{"):
+        raise ValueError("not an object of tokens and their numbers")
     highest, rest = -1, b""
-    for piece in json_bounds.without_strings(data):
+    for piece in json_bounds.without_strings(tokens):
         rest += piece
         # A number may go on in the next piece.
         end = rest.rfind(b",") + 1
         highest = max(highest, *map(int, _NUMBER.findall(rest, 0, end)), -1)
         rest = rest[end:]
+        if len(rest) > _LONGEST_MEMBER:
+            raise ValueError("not an object of tokens and their numbers")
     return max(highest, *map(int, _NUMBER.findall(rest)), -1)
 
 
 def _of_config(data: bytes) -> int:
-    return max(map(int, fields.as_dict(fields.parse(data).get("added_tokens_decoder") or {}, "tokens")), default=-1)
+    _check_density(data, b"{")
+    return max(map(int, typed_json.parse(data, _CONFIG).added_tokens_decoder or {}), default=-1)
+
+
+def _check_density(data: bytes, text: bytes) -> None:
+    if data.count(text) * _LEAST_ADDED > max(len(data), json_bounds.SMALL_BYTES):
+        raise json_bounds.TooDenseError(f"{len(data)} bytes have more added tokens than their size allows")
 
 
 _FILES: dict[str, Callable[[bytes], int]] = {
     "tokenizer.json": _of_tokenizer,
-    "vocab.json": _of_vocabulary,
-    "added_tokens.json": _of_vocabulary,
+    "vocab.json": _of_object,
+    "added_tokens.json": _of_object,
     "tokenizer_config.json": _of_config,
 }

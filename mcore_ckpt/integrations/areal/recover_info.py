@@ -97,32 +97,35 @@ def write(
         CheckpointError: the commit failed. All ranks raise the same type.
     """
 
-    # Now, because the agreement may do its work on another thread, which is none for the trainer's objects.
-    read_now = _called(read_progress)
+    with agreement.call(f"saving {role_dir.name} of step {step}"):
+        # Now, because the agreement may do its work on another thread, which is none for the trainer's objects.
+        read_now = _called(read_progress)
 
-    def write_files(files: RoleWriter) -> None:
-        progress = read_now()
-        state = {"dataloader": to_stored(progress.dataloader, "dataloader.state_dict()")}
-        files.write_values(dataloader_file(files.rank, files.world_size), state)
-        if files.rank == 0:
-            for path, data in encode(progress, files.rank).items():
-                files.write(path, data)
+        def write_files(files: RoleWriter) -> None:
+            progress = read_now()
+            state = {"dataloader": to_stored(progress.dataloader, "dataloader.state_dict()")}
+            files.write_values(dataloader_file(files.rank, files.world_size), state)
+            if files.rank == 0:
+                for path, data in encode(progress, files.rank).items():
+                    files.write(path, data)
 
-    commit_role(agreement, role_dir, step, roles, write_files, kind=INFO_ROLE, before=before, may_commit=may_commit)
+        commit_role(agreement, role_dir, step, roles, write_files, kind=INFO_ROLE, before=before, may_commit=may_commit)
 
 
 def _called(read_progress: Callable[[], Progress]) -> Callable[[], Progress]:
     """Calls a function, and returns one that returns or raises the same."""
+    failures: list[Exception] = []
     try:
         progress = read_progress()
     except Exception as error:
-        failure = error
+        failures.append(error)
 
-        def fail() -> Progress:
-            raise failure
+    def returned() -> Progress:
+        if failures:
+            raise failures.pop()  # it is not kept, because its traceback keeps what the callers have
+        return progress
 
-        return fail
-    return lambda: progress
+    return returned
 
 
 def read(folder: Path, rank: int) -> Progress:
