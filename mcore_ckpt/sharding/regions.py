@@ -83,7 +83,7 @@ def _in_row(index: int, shape: Shape, start: int, stop: int) -> Iterator[Box]:
         yield Box((index, *box.offset), (1, *box.shape))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Piece:
     """A box of a local tensor and its place in the global tensor."""
 
@@ -92,7 +92,7 @@ class Piece:
     global_offset: Shape
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Region:
     """A part of a global tensor: a flat range of a local tensor, which consists of pieces of the global tensor.
 

@@ -122,7 +122,7 @@ def test_a_rank_without_the_folder(tmp_path: Path) -> None:
 
 def test_a_rank_that_cannot_write(tmp_path: Path) -> None:
     """Another user, as where the server maps users differently on two hosts."""
-    for folder in (tmp_path, *tmp_path.parents[:2]):
+    for folder in (tmp_path, *tmp_path.parents[:3]):
         if not folder.stat().st_mode & stat.S_IXOTH:  # pytest's own folders; /tmp must stay as it is
             folder.chmod(0o755)
     report, _ = examined(tmp_path, {1: lambda: os.setuid(NOBODY)})

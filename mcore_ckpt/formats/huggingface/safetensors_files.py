@@ -109,9 +109,11 @@ def read_file(path: Path) -> list[HfStored]:
             length = struct.unpack("<Q", read_exact(descriptor, 8, 0, path))[0] if size > 8 else -1
             if not 0 < length <= min(_MAX_HEADER_BYTES, size - 8):
                 raise CheckpointCorruptError(f"{path}: is not a safetensors file, or was cut: fetch it again")
-            header = read_exact(descriptor, length, 8, path)
+            header = read_exact(descriptor, length, 8, path).rstrip()
         finally:
             os.close(descriptor)
+        if _SPACE.search(header) is not None:
+            header = typed_json.without_spaces(header)
         tensors = _tensors(path, header, 8 + length)
         del header  # it is as large as what was made of it
         if len({tensor.name for tensor in tensors}) < len(tensors):
@@ -151,17 +153,8 @@ _ENTRIES: LongObject[_Entry] = LongObject(_Entry, b'},"')
 def _tensors(path: Path, header: bytes, start: int) -> list[HfStored]:
     """Decodes a header. Raises FieldError."""
     same: dict[Shape, Shape] = {}
-
-    def tensors_in(text: bytes) -> list[HfStored]:
-        entries = _ENTRIES.read(text, (0, len(text.rstrip())))
-        return [_tensor(path, name, entry, start, same) for name, entry in entries if name != _METADATA]
-
-    try:
-        return tensors_in(header)
-    except fields.FieldError:
-        if _SPACE.search(header) is None:
-            raise
-        return tensors_in(typed_json.without_spaces(header))
+    entries = _ENTRIES.read(header, (0, len(header)))
+    return [_tensor(path, name, entry, start, same) for name, entry in entries if name != _METADATA]
 
 
 def _tensor(path: Path, name: str, entry: _Entry, start: int, same: dict[Shape, Shape]) -> HfStored:
