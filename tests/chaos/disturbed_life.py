@@ -58,6 +58,11 @@ def run_rank(life: DisturbedLife, rank: int, ready: int) -> NoReturn:
         _live(life, rank, ready, report)
     except BaseException as error:
         report["error"] = [type(error).__name__, str(error), traceback.format_exc()]
+        # A connection of the training's own, which was slowed or cut, too, may have been given up by the system.
+        in_package = any(
+            frame.f_globals["__name__"].startswith("mcore_ckpt.") for frame, _ in traceback.walk_tb(error.__traceback__)
+        )
+        report["is_gloo"] = "gloo/transport" in str(error) and not in_package
     life.report(rank).write_text(json.dumps(report))
     os._exit(0)
 
