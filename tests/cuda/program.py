@@ -5,6 +5,7 @@ Each case is a function below. It ends the process with an assertion if somethin
 
 import gc
 import os
+import socket
 import sys
 import time
 import weakref
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager, FastTier
+from mcore_ckpt.checkpoint.file_names import trainer_file
 from mcore_ckpt.cli.demo import training
 from mcore_ckpt.errors import CheckpointError, CommitError, UnsupportedError
 from mcore_ckpt.io import _native, tuning
@@ -429,16 +431,27 @@ def exit_with_a_stuck_gpu() -> None:
 
 @case
 def a_fault_closes_everything() -> None:
-    """After an error that stays, `close` raises it and still releases the lock."""
-    manager = run.manager("fault", async_save=True, async_mode="lazy", timeout_s=10.0)
+    """After an error that stays, `close` raises it and still releases the lock, and this node serves no longer."""
+    tier = FastTier(FOLDER / "fault-node", replicas=0, durable_every=1)
+    manager = run.manager("fault", async_save=True, async_mode="lazy", timeout_s=10.0, fast=tier)
     manager.save(1).wait()
+
+    def locks() -> list[Path]:
+        roots = manager.root, FOLDER / "fault-node"
+        return [path for root in roots for path in root.rglob(trainer_file(root, manager.role).name)]
+
+    host, port = manager._context.fast.tier.server.address.rsplit(":", 1)  # type: ignore[union-attr]
+    socket.create_connection((host, int(port))).close()
+    assert locks()
     library.emulated_fault_after(3)
     handle = manager.save(2)
     with pytest.raises(CheckpointError, match="illegal memory access"):
         handle.wait()
     with pytest.raises(CheckpointError, match="illegal memory access"):
         manager.close()
-    TrainerLock(manager.root, manager.role).take(patience_s=0)  # the lock was released
+    assert not locks()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((host, int(port)))
 
 
 @case
