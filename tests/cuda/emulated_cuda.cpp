@@ -221,8 +221,17 @@ bool touches_pinned(std::uintptr_t begin, std::size_t nbytes) {
     return next != pinned.begin() && std::prev(next)->first + std::prev(next)->second > begin;
 }
 
+// What was queued on the streams, in order: k for a kernel, c for a copy.
+std::string queued;
+
+void note_queued(char what) {
+    const Lock lock(log_mutex);
+    queued += what;
+}
+
 // Queues a copy between one piece of pinned memory and the GPU.
 void queue_copy(CUstream_st* stream, void* destination, const void* source, std::size_t nbytes) {
+    note_queued('c');
     const auto to = reinterpret_cast<std::uintptr_t>(destination), from = reinterpret_cast<std::uintptr_t>(source);
     std::uintptr_t host = 0;
     {
@@ -245,6 +254,7 @@ void queue_copy(CUstream_st* stream, void* destination, const void* source, std:
 
 cudaError_t emulated_cuda::launch(cudaStream_t stream, std::function<void()> kernel) {
     if (const auto error = safe_call("kernel")) return error;
+    note_queued('k');
     known(stream)->push(std::move(kernel));
     return cudaSuccess;
 }
@@ -292,6 +302,13 @@ EXPORTED std::size_t emulated_report(char* text, std::size_t size) {
     for (const auto& [call, times] : unsafe_seen) all += "unsafe " + call + " " + std::to_string(times) + "\n";
     std::snprintf(text, size, "%s", all.c_str());
     return all.size();
+}
+
+// Writes what has been queued since the last call.
+EXPORTED std::size_t emulated_queued(char* text, std::size_t size) {
+    const Lock lock(log_mutex);
+    std::snprintf(text, size, "%s", queued.c_str());
+    return std::exchange(queued, std::string()).size();
 }
 
 static void wait_for_all_streams() {

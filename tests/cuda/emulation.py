@@ -34,6 +34,7 @@ def _load_native() -> ctypes.CDLL:
     library.emulated_held_us.restype = ctypes.c_long
     library.emulated_pinned_bytes.restype = ctypes.c_size_t
     library.emulated_report.argtypes = [ctypes.c_char_p, ctypes.c_size_t]
+    library.emulated_queued.argtypes = [ctypes.c_char_p, ctypes.c_size_t]
     return library
 
 
@@ -132,6 +133,13 @@ def report() -> list[list[str]]:
     text = ctypes.create_string_buffer(1 << 20)
     library.emulated_report(text, len(text))
     return [line.split() for line in text.value.decode().splitlines()]
+
+
+def queued() -> str:
+    """Returns what has been queued on the streams since the last call: k for each kernel, c for each copy."""
+    text = ctypes.create_string_buffer(1 << 20)
+    library.emulated_queued(text, len(text))
+    return text.value.decode()
 
 
 def contexts() -> set[int]:

@@ -101,6 +101,8 @@ def test_what_outlives_a_manager_and_what_it_needs(programs: Programs) -> None:
         "tensors_outlive_the_manager",
         "what_is_prepared_is_used",
         "nothing_is_pinned_for_the_host",
+        "kernels_are_queued_before_copies",
+        "memory_is_pinned_in_pieces",
         "a_build_without_cuda_is_refused_at_once",
         "the_host_waits_with_a_deadline_before_it_reads_numbers",
         "sync_of_a_strided_tensor",  # last, because the model has one more buffer afterwards
