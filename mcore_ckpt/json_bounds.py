@@ -14,6 +14,7 @@ from typing import Any
 
 # Shorter text is not looked at, because whatever it says takes at most a few MB.
 SMALL_BYTES = 64 << 10
+# Longer text is held to a stricter bound (`Density.times`).
 LARGE_BYTES = 4 << 20
 # How many bytes of memory a parser takes for a string, a member, an object, a list and a value in a list or object
 # (CPython 3.11 to 3.13, on 64 bits): the objects, their places in what holds them, and a pair for each member.

@@ -24,9 +24,9 @@ from mcore_ckpt.sharding.regions import Piece, Region
 BLOCK_BYTES = 1 << 20
 
 _FORMAT = "mcore_ckpt.index"
+_MEMBERS = {"format", "version", "block_bytes", "tensors", "aliases"}
 # Version 2 has coded shards, and tensors that belong to a shard. An index without any is still written as version 1,
 # which older readers read, too.
-_MEMBERS = {"format", "version", "block_bytes", "tensors", "aliases"}
 _HEADS = tuple((fields.encode(_FORMAT), b"%d" % BLOCK_BYTES, version) for version in (b"1", b"2"))
 # The stored dtypes of coded shards, by the field that says how they are coded.
 _CODED = {"scale": ("float16", "uint8"), "upper": ("int16",)}

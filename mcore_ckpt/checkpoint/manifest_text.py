@@ -26,17 +26,14 @@ T = TypeVar("T")
 
 _FILES, _CHECKSUM, _PLACEMENT = "files", "crc32", "placement"
 # The members whose size grows with the number of ranks, tensors and files.
-LARGE = frozenset((_FILES, _PLACEMENT, "ranks", "save_timeline", "tensors"))
+_LARGE = frozenset((_FILES, _PLACEMENT, "ranks", "save_timeline", "tensors"))
 _CHECKSUM_KEY = b',"crc32":'
 # How many files' entries are joined at a time.
 _ENTRIES = 512
-# How many bytes of `holds` are decoded at a time.
-_PIECE = 64 << 10
 # How many bytes a large manifest has at least for each of these texts in a member: for a file, half a name, half a
 # node's name, and a node's number. With more of them it would take more than four times its size as Python objects.
 _LEAST_BYTES = ((_FILES, b'"path":', 96), ("tensors", b'"', 12), (_PLACEMENT, b'"', 12), (_PLACEMENT, b",", 16))
 _DIGITS = b"0123456789"
-_NUMBERS: msgspec.json.Decoder[Iterable[int]] = msgspec.json.Decoder(list[Natural])
 
 
 class Holds(Sequence[tuple[int, int]]):
@@ -117,12 +114,11 @@ class _Size(msgspec.Struct, gc=False):
 
 _ENTRY_LIST: LongList[Entry] = LongList(Entry, b"},{")
 _SIZE_LIST: LongList[_Size] = LongList(_Size, b"},{", is_whole=False)
-_NAMES: msgspec.json.Decoder[Sequence[Any]] = msgspec.json.Decoder(list[str])
 
 
 @dataclass(frozen=True)
 class Members:
-    """The members of a manifest. Those in LARGE are decoded when they are asked for.
+    """The members of a manifest. Those that grow with the number of ranks, tensors and files are decoded when asked for.
 
     Attributes:
         small: the other ones.
@@ -146,8 +142,7 @@ class Members:
 
     def names(self, name: str) -> tuple[str, ...]:
         """Returns a list of printable names. Raises FieldError."""
-        start, stop = self._place(name)
-        return fields.as_names(typed_json.parse(memoryview(self.data)[start:stop], _NAMES), name)
+        return typed_json.names_in(self.data, self._place(name), name)
 
     def text(self, name: str) -> bytes | None:
         """Returns the text of a member; None if there is none."""
@@ -177,15 +172,12 @@ def _decoded(text: bytes) -> Holds:
     runs = text.count(b"],[") + 1
     if text.translate(None, _DIGITS) != b"[" + b"[,]," * (runs - 1) + b"[,]]":
         raise fields.FieldError(f"'holds' is {fields.shown(text)}, not a list of runs [first, last]")
-    numbers, end = text.translate(None, b"[]"), 0
+    numbers = b"[%b]" % text.translate(None, b"[]")
     holds = Holds()
-    while end < len(numbers):
-        start, cut = end, numbers.find(b",", end + _PIECE)
-        end = len(numbers) if cut < 0 else cut + 1
-        try:
-            holds.ends.extend(typed_json.parse(b"[%b]" % numbers[start:end].removesuffix(b","), _NUMBERS))
-        except OverflowError:
-            raise fields.FieldError("'holds' has a number that is no position of a tensor") from None
+    try:
+        holds.ends.extend(typed_json.NATURALS.read(numbers, (0, len(numbers))))
+    except OverflowError:
+        raise fields.FieldError("'holds' has a number that is no position of a tensor") from None
     return holds
 
 
@@ -252,7 +244,7 @@ def _canonical(data: bytes) -> Members | None:
     before = start - len(_CHECKSUM_KEY)
     checksum = b"%d" % crc32(view[stop:-1], crc32(view[:before]))
     is_intact = data[start:stop] == checksum and data[before:start] == _CHECKSUM_KEY
-    small = [name for name in places if name not in LARGE]
+    small = [name for name in places if name not in _LARGE]
     texts = (b"%b:%b" % (typed_json.encode(name), data[slice(*places[name])]) for name in small)
     members = Members(data, places, fields.decode(b"{%b}" % b",".join(texts)), is_intact)
     least = sum(data.count(text, *places.get(name, (0, 0))) * nbytes for name, text, nbytes in _LEAST_BYTES)

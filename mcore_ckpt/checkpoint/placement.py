@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -15,7 +15,6 @@ from mcore_ckpt.io.typed_json import LongList, Natural
 
 # How many files follow each other on the same nodes, and the numbers of these nodes.
 _RUNS: LongList[tuple[int, tuple[int, ...]]] = LongList(tuple[Natural, tuple[Natural, ...]], b"]],[")
-_NAMES: msgspec.json.Decoder[Sequence[str]] = msgspec.json.Decoder(list[str])
 _COUNT: msgspec.json.Decoder[int] = msgspec.json.Decoder(Natural)
 
 
@@ -50,8 +49,7 @@ def decode(text: bytes, files: int) -> Placement:
     places = typed_json.members(text)
     if places is None or not {"nodes", "files", "save_count"} <= places.keys():
         raise fields.FieldError("placement is not an object of nodes, files and save_count, or has one of them twice")
-    names = typed_json.parse(text[slice(*places["nodes"])], _NAMES)
-    nodes = fields.as_names(names, "nodes")
+    nodes = typed_json.names_in(text, places["nodes"], "nodes")
     save_count = typed_json.parse(text[slice(*places["save_count"])], _COUNT)
     by_file = tuple(_by_file(_RUNS.read(text, places["files"]), len(nodes), files))
     if len(by_file) != files:

@@ -68,7 +68,6 @@ class _Lists(msgspec.Struct, omit_defaults=True):
 
 
 _DECODER = msgspec.json.Decoder(_Lists)
-_NUMBERS: msgspec.json.Decoder[list[int]] = msgspec.json.Decoder(list[Natural])
 
 
 def encoded_timeline(timeline: SaveTimeline) -> dict[str, Any]:
@@ -104,7 +103,8 @@ def _columns(texts: tuple[msgspec.Raw, msgspec.Raw], count: int) -> Spans:
 
 
 def _column(text: msgspec.Raw, count: int) -> array[int]:
-    found = bytes(memoryview(text)).count(b",") + 1
+    numbers = bytes(memoryview(text))
+    found = numbers.count(b",") + 1
     if found != count:  # before they are decoded
         raise fields.FieldError(f"the save's timeline has {found} numbers for {count} ranks")
-    return array("q", typed_json.parse(text, _NUMBERS))
+    return array("q", typed_json.NATURALS.read(numbers, (0, len(numbers))))

@@ -6,12 +6,12 @@ is never more of them than what the caller keeps.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
 
-from mcore_ckpt.io.json_fields import MAX_INT, FieldError, check_names
+from mcore_ckpt.io.json_fields import MAX_INT, FieldError, as_names, check_names
 
 T = TypeVar("T")
 
@@ -147,6 +147,16 @@ class LongObject(Generic[T]):
         """
         for piece in self._pieces.read(data, place):
             yield from piece.items()
+
+
+# A list of numbers.
+NATURALS: LongList[int] = LongList(Natural, b",", is_whole=False)
+_NAMES: msgspec.json.Decoder[Sequence[Any]] = msgspec.json.Decoder(list[str])
+
+
+def names_in(data: bytes, place: Place, key: str) -> tuple[str, ...]:
+    """Decodes the list of printable names that is at a place in a text. Raises FieldError, which names `key`."""
+    return as_names(parse(memoryview(data)[slice(*place)], _NAMES), key)
 
 
 def without_spaces(data: bytes) -> bytes:
