@@ -118,7 +118,7 @@ _SIZE_LIST: LongList[_Size] = LongList(_Size, b"},{", is_whole=False)
 
 @dataclass(frozen=True)
 class Members:
-    """The members of a manifest. Those that grow with the number of ranks, tensors and files are decoded when asked for.
+    """The members of a manifest. Those that grow with the ranks, tensors and files are decoded when they are asked for.
 
     Attributes:
         small: the other ones.

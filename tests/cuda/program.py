@@ -380,8 +380,9 @@ def one_context() -> None:
 def what_is_prepared_is_used() -> None:
     manager = run.manager("estimate", async_save=True)
     preparation(manager)._thread.join()
-    buffer = manager._context.host_images._memory._buffer
+    buffer, before = manager._context.host_images._memory._buffer, times_pinned()
     manager.save(1).wait()
+    assert times_pinned() == before
     assert manager._context.host_images._memory._buffer is buffer
     manager.close()
 
