@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -178,7 +178,9 @@ def _path(frame: FrameType | None) -> str:
     while frame is not None:
         for value in frame.f_locals.values():
             if isinstance(value, Path) or (isinstance(value, str) and value.startswith("/")):
-                return str(value)
+                # pathlib may just be making the path: such a one has no text yet.
+                with suppress(AttributeError):
+                    return str(value)
         frame = frame.f_back
     return "a file"
 
@@ -191,6 +193,7 @@ class Work(Generic[Result]):
         timeout_s: how long a single call to the system may last, in seconds.
         around: is entered on that thread while it works.
         who: what the error's message begins with.
+        left: gets the work if it is given up because a call hangs.
     """
 
     def __init__(
@@ -199,13 +202,17 @@ class Work(Generic[Result]):
         timeout_s: float,
         around: AbstractContextManager[object] | None = None,
         who: str = "",
+        left: list[Work[Any]] | None = None,
     ) -> None:
         self._work, self._timeout_s, self._around, self._who = work, timeout_s, around or nullcontext(), who
-        self._ended = threading.Event()
+        self._left = [] if left is None else left
+        # An error may be raised in any thread at any place (`give_up`, Ctrl-C). In a method of `threading.Event` it
+        # would leave the event's lock locked, and whoever sets the event or waits for it would wait for ever.
+        self._has_ended, self._running = False, threading.Lock()
+        self._running.acquire()
         self._result: list[Result] = []
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="mcore_ckpt work", daemon=True)
-        self._thread.started_by = threading.current_thread()  # type: ignore[attr-defined]
         self._look = Look(self._thread)
         try:
             self._thread.start()
@@ -215,7 +222,7 @@ class Work(Generic[Result]):
     @property
     def ended(self) -> bool:
         """True if the work has ended."""
-        return self._ended.is_set()
+        return self._has_ended
 
     @property
     def longest(self) -> Call | None:
@@ -231,12 +238,13 @@ class Work(Generic[Result]):
         call returns.
         """
         try:
-            call = self._look.wait(self._ended.wait, min(self._timeout_s, patience_s))
+            call = self._look.wait(self._await_end, min(self._timeout_s, patience_s))
         except BaseException:  # such as Ctrl-C: it is for the work, which goes on otherwise
             self.give_up()
-            self._ended.wait(_INTERRUPTION_S)
+            self._await_end(_INTERRUPTION_S)
             raise
         if call is not None and call.seconds >= self._timeout_s:
+            self._left.append(self)
             self.give_up()
             raise _error(self._who, call)
         return call is None
@@ -253,23 +261,31 @@ class Work(Generic[Result]):
             del self
 
     def give_up(self) -> None:
-        """Ends the work as soon as its thread runs again."""
-        number = self._thread.ident
-        if number is None or self._ended.is_set():
+        """Ends the work as soon as its threads run again."""
+        if self._has_ended:
             return
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(number), ctypes.py_object(_GivenUp))
-        job = _job_of(self._thread)
-        if job is not None:
-            job.cancel()
+        for thread in _family(self._thread):
+            if thread.ident is not None:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_GivenUp))
+            job = _job_of(thread)
+            if job is not None:
+                job.cancel()
 
     def _run(self) -> None:
-        try:
-            with self._around:
-                self._result.append(self._work())
-        except BaseException as error:
-            self._error = error
-        finally:
-            self._ended.set()
+        with suppress(_GivenUp):  # it may come when all is over
+            try:
+                with self._around:
+                    self._result.append(self._work())
+            except BaseException as error:
+                self._error = error
+            finally:
+                self._has_ended = True
+            self._running.release()
+
+    def _await_end(self, seconds: float) -> bool:
+        if not self._has_ended and self._running.acquire(timeout=seconds):
+            self._running.release()  # for others that wait
+        return self._has_ended
 
 
 def _error(who: str, call: Call | None) -> HungDiskError:
@@ -311,7 +327,7 @@ class DiskWatch:
             if not each.ended:
                 raise _error(self._who, each.longest)
             self._left.remove(each)
-        return Work(work, self._timeout_s, self._around(), self._who)
+        return Work(work, self._timeout_s, self._around(), self._who, self._left)
 
     def run(self, work: Callable[[], Result]) -> Result:
         """Does work, and returns its result.
@@ -321,9 +337,6 @@ class DiskWatch:
         started = self.start(work)
         try:
             return started.result()
-        except HungDiskError:
-            self.leave(started)
-            raise
         finally:
             del started  # it keeps the error, which keeps this frame
 

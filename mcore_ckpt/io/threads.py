@@ -44,7 +44,10 @@ def for_each(items: Iterable[Item], work: Callable[[Item], object], threads: int
 
     def run_as_worker() -> None:
         _this_thread.is_worker = True
-        run()
+        try:
+            run()
+        except BaseException as error:  # `disk_watch.Work.give_up` raises one at any place
+            failures.append(error)
 
     workers = _start(run_as_worker, threads)
     if not workers:

@@ -124,12 +124,8 @@ def await_opening(agreement: Agreement, topic: str, attempt: Attempt) -> None:
         return
 
     def work() -> Record:
-        try:
-            if attempt.opening is not None:
-                attempt.opening.result()
-        except HungDiskError:
-            agreement.runner.leave(attempt.opening)
-            raise
+        if attempt.opening is not None:
+            attempt.opening.result()
         return {}
 
     decide(agreement, topic, work, lambda _: {}, CommitError, name=f"{attempt.number}-opened")

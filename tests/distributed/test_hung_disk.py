@@ -18,7 +18,7 @@ from small_disks import ext4, frozen
 from snapshot import snapshot
 from tiny_models import make_hf_folder
 from training import build, parallel, train
-from waiting import LONG_S
+from waiting import LONG_S, wait_for, wait_for_hung_calls
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager
 from mcore_ckpt.errors import HungDiskError
@@ -69,17 +69,11 @@ def test_a_save_is_one_error_and_the_next_one_is_whole(is_async: bool, shared_pa
             messages = raised_everywhere(HungDiskError, error_of(lambda: manager.save(2).wait(LONG_S)))
         assert_names(messages, HANGS)
         with everywhere():
-            wait_until_back(manager)
+            wait_for_hung_calls(manager)
         train(training, 1, 2)
         manager.save(3).wait(LONG_S)
         assert_loads(manager, training, snapshot(training), step=3)
         manager.close()
-
-
-def wait_until_back(manager: CheckpointManager) -> None:
-    """Until calls that hung have returned."""
-    for work in list(manager._disk._left):
-        assert work._ended.wait(LONG_S)
 
 
 def test_a_folder_that_does_not_answer_is_one_error(shared_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,6 +114,5 @@ def test_a_question_to_rank_0_that_hangs_is_one_error(shared_path: Path) -> None
     if dist.get_rank() == 0:
         os.close(os.open(pipe, os.O_RDWR))
     with everywhere():
-        for work in list(disk_watch._calls._left):
-            assert work._ended.wait(LONG_S)
+        wait_for(lambda: all(work.ended for work in disk_watch._calls._left))
     assert asked(lambda: "this one") == "this one"

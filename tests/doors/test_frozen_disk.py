@@ -1,7 +1,6 @@
 """A file system that is frozen while a manager saves and loads: nothing waits for ever, and all is well afterwards."""
 
 import os
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 from small_disks import ext4, frozen
 from test_runs import Training
-from waiting import LONG_S
+from waiting import LONG_S, wait_for_hung_calls
 
 from mcore_ckpt import FastTier, SaveHandle
 from mcore_ckpt.errors import BusyError, HungDiskError
@@ -36,7 +35,7 @@ def test_a_save_fails_and_the_next_one_after_the_thaw_is_whole(disk: Path) -> No
         for _ in range(2):  # the second one is refused at once
             with pytest.raises(HungDiskError, match=HANGS):
                 training.save(2)
-    wait_until_back(training)
+    wait_for_hung_calls(training.manager)
     training.save(3)
     training.close()
     assert verify(disk / "run").is_sound
@@ -57,19 +56,10 @@ def test_an_async_save_returns_whatever_the_disk_does(disk: Path, monkeypatch: p
         second = training.manager.save(3)
         with pytest.raises(HungDiskError, match=HANGS):
             second.wait(LONG_S)
-    wait_until_back(training)
+    wait_for_hung_calls(training.manager)
     training.manager.save(4).wait(LONG_S)
     training.close()
     assert verify(disk / "run").is_sound
-
-
-def wait_until_back(training: Training) -> None:
-    """Until calls that hung have returned."""
-    watch = training.manager._disk
-    deadline = time.monotonic() + LONG_S
-    while any(not work.ended for work in watch._left):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_a_load_fails_and_succeeds_after_the_thaw(disk: Path) -> None:
@@ -86,7 +76,7 @@ def test_closing_ends(disk: Path, caplog: pytest.LogCaptureFixture) -> None:
     with frozen(disk):
         training.close()
     assert "a lock stays until this process has ended" in caplog.text
-    wait_until_back(training)
+    wait_for_hung_calls(training.manager)
     Training(disk / "run", timeout_s=TIMEOUT_S).save(2).close()
 
 
@@ -107,7 +97,7 @@ def test_a_node_s_folder_that_hangs_fails_the_save_and_the_next_one_is_whole(dis
     drained(training.manager.save(1))
     with frozen(disk), pytest.raises(HungDiskError, match=HANGS):
         training.manager.save(2).wait(LONG_S)
-    wait_until_back(training)
+    wait_for_hung_calls(training.manager)
     drained(training.manager.save(3))
     training.close()
     assert verify(tmp_path / "run").is_sound

@@ -32,7 +32,7 @@ import os, sys
 from pathlib import Path
 import pytest, torch
 from test_runs import Training
-from waiting import LONG_S
+from waiting import wait_for
 from mcore_ckpt.errors import HungDiskError
 
 training, hangs = Training(Path(sys.argv[1]), timeout_s=1.0).save(1), Path(os.environ["HANGS"])
@@ -45,7 +45,7 @@ with torch.no_grad():
     training.model.weight.fill_(9)
 hangs.rmdir()
 (work,) = training.manager._disk._left
-assert work._ended.wait(LONG_S)
+wait_for(lambda: work.ended)
 assert bool((training.model.weight == 9).all())
 assert training.manager.load().step == 1
 assert training.value == 1

@@ -116,6 +116,12 @@ def test_a_frame_at_no_line() -> None:
         assert disk_watch._words(frame) == "f"
 
 
+def test_a_path_that_is_being_made() -> None:
+    outer = SimpleNamespace(f_locals={"path": Path("/whole")}, f_back=None)
+    frame: Any = SimpleNamespace(f_locals={"self": object.__new__(type(Path()))}, f_back=outer)
+    assert disk_watch._path(frame) == "/whole"
+
+
 @pytest.mark.parametrize("module", ["transformers.tokenization_utils_base", "json"])
 def test_a_call_of_a_library_is_seen(module: str, pipe: Path) -> None:
     """A tokenizer writes its own files into the folder of an export."""
@@ -135,6 +141,37 @@ def test_threads_of_the_work_are_looked_at(pipe: Path) -> None:
     with pytest.raises(HungDiskError, match=f"^{pipe}: io.open"):
         DiskWatch(TIMEOUT_S).run(work)
     answer(pipe)
+
+
+def test_threads_of_work_that_was_given_up_begin_nothing_more(pipe: Path) -> None:
+    reached: list[int] = []
+    watch = DiskWatch(TIMEOUT_S)
+    with pytest.raises(HungDiskError):
+        watch.run(lambda: for_each([opens(pipe), *[lambda: reached.append(1)] * 3], lambda work: work(), threads=1))
+    answer(pipe)
+    wait_for(lambda: not watch._left or watch._left[0].ended)
+    assert reached == []
+
+
+def test_work_within_work_is_given_up_by_the_one_that_waits_for_it(pipe: Path) -> None:
+    """Rank 0 opens a save in a thread that a thread of its round waits for."""
+    watch, errors = DiskWatch(TIMEOUT_S), list[BaseException]()
+
+    def outer() -> None:
+        try:
+            watch.start(opens(pipe)).result()
+        except BaseException as error:
+            errors.append(error)
+            raise
+
+    with pytest.raises(HungDiskError, match=f"^{pipe}: io.open"):
+        watch.run(outer)
+    assert [type(error) for error in errors] == [HungDiskError]
+    with pytest.raises(HungDiskError, match="has not returned for"):
+        watch.run(lambda: None)
+    answer(pipe)
+    wait_for(lambda: watch._left[0].ended)
+    watch.run(lambda: None)
 
 
 def test_threads_of_a_native_job_are_looked_at(pipe: Path) -> None:
@@ -167,15 +204,15 @@ def test_an_interruption_ends_the_work_too(pipe: Path, monkeypatch: pytest.Monke
             reached.append(number)
 
     work = Work(works, LONG_S)
-    real = work._ended.wait
+    real = work._await_end
     calls = iter([KeyboardInterrupt])
 
-    def interrupted(timeout: float | None = None) -> bool:
+    def interrupted(seconds: float) -> bool:
         for error in calls:
             raise error
-        return real(timeout)
+        return real(seconds)
 
-    monkeypatch.setattr(work._ended, "wait", interrupted)
+    monkeypatch.setattr(work, "_await_end", interrupted)
     with pytest.raises(KeyboardInterrupt):
         work.wait()
     assert work.ended

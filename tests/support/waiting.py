@@ -1,18 +1,30 @@
 """Waits for what another thread does."""
 
+import faulthandler
 import threading
 import time
 from collections.abc import Callable
+
+import pytest
+
+from mcore_ckpt import CheckpointManager
 
 LONG_S = 30.0
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    """Returns when the condition holds. Fails if it still does not after LONG_S seconds."""
+    """Returns when the condition holds. Fails, and shows where all threads are, if it does not after LONG_S seconds."""
     deadline = time.monotonic() + LONG_S
     while not condition():
-        assert time.monotonic() < deadline
+        if time.monotonic() > deadline:
+            faulthandler.dump_traceback()
+            pytest.fail(f"not so after {LONG_S:.0f} s")
         time.sleep(0.001)
+
+
+def wait_for_hung_calls(manager: CheckpointManager) -> None:
+    """Returns when all calls that the manager has given up have returned."""
+    wait_for(lambda: all(work.ended for work in manager._disk._left))
 
 
 def join_threads(name: str) -> None:
