@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,35 +23,31 @@ from mcore_ckpt.errors import (
     HungDiskError,
     InvalidArgumentError,
     InvalidTypeError,
-    NoRoomError,
 )
 from mcore_ckpt.field_checks import check_value
 from mcore_ckpt.formats.huggingface.assets import check_assets
-from mcore_ckpt.interrupts import is_interrupt
 from mcore_ckpt.io.access import top_mode
 from mcore_ckpt.io.disk_watch import DiskWatch
-from mcore_ckpt.io.room import NOTHING
 from mcore_ckpt.io.store import Store
 from mcore_ckpt.load.candidates import remote_steps
 from mcore_ckpt.load.load import VERIFY_WORDS, LoadResult, load_state
 from mcore_ckpt.load.load_events import load_and_tell
 from mcore_ckpt.load.node_candidates import found_on_nodes, own_held, why_not_whole
 from mcore_ckpt.processes import Home
-from mcore_ckpt.ranks import deadlines
 from mcore_ckpt.ranks.meeting import rendezvous
 from mcore_ckpt.ranks.rounds import Agreement, Record, agree, decide
 from mcore_ckpt.save.background import BackgroundSaves, SaveHandle, is_deleting_here
 from mcore_ckpt.save.closing import Closing
 from mcore_ckpt.save.context import SaveContext
-from mcore_ckpt.save.destination import find_destination
-from mcore_ckpt.save.drain import Drain
+from mcore_ckpt.save.destination import Destination, find_destination
 from mcore_ckpt.save.fast_saves import FastSaves, open_fast_saves
 from mcore_ckpt.save.guards import Guards, changing_methods, why_not_lazy
 from mcore_ckpt.save.hf_export import check_exportable, warn_of_config
 from mcore_ckpt.save.host_images import HostImages
-from mcore_ckpt.save.opening import Opening
+from mcore_ckpt.save.nodes import Nodes
 from mcore_ckpt.save.plan import estimated_bytes
-from mcore_ckpt.save.save import Save
+from mcore_ckpt.save.root import Root
+from mcore_ckpt.save.save import SaveRequest, save_step
 from mcore_ckpt.save.save_events import SaveEvents
 from mcore_ckpt.state.model import as_chunks, has_weights_on_gpu
 from mcore_ckpt.state.thread_settings import settings_for_state, settings_here
@@ -61,16 +56,13 @@ from mcore_ckpt.state.trainer_setup import complete_together, read_trainer
 from mcore_ckpt.steps import leftovers
 from mcore_ckpt.steps import listing as steps
 from mcore_ckpt.steps.choice import choose, oldest_first
-from mcore_ckpt.steps.commit import discard
 from mcore_ckpt.steps.history import RunHistory
 from mcore_ckpt.steps.node_steps import NodeStep, node_steps
 from mcore_ckpt.steps.node_tier import promise_room
-from mcore_ckpt.steps.node_transaction import open_on_nodes
 from mcore_ckpt.steps.remote_steps import RemoteStep, RemoteSteps
 from mcore_ckpt.steps.retention import PreservationPolicy
 from mcore_ckpt.steps.room import RoomWatch, Saving
 from mcore_ckpt.steps.trainer_lock import TrainerLock
-from mcore_ckpt.steps.transaction import Attempt, EarlierSaveError, open_together
 from mcore_ckpt.steps.upload_queue import UploadQueue
 from mcore_ckpt.tools.doctor.start_line import log_root
 from mcore_ckpt.urls import local_path
@@ -198,10 +190,11 @@ class CheckpointManager:
         commits = agreement.beside("saves")
         # Saves read the state on the trainer's thread, unless it is copied. Then CUDA is none of their business.
         commits.runner = DiskWatch(config.timeout_s, who=who, beside=self._disk) if config.async_save else self._disk
-        self._context = SaveContext(trainer, commits, images, lock, uploads, room, self._delivery, history, fast=fast)
-        self._closing = Closing.of(self._context)
-        self._opening = Opening(self._context)
-        self._background = BackgroundSaves(commits, warns=config.if_failed == "warn")
+        self._context = SaveContext(trainer, commits, images, lock, uploads, room, self._delivery, history)
+        self._closing, self._tier = Closing.of(self._context, fast), None if fast is None else fast.tier
+        in_root = Root(self._context)
+        self._destination: Destination = in_root if fast is None else Nodes(self._context, fast, in_root)
+        self._background = BackgroundSaves(commits, warns=config.if_failed == "warn", is_async=config.async_save)
         self._guards = Guards(_to_delay(trainer), self._context.host_images.hold)
         self._prepare_host_images()
 
@@ -259,116 +252,26 @@ class CheckpointManager:
         events = SaveEvents(self._delivery, step, self._trainer.role, self._trainer.agreement.rank, started)
         topic = f"saving step {step} of {self._trainer.role}"
         with self._trainer.agreement.call(topic), events.telling_of_failure(), self._settings():
-            return self._save(topic, step, extra_state, roles, path, max_to_keep, events, started)
+            request = self._request(step, extra_state, roles, path, max_to_keep, started)
+            return save_step(self._context, self._destination, self._background, request, events)
 
-    def _save(
+    def _request(
         self,
-        topic: str,
         step: int,
         extra_state: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None,
         roles: Sequence[str] | None,
         path: str | Path | None,
         max_to_keep: int | None,
-        events: SaveEvents,
-        started: float,
-    ) -> SaveHandle:
+        called: float,
+    ) -> SaveRequest:
+        """Reads and checks what `save` got."""
         extra_state = _read_extra_state(extra_state) if callable(extra_state) else extra_state
         self._check_save(step, extra_state)
         role_dir, counts = find_destination(self._trainer.root, self._trainer.role, step, _full_path(path))
         policy = _policy(self._trainer.config, max_to_keep)
         declared = file_names.check_roles(roles or self._trainer.config.roles or ())
         declared = file_names.check_roles([*declared, self._trainer.role])
-        fast = self._context.fast
-        if fast is not None and not counts:
-            raise InvalidArgumentError(
-                f"path {role_dir} is not part of a step below {self._trainer.root}, but the fast tier holds only "
-                "such steps: leave path out, or use a manager without a fast tier for this checkpoint"
-            )
-        events.started(role_dir if fast is None else fast.tier.role_dir(step))
-        busy, failure = self._earlier_save()
-        self._wait_for_deletion_of(step)
-        saving = Saving(role_dir, step, policy if counts else None)
-        parts = (self._context, step, extra_state, declared, started, saving.policy, events)
-        # While another save is under way, the host memory belongs to that save.
-        save = None if busy or failure else Save(*parts)
-        if fast is not None:
-            with self._failing_commit(topic, fast.tier.role_dir(step)):
-                return self._save_on_nodes(topic, saving, busy, failure, save, started)
-        with self._failing_commit(topic, role_dir):
-            return self._save_in_root(topic, saving, busy, failure, save, started, events)
-
-    def _save_in_root(
-        self,
-        topic: str,
-        saving: Saving,
-        busy: bool,
-        failure: Record | None,
-        save: Save | None,
-        started: float,
-        events: SaveEvents,
-    ) -> SaveHandle:
-        prepare = partial(self._opening.prepare, saving)
-        with self._raising_earlier_failure():
-            try:
-                need = NOTHING if save is None else save.need
-                patience_s = deadlines.DISK_PATIENCE_S if self._trainer.config.async_save else math.inf
-                attempt = open_together(
-                    self._trainer.agreement,
-                    topic,
-                    saving.role_dir,
-                    busy,
-                    failure,
-                    prepare,
-                    need,
-                    folder_mode=partial(self._trainer.folder_mode, saving.role_dir),
-                    patience_s=patience_s,
-                )
-            except (NoRoomError, HungDiskError) as error:
-                if save is None or not (self._trainer.config.async_save and self._trainer.config.if_failed == "warn"):
-                    raise
-                events.failed(error)
-                handle = SaveHandle(save)
-                self._background.refuse(handle, error)
-                return handle
-        assert save is not None, "a rank without a save has failed the round, and all ranks have raised"
-        save.begin(attempt)
-        return self._finished(save, started)
-
-    def _save_on_nodes(
-        self,
-        topic: str,
-        saving: Saving,
-        busy: bool,
-        failure: Record | None,
-        save: Save | None,
-        started: float,
-    ) -> SaveHandle:
-        """Saves into the fast tier."""
-        fast = self._context.fast
-        assert fast is not None
-        fast.wait_before_durable()
-        fast.wait_for_copies_of(saving.step)
-        with self._raising_earlier_failure():
-            on_nodes = open_on_nodes(
-                self._trainer.agreement, topic, fast.tier, saving.step, busy, failure, fast.plan_durable
-            )
-        assert save is not None, "a rank without a save has failed the round, and all ranks have raised"
-        drain = Drain(self._context, fast.drain_agreement, on_nodes.attempt, saving, self._opening.prepare)
-        save.begin_on_nodes(on_nodes, saving.role_dir, partial(fast.drains.start, drain))
-        handle = self._finished(save, started)
-        if handle.drain is not None and not self._trainer.config.async_save:
-            handle.drain.wait()
-        return handle
-
-    def _finished(self, save: Save, started: float) -> SaveHandle:
-        """Finishes a save whose state is captured: in the background with `async_save`, or before it returns."""
-        handle = SaveHandle(save)
-        if self._trainer.config.async_save:
-            self._background.launch(handle, time.perf_counter() - started)
-        else:
-            self._background.run(handle)
-            handle.wait()
-        return handle
+        return SaveRequest(Saving(role_dir, step, policy if counts else None), declared, extra_state, called)
 
     def load(self, *, step: int | None = None, path: str | Path | None = None, verify: str = "read") -> LoadResult:
         """Loads what `load_contents` names. Every rank calls it.
@@ -394,7 +297,7 @@ class CheckpointManager:
                 loaded.
         """
         self._check_process()
-        with self._trainer.agreement.call("finding a checkpoint"), self._raising_earlier_failure():
+        with self._trainer.agreement.call("finding a checkpoint"), self._background.raising_earlier_failure():
             self._check_open()
             self._background.wait_until_idle()
             self._check_contents("load_contents")
@@ -405,16 +308,14 @@ class CheckpointManager:
             if verify not in VERIFY_WORDS:
                 raise InvalidArgumentError(f"verify is {verify!r}: use one of {', '.join(map(repr, VERIFY_WORDS))}")
             folder, failure = _full_path(path), self._background.failure()
-            fast = self._context.fast
             load = partial(load_state, self._trainer, self._remote, step, folder, failure, verify)
-            load = partial(load, tier=fast and fast.tier, loaded=self._loaded)
+            load = partial(load, tier=self._tier, loaded=self._loaded)
             with self._settings():
                 return load_and_tell(self._delivery, self._trainer, step, folder, load)
 
     def _loaded(self, manifest: Manifest, place: Path | str) -> None:
         """Notes that the training goes on from a checkpoint."""
-        if self._context.fast is not None:
-            self._context.fast.loaded(manifest)
+        self._destination.loaded(manifest)
         if self._trainer.agreement.is_coordinator:
             self._context.history.loaded(manifest.head, place)
             if self._trainer.optimizer is not None:  # it trains
@@ -494,10 +395,9 @@ class CheckpointManager:
             step: the only step to look for. None: all steps.
         """
         self._check_process()
-        fast = self._context.fast
-        if fast is None:
+        tier = self._tier
+        if tier is None:
             return [], []
-        tier = fast.tier
 
         def combine(records: Sequence[Record]) -> Record:
             found = [each for each in found_on_nodes(tier, records) if step in (None, each.step)]
@@ -537,8 +437,7 @@ class CheckpointManager:
         self._check_process()
         self._check_open()
         self._background.wait_until_idle()
-        if self._context.fast is not None:
-            self._context.fast.wait()
+        self._destination.wait()
         uploads = self._context.uploads
         if uploads is not None and not uploads.wait(self._trainer.config.upload_timeout_s):
             logger.warning("an upload is still under way after upload_timeout_s, and continues in the background")
@@ -565,63 +464,14 @@ class CheckpointManager:
             last.callback(self._background.raise_failure)
             last.callback(self._closing.close)
             last.callback(self._remove_interrupted)
-            if self._context.fast is not None:
-                last.callback(self._context.fast.wait)
+            last.callback(self._destination.wait)
 
     def _remove_interrupted(self) -> None:
         with suppress(HungDiskError):  # the next start removes it
-            self._disk.run(self._opening.remove_interrupted)
+            self._disk.run(self._destination.remove_interrupted)
 
     def _settings(self) -> AbstractContextManager[None]:
         return settings_for_state(self._trainer.gpu, self._trainer.config.timeout_s)
-
-    @contextmanager
-    def _failing_commit(self, topic: str, role_dir: Path) -> Iterator[None]:
-        """Tells the other ranks if this one does not come to the commit of a save that all have begun."""
-        agreement, commits = self._trainer.agreement, self._context.commits
-        try:
-            yield
-        except BaseException as error:
-            number = agreement.decided.get("attempt")
-            if number is None or not self._home.is_here:
-                raise
-            if not (self._background.is_at_work or commits.has_begun(number)):
-                with suppress(RuntimeError):  # the store is gone, so nobody can be told
-                    commits.fail_next_round(topic, error, number)
-                if agreement.is_coordinator:
-                    with suppress(HungDiskError):
-                        self._disk.run(partial(discard, file_names.staging_dir(role_dir, number)))
-            if agreement.is_coordinator and is_interrupt(error):
-                self._opening.interrupted(Attempt(number, file_names.staging_dir(role_dir, number), role_dir))
-            raise
-
-    @contextmanager
-    def _raising_earlier_failure(self) -> Iterator[None]:
-        """Raises the error of an earlier save that failed, and marks that error as seen."""
-        try:
-            yield
-        except EarlierSaveError as earlier:
-            self._background.mark_failure_seen()
-            raise earlier.error from None
-
-    def _earlier_save(self) -> tuple[bool, Record | None]:
-        """Returns whether an earlier save is still under way, and the error of the last save if no call has raised it.
-
-        Unless `if_busy` is "raise", this first waits for a save that is under way.
-        """
-        if self._trainer.config.if_busy == "raise" and self._background.busy:
-            return True, None
-        self._background.wait_for_save()
-        return False, self._background.failure()
-
-    def _wait_for_deletion_of(self, step: int) -> None:
-        """Waits until old steps are deleted, if this step could be one of them.
-
-        A deletion that is under way would also delete a staging folder that is made in that step now.
-        """
-        root = self._trainer.root
-        if self._background.is_deleting and step in self._disk.run(lambda: file_names.step_dirs(root)):
-            self._background.wait_for_deletions()
 
     def _prepare_host_images(self) -> None:
         """Starts to allocate host memory for the first async save, so that this save need not wait for the memory."""

@@ -2,7 +2,7 @@
 
     trainer's thread   BackgroundSaves.launch   returns immediately; `SaveHandle.wait` waits for the save's end
     save's thread      SaveHandle.run           finishes the save: writes the files and commits
-    deletion's thread  Save.after_commit        deletes old steps; a new save need not wait for this
+    deletion's thread  Following.delete         deletes old steps; a new save need not wait for this
 
 Whether the next save will fit is looked at on a thread of `steps/room.py`, for which nothing waits.
 
@@ -15,11 +15,16 @@ import atexit
 import logging
 import math
 import threading
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
+from typing import Protocol
 from weakref import WeakSet
 
+from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.errors import CheckpointError, CommitError, HungDiskError, from_record, to_record
 from mcore_ckpt.events import ErrorText
 from mcore_ckpt.interrupts import is_interrupt
@@ -28,12 +33,31 @@ from mcore_ckpt.processes import OwnEvent, emptied_in_child
 from mcore_ckpt.ranks import deadlines
 from mcore_ckpt.ranks.rounds import Agreement, Record
 from mcore_ckpt.save.copies import CopyHandle
+from mcore_ckpt.save.destination import Following
 from mcore_ckpt.save.drain import DrainHandle, finish_drains
-from mcore_ckpt.save.save import Save
 from mcore_ckpt.save.save_report import SaveReport
+from mcore_ckpt.steps.transaction import EarlierSaveError
 from mcore_ckpt.steps.upload_queue import UploadHandle
 
 logger = logging.getLogger(__name__)
+
+# Writes and commits a save. The argument is how long the trainer was held up, in seconds; None: until this returns.
+# Raises CheckpointError if the save failed.
+Finish = Callable[[float | None], tuple[SaveReport, Following]]
+
+
+class Writing(Protocol):
+    """What this rank writes; `rank_files.RankFiles` implements it."""
+
+    def progress(self) -> tuple[int, int]:
+        """Returns how many bytes of tensors this rank has written, and how many it must write in all."""
+
+    def limit_device_wait(self, seconds: float) -> None:
+        """Waits for a GPU for at most so many seconds from now on."""
+
+
+def _never(stall_s: float | None) -> tuple[SaveReport, Following]:
+    raise AssertionError("a save that has not begun cannot be finished")
 
 
 class SaveHandle:
@@ -45,16 +69,15 @@ class SaveHandle:
         3.1
     """
 
-    def __init__(self, save: Save) -> None:
-        self._save: Save | None = save
-        self.step = save.step
+    def __init__(self, step: int, writing: Writing, finish: Finish = _never) -> None:
+        self.step = step
+        self._writing: Writing | None = writing
+        self._finish: Finish | None = finish
         self._ended = OwnEvent("this SaveHandle")
-        self._progress = save.progress()
+        self._progress = writing.progress()
         self._report: SaveReport | None = None
         self._exception: CheckpointError | None = None
-        self._upload: UploadHandle | None = None
-        self._copies: CopyHandle | None = None
-        self._drain: DrainHandle | None = None
+        self._following = Following()
         self._failure_seen = False
 
     @property
@@ -83,12 +106,12 @@ class SaveHandle:
 
         Always None on all ranks except rank 0, without a remote store, and if the checkpoint is not part of a step.
         """
-        return self._upload
+        return self._following.upload
 
     @property
     def copies(self) -> CopyHandle | None:
         """The copies of the step on other nodes. None until it is committed, and without a fast tier."""
-        return self._copies
+        return self._following.copies
 
     @property
     def drain(self) -> DrainHandle | None:
@@ -96,13 +119,13 @@ class SaveHandle:
 
         None until the step is committed, if the step is not durable, and without a fast tier.
         """
-        return self._drain
+        return self._following.drain
 
     @property
     def progress(self) -> tuple[int, int]:
         """The number of bytes of tensors that this rank has written, and the number that it must write in all."""
-        save = self._save
-        return self._progress if save is None else save.progress()
+        writing = self._writing
+        return self._progress if writing is None else writing.progress()
 
     def wait(self, timeout: float | None = None) -> SaveReport:
         """Waits until the checkpoint is committed, and returns the report.
@@ -125,17 +148,16 @@ class SaveHandle:
         assert self._report is not None
         return self._report
 
-    def run(self, stall_s: float | None) -> Save | None:
+    def run(self, stall_s: float | None) -> Following | None:
         """Finishes the save on the calling thread. If the save fails, only `wait` raises the error.
 
-        Returns the save, whose `after_commit` is to be called then; None if it failed.
+        Returns what follows, of which old steps are still to be deleted; None if the save failed.
         """
-        assert self._save is not None
-        save = self._save
+        assert self._writing is not None
+        assert self._finish is not None
         try:
-            report = save.finish(stall_s)
-            self._copies, self._drain = save.spread()
-            self._upload, self._report = save.upload(), report
+            report, self._following = self._finish(stall_s)
+            self._report = report
         except CheckpointError as error:
             self._exception = error
         except BaseException as error:
@@ -145,14 +167,14 @@ class SaveHandle:
                 raise
             logger.error("a save has failed with an unexpected error\n%s", ErrorText.of(error).stacktrace)
         finally:
-            self._progress = save.progress()
-            self._save = None
+            self._progress = self._writing.progress()
+            self._writing = self._finish = None
             self._ended.set()
-        return None if self._exception is not None else save
+        return None if self._exception is not None else self._following
 
     def fail(self, error: CheckpointError) -> None:
         """Ends a save that has not begun."""
-        self._exception, self._save = error, None
+        self._exception, self._writing, self._finish = error, None, None
         self._ended.set()
 
 
@@ -164,15 +186,15 @@ class BackgroundSaves:
     Args:
         commits: the agreement by which the ranks commit a save.
         warns: whether failures are only logged, and not raised by the manager's next call.
+        is_async: whether saves are finished in the background.
     """
 
-    def __init__(self, commits: Agreement, warns: bool) -> None:
-        self._commits = commits
-        self._warns = warns
+    def __init__(self, commits: Agreement, warns: bool, is_async: bool = True) -> None:
+        self._commits, self._warns, self._is_async = commits, warns, is_async
         self._handle: SaveHandle | None = None
         self._save = _Worker("mcore_ckpt save")
         self._deletions = _Worker("mcore_ckpt deletion")
-        self._deleting: set[Save] = set()
+        self._deleting: set[Following] = set()
         _all_saves.add(self)
 
     @property
@@ -190,6 +212,24 @@ class BackgroundSaves:
         """True if old steps are being deleted, or will be after a commit. Most commits have none to delete."""
         return bool(self._deleting)
 
+    def finish(self, handle: SaveHandle, called: float) -> SaveHandle:
+        """Finishes a save whose state is captured: in the background, or before this returns. Returns the handle.
+
+        Args:
+            handle: the save. No other one may be under way.
+            called: when the trainer called `save` (time.perf_counter()).
+
+        Raises CheckpointError if the save has failed before this returns.
+        """
+        if self._is_async:
+            self.launch(handle, time.perf_counter() - called)
+            return handle
+        self.run(handle)
+        handle.wait()
+        if handle.drain is not None:
+            handle.drain.wait()
+        return handle
+
     def launch(self, handle: SaveHandle, stall_s: float) -> None:
         """Finishes a save on the save's thread. No other save may be under way."""
         self._handle = handle
@@ -199,11 +239,39 @@ class BackgroundSaves:
         """Finishes a save on the calling thread. Old steps are deleted on the deletion's thread."""
         self._delete(handle.run(None))
 
-    def refuse(self, handle: SaveHandle, error: CheckpointError) -> None:
-        """Ends a save that cannot begin, as if it had failed in the background."""
+    def refuse(self, handle: SaveHandle, error: CheckpointError) -> SaveHandle:
+        """Ends a save that cannot begin, as if it had failed in the background. Returns the handle."""
         handle.fail(error)
         self._handle = handle
         self._log_failure(handle)
+        return handle
+
+    def earlier_save(self, waits: bool) -> tuple[bool, Record | None]:
+        """Returns whether an earlier save is still under way, and the error of the last one if no call has raised it.
+
+        If it `waits`, none is under way any more.
+        """
+        if not waits and self.busy:
+            return True, None
+        self.wait_for_save()
+        return False, self.failure()
+
+    def wait_for_deletion_of(self, step: int, root: Path) -> None:
+        """Waits until old steps are deleted, if a step could be one of them.
+
+        A deletion that is under way would also delete a staging folder that is made in that step now.
+        """
+        if self.is_deleting and step in self._commits.runner.run(lambda: file_names.step_dirs(root)):
+            self.wait_for_deletions()
+
+    @contextmanager
+    def raising_earlier_failure(self) -> Iterator[None]:
+        """Raises the error of an earlier save that failed, and marks that error as seen."""
+        try:
+            yield
+        except EarlierSaveError as earlier:
+            self.mark_failure_seen()
+            raise earlier.error from None
 
     def wait_for_save(self) -> None:
         """Waits until no save is under way. The save's own deadlines limit this wait."""
@@ -244,36 +312,36 @@ class BackgroundSaves:
     def shorten(self) -> None:
         """Shortens the waits for other ranks, which may be dead when this interpreter exits, and for a GPU."""
         self._commits.limit_waits(deadlines.EXIT_WAIT_S)
-        save = None if self._handle is None else self._handle._save
-        if save is not None:
-            save.limit_device_wait(min(deadlines.EXIT_WAIT_S, self._commits.timeout_s))
+        writing = None if self._handle is None else self._handle._writing
+        if writing is not None:
+            writing.limit_device_wait(min(deadlines.EXIT_WAIT_S, self._commits.timeout_s))
 
     def _end(self, handle: SaveHandle, stall_s: float) -> None:
-        save = None
+        following = None
         try:
-            save = handle.run(stall_s)
+            following = handle.run(stall_s)
         finally:
             if handle.exception is not None:
                 self._log_failure(handle)
-        self._delete(save)
+        self._delete(following)
 
     def _log_failure(self, handle: SaveHandle) -> None:
         """Logs the error of a save now, because there may be no next call that raises it."""
         consequence = "; training continues without this checkpoint" if self._warns else ""
         logger.error("the save of step %d has failed%s: %s", handle.step, consequence, handle.exception)
 
-    def _delete(self, save: Save | None) -> None:
-        if save is None:
+    def _delete(self, following: Following | None) -> None:
+        if following is None:
             return
-        if save.deletes:
-            self._deleting.add(save)
-        self._deletions.add(partial(self._after_commit, save))
+        if following.deletes:
+            self._deleting.add(following)
+        self._deletions.add(partial(self._after_commit, following))
 
-    def _after_commit(self, save: Save) -> None:
+    def _after_commit(self, following: Following) -> None:
         try:
-            save.after_commit()
+            following.delete()
         finally:
-            self._deleting.discard(save)
+            self._deleting.discard(following)
 
 
 def is_deleting_here() -> bool:

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class Closing:
-    """What one manager holds. The attributes are those of its `SaveContext`, to which nothing of them may refer."""
+    """What one manager holds. Nothing of it may refer to the manager's `SaveContext`."""
 
     agreements: tuple[Agreement, ...]
     host_images: HostImages
@@ -38,9 +38,12 @@ class Closing:
     home: Home
 
     @staticmethod
-    def of(context: SaveContext) -> Closing:
-        """Returns what a context holds. Once nothing uses the context any more, neither a manager nor a save, all of it
-        is given back, unless that has been done before."""
+    def of(context: SaveContext, fast: FastSaves | None) -> Closing:
+        """Returns what a context and a fast tier hold.
+
+        Once nothing uses the context any more, neither a manager nor a save, all of it is given back, unless that has
+        been done before.
+        """
         closing = Closing(
             (context.trainer.agreement, context.commits),
             context.host_images,
@@ -49,7 +52,7 @@ class Closing:
             context.trainer.config.upload_timeout_s,
             context.delivery,
             context.history,
-            context.fast,
+            fast,
             Home(),
         )
         # At the end of the interpreter exit handlers finish what is under way, and the system takes the rest back.

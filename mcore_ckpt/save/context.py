@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from mcore_ckpt.delivery import Delivery
 from mcore_ckpt.ranks.rounds import Agreement
@@ -17,9 +16,6 @@ from mcore_ckpt.steps.room import RoomWatch
 from mcore_ckpt.steps.trainer_lock import TrainerLock
 from mcore_ckpt.steps.upload_queue import UploadQueue
 
-if TYPE_CHECKING:
-    from mcore_ckpt.save.fast_saves import FastSaves  # which copies steps to the root with this context
-
 
 @dataclass(frozen=True, eq=False)
 class SaveContext:
@@ -30,7 +26,7 @@ class SaveContext:
         commits: this rank's agreement for rounds on the thread that finishes a save. The trainer's thread has an
             agreement of its own (`trainer.agreement`), because a wait blocks the store client of its agreement.
         host_images: the host memory for copies of the state, and the copies from the GPU to it.
-        lock: the lock on the role. Only rank 0 uses it.
+        lock: the lock on the role in the root. Only rank 0 uses it.
         uploads: the queue of uploads to the remote store; None without a store, and on all ranks except rank 0.
         room: foresees whether the next save will fit. Only rank 0 uses it.
         delivery: brings events to the listeners.
@@ -38,7 +34,6 @@ class SaveContext:
         planner: makes the plan of each save.
         names: the tensor names that rank 0 already knows.
         assets: the sizes of the files beside the HuggingFace weights at the last save, by path. Only rank 0 has them.
-        fast: what saves into the fast tier share; None without a fast tier.
         replica_warnings: warns of replicas that have drifted apart. Only rank 0 uses it.
     """
 
@@ -53,10 +48,4 @@ class SaveContext:
     planner: SavePlanner = field(default_factory=SavePlanner)
     names: TensorNames = field(default_factory=TensorNames)
     assets: dict[str, int] = field(default_factory=dict)
-    fast: FastSaves | None = None
     replica_warnings: ReplicaWarnings = field(default_factory=ReplicaWarnings)
-
-    @property
-    def folder_lock(self) -> TrainerLock:
-        """The lock on the role in the folder that saves write to. Only rank 0 uses it."""
-        return self.lock if self.fast is None else self.fast.tier.lock

@@ -1,13 +1,139 @@
-"""Finds the folder that a save writes, and tells whether it belongs to a step."""
+"""Where a save goes: the protocol of destinations, and which folder of the root a save is for.
+
+A manager has one destination. `root.Root` saves to the shared root, `nodes.Nodes` to the nodes' own disks. A new place,
+such as an object store, is a new class, and nothing else in a save knows which one it is.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.manifest import Manifest, WrittenFile
 from mcore_ckpt.errors import InvalidArgumentError
+from mcore_ckpt.io.room import Need
+from mcore_ckpt.ranks.rounds import Record
+from mcore_ckpt.save.copies import CopyHandle
+from mcore_ckpt.save.drain import DrainHandle
+from mcore_ckpt.save.save_times import SaveTimes
+from mcore_ckpt.steps.room import Saving
+from mcore_ckpt.steps.trainer_lock import TrainerLock
+from mcore_ckpt.steps.transaction import Attempt
+from mcore_ckpt.steps.upload_queue import UploadHandle
 from mcore_ckpt.urls import local_path
+
+
+@dataclass(frozen=True, eq=False)
+class Following:
+    """What goes on after a commit, on this rank.
+
+    Attributes:
+        upload: the upload to the remote store; None without one, and on most ranks.
+        copies: the copies on other nodes; None without a fast tier.
+        drain: the copy to the root; None if the step is not durable, and without a fast tier.
+        delete: deletes what the commit has made too old, which may take long.
+        deletes: whether there is something to delete.
+    """
+
+    upload: UploadHandle | None = None
+    copies: CopyHandle | None = None
+    drain: DrainHandle | None = None
+    delete: Callable[[], None] = lambda: None
+    deletes: bool = False
+
+
+class Place(Protocol):
+    """Where one save goes, on this rank.
+
+    Attributes:
+        attempt: the save's id, its staging folder and the folder that it will be in.
+        save_count: how many saves into the fast tier the training has begun; 0 without one.
+    """
+
+    @property
+    def attempt(self) -> Attempt: ...
+
+    @property
+    def save_count(self) -> int: ...
+
+    def capturing(self) -> AbstractContextManager[None]:
+        """Is entered while the state is copied. It raises nothing that is not raised on all ranks."""
+
+    def prepare(self) -> None:
+        """Makes this rank's staging folder, if `open` has not. Raises OSError and CheckpointError."""
+
+    def await_opening(self, topic: str) -> None:
+        """Waits for what `open` has gone on without. Every rank calls it. Raises what `open` raises."""
+
+    def commit(
+        self,
+        topic: str,
+        write: Callable[[Path], Record],
+        describe: Callable[[Sequence[Record]], Manifest],
+        times: SaveTimes,
+    ) -> list[WrittenFile]:
+        """Lets every rank write its files below the staging folder, and commits them. Every rank calls it.
+
+        Args:
+            topic: what is being saved, for messages.
+            write: writes this rank's files durably, and returns its report (`rank_reports.rank_report`).
+            describe: builds, on rank 0, the manifest from the reports of all ranks.
+            times: notes when an export has ended.
+
+        Returns:
+            The files that this rank has made of those that `write` has written.
+
+        Raises:
+            CheckpointError: the save failed. All ranks raise the same type, and the previous checkpoint stays.
+        """
+
+    def follow(self) -> Following:
+        """Begins what follows a commit. Every rank calls it, and waits for no other rank."""
+
+
+class Destination(Protocol):
+    """Where the saves of one manager go.
+
+    Attributes:
+        lock: the lock on the role there. Only rank 0 uses it.
+    """
+
+    @property
+    def lock(self) -> TrainerLock: ...
+
+    def folder_of(self, saving: Saving) -> Path:
+        """Returns the folder that a checkpoint will be in. Raises InvalidArgumentError if it cannot be saved there."""
+
+    def open(self, topic: str, saving: Saving, busy: bool, failure: Record | None, need: Need) -> Place:
+        """Waits for all ranks, and makes room for a save. Every rank calls it.
+
+        Args:
+            topic: what is being saved, for messages.
+            saving: what is saved.
+            busy, failure: see `transaction.open_together`.
+            need: the files that this rank will write.
+
+        Raises:
+            BusyError, EarlierSaveError: see `transaction.open_together`.
+            CheckpointError: a rank is missing, or there is no room, or the lock belongs to another trainer.
+        """
+
+    def interrupted(self, attempt: Attempt) -> None:
+        """Notes a save that a signal handler has ended on this rank, while others may still have been writing."""
+
+    def remove_interrupted(self) -> None:
+        """Removes what such saves have left."""
+
+    def loaded(self, manifest: Manifest) -> None:
+        """Notes that the training goes on from a checkpoint."""
+
+    def wait(self) -> None:
+        """Waits until nothing that follows commits is under way."""
 
 
 def find_destination(root: Path, role: str, step: int, path: str | Path | None) -> tuple[Path, bool]:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 from weakref import WeakSet
 
 from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest, WrittenFile
@@ -27,18 +26,16 @@ from mcore_ckpt.processes import OwnEvent, emptied_in_child
 from mcore_ckpt.ranks import deadlines
 from mcore_ckpt.ranks.rounds import Agreement, Record
 from mcore_ckpt.save.context import SaveContext
-from mcore_ckpt.save.hf_export import completed, export_together
-from mcore_ckpt.save.old_steps import OldSteps, find_old_steps
+from mcore_ckpt.save.old_steps import OldSteps
+from mcore_ckpt.save.root_commit import commit_to_root, old_steps, upload
 from mcore_ckpt.save.tracking import is_own_name
 from mcore_ckpt.steps import commit, tracker
 from mcore_ckpt.steps.node_transaction import committed_manifest
 from mcore_ckpt.steps.room import Saving
-from mcore_ckpt.steps.transaction import Attempt, check_seen, commit_together, open_together, opening_of
+from mcore_ckpt.steps.transaction import Attempt, check_seen, open_together, opening_of
 from mcore_ckpt.steps.upload_queue import UploadHandle
 
 logger = logging.getLogger(__name__)
-
-Result = TypeVar("Result")
 
 
 class DrainHandle:
@@ -135,36 +132,18 @@ class Drain:
             folder_mode=partial(trainer.folder_mode, self.saving.role_dir),
         )
         exports = "hf_model" in trainer.config.save_contents
-        durable = replace(manifest, placement=None)
 
         def copy(staging: Path) -> Record:
             return {"files": [asdict(file) for file in self._copy(staging, mine, exports)]}
 
-        def copy_and_export(staging: Path) -> Record:
-            write = partial(copy, staging)
-            exported = export_together(self.agreement, trainer, staging, f"{opened.number}-root", write, describe)
-            return {"files": [asdict(file) for file in exported]}
-
         def describe(_: Sequence[Record]) -> Manifest:
-            self.context.lock.take(patience_s=0)
-            files = _copied(durable.files, exports)
+            files = _copied(manifest.files, exports)
             commit.check_files(opened.staging, ((file.rank, _written(file)) for file in files))
-            return replace(durable, files=files)
+            return replace(manifest, placement=None, files=files)
 
-        def describe_export(records: Sequence[Record]) -> Manifest:
-            self.context.lock.take(patience_s=0)
-            return completed(trainer, opened.staging, records)
-
-        commit_together(
-            self.agreement,
-            topic,
-            opened,
-            copy_and_export if exports else copy,
-            describe_export if exports else describe,
-            partial(self._move_tracker, opened.role_dir),
-            partial(self.context.lock.take, patience_s=0),
-        )
-        return self._upload(), self._old_steps(opened.role_dir)
+        move_tracker = partial(self._move_tracker, opened.role_dir)
+        commit_to_root(self.context, self.agreement, topic, opened, copy, describe, move_tracker)
+        return upload(self.context, self.saving), old_steps(self.context, self.agreement, self.saving)
 
     def _move_tracker(self, role_dir: Path) -> None:
         # Other trackers follow the nodes (`follow_nodes`), and may name a newer step by now.
@@ -185,27 +164,6 @@ class Drain:
         sync_names(staging, [file.path for file in files])
         self.context.lock.check_root()
         return [_written(file) for file in files]
-
-    def _upload(self) -> UploadHandle | None:
-        uploads, policy = self.context.uploads, self.saving.policy
-        if uploads is None or policy is None:
-            return None
-        return uploads.committed(self.saving.step, policy if self.context.trainer.config.prune_remote else None)
-
-    def _old_steps(self, role_dir: Path) -> OldSteps | None:
-        if not self.agreement.is_coordinator or self.saving.policy is None:
-            return None
-        found = partial(find_old_steps, self.context, role_dir, self.saving.step, self.saving.policy)
-        return _watched(self.agreement, found)
-
-
-def _watched(agreement: Agreement, work: Callable[[], Result]) -> Result | None:
-    """Does what may be done later as well. Returns None, and warns, if the disk hangs."""
-    try:
-        return agreement.runner.run(work)
-    except HungDiskError as error:
-        logger.warning("old steps stay until the next save to the root: %s", error)
-        return None
 
 
 def _copied(files: Sequence[FileRecord], exports: bool) -> tuple[FileRecord, ...]:
@@ -283,9 +241,9 @@ class Drains:
 
     def _run(self, drain: Drain, handle: DrainHandle) -> None:
         error: CheckpointError | None = None
-        upload = old_steps = None
+        uploaded = too_old = None
         try:
-            upload, old_steps = drain.run()
+            uploaded, too_old = drain.run()
         except CheckpointError as failure:
             error = failure
         except Exception as failure:
@@ -297,9 +255,12 @@ class Drains:
                 logger.error("step %d is not in the root, and stays in the fast tier: %s", handle.step, error)
             with self._lock:
                 self._attempt = None
-            handle.end(error, upload)
-        if old_steps is not None:
-            _watched(drain.agreement, old_steps.delete)
+            handle.end(error, uploaded)
+        if too_old is not None:
+            try:
+                drain.agreement.runner.run(too_old.delete)
+            except HungDiskError as error:
+                logger.warning("old steps stay until the next save to the root: %s", error)
 
 
 _all_drains: WeakSet[Drains] = emptied_in_child(WeakSet())

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from mcore_ckpt.delivery import Delivery
 from mcore_ckpt.events import Captured, Committed, ErrorText, Failed, Phase, Started, Written
+from mcore_ckpt.save.save_report import SaveReport
+from mcore_ckpt.save.save_times import SaveTimes
 
 
 class SaveEvents:
@@ -42,31 +44,36 @@ class SaveEvents:
         """Tells that this rank's files are on the disk."""
         self._delivery.post(Written(**self._at(at), nbytes=nbytes, seconds=seconds))
 
-    def committed(self, at: float, nbytes: int, stall_s: float, phases: Sequence[Phase]) -> None:
+    def committed(self, report: SaveReport, times: SaveTimes) -> None:
         """Tells that the checkpoint is committed. This ends the save."""
         self._is_under_way = False
-        seconds = at - self._called
+        at = self._called + report.seconds
+        phases = tuple(times.phases(self.phase, at))
         self._delivery.post(
-            Committed(**self._at(at), nbytes=nbytes, seconds=seconds, stall_s=stall_s, phases=tuple(phases))
+            Committed(
+                **self._at(at), nbytes=report.nbytes, seconds=report.seconds, stall_s=report.stall_s, phases=phases
+            )
         )
 
-    def failed(self, error: BaseException, phases: Sequence[Phase] = ()) -> None:
-        """Tells that the save has failed, unless it was not yet told as started, or has ended already."""
+    def failed(self, error: BaseException, times: SaveTimes | None = None) -> None:
+        """Tells that the save has failed, unless it was not yet told as started, or has ended already.
+
+        Without `times`, it has failed while it was planned.
+        """
         if not self._is_under_way:
             return
         self._is_under_way = False
         if not self._delivery.has_listeners:
             return
         now = time.perf_counter()
-        # A save that has no phases yet has failed while it was planned.
-        phases = tuple(phases) or (self.phase("plan", self._called, now),)
+        phases = [self.phase("plan", self._called, now)] if times is None else times.phases(self.phase, now)
         self._delivery.post(
             Failed(
                 **self._at(now),
                 operation="save",
                 error=ErrorText.of(error),
                 seconds=now - self._called,
-                phases=phases,
+                phases=tuple(phases),
             )
         )
 

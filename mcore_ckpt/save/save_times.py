@@ -26,10 +26,14 @@ class SaveTimes:
     """
 
     def __init__(self, called: float) -> None:
-        self._called, self._started = called, time.perf_counter()
+        self._called = self._started = called
         self._moments: dict[str, float] = {}
         self.copies_first = False
         self.copy: SpanInSeconds | None = None
+
+    def start(self) -> None:
+        """Notes that no earlier save is waited for any more."""
+        self._started = time.perf_counter()
 
     def mark(self, moment: str) -> float:
         """Notes that a moment is now, and returns it."""
@@ -58,9 +62,10 @@ class SaveTimes:
             nbytes=nbytes,
         )
 
-    def report(self, step: int, path: Path, nbytes: int, stall_s: float | None, now: float) -> SaveReport:
+    def report(self, step: int, path: Path, nbytes: int, stall_s: float | None) -> SaveReport:
         """Returns the report of a save that is committed now. Without `stall_s` the trainer has waited until now."""
-        at, seconds = self._moments, now - self._called
+        at, now = self._moments, time.perf_counter()
+        seconds = now - self._called
         exported = at.get("exported", at["written"])
         return SaveReport(
             step=step,

@@ -472,7 +472,7 @@ def a_fault_closes_everything() -> None:
         roots = manager.root, FOLDER / "fault-node"
         return [path for root in roots for path in root.rglob(trainer_file(root, manager.role).name)]
 
-    host, port = manager._context.fast.tier.server.address.rsplit(":", 1)  # type: ignore[union-attr]
+    host, port = manager._tier.server.address.rsplit(":", 1)  # type: ignore[union-attr]
     socket.create_connection((host, int(port))).close()
     assert locks()
     library.emulated_fault_after(3)

@@ -312,7 +312,7 @@ def test_a_rank_with_a_disk_of_its_own_is_told_of_at_once(shared_path: Path, mon
     with parallel(layout):
         training = build(layout, seed=1)
         manager = manager_of(training, shared_path, hf_config=hf_config(layout), save_contents=CONTENTS)
-        monkeypatch.setattr("mcore_ckpt.save.save.check_seen", unseen)
+        monkeypatch.setattr("mcore_ckpt.save.rank_files.check_seen", unseen)
         messages = refused(training, lambda: manager.save(1), CommitError)
         assert_names(messages, r"rank 1: .*staging.* cannot be seen")
         manager.close()

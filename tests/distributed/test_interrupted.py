@@ -17,10 +17,10 @@ from mcore_ckpt.errors import CommitError
 from mcore_ckpt.formats.native.writer import FileWriter
 from mcore_ckpt.integrations.kit.together import on_all_ranks
 from mcore_ckpt.load import load as loading
-from mcore_ckpt.manager import Save
 from mcore_ckpt.ranks.rounds import Round
 from mcore_ckpt.recover import recover
-from mcore_ckpt.save import save as saving
+from mcore_ckpt.save import rank_files
+from mcore_ckpt.save.rank_files import RankFiles
 from mcore_ckpt.state import trainer_setup
 
 DP2 = LAYOUTS["dp2-bf16"]
@@ -80,11 +80,11 @@ def assert_told(call: Callable[[], object], victim: int) -> None:
 @pytest.mark.parametrize("how", ["sync", "async", "fast"])
 def test_while_saving(how: str, victim: int, shared_path: Path) -> None:
     places: list[tuple[Any, str]] = [
-        (Save, "__init__"),
+        (RankFiles, "__init__"),
         (Round, "submit"),
-        (saving, "take_samples"),
-        (Save, "begin_on_nodes" if how == "fast" else "begin"),
-        *([] if how == "async" else [(FileWriter, "finish")]),
+        (rank_files, "take_samples"),
+        (RankFiles, "capture"),
+        *([] if how == "async" else [(RankFiles, "start_writing"), (FileWriter, "finish")]),
     ]
     config: dict[str, Any] = {"async_save": how == "async"}
     if how == "fast":

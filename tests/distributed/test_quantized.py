@@ -32,7 +32,7 @@ from mcore_ckpt.errors import CheckpointError, CheckpointMismatchError, Unsuppor
 from mcore_ckpt.io import tuning
 from mcore_ckpt.io.host_memory import HostMemory
 from mcore_ckpt.load.huggingface import load_hf
-from mcore_ckpt.save import save as saving
+from mcore_ckpt.save import nodes
 from mcore_ckpt.save.weight_copies import WeightCopies
 from mcore_ckpt.state import main_weights
 from mcore_ckpt.state.main_weights import weights_to_save
@@ -252,7 +252,7 @@ def test_a_folder_that_fails_on_one_node_fails_the_save_on_all(
         fast = FastTier(shared_path / "node", replicas=0)
         manager = manager_of(training, shared_path / "root", async_save=True, fast=fast)
         if dist.get_rank() == 1:
-            monkeypatch.setattr(saving, "make_staging", lambda attempt, mode: 1 / 0)
+            monkeypatch.setattr(nodes, "make_staging", lambda attempt, mode: 1 / 0)
         with pytest.raises(CheckpointError, match="division by zero"):
             manager.save(1).wait()
         monkeypatch.undo()

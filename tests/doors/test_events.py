@@ -80,7 +80,7 @@ def test_a_failed_save_says_where_and_why(tmp_path: Path, is_async: bool) -> Non
     assert sum(isinstance(event, (Failed, Committed)) for event in first) == 1
     assert (failed.operation, failed.error.type) == ("save", "mcore_ckpt.errors.CommitError")
     assert DISK_ERROR in failed.error.message
-    assert "in _write" in failed.error.stacktrace
+    assert "in write" in failed.error.stacktrace
     assert failed.phases[-1].name == "write"
     assert failed.phases[-1].start + failed.phases[-1].seconds == pytest.approx(failed.time)
     assert failed.time == pytest.approx(failed.phases[0].start + failed.seconds)

@@ -22,7 +22,7 @@ from mcore_ckpt.events import ErrorText, Event, Failed, Uploaded
 from mcore_ckpt.io import retries
 from mcore_ckpt.io.mounts import parse_mount
 from mcore_ckpt.io.store import Store
-from mcore_ckpt.save import save as save_module
+from mcore_ckpt.save import rank_files
 from mcore_ckpt.steps.remote_steps import RemoteSteps
 
 WORD = "S3CRET"
@@ -118,7 +118,7 @@ def test_a_save_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         raise OSError(SAID)
 
     got: list[Event] = []
-    monkeypatch.setattr(save_module, "sync_names", fail)
+    monkeypatch.setattr(rank_files, "sync_names", fail)
     manager = manager_of(tmp_path, listeners=[got.append])
     with pytest.raises(CheckpointError) as caught:
         manager.save(1)

@@ -11,6 +11,7 @@ from endings import Ended, run_to_the_end
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, CommitError
 from mcore_ckpt.ranks.rounds import Agreement
 from mcore_ckpt.save.background import BackgroundSaves, SaveHandle
+from mcore_ckpt.save.destination import Following
 from mcore_ckpt.save.save_report import SaveReport
 
 LONG_S = 30.0
@@ -33,7 +34,7 @@ class FakeSave:
         if not held:
             self.may_end.set()
 
-    def finish(self, stall_s: float | None = None) -> SaveReport:
+    def finish(self, stall_s: float | None = None) -> tuple[SaveReport, Following]:
         self.stall_s = stall_s
         self.thread = threading.current_thread()
         self.done = 400
@@ -42,24 +43,21 @@ class FakeSave:
         if self.error is not None:
             raise self.error
         self.done = 1000
-        return REPORT
+        return REPORT, Following(delete=self.delete, deletes=self.deletes)
 
-    def spread(self) -> tuple[None, None]:
-        return None, None
-
-    def upload(self) -> None:
-        return None
-
-    def after_commit(self) -> None:
+    def delete(self) -> None:
         self.deleting.set()
         assert self.may_delete.wait(LONG_S)
 
     def progress(self) -> tuple[int, int]:
         return self.done, 1000
 
+    def limit_device_wait(self, seconds: float) -> None:
+        """It uses no GPU."""
+
 
 def handle_of(save: FakeSave) -> SaveHandle:
-    return SaveHandle(save)  # type: ignore[arg-type]
+    return SaveHandle(save.step, save, save.finish)
 
 
 def saves(warns: bool = False) -> BackgroundSaves:
@@ -304,6 +302,7 @@ from pathlib import Path
 import torch.distributed as dist
 from mcore_ckpt.ranks import deadlines
 from mcore_ckpt.save.background import BackgroundSaves, SaveHandle
+from mcore_ckpt.save.destination import Following
 from mcore_ckpt.errors import CommitError
 from mcore_ckpt.save.save_report import SaveReport
 from mcore_ckpt.ranks.rounds import Agreement, decide
@@ -313,8 +312,6 @@ from mcore_ckpt.events import Started
 
 PRELUDE = """
 class Save:
-    step = 7
-    deletes = True
     def __init__(self, commits, name="saved"):
         self.commits, self.name = commits, name
     def progress(self):
@@ -329,12 +326,10 @@ class Save:
             marker.with_name(self.name).write_text(str(error))
             raise
         marker.with_name(self.name).write_text("committed")
-        return SaveReport(7, marker, 0, *[0.0] * 7)
-    def spread(self):
-        return None, None
-    def upload(self):
-        return None
-    def after_commit(self):
+        return SaveReport(7, marker, 0, *[0.0] * 7), Following(delete=self.delete, deletes=True)
+    def handle(self):
+        return SaveHandle(7, self, self.finish)
+    def delete(self):
         marker.with_name(self.name + "-deleted").touch()
 
 def commits(world, timeout_s=3600.0):
@@ -346,22 +341,22 @@ atexit.register(ending.set)  # the last one registered is the first one called
 
 
 ENDS = {
-    "kept": "background = BackgroundSaves(seat := commits(1), False)\nbackground.launch(SaveHandle(Save(seat)), 0.0)",
+    "kept": "background = BackgroundSaves(seat := commits(1), False)\nbackground.launch(Save(seat).handle(), 0.0)",
     "dropped": (
         "def train():\n"
         "    seat = commits(1)\n"
-        "    BackgroundSaves(seat, False).launch(SaveHandle(Save(seat)), 0.0)\n"
+        "    BackgroundSaves(seat, False).launch(Save(seat).handle(), 0.0)\n"
         "train()\n"
         "import gc; gc.collect()"
     ),
     "sys.exit": (
         "background = BackgroundSaves(seat := commits(1), False)\n"
-        "background.launch(SaveHandle(Save(seat)), 0.0)\n"
+        "background.launch(Save(seat).handle(), 0.0)\n"
         "sys.exit(3)"
     ),
     "exception": (
         "background = BackgroundSaves(seat := commits(1), False)\n"
-        "background.launch(SaveHandle(Save(seat)), 0.0)\n"
+        "background.launch(Save(seat).handle(), 0.0)\n"
         "raise ValueError('the training has failed')"
     ),
     "listeners": (
@@ -375,7 +370,7 @@ ENDS = {
         "delivery.drain()\n"
         "marker.with_name('told').unlink()\n"
         "background = BackgroundSaves(seat := commits(1), False)\n"
-        "background.launch(SaveHandle(Told(seat)), 0.0)"
+        "background.launch(Told(seat).handle(), 0.0)"
     ),
 }
 
@@ -388,7 +383,7 @@ import time
 for name in ("actor", "critic", "ref", "reward"):
     seat = commits(2)
     kept.append(BackgroundSaves(seat, False))
-    kept[-1].launch(SaveHandle(Save(seat, name)), 0.0)
+    kept[-1].launch(Save(seat, name).handle(), 0.0)
 import mcore_ckpt.save.background
 ends = mcore_ckpt.save.background._finish_all
 atexit.unregister(ends)

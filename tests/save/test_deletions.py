@@ -10,12 +10,12 @@ from unsharded_model import Model
 from waiting import LONG_S, wait_for
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager
-from mcore_ckpt.save.save import Save
+from mcore_ckpt.save.old_steps import OldSteps
 from mcore_ckpt.steps.listing import complete_steps
 
 
 class Deletions:
-    """Holds up each deletion of old steps until the test lets it go on."""
+    """Holds up each deletion of old steps until the test lets it go on. They are numbered from 1, as the saves are."""
 
     def __init__(self, delete: Callable[..., Any]) -> None:
         self._delete = delete
@@ -24,16 +24,17 @@ class Deletions:
         self.ended: list[int] = []
         self.at_a_time = self.most_at_a_time = 0
 
-    def __call__(self, save: Save) -> None:
-        self.begun.append(save.step)
+    def __call__(self, old: OldSteps) -> None:
+        number = len(self.begun) + 1
+        self.begun.append(number)
         self.at_a_time += 1
         self.most_at_a_time = max(self.most_at_a_time, self.at_a_time)
         assert self.passes.acquire(timeout=LONG_S)
         try:
-            self._delete(save)
+            self._delete(old)
         finally:
             self.at_a_time -= 1
-        self.ended.append(save.step)
+        self.ended.append(number)
 
     def let(self, count: int = 1000) -> None:
         for _ in range(count):
@@ -42,8 +43,8 @@ class Deletions:
 
 @pytest.fixture
 def deletions(monkeypatch: pytest.MonkeyPatch) -> Iterator[Deletions]:
-    held = Deletions(Save.after_commit)
-    monkeypatch.setattr(Save, "after_commit", lambda save: held(save))
+    held = Deletions(OldSteps.delete)
+    monkeypatch.setattr(OldSteps, "delete", lambda old: held(old))
     yield held
     held.let()
 

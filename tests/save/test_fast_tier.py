@@ -7,7 +7,7 @@ import socket
 import subprocess
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
@@ -36,13 +36,14 @@ from mcore_ckpt.errors import (
 from mcore_ckpt.io import json_fields, tuning
 from mcore_ckpt.ranks.hosts import this_host
 from mcore_ckpt.recover import recover
+from mcore_ckpt.save import nodes
 from mcore_ckpt.save.background import SaveHandle
 from mcore_ckpt.save.copies import Copies
-from mcore_ckpt.save.save import Save
 from mcore_ckpt.steps import node_tier, tracker
 from mcore_ckpt.steps.listing import complete_steps
 from mcore_ckpt.steps.node_steps import HeldRole
 from mcore_ckpt.steps.owner import Owner, _start_of
+from mcore_ckpt.steps.transaction import Attempt
 
 
 @pytest.fixture(autouse=True)
@@ -257,13 +258,13 @@ def test_a_step_is_not_saved_again_while_it_is_being_copied(job: Job, monkeypatc
     job.start(durable_every=1)
     waited: list[int | None] = []
     monkeypatch.setattr(Copies, "wait", lambda self, timeout=None, step=None: waited.append(step))
-    begin, before = Save.begin_on_nodes, []
+    make, before = nodes.make_staging, []
 
-    def noting(self: Save, *arguments: Any) -> None:
-        before.append((waited[-1], self.step))
-        begin(self, *arguments)
+    def noting(attempt: Attempt, mode: int) -> None:
+        before.append((waited[-1], file_names.parse_step(attempt.role_dir.parent.name)))
+        make(attempt, mode)
 
-    monkeypatch.setattr(Save, "begin_on_nodes", noting)
+    monkeypatch.setattr(nodes, "make_staging", noting)
     for step in (3, 3, 4):
         job.save(step)
     assert before == [(3, 3), (3, 3), (4, 4)]
@@ -306,13 +307,13 @@ def test_a_step_is_saved_again_while_its_folder_is_being_deleted(job: Job, monke
         job.save(step)
     manager = job.start(keep=3)
     job.loads(1, step=1)
-    may_delete, delete = threading.Event(), Save.after_commit
+    may_delete, delete = threading.Event(), nodes._delete
 
-    def delete_late(save: Save) -> None:
+    def delete_late(folders: Sequence[Path]) -> None:
         assert may_delete.wait(LONG_S)
-        delete(save)
+        delete(folders)
 
-    monkeypatch.setattr(Save, "after_commit", delete_late)
+    monkeypatch.setattr(nodes, "_delete", delete_late)
     for step in (2, 3):
         with torch.no_grad():
             job.model.weight.fill_(step)

@@ -66,7 +66,7 @@ def test_a_child_ends_beside_a_save_that_does_not(tmp_path: Path) -> None:
         may_commit.wait()
 
     manager._context.lock.take = lambda patience_s: keep_lock()  # type: ignore[method-assign]
-    manager._opening.prepare = lambda saving, need: None  # type: ignore[method-assign]
+    manager._destination.prepare = lambda saving, need: None  # type: ignore[method-assign]
     handle = manager.save(1)
     is_committing.wait()
 
@@ -178,7 +178,7 @@ def test_a_child_of_a_listener_ends_with_the_call(tmp_path: Path) -> None:
 def test_a_dropped_manager_serves_no_longer(tmp_path: Path) -> None:
     fast = FastTier(tmp_path / "node", replicas=0, durable_every=1)
     managers = [CheckpointManager(tmp_path / "root", Model(), config=config(fast=fast, async_save=True))]
-    tier = managers[0]._context.fast.tier  # type: ignore[union-attr]
+    tier = managers[0]._tier  # type: ignore[union-attr]
     handle = managers[0].save(1)
     handle.wait()
     assert handle.drain is not None
@@ -197,7 +197,7 @@ def test_a_dropped_manager_first_ends_its_save(tmp_path: Path) -> None:
     may_write = threading.Event()
     fast = FastTier(tmp_path / "node", replicas=0, durable_every=None)
     manager = CheckpointManager(tmp_path / "root", Model(), config=config(fast=fast, async_save=True))
-    tier = manager._context.fast.tier  # type: ignore[union-attr]
+    tier = manager._tier  # type: ignore[union-attr]
     publish = tier.publish
 
     def publish_late(attempt: str, manifest: bytes) -> None:

@@ -22,7 +22,7 @@ from mcore_ckpt import CheckpointConfig, CheckpointManager
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.errors import CommitError, LockedError, NoRoomError
 from mcore_ckpt.io import tuning
-from mcore_ckpt.save.save import Save
+from mcore_ckpt.save.old_steps import OldSteps
 from mcore_ckpt.steps import commit, room, trainer_lock
 from mcore_ckpt.steps.listing import StepStatus, complete_steps
 from mcore_ckpt.steps.room import RoomWatch
@@ -258,13 +258,13 @@ class HeldDeletions:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.may_go_on = threading.Event()
-        delete = Save.after_commit
+        delete = OldSteps.delete
 
-        def held(save: Save) -> None:
+        def held(old: OldSteps) -> None:
             assert self.may_go_on.wait(LONG_S)
-            delete(save)
+            delete(old)
 
-        monkeypatch.setattr(Save, "after_commit", held)
+        monkeypatch.setattr(OldSteps, "delete", held)
 
 
 def test_deletions_under_way_make_room_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.errors import CommitError, LockedError
 from mcore_ckpt.io.mounts import Mount
 from mcore_ckpt.ranks.rounds import Agreement
-from mcore_ckpt.save import save as saving
+from mcore_ckpt.save import rank_files
 from mcore_ckpt.steps import commit, same_root, trainer_lock
 from mcore_ckpt.steps.same_root import SameRoot
 from mcore_ckpt.steps.trainer_lock import ToolLocks, TrainerLock
@@ -179,7 +179,7 @@ def manager_of(tmp_path: Path, tier: FastTier | None = None) -> CheckpointManage
     [
         (None, "", True),
         (commit, "open_staging", False),
-        (saving, "sync_names", False),
+        (rank_files, "sync_names", False),
         (commit, "write_manifest", True),
     ],
 )

@@ -27,6 +27,7 @@ from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.io import _native, tuning
 from mcore_ckpt.ranks.rounds import Agreement
 from mcore_ckpt.save.background import BackgroundSaves, SaveHandle
+from mcore_ckpt.save.destination import Following
 from mcore_ckpt.steps import commit
 from mcore_ckpt.steps.transaction import Attempt
 
@@ -204,19 +205,11 @@ class RankSave:
     def __init__(self, job: Job, commits: Agreement, attempt: Attempt, step: int, version: int) -> None:
         self._job, self._commits, self._attempt, self.step, self._version = job, commits, attempt, step, version
 
-    def finish(self, stall_s: float | None) -> str:
+    def finish(self, stall_s: float | None) -> tuple[str, Following]:
         finish(self._commits, self._attempt, Path(self._job.root), self.step, self._version)
-        return "committed"
+        return "committed", Following(delete=self.delete, deletes=True)
 
-    deletes = True
-
-    def spread(self) -> tuple[None, None]:
-        return None, None
-
-    def upload(self) -> None:
-        """There is no remote store."""
-
-    def after_commit(self) -> None:
+    def delete(self) -> None:
         if self._commits.is_coordinator:
             delete_old(Path(self._job.root), self.step, KEEP)
 
@@ -232,13 +225,14 @@ def _save_all(job: Job, agreement: Agreement, commits: Agreement, watch: Watch, 
         try:
             background.wait_until_idle()
             attempt = begin(agreement, Path(job.root), step)
-            handle = SaveHandle(RankSave(job, commits, attempt, step, version))  # type: ignore[arg-type]
+            save = RankSave(job, commits, attempt, step, version)
+            handle = SaveHandle(step, save, save.finish)  # type: ignore[arg-type]
             if job.background:
                 background.launch(handle, 0.0)
             else:
-                saved = handle.run(None)
-                if saved is not None:
-                    saved.after_commit()
+                following = handle.run(None)
+                if following is not None:
+                    following.delete()
             handle.wait()
         except CheckpointError as error:
             report["error"] = [type(error).__name__, str(error)]

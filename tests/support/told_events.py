@@ -11,7 +11,7 @@ from unsharded_model import Model
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager, SaveReport
 from mcore_ckpt.errors import CheckpointError
-from mcore_ckpt.save import save as save_module
+from mcore_ckpt.save import rank_files
 
 # The steps of `train`: saved, saved, failed.
 GOOD, NEWEST, BAD = 10, 20, 30
@@ -28,7 +28,7 @@ def broken_disk() -> Iterator[None]:
         raise OSError(errno.EIO, DISK_ERROR)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(save_module, "sync_names", fail)
+        patched.setattr(rank_files, "sync_names", fail)
         yield
 
 

@@ -1,20 +1,33 @@
-"""Does what rank 0 does at the beginning of a save: take the lock, remove leftovers, check the room."""
+"""Saves to the shared root."""
 
 from __future__ import annotations
 
 import errno
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
+from mcore_ckpt.checkpoint.manifest import Manifest, WrittenFile
 from mcore_ckpt.io.room import Need
+from mcore_ckpt.ranks import deadlines
+from mcore_ckpt.ranks.rounds import Record
 from mcore_ckpt.save.context import SaveContext
-from mcore_ckpt.steps import leftovers
+from mcore_ckpt.save.destination import Following, Place
+from mcore_ckpt.save.root_commit import commit_to_root, old_steps, upload
+from mcore_ckpt.save.save_times import SaveTimes
+from mcore_ckpt.steps import leftovers, tracker
 from mcore_ckpt.steps.commit import discard
 from mcore_ckpt.steps.listing import check_one_spelling, heads_at
 from mcore_ckpt.steps.room import Saving
-from mcore_ckpt.steps.transaction import Attempt, is_committed
+from mcore_ckpt.steps.trainer_lock import TrainerLock
+from mcore_ckpt.steps.transaction import Attempt, await_opening, is_committed, open_together
 
 
-class Opening:
-    """Prepares the folder of each save of one manager. Only rank 0 uses it, while the other ranks wait.
+class Root:
+    """The root as the destination of one manager's saves.
 
     Args:
         context: what the saves of the manager share.
@@ -24,6 +37,33 @@ class Opening:
         self._context, self._trainer = context, context.trainer
         self._has_opened = False
         self._interrupted: list[Attempt] = []
+
+    @property
+    def lock(self) -> TrainerLock:
+        return self._context.lock
+
+    def folder_of(self, saving: Saving) -> Path:
+        return saving.role_dir
+
+    def open(self, topic: str, saving: Saving, busy: bool, failure: Record | None, need: Need) -> Place:
+        attempt = open_together(
+            self._trainer.agreement,
+            topic,
+            saving.role_dir,
+            busy,
+            failure,
+            partial(self.prepare, saving),
+            need,
+            folder_mode=partial(self._trainer.folder_mode, saving.role_dir),
+            patience_s=deadlines.DISK_PATIENCE_S if self._trainer.config.async_save else math.inf,
+        )
+        return _PlaceInRoot(self._context, saving, attempt)
+
+    def loaded(self, manifest: Manifest) -> None:
+        pass
+
+    def wait(self) -> None:
+        pass
 
     def interrupted(self, attempt: Attempt) -> None:
         """Notes a save that a signal handler has ended on this rank, while others may still have been writing."""
@@ -38,6 +78,8 @@ class Opening:
 
     def prepare(self, saving: Saving, need: Need) -> None:
         """Takes the role's trainer lock, removes leftovers of dead processes, and checks the room.
+
+        Rank 0 does it, while the other ranks wait.
 
         Args:
             saving: the save that begins.
@@ -79,3 +121,39 @@ class Opening:
             # It says how much is missing, or waits for deletions, after which there is room for the lock, too.
             self._context.room.check(saving, need, timeout_s / 8)
             self._context.lock.take(patience_s=0)
+
+
+@dataclass(frozen=True, eq=False)
+class _PlaceInRoot:
+    context: SaveContext
+    saving: Saving
+    attempt: Attempt
+    save_count: int = 0
+
+    def capturing(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def prepare(self) -> None:
+        pass
+
+    def await_opening(self, topic: str) -> None:
+        await_opening(self.context.commits, topic, self.attempt)
+
+    def commit(
+        self,
+        topic: str,
+        write: Callable[[Path], Record],
+        describe: Callable[[Sequence[Record]], Manifest],
+        times: SaveTimes,
+    ) -> list[WrittenFile]:
+        commits = self.context.commits
+        return commit_to_root(self.context, commits, topic, self.attempt, write, describe, self._move_tracker, times)
+
+    def follow(self) -> Following:
+        old = old_steps(self.context, self.context.commits, self.saving)
+        uploaded = upload(self.context, self.saving)
+        return Following(uploaded) if old is None else Following(uploaded, delete=old.delete, deletes=bool(old.found))
+
+    def _move_tracker(self) -> None:
+        if self.saving.policy is not None:
+            tracker.move_tracker(self.context.trainer.root, self.saving.step, seen=self.attempt.role_dir)

@@ -1,0 +1,126 @@
+"""Saves to the nodes' own folders (the fast tier), and begins the copies that follow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from mcore_ckpt.checkpoint.manifest import Manifest, WrittenFile
+from mcore_ckpt.errors import InvalidArgumentError
+from mcore_ckpt.io.access import top_mode
+from mcore_ckpt.io.room import Need
+from mcore_ckpt.ranks.rounds import Record
+from mcore_ckpt.save.context import SaveContext
+from mcore_ckpt.save.destination import Following, Place
+from mcore_ckpt.save.drain import Drain
+from mcore_ckpt.save.fast_saves import FastSaves
+from mcore_ckpt.save.root import Root
+from mcore_ckpt.save.save_times import SaveTimes
+from mcore_ckpt.save.tracking import follow_nodes
+from mcore_ckpt.steps.commit import remove_folder, remove_if_empty
+from mcore_ckpt.steps.node_transaction import commit_on_nodes, make_staging, open_on_nodes
+from mcore_ckpt.steps.room import Saving
+from mcore_ckpt.steps.trainer_lock import TrainerLock
+from mcore_ckpt.steps.transaction import Attempt
+
+
+class Nodes:
+    """The nodes as the destination of one manager's saves.
+
+    Args:
+        context: what the saves of the manager share.
+        fast: what the saves into the fast tier share.
+        root: where durable steps are copied.
+    """
+
+    def __init__(self, context: SaveContext, fast: FastSaves, root: Root) -> None:
+        self._context, self._fast, self._root = context, fast, root
+
+    @property
+    def lock(self) -> TrainerLock:
+        return self._fast.tier.lock
+
+    def folder_of(self, saving: Saving) -> Path:
+        if saving.policy is None:
+            raise InvalidArgumentError(
+                f"path {saving.role_dir} is not part of a step below {self._context.trainer.root}, but the fast tier "
+                "holds only such steps: leave path out, or use a manager without a fast tier for this checkpoint"
+            )
+        return self._fast.tier.role_dir(saving.step)
+
+    def open(self, topic: str, saving: Saving, busy: bool, failure: Record | None, need: Need) -> Place:
+        fast = self._fast
+        fast.wait_before_durable()
+        fast.wait_for_copies_of(saving.step)
+        agreement = self._context.trainer.agreement
+        opened = open_on_nodes(agreement, topic, fast.tier, saving.step, busy, failure, fast.plan_durable)
+        fast.begun(opened.save_count, opened.is_durable)
+        drain = None
+        if opened.is_durable:
+            drain = Drain(self._context, fast.drain_agreement, opened.attempt, saving, self._root.prepare)
+        return _PlaceOnNodes(self._context, fast, saving, opened.attempt, opened.save_count, drain)
+
+    def interrupted(self, attempt: Attempt) -> None:
+        self._root.interrupted(attempt)
+
+    def remove_interrupted(self) -> None:
+        self._root.remove_interrupted()
+
+    def loaded(self, manifest: Manifest) -> None:
+        self._fast.loaded(manifest)
+
+    def wait(self) -> None:
+        self._fast.wait()
+
+
+@dataclass(frozen=True, eq=False)
+class _PlaceOnNodes:
+    context: SaveContext
+    fast: FastSaves
+    saving: Saving
+    attempt: Attempt
+    save_count: int
+    drain: Drain | None
+
+    def capturing(self) -> AbstractContextManager[None]:
+        return self.fast.copies.paused()
+
+    def prepare(self) -> None:
+        self.fast.tier.lock.check_root()
+        make_staging(self.attempt, top_mode(self.context.trainer.config.shared_with_group))
+
+    def await_opening(self, topic: str) -> None:
+        pass
+
+    def commit(
+        self,
+        topic: str,
+        write: Callable[[Path], Record],
+        describe: Callable[[Sequence[Record]], Manifest],
+        times: SaveTimes,
+    ) -> list[WrittenFile]:
+        def describe_if_held(records: Sequence[Record]) -> Manifest:
+            self.fast.tier.lock.take(patience_s=0)
+            return describe(records)
+
+        commit_on_nodes(self.context.commits, topic, self.attempt, self.fast.tier, write, describe_if_held)
+        return []  # HuggingFace models are made only of steps in the root
+
+    def follow(self) -> Following:
+        fast, step = self.fast, self.saving.step
+        if self.context.trainer.agreement.is_coordinator:
+            follow_nodes(self.context.trainer, fast.tier, step, self.saving.role_dir, self.context.lock.check_root)
+        fast.committed(step, self.attempt.number, self.save_count)
+        copies = fast.copies.add(step, self.attempt)
+        retired = fast.retire_old(step) if fast.tier.is_lead else []
+        drain = None if self.drain is None else fast.drains.start(self.drain)
+        return Following(copies=copies, drain=drain, delete=partial(_delete, retired))
+
+
+def _delete(folders: Sequence[Path]) -> None:
+    for folder in folders:
+        remove_folder(folder)
+        remove_if_empty(folder.parent)

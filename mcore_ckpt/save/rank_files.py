@@ -1,0 +1,322 @@
+"""What one rank does in one save: plans its files, copies the state into images of them, and writes them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt.checkpoint.manifest import WrittenFile
+from mcore_ckpt.errors import HungDiskError
+from mcore_ckpt.formats.native.writer import FileWriter
+from mcore_ckpt.interrupts import is_interrupt
+from mcore_ckpt.io import _native
+from mcore_ckpt.io.device_waits import wait_for_gpu
+from mcore_ckpt.io.disk_watch import Work
+from mcore_ckpt.io.files import sync_names
+from mcore_ckpt.ranks import deadlines
+from mcore_ckpt.ranks.rounds import Record
+from mcore_ckpt.save.capture import Capture, capture_in_place
+from mcore_ckpt.save.context import SaveContext
+from mcore_ckpt.save.destination import Place
+from mcore_ckpt.save.group_lists import NO_GROUPS, keys_to_save
+from mcore_ckpt.save.guards import why_not_lazy
+from mcore_ckpt.save.host_images import ReservedImages
+from mcore_ckpt.save.need import need_of_rank
+from mcore_ckpt.save.plan import SavePlan, saves_model
+from mcore_ckpt.save.rank_reports import rank_report
+from mcore_ckpt.save.rank_times import SpanInSeconds
+from mcore_ckpt.save.replica_check import ReplicaSamples, take_samples
+from mcore_ckpt.save.save_events import SaveEvents
+from mcore_ckpt.save.save_times import SaveTimes
+from mcore_ckpt.save.small_files import SmallFiles, read_steps, sizes_of_assets
+from mcore_ckpt.state.main_weights import NO_WEIGHTS, is_gathered_by_megatron
+from mcore_ckpt.state.model import sync_parameters
+from mcore_ckpt.steps.trainer_lock import TrainerLock
+from mcore_ckpt.steps.transaction import check_seen
+
+_NOT_READY = (
+    "the disk hangs, and the host memory for a copy of the state is not ready yet, so nothing is saved. The training "
+    "goes on"
+)
+
+
+class RankFiles:
+    """The files of this rank in one save.
+
+    Call `capture`, `start_writing`, `write`, `committed` and `close`, in this order.
+    The constructor checks and plans. What can fail on a single rank fails there, before the ranks' first round.
+
+    Args:
+        context: what the saves of the manager share.
+        extra_state: the trainer's own state, or None.
+        lock: the lock on the role where the save goes.
+        times: notes the moments of the save.
+        events: tells the listeners of the save.
+
+    Attributes:
+        plan: which tensor is written where. What it refers to of the state, it loses when the state is copied.
+        need: the files that this rank will write.
+        common: the state that all ranks share, on rank 0.
+        group_keys: the keys of the param groups in `common`, by optimizer.
+
+    Raises:
+        UnsupportedError: something cannot be saved completely.
+        MemoryError: there is not enough memory for a copy of the state.
+    """
+
+    def __init__(
+        self,
+        context: SaveContext,
+        extra_state: Mapping[str, Any] | None,
+        lock: TrainerLock,
+        times: SaveTimes,
+        events: SaveEvents,
+    ) -> None:
+        self._context, self._trainer, self._lock = context, context.trainer, lock
+        self._times, self._events = times, events
+        self._small = SmallFiles(self._trainer, extra_state)
+        self.common = self._small.common
+        self.plan = context.planner.plan(self._trainer)
+        self._nbytes = sum(plan.nbytes for plan in self.plan.files)
+        self.need = need_of_rank(self._trainer, self.plan.files, self._small.sizes(), context.assets)
+        self._is_async = self._trainer.config.async_save
+        # Weights that are made on the GPU come in pieces, and the next piece takes the place of the last one.
+        self._has_images = times.copies_first = self._is_async or self.plan.weights.is_cuda
+        self._images = self._reserve_images()
+        self.plan = self.plan.with_own_weights(self._without_image())
+        # Reading one step number per parameter takes a while. Without images the state does not change until the save
+        # ends, so the numbers can be read later, while the disk is writing.
+        self._steps = read_steps(self._trainer) if self._has_images else None
+        self.group_keys = keys_to_save(self._trainer)
+        self._groups = NO_GROUPS
+        self._samples, self._reads_gpu = ReplicaSamples(), False
+        self._captured: Capture | Exception = RuntimeError("capture comes first")
+        self._writer: FileWriter | None = None
+        self._written: list[WrittenFile] = []
+        self._device_timeout_s = self._trainer.config.timeout_s
+
+    def progress(self) -> tuple[int, int]:
+        """Returns how many bytes of tensors this rank has written, and how many it must write in all."""
+        return (0 if self._writer is None else self._writer.progress()), self._nbytes
+
+    def limit_device_wait(self, seconds: float) -> None:
+        """Waits for a GPU for at most so many seconds from now on. An exiting interpreter calls it."""
+        self._device_timeout_s = seconds
+        if self._writer is not None:
+            self._writer.limit_device_wait(seconds)
+
+    # -- capture --------------------------------------------------------------------------------------------
+
+    def capture(self, place: Place) -> None:
+        """Copies the state. If the save is async, training may continue when this returns.
+
+        Files that have no image, because host memory is still being prepared, are written to the disk before this
+        returns.
+
+        Raises nothing but what a signal handler raises, because the other ranks are on their way to the commit. There
+        this rank reports its failure.
+        """
+        try:
+            if self.plan.on_host or self.plan.weights.reads_host:
+                # verl (0.9.1, `offload_megatron_optimizer`) and megatron's `offload_to_cpu` do not wait for their
+                # copies, so a copy to the host memory that is read now may still be under way.
+                wait_for_gpu(self._trainer.config.timeout_s)
+            # Before all that may fail on one rank alone, because the ranks do it together: those that gather weights
+            # would wait for one that does not.
+            weights = self._complete_weights()
+            place.prepare()
+            self._copy_state(place, weights)
+            if self._has_images:
+                # The trainer may offload its tensors now.
+                self.plan = replace(self.plan, tensors=(), weights=NO_WEIGHTS, copies={})
+        except Exception as error:
+            if is_interrupt(error):
+                raise
+            self._captured = error
+            self.plan = replace(self.plan, weights=NO_WEIGHTS)
+        self._times.mark("begun")
+
+    def _copy_state(self, place: Place, weights: _native.DeviceEvent | None) -> None:
+        """Copies the tensors, or writes those that have no image. No rank waits for another one."""
+        number, verifies = place.attempt.number, self._trainer.config.verify_replicas
+        self._samples = take_samples(self.plan.replicated, number, verifies, self.plan.copies)
+        self._reads_gpu = any(tensor.is_cuda for members in self.plan.tensors for tensor in members.tensors)
+        self._times.mark("planned")
+        self._captured = self._copied(weights)
+        if self.plan.on_gpu and not self._has_images:
+            # Threads read the tensors, with no stream that would put them behind the work of the training, and behind
+            # that of the capture: strided tensors are copied in rows.
+            wait_for_gpu(self._trainer.config.timeout_s)
+        self._times.mark("captured")
+        if self._is_async and len(self._images.files) < len(self.plan.files):
+            self._write_in_place(place)
+        if self._is_async and not self.plan.on_gpu:
+            self._events.captured(time.perf_counter(), self._nbytes, time.perf_counter() - self._times["planned"])
+
+    def _complete_weights(self) -> _native.DeviceEvent | None:
+        """Gathers the weights that this rank has only in part, if they are saved. All ranks call it together.
+
+        Those that are made from main parameters are copied at once, because all of them need too much memory. Returns
+        the event after the last copy.
+        """
+        if not saves_model(self._trainer):
+            return None
+        chunks, plan = self._trainer.chunks, self.plan
+        weights, copied = plan.weights, _part_of(plan, self._images.files)
+        sync_parameters([each for each in chunks if is_gathered_by_megatron(each)] if weights.pieces else chunks)
+        images = self._context.host_images
+        event = images.copy_weights(weights, copied.files, copied.tensors, self._images.buffer)
+        # The trainer needs the memory now.
+        self.plan = replace(plan, weights=NO_WEIGHTS)
+        return event
+
+    def _reserve_images(self) -> ReservedImages:
+        images, files = self._context.host_images, self.plan.files
+        if not self._has_images or not files:  # a rank may write small files alone
+            return ReservedImages(None, ())
+        if self.plan.on_gpu:
+            return ReservedImages(images.reserve(files), tuple(range(len(files))))
+        return images.reserve_ready(files)
+
+    def _without_image(self) -> list[int]:
+        images = set(self._images.files)
+        return [number for number in range(len(self.plan.files)) if number not in images]
+
+    def _copied(self, weights: _native.DeviceEvent | None) -> Capture:
+        """Copies the tensors of files that have an image. Other files are written directly from their tensors."""
+        plan = self.plan
+        in_place = _part_of(plan, self._without_image())
+        capture = capture_in_place(in_place.files, in_place.tensors)
+        # Drop the reference in `_images`, so that a larger buffer can replace this one once the capture is dropped.
+        buffer, self._images = self._images.buffer, replace(self._images, buffer=None)
+        if buffer is None:
+            return capture
+        copied = _part_of(plan, self._images.files)
+        copies = self._context.host_images.capture(copied.files, copied.tensors, buffer, self._lazy(), weights)
+        # The files that are written in place come first, because the trainer may be waiting for them.
+        return Capture((*capture.writes, *copies.writes), copies.seconds)
+
+    def _lazy(self) -> Sequence[tuple[int, int]] | None:
+        """Returns the argument `lazy` of `HostImages.capture`."""
+        if not self.plan.on_gpu:
+            return None
+        is_lazy = self._trainer.config.async_mode == "lazy" and why_not_lazy(self._trainer) is None
+        return self.plan.buffers if is_lazy else None
+
+    def _write_in_place(self, place: Place) -> None:
+        """Writes the files that have no image, while the trainer waits. Raises HungDiskError if the disk hangs."""
+        if place.attempt.is_late:
+            raise HungDiskError(f"{place.attempt.staging}: {_NOT_READY}")
+        disk = self._context.commits.runner
+        writing = disk.start(lambda: self._start(place.attempt.staging).wait_for_sources())
+        if not writing.wait(deadlines.DISK_PATIENCE_S):
+            disk.leave(writing)
+            raise HungDiskError(f"{place.attempt.staging}: {_NOT_READY}")
+        writing.result()
+
+    # -- write ----------------------------------------------------------------------------------------------
+
+    def start_writing(self, place: Place) -> None:
+        """Starts to write the images. Raises nothing but what a signal handler raises, as `capture` does."""
+        if self._writer is not None or isinstance(self._captured, Exception):
+            return
+        try:
+            self._context.commits.runner.run(lambda: self._start(place.attempt.staging))
+        except Exception as error:
+            if is_interrupt(error):
+                raise
+            self._captured = error
+
+    def write(self, staging: Path, stall_s: float | None) -> Record:
+        """Writes this rank's files durably, and returns its report for rank 0.
+
+        Args:
+            staging: the staging folder.
+            stall_s: how long the trainer was held up, in seconds; None if it still is.
+
+        Raises what has failed in `capture`, or now.
+        """
+        if isinstance(self._captured, Exception):
+            raise self._captured
+        writer = self._writer
+        assert writer is not None, "start_writing comes first"
+        # Write the small files while the disk is writing the large ones.
+        written = self._small.write(staging)
+        steps = read_steps(self._trainer) if self._steps is None else self._steps
+        written += writer.finish()
+        self._times.copy = copy = self._copy_span(writer.times()[0])
+        # Each rank syncs the names that it may have made. On some shared file systems (CephFS with `wsync` off), a sync
+        # on another host would not do that.
+        sync_names(staging, {*(plan.path for plan in self.plan.files), *(file.path for file in written)})
+        self._lock.check_root()
+        now, nbytes = self._times.mark("written"), self.bytes_of(written)
+        if not self._is_async or self.plan.on_gpu:
+            self._events.captured(copy[1], self._nbytes, copy[1] - copy[0])
+        self._events.written(now, nbytes, now - self._times["writing"])
+        self._written = written
+        self._groups = self.plan.groups.listed(self.group_keys)
+        names = self._context.names.to_send(self.plan.files, self._trainer.agreement.rank, self._groups)
+        replicas, times = self._replicas(writer), self._times.rank_times(stall_s, nbytes)
+        return rank_report(self._trainer, written, self.plan.files, names, steps, self._groups.holds, replicas, times)
+
+    def _start(self, staging: Path) -> FileWriter:
+        if isinstance(self._captured, Exception):
+            raise self._captured
+        self._lock.check_root()
+        check_seen(staging)
+        self._times.mark("writing")
+        self._writer = FileWriter(staging, self._captured.writes, self._context.commits, self._device_timeout_s)
+        self._writer.limit_device_wait(self._device_timeout_s)  # it may have changed meanwhile, at the exit
+        self._writer.start()
+        return self._writer
+
+    def close(self) -> None:
+        """Waits until no thread writes any more, unless the disk hangs, and frees the copies."""
+        if self._writer is not None:
+            Work(self._writer.close, self._device_timeout_s).wait(deadlines.DISK_PATIENCE_S)
+        # It keeps the host memory alive, which a larger buffer may replace from now on.
+        self._captured = RuntimeError("the save has ended")
+
+    def committed(self, exported: Sequence[WrittenFile]) -> int:
+        """Notes for later saves what rank 0 knows now. Returns how many bytes this rank has written."""
+        self._context.names.mark_sent([*self.plan.files, self._groups])
+        written = [*self._written, *exported]
+        if self._trainer.agreement.is_coordinator:
+            self._context.assets.update(sizes_of_assets(written))
+        return self.bytes_of(written)
+
+    def bytes_of(self, written: Sequence[WrittenFile]) -> int:
+        """Returns how many bytes this rank has written, with its parts of files that several ranks write together."""
+        return self._nbytes + sum(file.size for file in written if file.index is None)
+
+    def _replicas(self, writer: FileWriter) -> Record:
+        """Returns what rank 0 compares with what other ranks have (`compare_replicas`)."""
+        # Samples that come from a GPU were queued before the copies of tensors, which have been written. A rank that
+        # copies none, or only weights that it has made before, has not waited for the samples.
+        has_arrived = self._reads_gpu
+        mended = [(each.tensor, each.other, each.stored) for each in writer.mended]
+        return {"crcs": self._samples.to_record(has_arrived), "names": self._samples.names(), "mended": mended}
+
+    def _copy_span(self, last_arrived: float) -> SpanInSeconds:
+        """Returns when the copy began and ended (time.perf_counter()).
+
+        `last_arrived` is the number of seconds from the start of writing until the writer had all bytes.
+        """
+        assert isinstance(self._captured, Capture)
+        planned, writing = self._times["planned"], self._times["writing"]
+        if not self._has_images:
+            return writing, writing + last_arrived
+        if self.plan.on_gpu and last_arrived:
+            return planned, writing + last_arrived
+        is_copied = len(self._images.files) == len(self.plan.files)
+        return planned, planned + self._captured.seconds if is_copied else self._times["begun"]
+
+
+def _part_of(plan: SavePlan, files: Sequence[int]) -> SavePlan:
+    """Returns the part of a plan that is about the files with the given numbers."""
+    return replace(
+        plan, files=tuple(plan.files[number] for number in files), tensors=tuple(plan.tensors[n] for n in files)
+    )
