@@ -31,7 +31,7 @@ from mcore_ckpt.io.disk_watch import DiskWatch
 from mcore_ckpt.io.store import Store
 from mcore_ckpt.load.candidates import remote_steps
 from mcore_ckpt.load.load import VERIFY_WORDS, LoadResult, load_state
-from mcore_ckpt.load.load_events import load_and_tell
+from mcore_ckpt.load.load_events import LoadEvents
 from mcore_ckpt.load.node_candidates import found_on_nodes, own_held, why_not_whole
 from mcore_ckpt.processes import Home
 from mcore_ckpt.ranks.meeting import rendezvous
@@ -308,10 +308,13 @@ class CheckpointManager:
             if verify not in VERIFY_WORDS:
                 raise InvalidArgumentError(f"verify is {verify!r}: use one of {', '.join(map(repr, VERIFY_WORDS))}")
             folder, failure = _full_path(path), self._background.failure()
-            load = partial(load_state, self._trainer, self._remote, step, folder, failure, verify)
-            load = partial(load, tier=self._tier, loaded=self._loaded)
-            with self._settings():
-                return load_and_tell(self._delivery, self._trainer, step, folder, load)
+            events = LoadEvents(self._delivery, self._trainer.role, self._trainer.agreement.rank)
+            with self._settings(), events.telling_of_failure(step, folder or self._trainer.root):
+                result = load_state(
+                    self._trainer, self._remote, step, folder, failure, verify, self._tier, self._loaded
+                )
+            events.loaded(result)
+            return result
 
     def _loaded(self, manifest: Manifest, place: Path | str) -> None:
         """Notes that the training goes on from a checkpoint."""

@@ -48,7 +48,10 @@ def fill_tensors(fills: Sequence[TensorFill], read: Read) -> int:
     A tensor whose dtype differs from the stored one, or that is not contiguous, is read into a temporary tensor first.
     At any time, the temporary tensors take less than CONVERT_BYTES plus the size of one tensor.
     """
-    return sum(_fill_together(batch, read) for batch in _in_batches(fills))
+    nbytes = 0
+    for batch in _in_batches(fills):
+        nbytes += _fill_batch(batch, read)
+    return nbytes
 
 
 def _in_batches(fills: Sequence[TensorFill]) -> Iterator[list[TensorFill]]:
@@ -73,7 +76,7 @@ def _is_direct(fill: TensorFill) -> bool:
     return fill.encode is None and target.is_contiguous() and target.dtype == fill.dtype
 
 
-def _fill_together(fills: Sequence[TensorFill], read: Read) -> int:
+def _fill_batch(fills: Sequence[TensorFill], read: Read) -> int:
     targets = [fill.target() for fill in fills]
     memories = [
         tensor if _is_direct(fill) else torch.empty(tensor.shape, dtype=fill.dtype, device=tensor.device)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -32,7 +33,7 @@ from mcore_ckpt.formats.native.spread_folder import SpreadFolder
 from mcore_ckpt.io.device_waits import wait_for_gpu
 from mcore_ckpt.load.broadcast import refuse_broadcast
 from mcore_ckpt.load.candidates import find_candidates, folder_of
-from mcore_ckpt.load.fill import TensorFill, fill_tensors
+from mcore_ckpt.load.fill import fill_tensors
 from mcore_ckpt.load.huggingface import load_hf
 from mcore_ckpt.load.node_candidates import found_on_nodes, own_held, to_adopt
 from mcore_ckpt.load.plan import LoadPlan, check_all_used, plan_load
@@ -137,7 +138,67 @@ def load_state(
             anything has changed.
     """
     started = time.monotonic()
+    # Find.
+    found = _find_together(trainer, remote, tier, step, path, failure, verify)
+    if path is not None and found["foreign"] is not None:
+        return _load_foreign(trainer, found["foreign"], path, started)
+    folders = [folder_of(remote, candidate, trainer.role, tier) for candidate in found["candidates"]]
+    skipped: list[str] = list(found.get("passed_over", ()))
+    changed = False
+    for number, folder in enumerate(folders):
+        saved_step = found["candidates"][number]["step"]
+        if isinstance(folder, RemoteFolder) and trainer.agreement.is_coordinator:
+            logger.warning("loading step %d from %s", saved_step, folder)
+        # One rank's lock is enough, because every process checks the locks before it deletes a step.
+        with reading(_to_lock(folder) if trainer.agreement.is_coordinator else []):
+            try:
+                # Plan, and check together. Nothing changes before all ranks know that the checkpoint fits.
+                if verify == "full":
+                    _verify_together(trainer, folder)
+                plan = _plan_together(trainer, folder)
+                # Fill.
+                changed = True
+                read, apply = (
+                    partial(plan.reader.read, check=verify != "off"),
+                    partial(_apply_small_state, trainer, plan),
+                )
+                fill, topic = partial(fill_tensors, read=read), f"loading {folder}"
+                with _naming(folder):
+                    nbytes = fill_together(trainer.agreement, trainer.replicas, topic, plan.fills, fill, apply)
+                    _make_consistent(trainer)
+            except CheckpointError as error:
+                damaged = isinstance(error, CheckpointCorruptError)
+                if not damaged and not changed:
+                    raise
+                if not damaged or trainer.config.strict or number == len(folders) - 1:
+                    raise _final(error, skipped, changed) from error
+                logger.warning("step %d cannot be loaded, taking the next older one: %s", saved_step, error)
+                skipped.append(str(error))
+                continue
+            nbytes += _load_hf_model(trainer, plan)
+        # Report.
+        loaded(plan.manifest, folder.place)
+        return _result(trainer, plan, nbytes, skipped, started)
+    raise AssertionError("unreachable: there is at least one candidate, and the last one returns or raises")
+
+
+def _find_together(
+    trainer: Trainer,
+    remote: RemoteSteps | None,
+    tier: NodeTier | None,
+    step: int | None,
+    path: Path | None,
+    failure: Record | None,
+    verify: str,
+) -> Record:
+    """Returns, on every rank, what `find_candidates` finds on rank 0. Raises EarlierSaveError for `failure`."""
     request = {"root": str(trainer.root), "step": step, "path": path and str(path), "verify": verify}
+    held: list[HeldRole] = []
+
+    def work() -> Record:
+        wait_for_gpu(trainer.agreement.timeout_s)  # plans read values of the state, for which torch waits for ever
+        held.extend(own_held(tier))
+        return {"request": request, "failure": failure, "held": [each.to_record() for each in held]}
 
     def combine(records: Sequence[Record]) -> Record:
         same_everywhere([record["request"] for record in records], "the checkpoint to load")
@@ -148,59 +209,33 @@ def load_state(
         found = find_candidates(trainer, remote, step, path, tier, fast)
         return {**found, "adopt": to_adopt(fast, records)}
 
-    held: list[HeldRole] = []
-
-    def work() -> Record:
-        wait_for_gpu(trainer.agreement.timeout_s)  # plans read values of the state, for which torch waits for ever
-        held.extend(own_held(tier))
-        return {"request": request, "failure": failure, "held": [each.to_record() for each in held]}
-
     found = decide(trainer.agreement, "finding a checkpoint", work, combine)
     raise_failure(found)
     if tier is not None and found["adopt"]:
         _adopt_together(trainer, tier, held, found["adopt"])
-    if path is not None and found["foreign"] is not None:
-        return _load_foreign(trainer, found["foreign"], path, started)
-    candidates = [
-        (candidate["step"], folder_of(remote, candidate, trainer.role, tier)) for candidate in found["candidates"]
-    ]
-    skipped: list[str] = list(found.get("passed_over", ()))
-    changed = False
-    for number, (saved_step, folder) in enumerate(candidates):
-        if isinstance(folder, RemoteFolder) and trainer.agreement.is_coordinator:
-            logger.warning("loading step %d from %s", saved_step, folder)
-        # One rank's lock is enough, because every process checks the locks before it deletes a step.
-        locked = _to_lock(folder) if trainer.agreement.is_coordinator else []
-        with reading(locked):
-            try:
-                if verify == "full":
-                    _verify_together(trainer, folder)
-                plan = _plan_together(trainer, folder)
-                changed = True
-                nbytes = _apply_together(trainer, plan, check=verify != "off")
-            except CheckpointError as error:
-                damaged = isinstance(error, CheckpointCorruptError)
-                if not damaged and not changed:
-                    raise
-                if not damaged or trainer.config.strict or number == len(candidates) - 1:
-                    raise _final(error, skipped, changed) from error
-                logger.warning("step %d cannot be loaded, taking the next older one: %s", saved_step, error)
-                skipped.append(str(error))
-                continue
-            nbytes += _load_hf_model(trainer, plan)
-        loaded(plan.manifest, folder.place)
-        _warn_of_new_layout(trainer, plan)
-        warn_of_other_model(trainer, plan.folder, plan.other_model)
-        rounded = Counter(fill.rounding for fill in plan.fills if fill.rounding is not None)
-        if rounded and trainer.agreement.is_coordinator:
-            logger.warning("%s: values were rounded: %s", folder, ", ".join(sorted(rounded)))
-        anew = _started_anew(trainer, plan)
-        seconds, other = time.monotonic() - started, tuple(each.text for each in plan.other_model)
-        groups = NO_CHANGES if plan.common is None else plan.common.changes
-        report = LoadReport(folder.place, nbytes, seconds, tuple(skipped), dict(rounded), anew, other, groups.kept)
-        _tell(trainer, plan.manifest.step, report, groups)
-        return LoadResult(plan.manifest.step, plan.extra_state, report)
-    raise AssertionError("unreachable: there is at least one candidate, and the last one returns or raises")
+    return found
+
+
+def _result(trainer: Trainer, plan: LoadPlan, nbytes: int, skipped: Sequence[str], started: float) -> LoadResult:
+    """Returns the result of a load, and warns of what the training should know."""
+    _warn_of_new_layout(trainer, plan)
+    warn_of_other_model(trainer, plan.folder, plan.other_model)
+    rounded = Counter(fill.rounding for fill in plan.fills if fill.rounding is not None)
+    if rounded and trainer.agreement.is_coordinator:
+        logger.warning("%s: values were rounded: %s", plan.folder, ", ".join(sorted(rounded)))
+    groups = NO_CHANGES if plan.common is None else plan.common.changes
+    report = LoadReport(
+        path=plan.folder.place,
+        nbytes=nbytes,
+        seconds=time.monotonic() - started,
+        skipped=tuple(skipped),
+        rounded=dict(rounded),
+        new_moments=_started_anew(trainer, plan),
+        other_model=tuple(each.text for each in plan.other_model),
+        kept_groups=groups.kept,
+    )
+    _tell(trainer, plan.manifest.step, report, groups)
+    return LoadResult(plan.manifest.step, plan.extra_state, report)
 
 
 def _adopt_together(trainer: Trainer, tier: NodeTier, held: Sequence[HeldRole], attempts: Sequence[str]) -> None:
@@ -381,20 +416,15 @@ def _plan_together(trainer: Trainer, folder: Folder) -> LoadPlan:
     return own.with_groups(outcome["groups"]).with_new_moments(outcome["new_moments"])
 
 
-def _apply_together(trainer: Trainer, plan: LoadPlan, check: bool) -> int:
-    def fill(fills: Sequence[TensorFill]) -> int:
-        nbytes = fill_tensors(fills, partial(plan.reader.read, check=check))
-        _apply_small_state(trainer, plan)
-        return nbytes
-
+@contextmanager
+def _naming(folder: Folder) -> Iterator[None]:
+    """Makes every error of the block one of this package, which names the folder."""
     try:
-        nbytes = fill_together(trainer.agreement, trainer.replicas, f"loading {plan.folder}", plan.fills, fill)
-        _make_consistent(trainer)
+        yield
     except CheckpointError:
         raise
     except Exception as error:
-        raise CheckpointError(f"{plan.folder}: {type(error).__name__}: {error}") from error
-    return nbytes
+        raise CheckpointError(f"{folder}: {type(error).__name__}: {error}") from error
 
 
 def _apply_small_state(trainer: Trainer, plan: LoadPlan) -> None:

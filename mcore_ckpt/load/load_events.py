@@ -3,50 +3,60 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from mcore_ckpt.delivery import Delivery
 from mcore_ckpt.events import ErrorText, Failed, Loaded
 from mcore_ckpt.load.load import LoadResult
-from mcore_ckpt.state.trainer import Trainer
 
 
-def load_and_tell(
-    delivery: Delivery, trainer: Trainer, step: int | None, path: Path | None, load: Callable[[], LoadResult]
-) -> LoadResult:
-    """Calls `load`, which is to load this step or path, and tells whether it succeeded or failed."""
-    started = time.perf_counter()
-    role, rank = trainer.role, trainer.agreement.rank
-    try:
-        result = load()
-    except BaseException as error:
-        if delivery.has_listeners:  # formatting the traceback takes a while
-            delivery.post(
-                Failed(
-                    step=step,
-                    role=role,
-                    rank=rank,
-                    path=trainer.root if path is None else path,
-                    time=time.time(),
-                    operation="load",
-                    error=ErrorText.of(error),
-                    seconds=time.perf_counter() - started,
-                )
+class LoadEvents:
+    """The events of one load on this rank.
+
+    Args:
+        delivery: brings the events to the listeners.
+        role, rank: what all events name.
+    """
+
+    def __init__(self, delivery: Delivery, role: str, rank: int) -> None:
+        self._delivery, self._started = delivery, time.perf_counter()
+        self._common: dict[str, Any] = {"role": role, "rank": rank}
+
+    def loaded(self, result: LoadResult) -> None:
+        """Tells that a load has succeeded."""
+        report = result.report
+        self._delivery.post(
+            Loaded(
+                **self._common,
+                step=result.step,
+                path=report.path,
+                time=time.time(),
+                nbytes=report.nbytes,
+                seconds=report.seconds,
+                skipped=report.skipped,
+                rounded=report.rounded,
             )
-        raise
-    report = result.report
-    delivery.post(
-        Loaded(
-            step=result.step,
-            role=role,
-            rank=rank,
-            path=report.path,
-            time=time.time(),
-            nbytes=report.nbytes,
-            seconds=report.seconds,
-            skipped=report.skipped,
-            rounded=report.rounded,
         )
-    )
-    return result
+
+    @contextmanager
+    def telling_of_failure(self, step: int | None, path: Path) -> Iterator[None]:
+        """Tells of an error that the block raises, which is to load this step, or what is at this path."""
+        try:
+            yield
+        except BaseException as error:
+            if self._delivery.has_listeners:  # formatting the traceback takes a while
+                self._delivery.post(
+                    Failed(
+                        **self._common,
+                        step=step,
+                        path=path,
+                        time=time.time(),
+                        operation="load",
+                        error=ErrorText.of(error),
+                        seconds=time.perf_counter() - self._started,
+                    )
+                )
+            raise

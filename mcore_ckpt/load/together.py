@@ -16,7 +16,7 @@ from mcore_ckpt.io import _native
 from mcore_ckpt.io.device_waits import wait_for_gpu
 from mcore_ckpt.load.broadcast import Batch, batches, broadcast, to_read
 from mcore_ckpt.load.fill import TensorFill
-from mcore_ckpt.ranks.rounds import Agreement, Record, decide
+from mcore_ckpt.ranks.rounds import Agreement, Record, decide, done_before
 from mcore_ckpt.ranks.topology import Replicas
 from mcore_ckpt.sharding.plan import ShardKey, runs
 
@@ -66,6 +66,7 @@ def fill_together(
     topic: str,
     fills: Sequence[TensorFill],
     fill: Callable[[Sequence[TensorFill]], int],
+    apply: Callable[[], None] = lambda: None,
 ) -> int:
     """Each rank fills the tensors that it reads. With `load_replicas="broadcast"` it then sends them to the replicas.
 
@@ -75,6 +76,7 @@ def fill_together(
         topic: the name of this round, for messages.
         fills: one for each tensor that this rank loads.
         fill: fills tensors from the checkpoint and returns the number of bytes read.
+        apply: restores what is not stored as tensors, once the tensors are filled.
 
     Returns:
         The number of bytes that this rank has read.
@@ -82,23 +84,24 @@ def fill_together(
     Raises:
         CheckpointError: `fill` raised it on some rank. All ranks raise the same type. Tensors may have changed.
     """
-    nbytes: list[int] = []
     shared: list[Batch] = []
 
-    def work() -> Record:
+    def work() -> int:
         wait_for_gpu(agreement.timeout_s)  # kernels in flight may still read the old state
         try:
             with torch.no_grad():
                 shared.extend(batches(fills))
-                nbytes.append(fill(to_read(fills, shared, agreement.rank)))
+                nbytes = fill(to_read(fills, shared, agreement.rank))
+                apply()
+            return nbytes
         finally:
             # The read jobs share up to 257 MiB of buffers, pinned if the tensors are on a GPU. Free them for training.
             _native.free_idle_buffers()
-        return {}
 
-    decide(agreement, topic, work, lambda _: {})
+    filled = done_before(agreement, work)
+    decide(agreement, topic, filled.record, lambda _: {})
     broadcast(shared, replicas)
-    return nbytes[0]
+    return filled.result()
 
 
 def positions_taken(locator: Locator, keys: Iterable[ShardKey]) -> Runs:

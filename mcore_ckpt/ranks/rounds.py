@@ -61,7 +61,7 @@ class Runner(Protocol):
     def leave(self, work: Any) -> None: ...
 
 
-class _Done(Generic[T]):
+class _Over(Generic[T]):
     def __init__(self, result: T) -> None:
         self.result = lambda: result
 
@@ -75,8 +75,8 @@ class _Here:
     def run(self, work: Callable[[], T]) -> T:
         return work()
 
-    def start(self, work: Callable[[], T]) -> _Done[T]:
-        return _Done(work())
+    def start(self, work: Callable[[], T]) -> _Over[T]:
+        return _Over(work())
 
     def leave(self, work: Any) -> None:
         raise AssertionError("work that was done at once is not left")
@@ -517,6 +517,42 @@ class Round:
         # Rank 0 alone waits for submissions. All others wait for its word at the same time.
         pollers = 1 if self._rank == 0 else self._world_size
         return poll(ready, pollers, self._deadline, self._limit)
+
+
+class Done(Generic[T]):
+    """Work that a rank has done before a round, or what it has failed with.
+
+    Args:
+        results: the result; none if the work has failed.
+        error: what the work has failed with, or None.
+    """
+
+    def __init__(self, results: Sequence[T], error: Exception | None) -> None:
+        self._results, self._error = results, error
+
+    def record(self) -> Record:
+        """Gives the round an empty record. Raises what the work has failed with."""
+        self.result()
+        return {}
+
+    def result(self) -> T:
+        """Returns the result. Raises what the work has failed with."""
+        if self._error is not None:
+            raise self._error
+        return self._results[0]
+
+
+def done_before(agreement: Agreement, work: Callable[[], T]) -> Done[T]:
+    """Does a rank's long work of the next round before the round, and not within its calls.
+
+    Raises nothing but what a signal handler raises. The round tells all ranks of another error (`Done.record`).
+    """
+    try:
+        return Done([agreement.runner.run(work)], None)
+    except Exception as error:
+        if is_interrupt(error):
+            raise
+        return Done([], error)
 
 
 def decide(

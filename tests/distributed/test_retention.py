@@ -32,7 +32,7 @@ def test_a_step_that_is_deleted_while_it_is_loaded(
     if locks == "no-locks":
         monkeypatch.setattr(fcntl, "flock", no_locks)
     deleted: list[int] = []
-    apply = loading._apply_together
+    apply = loading.fill_together
 
     def late(*args: object, **options: object) -> int:
         """All ranks have their plans, none has read a tensor; another process has saved step 2 and keeps one."""
@@ -41,7 +41,7 @@ def test_a_step_that_is_deleted_while_it_is_loaded(
         dist.barrier()
         return apply(*args, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(loading, "_apply_together", late)
+    monkeypatch.setattr(loading, "fill_together", late)
     with parallel(DP2):
         training = build(DP2, seed=1)
         states = save_twice(training, shared_path)
@@ -63,7 +63,7 @@ def test_a_step_that_is_deleted_while_it_is_loaded(
             for message in raised_everywhere(CheckpointCorruptError, error):
                 assert "missing" in message
                 assert "undefined" in message
-            monkeypatch.setattr(loading, "_apply_together", apply)
+            monkeypatch.setattr(loading, "fill_together", apply)
             result = manager.load()
             found = snapshot(training)
             with everywhere():
