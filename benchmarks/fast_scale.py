@@ -39,7 +39,7 @@ from mcore_ckpt.load.candidates import candidates_of
 from mcore_ckpt.load.node_candidates import found_on_nodes, spread_folder, why_not_whole
 from mcore_ckpt.ranks.key_value_store import pack, unpack
 from mcore_ckpt.ranks.nodes import Nodes
-from mcore_ckpt.save.file_owners import place_files
+from mcore_ckpt.save.new_manifest import place_files
 from mcore_ckpt.sharding.plan import runs
 from mcore_ckpt.steps.choice import choose
 from mcore_ckpt.steps.node_steps import HeldRole, node_steps

@@ -44,8 +44,8 @@ from mcore_ckpt.save import new_manifest
 from mcore_ckpt.save.group_lists import NO_GROUPS, GroupMembers
 from mcore_ckpt.save.new_manifest import build_manifest
 from mcore_ckpt.save.rank_reports import TensorNames, rank_report
-from mcore_ckpt.save.rank_times import RankTimes, timeline_of
 from mcore_ckpt.save.replica_check import compare_replicas
+from mcore_ckpt.save.save_times import RankTimes, timeline_of
 from mcore_ckpt.sharding.plan import MODEL, PARAM, ShardKey
 from mcore_ckpt.state.group_matching import live_groups
 from mcore_ckpt.state.trainer import Trainer

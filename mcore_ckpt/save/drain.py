@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from weakref import WeakSet
 
+from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest, WrittenFile
 from mcore_ckpt.errors import CheckpointError, CommitError, HungDiskError
 from mcore_ckpt.events import ErrorText
@@ -28,7 +29,7 @@ from mcore_ckpt.ranks.rounds import Agreement, Record
 from mcore_ckpt.save.context import SaveContext
 from mcore_ckpt.save.old_steps import OldSteps
 from mcore_ckpt.save.root_commit import commit_to_root, old_steps, upload
-from mcore_ckpt.save.tracking import is_own_name
+from mcore_ckpt.state.trainer import Trainer
 from mcore_ckpt.steps import commit, tracker
 from mcore_ckpt.steps.node_transaction import committed_manifest
 from mcore_ckpt.steps.room import Saving
@@ -84,6 +85,11 @@ class DrainHandle:
         """Ends the copy. Only the thread that drains calls it."""
         self._exception, self.upload = error, upload
         self._ended.set()
+
+
+def is_own_name(trainer: Trainer, step: int, role_dir: Path) -> bool:
+    """True if a role's folder in the root has the name that this package gives it, and not one of the trainer's."""
+    return role_dir == file_names.step_dir(trainer.root, step) / trainer.role
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,7 +152,7 @@ class Drain:
         return upload(self.context, self.saving), old_steps(self.context, self.agreement, self.saving)
 
     def _move_tracker(self, role_dir: Path) -> None:
-        # Other trackers follow the nodes (`follow_nodes`), and may name a newer step by now.
+        # Other trackers follow the nodes (`nodes._track`), and may name a newer step by now.
         if is_own_name(self.context.trainer, self.saving.step, role_dir):
             tracker.move_tracker(self.context.trainer.root, self.saving.step, seen=role_dir)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,14 @@ from typing import Any
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import FileRecord, IndexPlace, Manifest, StageRecord, WrittenFile
 from mcore_ckpt.checkpoint.manifest_text import NO_TENSORS
+from mcore_ckpt.checkpoint.placement import Placement
 from mcore_ckpt.checkpoint.plain_files import pickle_plain, write_plain
 from mcore_ckpt.checkpoint.versions import package_versions
 from mcore_ckpt.errors import CommitError
 from mcore_ckpt.io.files import sync_dir
+from mcore_ckpt.ranks.nodes import Nodes
 from mcore_ckpt.ranks.rounds import Record
 from mcore_ckpt.ranks.topology import RankCoordinates
-from mcore_ckpt.save.file_owners import place_files
 from mcore_ckpt.save.group_lists import add_members
 from mcore_ckpt.save.rank_reports import TensorNames
 from mcore_ckpt.state import optimizer as optimizer_state
@@ -145,3 +147,56 @@ def _common_step(part: int, by_rank: Sequence[float | int | None]) -> float | in
             "first rank that has done so many): load a checkpoint on all ranks before training continues"
         )
     return known.pop() if known else None
+
+
+logger = logging.getLogger(__name__)
+
+Written = tuple[int, WrittenFile]
+
+
+def place_files(
+    written: Sequence[Written], nodes: Nodes, replicas: int, save_count: int
+) -> tuple[list[Written], Placement]:
+    """Chooses the nodes of each file.
+
+    Data-parallel replicas on several nodes have written the same file. It counts once, and the nodes that have it need
+    no copy.
+
+    Args:
+        written: the files, each with the rank that has written it, in the order of the ranks.
+        nodes: the nodes of the job.
+        replicas: how many other nodes shall have each file.
+        save_count: see `Placement`.
+
+    Returns:
+        The files without repetitions, and the placement of these files.
+    """
+    first: dict[str, Written] = {}
+    holders: dict[str, list[int]] = {}
+    for rank, file in written:
+        number = nodes.number_of(rank)
+        known = first.setdefault(file.path, (rank, file))
+        if (known[1].crc32, known[1].size) != (file.crc32, file.size):
+            logger.warning(
+                "%s: ranks %d and %d have different bytes, although they are replicas: %s gets a copy of rank %d's",
+                file.path,
+                known[0],
+                rank,
+                nodes.all[number].name,
+                known[0],
+            )
+            continue
+        holders.setdefault(file.path, []).append(number)
+    by_file = tuple(_with_copies(nodes, holders[path], replicas) for path in first)
+    names = tuple(node.name for node in nodes.all)
+    return list(first.values()), Placement(names, by_file, save_count)
+
+
+def _with_copies(nodes: Nodes, holders: Sequence[int], replicas: int) -> tuple[int, ...]:
+    found = list(dict.fromkeys(holders))
+    for other in nodes.preferred(found[0]):
+        if len(found) > replicas:
+            break
+        if other not in found:
+            found.append(other)
+    return tuple(found)

@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import Manifest, WrittenFile
-from mcore_ckpt.errors import InvalidArgumentError
+from mcore_ckpt.errors import CheckpointError, InvalidArgumentError
 from mcore_ckpt.io.access import top_mode
+from mcore_ckpt.io.files import make_folder
 from mcore_ckpt.io.room import Need
 from mcore_ckpt.ranks.rounds import Record
 from mcore_ckpt.save.context import SaveContext
 from mcore_ckpt.save.destination import Following, Place
-from mcore_ckpt.save.drain import Drain
+from mcore_ckpt.save.drain import Drain, is_own_name
 from mcore_ckpt.save.fast_saves import FastSaves
 from mcore_ckpt.save.root import Root
 from mcore_ckpt.save.save_times import SaveTimes
-from mcore_ckpt.save.tracking import follow_nodes
+from mcore_ckpt.state.trainer import Trainer
+from mcore_ckpt.steps import tracker
 from mcore_ckpt.steps.commit import remove_folder, remove_if_empty
+from mcore_ckpt.steps.listing import step_status
+from mcore_ckpt.steps.node_tier import NodeTier
 from mcore_ckpt.steps.node_transaction import commit_on_nodes, make_staging, open_on_nodes
 from mcore_ckpt.steps.room import Saving
 from mcore_ckpt.steps.trainer_lock import TrainerLock
 from mcore_ckpt.steps.transaction import Attempt
+
+logger = logging.getLogger(__name__)
 
 
 class Nodes:
@@ -112,7 +120,7 @@ class _PlaceOnNodes:
     def follow(self) -> Following:
         fast, step = self.fast, self.saving.step
         if self.context.trainer.agreement.is_coordinator:
-            follow_nodes(self.context.trainer, fast.tier, step, self.saving.role_dir, self.context.lock.check_root)
+            _track(self.context.trainer, fast.tier, step, self.saving.role_dir, self.context.lock.check_root)
         fast.committed(step, self.attempt.number, self.save_count)
         copies = fast.copies.add(step, self.attempt)
         retired = fast.retire_old(step) if fast.tier.is_lead else []
@@ -124,3 +132,28 @@ def _delete(folders: Sequence[Path]) -> None:
     for folder in folders:
         remove_folder(folder)
         remove_if_empty(folder.parent)
+
+
+def _track(trainer: Trainer, tier: NodeTier, step: int, role_dir: Path, check_root: Callable[[], object]) -> None:
+    """Makes the tracker of the root name a step that the nodes have committed. Only rank 0 calls it.
+
+    A trainer that names its folders itself resumes from the step that the tracker names, if there is a folder of that
+    step. `recover` and `load` need no tracker, so other roots keep one that names a step in the root.
+
+    Args:
+        trainer: the trainer, which has the root.
+        tier: rank 0's part of the fast tier.
+        step, role_dir: the step, and where a save to the root would put it.
+        check_root: raises if the root is no longer the folder that it was (`TrainerLock.check_root`).
+    """
+    if is_own_name(trainer, step, role_dir) or tier.config.durable_every is None:
+        return
+    step_path = role_dir if file_names.parse_step(role_dir.name) is not None else role_dir.parent
+    try:
+        check_root()
+        status = replace(step_status(tier.role_dir(step).parent), in_node_folder=True)
+        if status.is_complete:  # not while another role's commit is still to come
+            make_folder(step_path)
+            tracker.write_tracker(trainer.root, step)
+    except (OSError, CheckpointError) as error:
+        logger.warning("step %d is committed on the nodes, but the tracker could not be updated: %s", step, error)

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
+from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import WrittenFile
 from mcore_ckpt.errors import HungDiskError
+from mcore_ckpt.formats.huggingface.side_files import CONFIG_FILE
+from mcore_ckpt.formats.native.file_plan import FilePlan
 from mcore_ckpt.formats.native.writer import FileWriter
 from mcore_ckpt.interrupts import is_interrupt
 from mcore_ckpt.io import _native
 from mcore_ckpt.io.device_waits import wait_for_gpu
 from mcore_ckpt.io.disk_watch import Work
 from mcore_ckpt.io.files import sync_names
+from mcore_ckpt.io.room import Need
 from mcore_ckpt.ranks import deadlines
 from mcore_ckpt.ranks.rounds import Record
 from mcore_ckpt.save.capture import Capture, capture_in_place
@@ -23,17 +27,17 @@ from mcore_ckpt.save.context import SaveContext
 from mcore_ckpt.save.destination import Place
 from mcore_ckpt.save.group_lists import NO_GROUPS, keys_to_save
 from mcore_ckpt.save.guards import why_not_lazy
+from mcore_ckpt.save.hf_export import least_exported_bytes
 from mcore_ckpt.save.host_images import ReservedImages
-from mcore_ckpt.save.need import need_of_rank
 from mcore_ckpt.save.plan import SavePlan, saves_model
 from mcore_ckpt.save.rank_reports import rank_report
-from mcore_ckpt.save.rank_times import SpanInSeconds
 from mcore_ckpt.save.replica_check import ReplicaSamples, take_samples
 from mcore_ckpt.save.save_events import SaveEvents
-from mcore_ckpt.save.save_times import SaveTimes
+from mcore_ckpt.save.save_times import SaveTimes, SpanInSeconds
 from mcore_ckpt.save.small_files import SmallFiles, read_steps, sizes_of_assets
 from mcore_ckpt.state.main_weights import NO_WEIGHTS, is_gathered_by_megatron
 from mcore_ckpt.state.model import sync_parameters
+from mcore_ckpt.state.trainer import Trainer
 from mcore_ckpt.steps.trainer_lock import TrainerLock
 from mcore_ckpt.steps.transaction import check_seen
 
@@ -320,3 +324,29 @@ def _part_of(plan: SavePlan, files: Sequence[int]) -> SavePlan:
     return replace(
         plan, files=tuple(plan.files[number] for number in files), tensors=tuple(plan.tensors[n] for n in files)
     )
+
+
+def need_of_rank(
+    trainer: Trainer, plans: Iterable[FilePlan], small: Mapping[str, int], assets: Mapping[str, int]
+) -> Need:
+    """Returns the need of this rank. A file that several ranks write together is the need of its owner.
+
+    Args:
+        trainer: the objects to save.
+        plans: the files that this rank writes parts of.
+        small: the sizes of this rank's small files by path.
+        assets: the sizes of the files beside the HuggingFace weights at the last save; empty at the first one.
+    """
+    owned = [plan for plan in plans if plan.share.owner == trainer.agreement.rank]
+    files = {plan.path: plan.least_size for plan in owned} | dict(small)
+    if trainer.agreement.is_coordinator:
+        files |= assets or _least_assets(trainer)
+    exported = least_exported_bytes(trainer, owned) if "hf_model" in trainer.config.save_contents else 0
+    return Need.of(files.items()) + Need(loose=exported)
+
+
+def _least_assets(trainer: Trainer) -> dict[str, int]:
+    if trainer.hf_config is None and trainer.processing_class is None:
+        return {}
+    # Of the tokenizer's files nothing is known until they are written for the first time.
+    return {str(PurePath(file_names.HUGGINGFACE_DIR, CONFIG_FILE)): 1}

@@ -15,7 +15,7 @@ from mcore_ckpt.json_bounds import SMALL_BYTES
 from mcore_ckpt.ranks.key_value_store import unzip
 from mcore_ckpt.ranks.rounds import Record
 from mcore_ckpt.save.group_lists import NO_GROUPS, GroupId, GroupList, join_groups
-from mcore_ckpt.save.rank_times import RankTimes
+from mcore_ckpt.save.save_times import RankTimes
 from mcore_ckpt.sharding.names import natural_order
 from mcore_ckpt.sharding.plan import runs
 from mcore_ckpt.state.trainer import Trainer

@@ -28,11 +28,10 @@ from mcore_ckpt.save.context import SaveContext
 from mcore_ckpt.save.destination import Destination, Following, Place
 from mcore_ckpt.save.new_manifest import build_manifest
 from mcore_ckpt.save.rank_files import RankFiles
-from mcore_ckpt.save.rank_times import timeline_of
 from mcore_ckpt.save.replica_check import DifferentReplicas, compare_replicas
 from mcore_ckpt.save.save_events import SaveEvents
 from mcore_ckpt.save.save_report import SaveReport
-from mcore_ckpt.save.save_times import SaveTimes
+from mcore_ckpt.save.save_times import SaveTimes, timeline_of
 from mcore_ckpt.steps.commit import discard
 from mcore_ckpt.steps.room import Saving
 from mcore_ckpt.steps.transaction import Attempt

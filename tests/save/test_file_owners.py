@@ -14,7 +14,7 @@ from mcore_ckpt.checkpoint.manifest import WrittenFile
 from mcore_ckpt.config import CheckpointConfig, FastTier
 from mcore_ckpt.formats.native.write_requests import WriteRequest
 from mcore_ckpt.ranks.nodes import Nodes
-from mcore_ckpt.save.file_owners import Written, place_files
+from mcore_ckpt.save.new_manifest import Written, place_files
 from mcore_ckpt.save.plan import _with_writers
 
 
