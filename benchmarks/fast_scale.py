@@ -35,15 +35,15 @@ from mcore_ckpt.checkpoint.manifest import (
     encode_manifest,
 )
 from mcore_ckpt.config import FastTier
+from mcore_ckpt.fast.found import found_on_nodes, spread_folder, why_not_whole
+from mcore_ckpt.fast.tier import NodeTier
 from mcore_ckpt.load.candidates import candidates_of
-from mcore_ckpt.load.node_candidates import found_on_nodes, spread_folder, why_not_whole
 from mcore_ckpt.ranks.key_value_store import pack, unpack
 from mcore_ckpt.ranks.nodes import Nodes
 from mcore_ckpt.save.new_manifest import place_files
 from mcore_ckpt.sharding.plan import runs
 from mcore_ckpt.steps.choice import choose
 from mcore_ckpt.steps.node_steps import HeldRole, node_steps
-from mcore_ckpt.steps.node_tier import NodeTier
 from mcore_ckpt.steps.trainer_lock import TrainerLock
 
 Result = TypeVar("Result")

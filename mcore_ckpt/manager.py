@@ -24,6 +24,9 @@ from mcore_ckpt.errors import (
     InvalidArgumentError,
     InvalidTypeError,
 )
+from mcore_ckpt.fast.found import found_on_nodes, own_held, why_not_whole
+from mcore_ckpt.fast.saves import FastSaves, open_fast_saves
+from mcore_ckpt.fast.tier import promise_room
 from mcore_ckpt.field_checks import check_value
 from mcore_ckpt.formats.huggingface.assets import check_assets
 from mcore_ckpt.io.access import top_mode
@@ -32,7 +35,6 @@ from mcore_ckpt.io.store import Store
 from mcore_ckpt.load.candidates import remote_steps
 from mcore_ckpt.load.load import VERIFY_WORDS, LoadResult, load_state
 from mcore_ckpt.load.load_events import LoadEvents
-from mcore_ckpt.load.node_candidates import found_on_nodes, own_held, why_not_whole
 from mcore_ckpt.processes import Home
 from mcore_ckpt.ranks.meeting import rendezvous
 from mcore_ckpt.ranks.rounds import Agreement, Record, agree, decide
@@ -40,7 +42,6 @@ from mcore_ckpt.save.background import BackgroundSaves, SaveHandle, is_deleting_
 from mcore_ckpt.save.closing import Closing
 from mcore_ckpt.save.context import SaveContext
 from mcore_ckpt.save.destination import Destination, find_destination
-from mcore_ckpt.save.fast_saves import FastSaves, open_fast_saves
 from mcore_ckpt.save.guards import Guards, changing_methods, why_not_lazy
 from mcore_ckpt.save.hf_export import check_exportable, warn_of_config
 from mcore_ckpt.save.host_images import HostImages
@@ -58,7 +59,6 @@ from mcore_ckpt.steps import listing as steps
 from mcore_ckpt.steps.choice import choose, oldest_first
 from mcore_ckpt.steps.history import RunHistory
 from mcore_ckpt.steps.node_steps import NodeStep, node_steps
-from mcore_ckpt.steps.node_tier import promise_room
 from mcore_ckpt.steps.remote_steps import RemoteStep, RemoteSteps
 from mcore_ckpt.steps.retention import PreservationPolicy
 from mcore_ckpt.steps.room import RoomWatch, Saving

@@ -38,7 +38,8 @@ _CALLING_PACKAGES = ("transformers", "safetensors", "json", "yaml")
 # Modules of this package in which threads wait for something else, with deadlines of its own.
 _WAITERS = (
     *(f"mcore_ckpt.{room}." for room in ("ranks", "state", "models", "sharding", "load")),
-    *(f"mcore_ckpt.io.{name}" for name in ("device_waits", "disk_watch", "peer_")),
+    *(f"mcore_ckpt.io.{name}" for name in ("device_waits", "disk_watch")),
+    "mcore_ckpt.fast.peer_",
 )
 
 

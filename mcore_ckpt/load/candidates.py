@@ -11,18 +11,18 @@ from pathlib import Path
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, InvalidArgumentError, RemoteError
+from mcore_ckpt.fast.found import node_candidate, spread_folder, why_not_whole
+from mcore_ckpt.fast.tier import NodeTier
 from mcore_ckpt.formats import kinds
 from mcore_ckpt.formats.native.folder import Folder, LocalFolder
 from mcore_ckpt.formats.native.remote_folder import RemoteFolder
 from mcore_ckpt.io.links import broken_link
-from mcore_ckpt.load.node_candidates import node_candidate, spread_folder, why_not_whole
 from mcore_ckpt.ranks.rounds import Record
 from mcore_ckpt.state.trainer import Trainer
 from mcore_ckpt.steps import leftovers
 from mcore_ckpt.steps.choice import Choice, choose
 from mcore_ckpt.steps.listing import StepStatus, find_moved_aside, is_step, list_steps
 from mcore_ckpt.steps.node_steps import FastCheckpoint, NodeStep, node_steps
-from mcore_ckpt.steps.node_tier import NodeTier
 from mcore_ckpt.steps.remote_steps import RemoteStep, RemoteSteps
 from mcore_ckpt.steps.tracker import warn_if_tracker_differs
 

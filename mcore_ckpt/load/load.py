@@ -26,16 +26,18 @@ from mcore_ckpt.errors import (
     UnsupportedError,
     reworded,
 )
+from mcore_ckpt.fast.found import found_on_nodes, own_held, to_adopt
+from mcore_ckpt.fast.spread_folder import SpreadFolder
+from mcore_ckpt.fast.tier import NodeTier
+from mcore_ckpt.fast.transaction import adopt
 from mcore_ckpt.formats import kinds
 from mcore_ckpt.formats.native.folder import Folder, LocalFolder
 from mcore_ckpt.formats.native.remote_folder import RemoteFolder
-from mcore_ckpt.formats.native.spread_folder import SpreadFolder
 from mcore_ckpt.io.device_waits import wait_for_gpu
 from mcore_ckpt.load.broadcast import refuse_broadcast
 from mcore_ckpt.load.candidates import find_candidates, folder_of
 from mcore_ckpt.load.fill import fill_tensors
 from mcore_ckpt.load.huggingface import load_hf
-from mcore_ckpt.load.node_candidates import found_on_nodes, own_held, to_adopt
 from mcore_ckpt.load.plan import LoadPlan, check_all_used, plan_load
 from mcore_ckpt.load.same_model import warn_of_other_model
 from mcore_ckpt.load.together import fill_together, plan_together
@@ -51,8 +53,6 @@ from mcore_ckpt.state.quantized import has_quantized
 from mcore_ckpt.state.rng import write_rng, write_seed
 from mcore_ckpt.state.trainer import Trainer
 from mcore_ckpt.steps.node_steps import HeldRole
-from mcore_ckpt.steps.node_tier import NodeTier
-from mcore_ckpt.steps.node_transaction import adopt
 from mcore_ckpt.steps.read_lock import reading
 from mcore_ckpt.steps.remote_steps import RemoteSteps
 from mcore_ckpt.steps.transaction import failure_among, raise_failure

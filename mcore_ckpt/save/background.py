@@ -27,14 +27,14 @@ from weakref import WeakSet
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.errors import CheckpointError, CommitError, HungDiskError, from_record, to_record
 from mcore_ckpt.events import ErrorText
+from mcore_ckpt.fast.copies import CopyHandle
+from mcore_ckpt.fast.drains import DrainHandle, finish_drains
 from mcore_ckpt.interrupts import is_interrupt
 from mcore_ckpt.io.disk_watch import wait_for_thread
 from mcore_ckpt.processes import OwnEvent, emptied_in_child
 from mcore_ckpt.ranks import deadlines
 from mcore_ckpt.ranks.rounds import Agreement, Record
-from mcore_ckpt.save.copies import CopyHandle
 from mcore_ckpt.save.destination import Following
-from mcore_ckpt.save.drain import DrainHandle, finish_drains
 from mcore_ckpt.save.save_report import SaveReport
 from mcore_ckpt.steps.transaction import EarlierSaveError
 from mcore_ckpt.steps.upload_queue import UploadHandle

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from mcore_ckpt.delivery import Delivery
 from mcore_ckpt.errors import CheckpointError, HungDiskError
+from mcore_ckpt.fast.saves import FastSaves
 from mcore_ckpt.processes import Home
 from mcore_ckpt.ranks.rounds import Agreement
 from mcore_ckpt.save.context import SaveContext
-from mcore_ckpt.save.fast_saves import FastSaves
 from mcore_ckpt.save.host_images import HostImages
 from mcore_ckpt.steps.history import RunHistory
 from mcore_ckpt.steps.trainer_lock import TrainerLock

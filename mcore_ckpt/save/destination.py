@@ -16,10 +16,10 @@ from typing import Protocol
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import Manifest, WrittenFile
 from mcore_ckpt.errors import InvalidArgumentError
+from mcore_ckpt.fast.copies import CopyHandle
+from mcore_ckpt.fast.drains import DrainHandle
 from mcore_ckpt.io.room import Need
 from mcore_ckpt.ranks.rounds import Record
-from mcore_ckpt.save.copies import CopyHandle
-from mcore_ckpt.save.drain import DrainHandle
 from mcore_ckpt.save.save_times import SaveTimes
 from mcore_ckpt.steps.room import Saving
 from mcore_ckpt.steps.trainer_lock import TrainerLock

@@ -54,7 +54,7 @@ def build_manifest(
         records: the report of each rank (`rank_reports.rank_report`), by rank.
         save_count: see `Placement`. It is for the fast tier.
 
-    In the fast tier, rank 0 sees only the files of its own node, so each node checks its own (`node_transaction.py`).
+    In the fast tier, rank 0 sees only the files of its own node, so each node checks its own (`fast/transaction.py`).
 
     Raises:
         CommitError: a file is missing or has the wrong size, or the ranks' reports contradict each other.

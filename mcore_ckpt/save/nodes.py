@@ -12,6 +12,9 @@ from pathlib import Path
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import Manifest, WrittenFile
 from mcore_ckpt.errors import CheckpointError, InvalidArgumentError
+from mcore_ckpt.fast.saves import FastSaves
+from mcore_ckpt.fast.tier import NodeTier
+from mcore_ckpt.fast.transaction import commit_on_nodes, make_staging, open_on_nodes
 from mcore_ckpt.io.access import top_mode
 from mcore_ckpt.io.files import make_folder
 from mcore_ckpt.io.room import Need
@@ -19,15 +22,12 @@ from mcore_ckpt.ranks.rounds import Record
 from mcore_ckpt.save.context import SaveContext
 from mcore_ckpt.save.destination import Following, Place
 from mcore_ckpt.save.drain import Drain, is_own_name
-from mcore_ckpt.save.fast_saves import FastSaves
 from mcore_ckpt.save.root import Root
 from mcore_ckpt.save.save_times import SaveTimes
 from mcore_ckpt.state.trainer import Trainer
 from mcore_ckpt.steps import tracker
 from mcore_ckpt.steps.commit import remove_folder, remove_if_empty
 from mcore_ckpt.steps.listing import step_status
-from mcore_ckpt.steps.node_tier import NodeTier
-from mcore_ckpt.steps.node_transaction import commit_on_nodes, make_staging, open_on_nodes
 from mcore_ckpt.steps.room import Saving
 from mcore_ckpt.steps.trainer_lock import TrainerLock
 from mcore_ckpt.steps.transaction import Attempt

@@ -22,12 +22,12 @@ from mcore_ckpt.checkpoint.dtypes import torch_dtype
 from mcore_ckpt.checkpoint.manifest import encode_manifest
 from mcore_ckpt.checkpoint.reading import read_index, read_manifest
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
+from mcore_ckpt.fast.peer_server import PeerServer
+from mcore_ckpt.fast.peer_store import PeerStore
+from mcore_ckpt.fast.spread_folder import Source, SpreadFolder
 from mcore_ckpt.formats.native import folder as folder_module
 from mcore_ckpt.formats.native.folder import Folder, LocalFolder
 from mcore_ckpt.formats.native.remote_folder import RemoteFolder
-from mcore_ckpt.formats.native.spread_folder import Source, SpreadFolder
-from mcore_ckpt.io.peer_server import PeerServer
-from mcore_ckpt.io.peer_store import PeerStore
 from mcore_ckpt.sharding.overlap import Rows
 from mcore_ckpt.sharding.plan import ReadRange, runs
 

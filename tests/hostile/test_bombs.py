@@ -40,6 +40,7 @@ from mcore_ckpt.checkpoint.manifest_text import Holds
 from mcore_ckpt.checkpoint.reading import read_manifest, read_plain
 from mcore_ckpt.checkpoint.timeline import SaveTimeline
 from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.fast.peer_store import PeerStore
 from mcore_ckpt.formats import companions
 from mcore_ckpt.formats.foreign_pickles import load_metadata, load_safely
 from mcore_ckpt.formats.huggingface.safetensors_files import encode_header, encode_index, read_file, read_weight_map
@@ -47,7 +48,6 @@ from mcore_ckpt.formats.huggingface.tokenizer_size import tokens_in
 from mcore_ckpt.formats.torch_save_files import read_pt
 from mcore_ckpt.io import json_fields as fields
 from mcore_ckpt.io import parse_json
-from mcore_ckpt.io.peer_store import PeerStore
 from mcore_ckpt.models.architecture import read_config
 from mcore_ckpt.ranks import key_value_store
 from mcore_ckpt.ranks.topology import RankCoordinates, Topology

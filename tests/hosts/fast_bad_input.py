@@ -22,9 +22,9 @@ from training import Layout, Training, build, parallel, train
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager, FastTier
 from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.fast.peer_protocol import HEADER, HERE
+from mcore_ckpt.fast.peer_server import PeerServer
 from mcore_ckpt.io import tuning
-from mcore_ckpt.io.peer_protocol import HEADER, HERE
-from mcore_ckpt.io.peer_server import PeerServer
 from mcore_ckpt.recover import recover
 from mcore_ckpt.save import new_manifest
 from mcore_ckpt.save.background import SaveHandle

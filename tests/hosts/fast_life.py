@@ -24,9 +24,10 @@ from training import Layout, Training, build, parallel, train
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager, FastTier
 from mcore_ckpt.errors import CheckpointNotFoundError
+from mcore_ckpt.fast import transaction as node_transaction
 from mcore_ckpt.recover import recover
 from mcore_ckpt.save.background import SaveHandle
-from mcore_ckpt.steps import commit, node_transaction, trainer_lock
+from mcore_ckpt.steps import commit, trainer_lock
 
 SIZES: dict[str, Any] = {"padded_vocab": 144, "global_batch": None, "dropout": 0.0}
 # Of a busy machine, too.

@@ -14,11 +14,11 @@ from peer_talk import HOST, SECRET, answer, broken, raw, request, says_and_waits
 from waiting import LONG_S, join_threads, wait_for
 
 from mcore_ckpt.errors import InvalidArgumentError
-from mcore_ckpt.io import peer_protocol, peer_server, peer_store
-from mcore_ckpt.io.peer_protocol import HEADER, HERE, HandshakeError, introduce, receive
-from mcore_ckpt.io.peer_server import PeerServer
-from mcore_ckpt.io.peer_store import PeerError, PeerStore
-from mcore_ckpt.io.peer_tls import read_tls
+from mcore_ckpt.fast import peer_protocol, peer_server, peer_store
+from mcore_ckpt.fast.peer_protocol import HEADER, HERE, HandshakeError, introduce, receive
+from mcore_ckpt.fast.peer_server import PeerServer
+from mcore_ckpt.fast.peer_store import PeerError, PeerStore
+from mcore_ckpt.fast.peer_tls import read_tls
 
 
 @pytest.fixture

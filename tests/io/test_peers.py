@@ -17,10 +17,10 @@ from peer_talk import HOST, SECRET, Talk, answer, broken, raw, request, says, sa
 from waiting import LONG_S, join_threads, wait_for
 
 from mcore_ckpt.errors import CheckpointCorruptError
-from mcore_ckpt.io import peer_server
-from mcore_ckpt.io.peer_protocol import HEADER, HERE, MISSING, REFUSED, REQUEST_BYTES
-from mcore_ckpt.io.peer_server import PeerServer
-from mcore_ckpt.io.peer_store import PeerError, PeerStore
+from mcore_ckpt.fast import peer_server
+from mcore_ckpt.fast.peer_protocol import HEADER, HERE, MISSING, REFUSED, REQUEST_BYTES
+from mcore_ckpt.fast.peer_server import PeerServer
+from mcore_ckpt.fast.peer_store import PeerError, PeerStore
 
 
 @pytest.fixture

@@ -12,15 +12,15 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import ManifestSummary
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.config import FastTier
+from mcore_ckpt.fast.found import found_on_nodes, spread_folder, to_adopt, why_not_whole
+from mcore_ckpt.fast.tier import NodeTier
 from mcore_ckpt.formats.native.folder import LocalFolder
 from mcore_ckpt.formats.native.remote_folder import RemoteFolder
 from mcore_ckpt.load.candidates import AnyStep, candidates_of, folder_of
-from mcore_ckpt.load.node_candidates import found_on_nodes, spread_folder, to_adopt, why_not_whole
 from mcore_ckpt.ranks.nodes import Node, Nodes
 from mcore_ckpt.steps.choice import choose
 from mcore_ckpt.steps.listing import step_status
 from mcore_ckpt.steps.node_steps import FastCheckpoint, HeldRole, node_steps
-from mcore_ckpt.steps.node_tier import NodeTier
 from mcore_ckpt.steps.remote_steps import RemoteRole, RemoteStep
 from mcore_ckpt.steps.trainer_lock import TrainerLock
 

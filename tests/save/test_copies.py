@@ -21,15 +21,15 @@ from mcore_ckpt.checkpoint.manifest import Manifest, encode_manifest
 from mcore_ckpt.checkpoint.placement import Placement
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.config import FastTier
+from mcore_ckpt.fast import copies as copies_module
+from mcore_ckpt.fast.copies import Copies, CopyHandle, _RateLimit
+from mcore_ckpt.fast.peer_server import PeerServer
+from mcore_ckpt.fast.peer_store import PeerStore
+from mcore_ckpt.fast.tier import NodeTier
 from mcore_ckpt.io import files, tuning
-from mcore_ckpt.io.peer_server import PeerServer
-from mcore_ckpt.io.peer_store import PeerStore
 from mcore_ckpt.ranks.nodes import Node, Nodes
 from mcore_ckpt.ranks.rounds import Agreement
-from mcore_ckpt.save import copies as copies_module
-from mcore_ckpt.save.copies import Copies, CopyHandle, _RateLimit
 from mcore_ckpt.steps.node_steps import files_here
-from mcore_ckpt.steps.node_tier import NodeTier
 from mcore_ckpt.steps.trainer_lock import TrainerLock
 from mcore_ckpt.steps.transaction import Attempt
 

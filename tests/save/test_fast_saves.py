@@ -16,9 +16,9 @@ from mcore_ckpt.checkpoint.manifest import WrittenFile, encode_manifest
 from mcore_ckpt.checkpoint.placement import Placement
 from mcore_ckpt.config import FastTier
 from mcore_ckpt.errors import CommitError
-from mcore_ckpt.save.copies import Copies
-from mcore_ckpt.save.drain import DrainHandle, Drains
-from mcore_ckpt.save.fast_saves import FastSaves
+from mcore_ckpt.fast.copies import Copies
+from mcore_ckpt.fast.drains import DrainHandle, Drains
+from mcore_ckpt.fast.saves import FastSaves
 from mcore_ckpt.steps.commit import remove_folder, remove_if_empty
 from mcore_ckpt.steps.runs import Ownership
 from mcore_ckpt.steps.transaction import Attempt

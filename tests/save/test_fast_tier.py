@@ -33,13 +33,14 @@ from mcore_ckpt.errors import (
     LockedError,
     NoRoomError,
 )
+from mcore_ckpt.fast import tier as node_tier
+from mcore_ckpt.fast.copies import Copies
 from mcore_ckpt.io import json_fields, tuning
 from mcore_ckpt.ranks.hosts import this_host
 from mcore_ckpt.recover import recover
 from mcore_ckpt.save import nodes
 from mcore_ckpt.save.background import SaveHandle
-from mcore_ckpt.save.copies import Copies
-from mcore_ckpt.steps import node_tier, tracker
+from mcore_ckpt.steps import tracker
 from mcore_ckpt.steps.listing import complete_steps
 from mcore_ckpt.steps.node_steps import HeldRole
 from mcore_ckpt.steps.owner import Owner, _start_of

@@ -20,7 +20,7 @@ from mcore_ckpt import CheckpointConfig, CheckpointManager, FastTier
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.errors import InvalidStateError
 from mcore_ckpt.events import Committed, Event
-from mcore_ckpt.io.peer_server import PeerServer
+from mcore_ckpt.fast.peer_server import PeerServer
 from mcore_ckpt.ranks.rounds import Agreement
 from mcore_ckpt.steps import trainer_lock
 from mcore_ckpt.steps.read_lock import reading, unread

@@ -7,7 +7,7 @@ import pytest
 from unsharded_model import Model
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager, FastTier
-from mcore_ckpt.save.copies import Copies, CopyHandle
+from mcore_ckpt.fast.copies import Copies, CopyHandle
 from mcore_ckpt.steps.listing import complete_steps
 from mcore_ckpt.steps.transaction import Attempt
 

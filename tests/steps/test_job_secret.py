@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mcore_ckpt.errors import CheckpointNotFoundError, InvalidArgumentError
-from mcore_ckpt.steps.job_secret import FILE_VARIABLE, VARIABLE, SecretOffer, given_secret, same_secrets
+from mcore_ckpt.fast.job_secret import FILE_VARIABLE, VARIABLE, SecretOffer, given_secret, same_secrets
 
 OWN = b"0123456789abcdef"
 

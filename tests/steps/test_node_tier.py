@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from mcore_ckpt.checkpoint import file_names
-from mcore_ckpt.steps.node_tier import _held_bytes
+from mcore_ckpt.fast.tier import _held_bytes
 
 
 def test_what_saves_that_died_have_left_counts_as_room(tmp_path: Path) -> None:

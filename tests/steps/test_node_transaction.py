@@ -18,12 +18,10 @@ from mcore_ckpt.checkpoint.manifest import Manifest, encode_manifest
 from mcore_ckpt.checkpoint.placement import Placement
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.errors import CheckpointError, CommitError
-from mcore_ckpt.io.peer_server import PeerServer
-from mcore_ckpt.io.peer_store import PeerStore
-from mcore_ckpt.ranks.nodes import Nodes
-from mcore_ckpt.steps import node_transaction
-from mcore_ckpt.steps.node_steps import HeldRole, files_here, held_roles
-from mcore_ckpt.steps.node_transaction import (
+from mcore_ckpt.fast import transaction as node_transaction
+from mcore_ckpt.fast.peer_server import PeerServer
+from mcore_ckpt.fast.peer_store import PeerStore
+from mcore_ckpt.fast.transaction import (
     adopt,
     commit_on_nodes,
     committed_manifest,
@@ -31,6 +29,8 @@ from mcore_ckpt.steps.node_transaction import (
     remove_staging,
     rename_committed,
 )
+from mcore_ckpt.ranks.nodes import Nodes
+from mcore_ckpt.steps.node_steps import HeldRole, files_here, held_roles
 from mcore_ckpt.steps.runs import Ownership
 from mcore_ckpt.steps.trainer_lock import TrainerLock
 from mcore_ckpt.steps.transaction import Attempt

@@ -9,8 +9,8 @@ from contextlib import contextmanager, suppress
 
 from waiting import LONG_S
 
-from mcore_ckpt.io.peer_protocol import HEADER, HERE, admit, introduce
-from mcore_ckpt.io.peer_server import PeerServer
+from mcore_ckpt.fast.peer_protocol import HEADER, HERE, admit, introduce
+from mcore_ckpt.fast.peer_server import PeerServer
 
 SECRET, HOST = b"0badcafe", "127.0.0.1"
 

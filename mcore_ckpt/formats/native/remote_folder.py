@@ -26,7 +26,7 @@ from mcore_ckpt.sharding.plan import ReadRange, StoredShard
 
 
 class ReadableStore(Protocol):
-    """Where files are read by key: a remote store (`io.store.Store`), or another node (`io.peer_store.PeerStore`)."""
+    """Where files are read by key: a remote store (`io.store.Store`), or another node (`fast.peer_store.PeerStore`)."""
 
     def url_of(self, key: str) -> str: ...
     def read(self, key: str, start: int, stop: int) -> bytes | bytearray: ...

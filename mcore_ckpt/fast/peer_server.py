@@ -20,10 +20,10 @@ from typing import Any, BinaryIO
 from weakref import WeakSet
 
 from mcore_ckpt.errors import CheckpointCorruptError
+from mcore_ckpt.fast.peer_protocol import HEADER, HERE, MISSING, REFUSED, REQUEST_BYTES, admit, answer_time_s
+from mcore_ckpt.fast.peer_tls import PeerTls
 from mcore_ckpt.io.files import inside, open_regular
 from mcore_ckpt.io.folder_sizes import sizes_below
-from mcore_ckpt.io.peer_protocol import HEADER, HERE, MISSING, REFUSED, REQUEST_BYTES, admit, answer_time_s
-from mcore_ckpt.io.peer_tls import PeerTls
 from mcore_ckpt.processes import Home
 
 logger = logging.getLogger(__name__)

@@ -19,13 +19,13 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import Manifest, ManifestSummary, WrittenFile, decode_manifest, encode_manifest
 from mcore_ckpt.checkpoint.reading import read_entries, read_manifest, read_manifest_summary, read_remote_manifest
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, CommitError
+from mcore_ckpt.fast.tier import NodeTier
 from mcore_ckpt.interrupts import is_interrupt
 from mcore_ckpt.io.access import top_mode
 from mcore_ckpt.io.files import make_parents, new_folder, sync_dir, write_file
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide, same_everywhere
 from mcore_ckpt.steps import commit
 from mcore_ckpt.steps.node_steps import HeldRole, files_here
-from mcore_ckpt.steps.node_tier import NodeTier
 from mcore_ckpt.steps.owner import write_owner
 from mcore_ckpt.steps.transaction import Attempt, failure_among, is_committed, raise_failure, refuse_busy
 

@@ -21,16 +21,16 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, CommitError
 from mcore_ckpt.events import ErrorText
+from mcore_ckpt.fast.peer_store import PeerError
+from mcore_ckpt.fast.tier import NodeTier
+from mcore_ckpt.fast.transaction import committed_manifest
 from mcore_ckpt.io import tuning
 from mcore_ckpt.io.checksums import crc32
 from mcore_ckpt.io.files import make_folders, open_new, sync_dir, sync_names, write_all
-from mcore_ckpt.io.peer_store import PeerError
 from mcore_ckpt.io.threads import results_of
 from mcore_ckpt.processes import OwnEvent
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide
 from mcore_ckpt.steps.node_steps import files_here
-from mcore_ckpt.steps.node_tier import NodeTier
-from mcore_ckpt.steps.node_transaction import committed_manifest
 from mcore_ckpt.steps.transaction import Attempt
 
 logger = logging.getLogger(__name__)

@@ -11,16 +11,16 @@ from pathlib import Path
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import Manifest
 from mcore_ckpt.config import FastTier
+from mcore_ckpt.fast.copies import Copies
+from mcore_ckpt.fast.drains import Drains
+from mcore_ckpt.fast.tier import NodeTier, open_tier
 from mcore_ckpt.io.disk_watch import DiskWatch
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide
-from mcore_ckpt.save.copies import Copies
-from mcore_ckpt.save.drain import Drains
 from mcore_ckpt.state.trainer import Trainer
 from mcore_ckpt.steps.choice import order_of
 from mcore_ckpt.steps.commit import new_attempt
 from mcore_ckpt.steps.listing import step_status
 from mcore_ckpt.steps.node_steps import FastCheckpoint, HeldRole, fast_checkpoints, safest
-from mcore_ckpt.steps.node_tier import NodeTier, open_tier
 from mcore_ckpt.steps.worth import lack_of
 
 logger = logging.getLogger(__name__)

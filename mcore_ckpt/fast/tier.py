@@ -14,20 +14,20 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.provenance import Run
 from mcore_ckpt.config import FastTier
 from mcore_ckpt.errors import CommitError, InvalidArgumentError, NoRoomError
+from mcore_ckpt.fast.job_secret import SecretOffer, given_secret, same_secrets
+from mcore_ckpt.fast.peer_server import PeerServer
+from mcore_ckpt.fast.peer_store import PeerStore
+from mcore_ckpt.fast.peer_tls import PeerTls, read_tls
 from mcore_ckpt.io import limits
 from mcore_ckpt.io.access import check_own_folder, strange, top_mode
 from mcore_ckpt.io.files import make_folder
 from mcore_ckpt.io.folder_sizes import sizes_below
 from mcore_ckpt.io.node_memory import bytes_free, is_memory
-from mcore_ckpt.io.peer_server import PeerServer
-from mcore_ckpt.io.peer_store import PeerStore
-from mcore_ckpt.io.peer_tls import PeerTls, read_tls
 from mcore_ckpt.ranks import deadlines
 from mcore_ckpt.ranks.addresses import own_address
 from mcore_ckpt.ranks.hosts import this_host
 from mcore_ckpt.ranks.nodes import Node, Nodes
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide, same_everywhere
-from mcore_ckpt.steps.job_secret import SecretOffer, given_secret, same_secrets
 from mcore_ckpt.steps.node_steps import FastCheckpoint, HeldRole, held_roles
 from mcore_ckpt.steps.runs import Ownership, RootRun, elsewhere, whose
 from mcore_ckpt.steps.trainer_lock import TrainerLock

@@ -10,8 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from mcore_ckpt.errors import CheckpointCorruptError
-from mcore_ckpt.io.json_fields import FieldError, get_int, parse
-from mcore_ckpt.io.peer_protocol import (
+from mcore_ckpt.fast.peer_protocol import (
     HEADER,
     HERE,
     MISSING,
@@ -23,7 +22,8 @@ from mcore_ckpt.io.peer_protocol import (
     receive,
     receive_into,
 )
-from mcore_ckpt.io.peer_tls import PeerTls
+from mcore_ckpt.fast.peer_tls import PeerTls
+from mcore_ckpt.io.json_fields import FieldError, get_int, parse
 
 # The longest listing, and the longest text that says why a request is refused, in bytes.
 _LISTING_BYTES, _REASON_BYTES = 64 << 20, 64 << 10

@@ -9,12 +9,12 @@ from contextlib import suppress
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.fast.spread_folder import Source, SpreadFolder
+from mcore_ckpt.fast.tier import NodeTier
 from mcore_ckpt.formats.native.folder import Folder, LocalFolder
 from mcore_ckpt.formats.native.remote_folder import RemoteFolder
-from mcore_ckpt.formats.native.spread_folder import Source, SpreadFolder
 from mcore_ckpt.ranks.rounds import Record
 from mcore_ckpt.steps.node_steps import FastCheckpoint, HeldRole, fast_checkpoints
-from mcore_ckpt.steps.node_tier import NodeTier
 
 logger = logging.getLogger(__name__)
 
