@@ -1,4 +1,4 @@
-"""Runs tests with each version of megatron-core, and writes the table of README.md from their results.
+"""Runs tests with each version of megatron-core, and writes the table of docs/compatibility.md from their results.
 
     .venv/bin/python scripts/versions_table.py [--full] [ROW...]      after scripts/test.sh has installed the versions
 
@@ -21,8 +21,8 @@ RING = "loads what each version saved"
 
 
 def main(full: bool, wanted: list[str]) -> int:
-    readme = REPOSITORY / "README.md"
-    before, _, rest = readme.read_text().partition(BEGIN)
+    page = REPOSITORY / "docs" / "compatibility.md"
+    before, _, rest = page.read_text().partition(BEGIN)
     old, _, after = rest.partition(END)
     there = rows_of(old)
     rows: dict[str, dict[str, str]] = {}
@@ -33,7 +33,7 @@ def main(full: bool, wanted: list[str]) -> int:
             rows[what] = {version: cell_of_ring(version) for version in VERSIONS}
         else:
             rows[what] = {version: cell(version, CASES[what], full) for version in VERSIONS}
-    readme.write_text(f"{before}{BEGIN}\n{table(rows)}{END}{after}")
+    page.write_text(f"{before}{BEGIN}\n{table(rows)}{END}{after}")
     return any("failed" in found for row in rows.values() for found in row.values())
 
 

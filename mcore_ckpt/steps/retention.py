@@ -3,8 +3,10 @@
 `judge` decides, and needs only the statuses of the steps. They are read from disk each time, so any process can delete:
 a trainer after its commit, a restarted trainer, or `mcore-ckpt prune` while a trainer runs.
 
-To add a rule, add a field to `PreservationPolicy` and a reason to `_why_it_stays`. Then add the field to `config.py`,
-`manager._policy` and `cli/prune.py`, so that users can set it.
+To add a rule, add a field to `PreservationPolicy` and a reason to `_why_it_stays`. So that users can set it, add the
+field to `config.py`, and pass it on wherever a policy is made: in `manager._policy` (for the root), in
+`manager._upload_queue` (for the remote store) and in `cli/prune.py`. Integrations make policies of their frameworks'
+options.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ VERSIONS = TESTED
 
 @dataclass(frozen=True)
 class Cases:
-    """Tests of one file of tests/distributed, which the table in README.md counts.
+    """Tests of one file of tests/distributed, which the table in docs/compatibility.md counts.
 
     Attributes:
         file: the file.
