@@ -2,6 +2,11 @@
 
 `redacted` is the only place that knows what a secret looks like. Where a secret may end and the rest begin is not
 always certain, because people also write passwords with `/`, `?` or `@` into URLs. Then more is removed, not less.
+
+Secrets are removed from messages of errors (`CheckpointError.__init__`, so every message of ours passes it), from what
+ranks and listeners are told (`errors.to_record`, `ErrorText`), from tracebacks in logs, the config's `repr`, mount
+options and what argparse quotes. A store also knows the secrets of its URL, because libraries quote them alone. Where
+the end of a secret is not certain, more is removed, not less.
 """
 
 from __future__ import annotations

@@ -1,4 +1,10 @@
-"""Provides host memory for images of files, or for a GPU to copy to. A thread prepares it before a save needs it."""
+"""Provides host memory for images of files, or for a GPU to copy to. A thread prepares it before a save needs it.
+
+Memory is pinned in pieces of at most 256 MiB, with pauses, because the kernel and the driver hold locks meanwhile. CUDA
+refuses a copy to two pieces, so copies are cut there. The pages are asked for from the GPU's NUMA node (`mbind` with
+MPOL_PREFERRED, which a container may forbid). The thread has a niceness of 10, and pauses after each piece as long as
+the piece took.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,12 @@
 
 A text that is not of the type is refused at its first wrong value. Long lists are decoded piece by piece, so that there
 is never more of them than what the caller keeps.
+
+Decoding goes in pieces of 64 KiB, of which only what is kept stays, and numbers are kept packed. A name that occurs
+twice is found without looking for it: what was decoded is encoded again, and the text must be no longer. All other JSON
+passes `json_bounds.py`, which counts the characters that begin or end values and compares the counts with the size:
+text that says something has few of them. Text that is not ASCII is decoded so that one emoji does not make each
+character take four bytes. Compressed messages are decompressed once to count the bytes, and only then to keep them.
 """
 
 from __future__ import annotations

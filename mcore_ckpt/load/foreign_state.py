@@ -314,11 +314,11 @@ def _check_against_weights(path: Path, state: ForeignState, weights: Sequence[to
 
     Main parameters round to the weights, but for matrices that were quantized when they were saved.
 
-    megatron 0.16 to 0.19 write such checkpoints when they save a `fully_reshardable` optimizer with several buckets. They
-    remove the padding at the ends of the buckets from the gathered buffer (`get_parameter_state_dp_zero`), but then cut
-    this buffer at offsets that include the padding (`sharded_param_state_fully_reshardable`). So the parameters of
-    all buckets after the first get values of their neighbours, and so do their moments. A `dp_reshardable` range also
-    belongs to another parameter if the buckets or the pipeline split differ.
+    megatron 0.16 to 0.19 write such checkpoints when they save a `fully_reshardable` optimizer with several buckets.
+    They remove the padding at the ends of the buckets from the gathered buffer (`get_parameter_state_dp_zero`), but
+    then cut this buffer at offsets that include the padding (`sharded_param_state_fully_reshardable`). So the
+    parameters of all buckets after the first get values of their neighbours, and so do their moments. A
+    `dp_reshardable` range also belongs to another parameter if the buckets or the pipeline split differ.
     """
     whose = "the checkpoint's weights" if state.weights else "the model's present weights (the checkpoint has none)"
     for parameter, expected in zip(state.parameters, weights, strict=True):

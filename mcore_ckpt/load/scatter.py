@@ -6,6 +6,9 @@ memory, because it reads one while it sends the other. A receiving rank has one.
 Each is sent as a batch of one. NCCL makes a communicator, with buffers on both GPUs, for each pair of ranks that call
 `send` and `recv`. A batch uses the communicator of the group (torch 2.13, `batch_isend_irecv`; `pointToPoint` in
 ProcessGroupNCCL). All ranks must have made it before, because only two of them take part in a batch.
+
+A group of gloo beside it would need a connection between each two ranks, and `scatter` needs a message for every rank
+in memory at once.
 """
 
 from __future__ import annotations

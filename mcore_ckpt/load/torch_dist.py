@@ -6,6 +6,10 @@ in `.metadata` and in every sharded object (`FileSystemReader.read_metadata` and
 torch 2.13). Second, loading the optimizer in this way fails with torch's Adam: `sharded_state_dict(is_loading=True)`
 fails an assertion before the optimizer's first step, and `load_parameter_state_from_fully_reshardable` looks for a
 `step` of each parameter (`_set_main_param_and_optimizer_states`), but the checkpoint stores it in the param groups.
+
+Rows that pad the vocabulary here and have no counterpart there keep their fresh values. Other optimizers than
+DistributedOptimizer (replicated Adam, Muon and its kin, with or without owners) are stored tensor by tensor, in the
+model's shapes, and load under any layout and into a DistributedOptimizer of the same kind.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""Finds the known table that is closest to a model without one, to tell its user what a new table must say."""
+"""Finds the known table that is closest to a model without one, to tell its user what a new table must say.
+
+Every known table is laid over the folder, and the error names the table with a place for most of the tensors, and what
+is left over. Names are compared with `*` for the numbers of layers and experts, so the size of the model does not
+matter. Where there is only a `config.json`, the rules decide that read most of its fields.
+"""
 
 from __future__ import annotations
 

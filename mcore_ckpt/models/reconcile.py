@@ -1,4 +1,10 @@
-"""Settles from config, tensors and flags whether a model has tied embeddings, a value head, multi-token prediction."""
+"""Settles from config, tensors and flags whether a model has tied embeddings, a value head, multi-token prediction.
+
+Tied embeddings, a value head and multi-token prediction show in the tensors and in `config.json`, and the flags of
+older tools say them as well. Offline, a contradiction is an error. A live save knows better: a critic is trained with
+the config of its language model. So there the tensors decide, and `config.json` is written to fit (`config_of_weights`,
+which also spells rope and dtype for transformers 4 and 5 both).
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,9 @@
 
 Both sides are *global* tensors. A table does not know how tensor parallelism cuts an mcore tensor. It uses the names of
 megatron's local layer specs; `sharding.synonyms` translates the names of transformer-engine's specs.
+
+Where megatron keeps several tensors in one, a row names them (`Row.sections`). A folder has no pieces to tell them by,
+each is cut by itself, and `dist_checkpointing` has each under a separate key. Gate and up need no naming.
 """
 
 from __future__ import annotations

@@ -3,6 +3,22 @@
 A wrapper (`AdapterWrapper`) keeps a layer as `to_wrap` and the layer's adapter as `adapter`. Its `state_dict` lists the
 layer's tensors under the wrapper's own name, and the adapter's tensors under `adapter.`. HuggingFace's PEFT, with which
 ROLL trains, has other names for the same tensors; on disk there are those of Megatron-Bridge.
+
+- Where Bridge permutes rows. With tensor parallelism, `linear_fc1` has the gate's rows of a rank and then those of up.
+  Bridge (0.3 to 0.6) describes the magnitude of such a layer, and B of CanonicalLoRA's adapters of gate and up, as if
+  that were not so, and its own checkpoints come back in another order under another tensor-parallel size.
+  `state/model.py` takes their places from the weight. Bridge's own `torch_dist` checkpoints of them load under their
+  size, and `merge` refuses them by name. DoRA of row-parallel layers has other magnitudes on each tensor-parallel rank,
+  so a manager refuses it.
+- PEFT's wrapped layers (ROLL: `mcore_adapter`'s, around transformer-engine's layers) are the same adapters under other
+  names, which `without_peft` translates when a live model is read; on disk there are Bridge's names alone. Their
+  regions follow from the layer's weight: B has its rows and A its columns. ROLL's own `sharded_state_dict` (2026-08)
+  gives B of `linear_fc1` one range of rows where the weight has two, gate and up. Its experts' adapters have a smaller
+  rank but the scale of the larger one, so they are refused.
+- Grouped experts. One adapter for all experts of a rank: Bridge 0.6 keeps it equal on all ranks, so each
+  expert-parallel rank stores a copy and any size loads it. Bridge 0.3 lets them drift apart, which is refused with
+  expert parallelism. One adapter for each expert (`share_expert_adapters=False`): a tensor with an axis of experts, cut
+  like any other.
 """
 
 from __future__ import annotations

@@ -3,6 +3,15 @@
 That is so for quantized weights. With `overlap_param_gather` it is also so for all other weights beside them: megatron
 (0.16) gathers quantized weights for a save without the work that has to follow, and with
 `reuse_grad_buf_for_mxfp8_param_ag` it would gather gradients.
+
+Weights are gathered in pieces of 256 MB, because all weights at once would be a second copy of the model on the GPU. A
+piece has the same part of each rank's shard of a bucket: a bucket can be the whole model, and one `all_gather` makes a
+piece, however many ranks there are. Each piece is copied to its places in the images before the next one takes its
+memory (`save/weight_copies.py`). On a GPU the trainer's stream waits for that copy, and the host does not. In the plan,
+tensors without memory (`meta`) stand for the weights, and the capture passes over them. A rank whose copy fails goes on
+gathering, because the others wait for its part. Files without an image are written straight from tensors, so there the
+weights have host memory until they are written. If each rank wrote only what it owns, without gathering, the files of a
+stage would be made of thousands of pieces of all ranks, and writers of a file have one range each.
 """
 
 from __future__ import annotations

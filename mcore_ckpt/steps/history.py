@@ -1,6 +1,12 @@
 """Knows the run of one trainer, and from which checkpoint it goes on. So it gives each commit its number and parent.
 
 Only rank 0 uses it, under the role's lock, when it makes a manifest.
+
+A number is one more than all that rank 0 has seen: in the root and on its node when it begins, on other nodes when it
+loads, and then its own. Lost nodes, and what a store has beyond the root, may come back. So a training that has either
+reserves numbers in `.run.json`, and the next one begins above them. (To ask the store at each start would let a save
+wait for it.) A role that commits to a step takes the number of the roles there, if that is higher than its last one.
+Two roles that choose one number for two steps at once do no harm: the higher step counts.
 """
 
 from __future__ import annotations

@@ -2,6 +2,11 @@
 
 While a file is sent, its CRC is compared with the manifest. After the file has arrived, the checksum of the sent bytes
 is compared with the store's.
+
+A file whose CRC is not the manifest's is withdrawn before it is complete. Then the store's size is compared, and its
+ETag or MD5, if it tells one. Where that is no MD5 (encryption, other stores), the file is read back. The bytes are read
+once, in parts of 16 MiB, and memory is some parts for each of four files. Before the manifest goes, one listing must
+show all files, because the store may have been tidied up while this process was stopped.
 """
 
 from __future__ import annotations

@@ -1,4 +1,10 @@
-"""Uploads committed checkpoints in the background, one after the other, on a separate thread."""
+"""Uploads committed checkpoints in the background, one after the other, on a separate thread.
+
+- Rank 0 alone, with a few threads, sends the files of all ranks. It is limited by one node's network and one Python
+  process (some hundred MB/s). But it needs no word between ranks: no rank can be late, dead or in another state, and
+  nothing in training depends on it. Sending by nodes would be `Upload.run` on a part of the files, and rank 0 waiting
+  for `_check_all_there`. That is worth it once an upload takes longer than the time between saves.
+"""
 
 from __future__ import annotations
 

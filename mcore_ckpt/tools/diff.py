@@ -1,6 +1,9 @@
 """Finds what differs between two checkpoints of this package: tensors, optimizer state, and all other state.
 
 Their parallel layouts may differ, because global tensors are compared.
+
+Tensors are compared in flat ranges of 8 MiB. What belongs to ranks' files as a whole (`_extra_state`, SOAP's bases,
+random states) is compared only under the same layout; otherwise a note says so, and does not count as a difference.
 """
 
 from __future__ import annotations

@@ -3,6 +3,12 @@
 No tensor's bytes are read for it, except by the diff that an `Overview` may be given.
 
 The result has a column of numbers where there is one for each shard, because a checkpoint has hundreds of thousands.
+
+`cli/page/build.py` compresses the columns and puts them, with the style and a script for each section, into
+`page.html`. `geometry.js` repeats the arithmetic of `sharding/regions.py`, so that the page computes boxes only when
+they are looked at; a test compares both for every shard. Names in a checkpoint may be hostile. Compressed and in base
+64 they cannot end the element that they are in, scripts put them into text nodes only, and a policy in the page's head
+lets the browser run the page's script and nothing else.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""Describes one tensor of a checkpoint: statistics of its values, and which rank's file holds which part."""
+"""Describes one tensor of a checkpoint: statistics of its values, and which rank's file holds which part.
+
+Values are read once each, in the order in which they are stored, in batches of 16 MiB. Statistics need no order, so
+nothing is put together. Mean and deviation of batches are merged without cancellation. Of what tensor-parallel ranks
+hold alike, the first one's copy counts.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,11 @@
 """Watches a root from outside: what is being saved, by whom, how fast, and how long it will still take.
 
 It only reads: names, manifests, and how much of some files is written. So it may run on any host that sees the root.
+
+How far a save is follows from the holes of its files (`io/written.py`). Sizes and allocated blocks are those of the
+whole file from the first byte on, because the writer reserves the room. The total is that of the role's newest
+checkpoint, and its manifest names the files to look at, so that no folder is walked: a look at 5 steps and 2 saves is
+some 100 calls, most of them `stat`, and at most 128 files of a save are opened, however many ranks there are.
 """
 
 from __future__ import annotations

@@ -1,4 +1,10 @@
-"""Says what a path is, whichever program wrote it, and which command or which other path does what was meant."""
+"""Says what a path is, whichever program wrote it, and which command or which other path does what was meant.
+
+A path is judged by names, by the `metadata.json` of `torch_dist`, and by the list of what is in the model file of a
+rank, which verl and this package name alike. The only folder of steps below the path is taken by all commands, because
+nothing else can be meant. The one above it is taken only by `list` and `watch`: who names one step for `prune` does not
+mean all of them.
+"""
 
 from __future__ import annotations
 

@@ -5,6 +5,12 @@
 A rank is stopped and continued, the disk is frozen and thawed, connections are slow or cut, another user interferes.
 Each chain has a file system and a network of its own, so this needs root's rights. Exit status 1 if anything was lost,
 torn, or hung beyond the deadlines of docs/reliability.md; 77 if this cannot be done here.
+
+A fault lasts up to two and a half times the trainings' `timeout_s` of 4 s. The disk is frozen by `FIFREEZE` on ext4,
+connections are slowed to 200 kbit/s, and the other user tries to rename, delete, make, write, link, list and chmod in
+the root. A call that has failed on one rank is made again on all. No call may take longer than `timeout_s` and 3 s (a
+rank that is itself stopped, as much longer; without a network, twice the fault and 5 s longer, because the client of
+torch's store has no deadline).
 """
 
 import argparse

@@ -388,7 +388,7 @@ def test_verl_ranks_under_another_layout(
 @pytest.mark.world(2)
 @pytest.mark.parametrize("name", ["dp2-buckets", "pp2-tied-bf16"])
 def test_buckets_that_megatron_mixes_up(name: str, shared_path: Path) -> None:
-    """fully_reshardable with several padded buckets (0.16 to 0.19): found, named and refused, and the model still loads."""
+    """fully_reshardable with several padded buckets (0.16 to 0.19): refused by name, and the model still loads."""
     layout = LAYOUTS[name]
     with parallel(layout):
         first = build(layout, seed=1)

@@ -12,6 +12,12 @@ What should be there follows from what ranks were told before the kill: a step i
 - that was reported as durable;
 - that was reported as copied, if no more hosts have been lost since than it had copies, and no newer one was copied;
 - that was reported as committed, if no host has been lost since.
+
+Each host has one or two ranks and a folder of memory. A life saves four steps with one or two copies; some are also
+copied to the root. A kill comes at a random time, or when a rank has come to the n-th event of the start, a recovery, a
+save, a commit, the copying, the copy to the root, a deletion or the answers to other hosts. The rest of the job is
+killed then, or has to end by its deadline. States are compared by a digest of weights and optimizer that was noted
+before the save.
 """
 
 import argparse

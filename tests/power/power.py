@@ -3,6 +3,19 @@
 `power.py saves` or `power.py outputs`. It records the work (recorded_saves.py, recorded_outputs.py), makes the states
 in which a crash may leave the disk (crash_states.py), and judges them (judge_saves.py, judge_outputs.py). With --syncs
 it also leaves out each sync of the code, one at a time, and looks for a state that is bad without it.
+
+A library before the C library (`recorder.c`) records every operation on files, with all bytes, in the order in which
+they took place over all processes and threads. That nothing is missing is checked: the recording, played back, is the
+disk at the end, byte for byte. Two ranks of a small GPT (Megatron's DDP and distributed optimizer) make a first save
+into new folders, a second, save one again by exchange and by two renames, with files and a folder of another program
+beside it, pin, unpin, let retention delete, and prune. A second recording has conversion from HuggingFace into both
+formats, merge, reshard, the way back, uploads to a local store, and the roles and trackers of ROLL, AReaL and verl.
+
+`crash_states.py` has three models. POSIX, the weakest (that of ALICE, Pillai et al., OSDI 2014): a sync of a file makes
+its bytes and its length durable, a sync of a folder the names in it, and of all else any part may be on the disk: each
+page, each length, each name or rename alone. ext4 (`data=ordered`) and XFS keep names in the order of their journal. A
+state is made for each prefix, for each change alone and lost alone, for all subsets where up to 8 changes are pending,
+and by a seed beyond. Pages that were never written hold zeros or garbage.
 """
 
 import argparse

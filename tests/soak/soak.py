@@ -5,6 +5,16 @@
 One training after the other, under changing layouts, loads what the one before it has left, bit for bit, or the run
 fails. Long lives, of minutes, alternate with short ones. torch and megatron are imported once; every rank of every life
 is a fork. Exit status 1 if anything was lost, torn, hung, raised where it must not, or was not flat.
+
+One seed draws the layout (DP, TP, EP, TP with EP, PP, virtual stages, one rank); sync and async saves, exchanges and
+two renames; one root or two in one life: one with two roles and, in some lives, a HuggingFace model and `keep_every`,
+one with a remote store, from which it comes back after its disk was lost; new steps, existing steps saved again, saves
+on the heels of others, rollbacks in the middle of a life, pins, and `mcore-ckpt list`, `verify` and `prune`; faults
+that come and go (`ENOSPC`, `EIO`, `EMFILE`, `EINTR`, short writes, no `O_DIRECT`, on one rank or both, and a disk with
+2 ms per call); who dies, and when: no one, one rank or all, by SIGKILL. What is loaded is compared by digests that were
+noted before the save: each rank's state under the same layout, all tensors under another one. A curve is judged in a
+life of at least 96 samples: the least of its last quarter may be no more than the least of the second one and a
+tolerance.
 """
 
 import argparse

@@ -1,4 +1,8 @@
-"""Reads FSDP shards as verl writes them: one file of DTensors per rank, under HuggingFace names."""
+"""Reads FSDP shards as verl writes them: one file of DTensors per rank, under HuggingFace names.
+
+The names are HuggingFace's own, and each tensor has a `DTensor`'s placements. The pickles are read with stand-ins for
+torch's classes (`dtensors.py`), since the real ones need a process group. Bytes are read in place, never a file whole.
+"""
 
 from __future__ import annotations
 

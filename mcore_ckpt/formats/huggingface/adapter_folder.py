@@ -1,4 +1,10 @@
-"""Writes the folder of an adapter in PEFT's form: `adapter_model.safetensors` and `adapter_config.json`."""
+"""Writes the folder of an adapter in PEFT's form: `adapter_model.safetensors` and `adapter_config.json`.
+
+What is trained beside adapters (embedding, head, norms, routers) is in PEFT's folder, too: as `modules_to_save` where a
+module is whole, and else under the base model's name, which PEFT reads into the base. The optimizer's state shows what
+was trained, and so does the manifest (`adapters.trained`). PEFT has no place for trained experts, biases of adapted
+layers and multi-token prediction, so an adapter without them is refused.
+"""
 
 from __future__ import annotations
 

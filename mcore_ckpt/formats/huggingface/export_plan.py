@@ -1,4 +1,11 @@
-"""Plans an export: the files of a HuggingFace model, and the source of each tensor's bytes."""
+"""Plans an export: the files of a HuggingFace model, and the source of each tensor's bytes.
+
+Rows of the vocabulary are padding only behind the tokenizer's tokens. If the tokenizer has more tokens than
+`config.json` says, the export has a row for each, and a `config.json` with their number (`reconcile.with_tokens`). The
+tokenizer beside the checkpoint counts also if `--hf_model_path` names another folder. More tokens than rows are
+refused: which rows belong to tokens is unknown then. Whatever is planned is checked against the shapes of its source
+(`plan_tensors`), so what was trained beside adapters is cut nowhere else.
+"""
 
 from __future__ import annotations
 

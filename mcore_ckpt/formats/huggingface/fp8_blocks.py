@@ -1,6 +1,13 @@
 """Quantizes weights to float8 with a scale for each block, the form in which DeepSeek-V3 is published.
 
 A weight `X` becomes `X` in float8_e4m3fn and `X_scale_inv`. A value is about its code times the scale of its block.
+
+The fields of the model's `quantization_config` decide the blocks, the form of scales and what is left out; names of
+linear layers decide the rest. Codes and scales are two tensors of a file, each of which reads whole rows of blocks: the
+source is read twice. To keep the scales from the first reading, one process would have to write all files. The largest
+value of a block gets the largest code, so codes of a published model come back bit for bit, and scales within the
+rounding of bfloat16. Adapters that are merged in the same command are added first: the result is that of quantizing the
+merged model in its dtype.
 """
 
 from __future__ import annotations

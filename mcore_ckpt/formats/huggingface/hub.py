@@ -6,6 +6,14 @@ HF_HUB_CACHE (the place of the cache), HF_HUB_OFFLINE, HF_ENDPOINT and HF_TOKEN.
 
 Only files that the caller reads or copies are downloaded: `config.json` and the `.safetensors` files that the index
 lists, or the assets (all files beside the weights), or both.
+
+A name that can only be a path is never asked for: `name`, `./owner/name`, `/owner/name`. `consolidated.safetensors`,
+`*.bin` and folders such as `original/` hold the same weights once more, so they are not downloaded. Patterns of
+huggingface_hub cannot say "no folder", hence `_in_other_folders`. One rank of each node downloads: the first of those
+with the same host (`ranks/hosts.py`) and the same cache. The others wait in the same round, with a deadline of hours
+(`DOWNLOAD_TIMEOUT_S`), and then open the cache without the network. A branch can move between two nodes' downloads, so
+rank 0 compares the commits. With a branch, each call asks the hub for the branch's commit, as transformers does; with a
+commit nothing is asked (huggingface_hub 2) once it is in the cache.
 """
 
 from __future__ import annotations

@@ -1,6 +1,12 @@
 """Reads the tensors in the files of a HuggingFace folder, and dequantizes those that are quantized.
 
 Only the codes of the wanted elements and the scales of their blocks are read, a limited number of bytes at a time.
+
+One formula serves all forms: the value of the code, times the scale of its block, in float32, rounded once to the dtype
+of the model (packed integers: first to that of the scales, as compressed-tensors does). So the bits are those that
+transformers computes, where it can; it refuses tensors whose last blocks are smaller. The product is computed in C++
+(`csrc/dequantize.cpp`), with a table of 256 values for each block: torch converts 0.2 billion float8 numbers a second
+to float32 here, which is a tenth of what the disk delivers.
 """
 
 from __future__ import annotations

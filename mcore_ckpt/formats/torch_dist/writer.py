@@ -7,6 +7,11 @@ tensors add up to the whole model.
 
 Several processes can share the work: each calls `write_slices` for some of the files, and one of them calls
 `write_rest` when all of them have been written.
+
+torch's `FileSystemWriter` keeps the last tensor of every name until its file is done, which is the whole model, and
+megatron's planner needs the model. So the bytes are written here. Layer specs name some norms differently, and which
+spec will load the checkpoint is not known: such a norm is written under the names of both. `_extra_state` has
+placeholders, because megatron asks for all of them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Reads the model from the per-rank folders of verl up to 0.4, and maps each rank's names to global names."""
+"""Reads the model from the per-rank folders of verl up to 0.4, and maps each rank's names to global names.
+
+Layers are numbered per chunk in these folders, so the numbers come from the whole pipeline's files. How a tensor is cut
+is not stored: of the cuts that its name allows, the one counts that makes the shape that `config.json` promises.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,10 @@
 
 megatron-core up to 0.19 has only norms of each head's queries and keys. A model is built with the layer spec that
 Megatron-Bridge has for it (`minimax_m2_layer_spec`), whose norms cover all heads and are cut as the heads are.
+
+MiniMax-M2 has norms of all heads' queries and keys, and megatron-core up to 0.19 has only norms of each head. Its
+`GPTModel` is built with Megatron-Bridge's layer spec, whose norms are cut as the heads are. With megatron's own specs a
+load is refused, because the shapes differ.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Qwen3-Next, which has linear attention (GatedDeltaNet) in most layers and gated attention in the other layers."""
+"""Qwen3-Next, which has linear attention (GatedDeltaNet) in most layers and gated attention in the other layers.
+
+`config.json` of Qwen3-Next does not mention its multi-token prediction. The names of the tensors show it
+(`ModelFacts.unstated_mtp`).
+"""
 
 from __future__ import annotations
 
