@@ -8,7 +8,9 @@ import document_examples
 import pytest
 
 REPOSITORY = Path(__file__).parent.parent
-DOCUMENTS = sorted([REPOSITORY / "README.md", *(REPOSITORY / "docs").rglob("*.md")])
+DOCUMENTS = sorted(
+    [REPOSITORY / "README.md", *(REPOSITORY / "docs").rglob("*.md"), *(REPOSITORY / "tests").rglob("*.md")]
+)
 
 # Of a table's cell: `steps/test_listing.py`, `tests/steps/test_listing.py::test_name`, and what a test launches.
 NAMED = re.compile(r"`(?:tests/)?((?:\w+/)*test_\w+\.py|integrations/areal/\w+\.py)(?:::(\w+))?`")
