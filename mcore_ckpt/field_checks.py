@@ -2,6 +2,13 @@
 
 A configuration comes from code, from YAML or from the environment. There `false` and `"false"` look alike, and the
 text is true. So a value of another type than the field's is refused, with the right spelling. Nothing is converted.
+
+Why not pydantic or msgspec: importing pydantic and making one dataclass with it takes 0.11 s of CPU, four times as long
+as `config.py` with all that it imports, of the 0.3 s that a command has to start. Its strict mode says "input should be
+a valid boolean", but not what to write instead. msgspec checks only what it decodes, not what Python code passes, and
+its structs would take the place of the frozen dataclasses. Both would have to agree with the version that a framework
+pins (verl, NeMo and vLLM pin pydantic). The checks follow the annotations, so a new field is checked without another
+line.
 """
 
 from __future__ import annotations

@@ -3,6 +3,12 @@
 Four heads of 8 and two heads of 16 have the same tensors, and so have rotary embeddings of two kinds. So a checkpoint
 keeps these facts, and a load compares them. Only attributes are read, of megatron-core 0.15 to 0.19, of the providers
 of Megatron-Bridge, which have more fields, and of the configs that transformers gives to vision towers.
+
+All fields that the model reads are stored, not only those that differ from their defaults, because another megatron may
+have another default. The rotary frequencies are read from the live tensor: HybridModel does not keep the base, nor
+GPTModel the factor of its scaling, and some trainers write other frequencies into the tensor. What cuts tensors by a
+`config.json` beside a checkpoint (`merge`, the way back, the export of a save) compares it with these facts first
+(`models/stated_facts.py`): other heads mean another order of rows, and are refused.
 """
 
 from __future__ import annotations

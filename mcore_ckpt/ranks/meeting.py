@@ -4,6 +4,11 @@ The job's key-value store outlives its processes. `torchrun --max-restarts` star
 dead ones (torch 2.13, `DynamicRendezvousHandler.next_rendezvous`), and everything the dead workers wrote is still in
 it. With numbered names, a name would occur again after a restart, and a rank would accept a dead rank's message as an
 answer.
+
+A seat's name is therefore not counted: rank 0 calls out a new name and goes on when all have answered. Each rank
+deletes what it has submitted when it begins a later round, rank 0 the outcome when all ranks have submitted to a later
+round (it may have failed several rounds at once, and the others have yet to hear of each), and the last rank that
+closes the rest. So no key stays.
 """
 
 from __future__ import annotations

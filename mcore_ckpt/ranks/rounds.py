@@ -3,6 +3,13 @@
 In one *round*, every rank submits its record or its error, rank 0 decides, and all ranks get the same outcome. The
 outcome is one key that is set only once (compare-and-set). So either a rank gives up waiting or rank 0 continues, but
 never both.
+
+The rounds of one call (`Agreement.call`) are numbered within it, and calls are counted. So a rank may leave a call at
+any moment with an exception: it fails the round that the others come to next, and is at the same round as they are in
+the next call. This is how what a signal handler raises ends a call. The opening of a save and its commit are rounds of
+two agreements, so a rank that is interrupted between them fails the commit by its name. If another rank has given up a
+round, rank 0 raises that rank's error when it fails in it: with an error of another type it would go on to an older
+checkpoint alone.
 """
 
 from __future__ import annotations

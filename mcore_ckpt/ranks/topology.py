@@ -1,4 +1,9 @@
-"""Describes the parallel layout and each rank's place in it, and reads both from the process groups."""
+"""Describes the parallel layout and each rank's place in it, and reads both from the process groups.
+
+Generators differ by pp, tp, ep and etp rank. If these sizes stay, a rank takes the generators of the rank at its
+coordinates modulo the saved sizes (`Topology.place_in_turn`). Otherwise all start from the saved seed (of each
+data-parallel rank) and the step, as megatron seeds them. Rank 0 says so.
+"""
 
 from __future__ import annotations
 

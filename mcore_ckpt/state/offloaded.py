@@ -1,4 +1,8 @@
-"""Finds the host copies of parameters whose GPU memory was freed by offloading."""
+"""Finds the host copies of parameters whose GPU memory was freed by offloading.
+
+The state is saved from the copy that the framework keeps in host memory, after waiting for the GPU: both verl and
+megatron copy without waiting. The view of a parameter finds its place in the copy by its storage.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Refuses, by name, models and optimizers that can only be saved in part, before anything is written or changed."""
+"""Refuses, by name, models and optimizers that can only be saved in part, before anything is written or changed.
+
+Experts with EP = 1 and ETP ≠ TP are refused with megatron-core up to and including 0.18: their gradients are not
+reduced over the tensor-parallel ranks that replicate them (`allreduce` is True unless EP > 1). Seen: the replicas
+differ, and one file for all could not bring back what was trained. The refusal asks for `param.allreduce`, so 0.19,
+which marks such experts, is not refused.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,13 @@
-"""Hides a step before its files are deleted, so that no part of it ever looks like a step."""
+"""Hides a step before its files are deleted, so that no part of it ever looks like a step.
+
+A role may open a save in the step, commit it, or pin it between the last look and the rename. So there is one more look
+after the rename, and the step goes back if anything has come. Until then it has `.owner.json`, and no other process
+removes it as a leftover. A crash leaves the step where it was, or leaves a `.deleted-...` folder, which is no step and
+which the next start or `prune` removes. A link in the place of a step stays: removing it would free nothing, and its
+target may belong to another run. Removing leftovers follows no link either. If a role's folder is a link, a save
+replaces the link by a folder and leaves the target as it is. A step that cannot go (protected, a mount point, another
+user's) stays whole, and other steps go all the same.
+"""
 
 from __future__ import annotations
 

@@ -6,6 +6,21 @@ deleted. Checkpoints without an identity belong to the root that they are in. `O
 
 A root that was moved or mounted elsewhere goes on as the same run. A copy of a root that is still there becomes a new
 run, with the copied steps as its own. See docs/architecture.md.
+
+- Copied. The root that the file (or, without it, the newest manifest) names is still there with the same id, and is
+  another folder: a new run, whose parent is the newest step. The copied steps belong to it, too, because a user who
+  copies a root wants to go on from it, and to have old steps deleted. An id alone would also claim what the original
+  saves later, so the file keeps the largest number of the copied commits. The new identity follows from the copied
+  file, so roles that replace it at once agree on it. If the original cannot be seen from this host, a copy cannot be
+  told from a moved root, and both have one identity.
+- The file is lost (`cp root/*` leaves it out): the newest manifest says the same, and the oldest of each run say from
+  which run it came. Once retention has deleted all steps of a run in this chain, nothing names those before it.
+- A new disk. The root is empty, and a store or the nodes have steps. They are taken over if they were saved by a root
+  of the same path, and a warning names the run, because that root may only have been moved. At another path that would
+  be a guess: a new training that names the store of an old one by mistake looks just the same. To say that it is the
+  old one, copy the store's `.run.json`.
+- A store is claimed by its first upload, with a copy of `.run.json`. Two runs that claim it at once read it back, and
+  the second one stops. What it has uploaded until then has its id, so the first one leaves it alone.
 """
 
 from __future__ import annotations

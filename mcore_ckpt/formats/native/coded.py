@@ -1,6 +1,10 @@
 """Decodes coded shards: reads their stored elements and what else their values follow from, and computes the values.
 
 docs/format.md says how shards are coded. The values are float32, the elements are read into temporary memory.
+
+Only a load of exactly the same range, into the same form, takes the stored elements and the scale as they are. Lower
+halves need the weights that they were saved with: in any other case the load writes weight and remainder together, and
+gathers the weights from their owners afterwards.
 """
 
 from __future__ import annotations

@@ -3,6 +3,11 @@
 megatron-core 0.16 to 0.19 have the same class. It has an optimizer for the parameters that stay on the device, and one
 or several for those in host memory. Each of its parameters has an inner parameter, which one of these updates: a copy
 in host memory, a copy in fp32, or the parameter itself. The inner parameter is the truth.
+
+The inner parameter is saved and filled. After a load it is copied to the outer one, and
+`_sync_sub_optimizers_state_to_hdo` shows the state again. The step goes to the optimizers inside only: in the outer
+groups it would overwrite theirs before every step. Arguments of its constructor, which torch puts into the groups, are
+not saved, so that another fraction loads them.
 """
 
 from __future__ import annotations
