@@ -6,6 +6,14 @@ its beginning counts for it.
 Whether the next one will fit shows at the commit, if no step will be deleted: then it is too late for another look when
 the next save begins at once. If steps will be deleted, it shows when they are gone. That look may take long (manifests,
 and room that grows late), so it has a thread of its own: neither saves nor deletions wait for it.
+
+The need of a save is the sum of all files in whole blocks, with folders, owner file, manifest and the in-line export.
+CRCs, the manifest, the headers of the export and, at a manager's first save, the tokenizer's files are not known yet,
+so it is a lower bound. Root may use reserved blocks and exceed quotas, as the kernel lets it; soft quotas count when
+their grace period is over. A deletion on another host shows only in the name of the step, and in growth of what is
+short. After a wait for deletions the save looks at its trainer lock once more, and takes the lock if the disk had been
+too full for the lock's file. A refusal looks for at most two seconds for old steps that could be deleted, because all
+ranks wait for it. If there are too many for that, it names only the command that lists them.
 """
 
 from __future__ import annotations

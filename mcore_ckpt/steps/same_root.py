@@ -1,4 +1,11 @@
-"""Notices that the path of a root no longer leads to the folder that it led to at the start of a training."""
+"""Notices that the path of a root no longer leads to the folder that it led to at the start of a training.
+
+If a disk is unmounted, the empty folder below it would be filled; something may be mounted over the root; the folder
+may be replaced; or a link to it pointed elsewhere, where this trainer has no lock. Device and inode say so. Rank 0
+looks before it opens a save and right before the rename, each rank before it writes and after, and all of them also at
+the node's folder of the fast tier. Of a root that does not exist yet, the folder above it counts. A root that was
+deleted is made again. A network file system that an automounter has mounted again is the same one.
+"""
 
 from __future__ import annotations
 

@@ -7,6 +7,11 @@ this time with its own monotonic clock, so the clocks of two hosts are never com
 
 With each takeover the number in the file (`generation`) grows. Who was taken for dead and comes back finds a larger
 number than its own right before it would put a checkpoint in place.
+
+The watch begins when the manager is made, so a job that is started again on other hosts mostly does not wait. At most,
+a save waits half its `timeout_s` and then raises `LockedError`. A file of an older version has no random number: a
+process of this pid and start is taken for the holder. Managers of one role in one process are one trainer, also if an
+earlier one was never closed.
 """
 
 from __future__ import annotations
