@@ -8,6 +8,11 @@
   The thread is a daemon, so an exiting interpreter does not wait for it.
 - The system grants no thread: events wait until a later call gets one.
 - The process forks: the child begins with an empty queue and no thread, because the parent delivers what waits.
+
+Nothing is computed for an event but sums that a report has anyway. Each manager has its own thread, so a listener that
+hangs stops only that manager's events. Events hold text in the place of errors: an error's traceback would keep the
+host images of a failed save alive for as long as a listener keeps the event. Nothing is sent between ranks, because a
+listener on each rank costs nothing, and a message of each rank to rank 0 would.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Defines the read contract: a reader lists a checkpoint's tensors, locates their shards, and reads ranges of them.
 
-Each kind of checkpoint has one reader, in `native/`, `huggingface/`, `torch_dist/`, `verl_ranks/` or `fsdp/`. Loading,
-resharding, merging, converting and comparing read tensors through this contract. `locate.py` uses it to find the stored
-ranges that make up a wanted region.
+Each kind of checkpoint has one reader, in `native/`, `huggingface/`, `torch_dist/`, `verl_ranks/` or `fsdp/`. `merge`
+and `test` read every kind through this contract, `load` and `reshard` our own, `load_hf` and `convert` also HuggingFace
+folders. `locate.py` uses it to find the stored ranges that make up a wanted region.
 """
 
 from __future__ import annotations

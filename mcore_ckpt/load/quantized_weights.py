@@ -1,4 +1,10 @@
-"""Plans the fills of quantized weights: by way of the main parameters of this rank, or of values to quantize."""
+"""Plans the fills of quantized weights: by way of the main parameters of this rank, or of values to quantize.
+
+A load fills main parameters. Then megatron quantizes as in a step (`_copy_main_params_to_model_params` on all ranks,
+because the scales are agreed), gathers, and does what follows (`post_all_gather_processing`). Where weights are
+gathered in the memory of gradients (MXFP8), they are gathered in separate memory, and copied into the quantized
+tensors, which is what megatron does after its gathering.
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,17 @@
   process (some hundred MB/s). But it needs no word between ranks: no rank can be late, dead or in another state, and
   nothing in training depends on it. Sending by nodes would be `Upload.run` on a part of the files, and rank 0 waiting
   for `_check_all_there`. That is worth it once an upload takes longer than the time between saves.
+
+A role's commit starts its upload, on a thread that ends with its work: neither training nor the next save waits. It
+uploads steps that the local root has, that count, and that `max_to_keep` would keep. They must be committed after the
+store's newest, or committed in this run and not there yet. The newest goes first, and a commit that comes meanwhile
+goes before what is still waiting. So a store that is slower than the saves has gaps, and never falls behind without
+end. A step under way is marked (`.{role}.uploading-...`), which keeps every retention off it: with `max_to_keep=1` a
+slow store would otherwise never get one whole.
+
+What fails is tried six times over half a minute. Then a warning is logged, and the upload is tried again behind the
+next commit, without the files that have arrived. A process that is killed leaves an attempt without a manifest: the
+next upload of the role deletes it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""Reads elements of HuggingFace tensors from the mcore tensors of a reader, and converts their values if necessary."""
+"""Reads elements of HuggingFace tensors from the mcore tensors of a reader, and converts their values if necessary.
+
+A slab may have an adapter, as it may have a change of values. Whole rows of the weight, the same rows of B, and A are
+read, added in fp32 some rows at a time, and rounded once. If the checkpoint has no base, `JoinedReader` takes it from
+the folder of the base model.
+"""
 
 from __future__ import annotations
 

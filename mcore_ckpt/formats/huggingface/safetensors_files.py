@@ -2,6 +2,10 @@
 
 A file has three parts: 8 bytes with the length of the header (little-endian), the header (JSON: dtype, shape and place
 of each tensor), and the bytes of the tensors.
+
+The files are written by the same native writer as ours (their header is the image's first gap) and read by the same
+reader. The `safetensors` library has no bounded, unbuffered, multi-threaded reads, and no writes in parts. The parser
+of the header is as strict as the library's, and the tests read every file with the library.
 """
 
 from __future__ import annotations

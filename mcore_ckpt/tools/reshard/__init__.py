@@ -18,4 +18,9 @@ Indexes say what every byte is, so no model is needed. What is missing are the c
 - Roles. If a step is resharded, all its roles are put in place when all are written. One role alone declares only
   itself. What the trainer keeps in the step (verl's `data.pt`, `transfer_queue/`) is copied as it is, put in place just
   before the roles, and named in the report.
+
+Everything is planned and checked first. Then one thread reads parts of files of 128 MiB, checked block by block, into
+one of two buffers, while the other buffer is written. A file is written by as many writers as it has parts, one after
+the other, all in one process. A large copy of a source file (HuggingFace weights) is checked against the manifest's CRC
+on the way.
 """
