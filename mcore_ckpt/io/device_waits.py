@@ -2,6 +2,13 @@
 
 Copies that are queued behind a collective never end if the collective never does, and a thread that waits inside CUDA
 cannot be woken up.
+
+Threads ask with pauses of 20 µs to 1 ms, until a deadline (`timeout_s`; ten minutes for what a load copies, after it
+has waited for the training). `cudaDeviceSynchronize` and `cudaHostUnregister` wait for all work of the GPU, even if it
+does not use the memory, and cannot be asked, so they run on threads that may be left behind. On an H200 (driver 580),
+`cudaFree` waits like that, too, and is not called; nothing else that `csrc/` calls waited behind a stuck kernel:
+registering memory, making, asking and destroying events and streams, queueing copies. After a deadline, memory that the
+GPU may still write to is never freed.
 """
 
 from __future__ import annotations

@@ -10,6 +10,9 @@ the next call. This is how what a signal handler raises ends a call. The opening
 two agreements, so a rank that is interrupted between them fails the commit by its name. If another rank has given up a
 round, rank 0 raises that rank's error when it fails in it: with an error of another type it would go on to an older
 checkpoint alone.
+
+A waiting rank asks again with pauses that grow with time and with the number of ranks. It does not use `store.wait()`:
+a wait that times out leaves C++ warnings on stderr and an unusable client.
 """
 
 from __future__ import annotations

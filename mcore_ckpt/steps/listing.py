@@ -2,6 +2,11 @@
 
 The manifests say which roles are committed, and what a step is worth says `worth.py`, which looks at the files. The
 tracker is only a hint where to look again for the newest.
+
+Where looking at all steps each time would take too long (the tracker at each save, `watch`), a process looks at all the
+first time and remembers their numbers (`newest_complete`), and later at those that may have changed. The tracker alone
+would not do: a trainer may have died between its commit and the tracker. Only a known step that another process saves
+again just before it dies is not seen until the next start. `load` and `recover` look at all.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""Lets a tool write a step into a root as a trainer does: under the trainers' locks, and over nothing unasked."""
+"""Lets a tool write a step into a root as a trainer does: under the trainers' locks, and over nothing unasked.
+
+A step that `reshard` or `convert` writes into a used root is no commit of its training. It takes the number and the
+branch of the step before it (of the first one, if it is before all). So a later step stays the newest, and none is
+given up. What `collect` writes has the number that it got on the nodes.
+"""
 
 from __future__ import annotations
 

@@ -5,6 +5,12 @@
 A writer may have one tensor more than its fair part. With many replicas and few large tensors, this bounds the save:
 with 64 replicas of a stage of Llama-3-70B (TP=8, PP=8, 2.4 GB of weights), the writer of the first stage's embedding
 writes 263 MB, and not 38. Cutting such a tensor would need a second replica to read all of it at each save.
+
+A tensor comes from one replica. Replicas may have drifted apart, and a tensor that is half of one and half of the other
+is in neither. So a range begins at the first page after the begin of a tensor. The bytes of this tensor before that
+page are written by the writer before. The tensor's writer sends the same bytes to the owner with its CRCs, and if the
+two differ, the owner puts them into the file. Before the owner believes a part, it compares digests of the two plans,
+and rank 0 compares all ranks' digests.
 """
 
 from __future__ import annotations

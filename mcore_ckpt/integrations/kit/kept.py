@@ -1,4 +1,9 @@
-"""Keeps one CheckpointManager between saves, and the place of the training among all commits for the whole run."""
+"""Keeps one CheckpointManager between saves, and the place of the training among all commits for the whole run.
+
+Frameworks load with one manager and save with another, which may have another root. `KeptManager` tells the second one
+what the first has loaded. If the training is saved with its optimizer, only loads with the optimizer count: slime loads
+reference models into the model that it trains.
+"""
 
 from __future__ import annotations
 
