@@ -20,6 +20,8 @@ PINNED_FILE = ".pinned"
 RUN_FILE = ".run.json"
 # Exists only in staging folders: the manifest of the files from which the same save exports its HuggingFace model.
 WRITTEN_FILE = ".written.json"
+# In a `.pt` file of this package, which is a zip archive.
+INDEX_RECORD = "archive/.mcore_ckpt/index.json"
 MODEL_DIR = "model"
 MODEL_FILE = "model_states.pt"
 HUGGINGFACE_DIR = "huggingface"

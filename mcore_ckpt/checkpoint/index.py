@@ -13,7 +13,7 @@ from typing import Any, overload
 
 import msgspec
 
-from mcore_ckpt.checkpoint.dtypes import item_bytes
+from mcore_ckpt.checkpoint.element_sizes import item_bytes
 from mcore_ckpt.checkpoint.shapes import is_possible_shape
 from mcore_ckpt.io import json_fields as fields
 from mcore_ckpt.io import typed_json

@@ -1,4 +1,4 @@
-"""Writes small `.pt` files of plain values, which `torch.load(weights_only=True)` opens."""
+"""Reads and writes small `.pt` files of plain values, which `torch.load(weights_only=True)` opens, too."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 
-from mcore_ckpt.checkpoint.manifest import WrittenFile
+from mcore_ckpt.checkpoint.manifest import FileRecord, WrittenFile
 from mcore_ckpt.checkpoint.pt_values import decode_pt
+from mcore_ckpt.checkpoint.reading import check_crc, read_checked
+from mcore_ckpt.errors import CheckpointCorruptError
 from mcore_ckpt.io import limits
 from mcore_ckpt.io.checksums import crc32
 from mcore_ckpt.io.files import make_folders, write_file
@@ -48,3 +50,28 @@ def write_plain(role_dir: Path, path: str, kind: str, data: bytes) -> WrittenFil
     make_folders(role_dir, path)
     write_file(role_dir / path, [data])
     return WrittenFile(path, kind, len(data), crc32(data))
+
+
+def read_plain(role_dir: Path, record: FileRecord) -> dict[str, Any]:
+    """Reads the values in a small `.pt` file after checking its CRC. Never executes code from the file.
+
+    Raises CheckpointCorruptError.
+    """
+    path = role_dir / record.path
+    return _decode_plain(read_checked(role_dir, record, limits.PLAIN_BYTES), path)
+
+
+def parse_plain(data: bytes, record: FileRecord, path: Path | str) -> dict[str, Any]:
+    """Decodes the bytes of a small `.pt` file, and checks them as `read_plain` does. Errors name `path`."""
+    check_crc(crc32(data), record, path)
+    return _decode_plain(data, path)
+
+
+def _decode_plain(data: bytes, path: Path | str) -> dict[str, Any]:
+    try:
+        value = decode_pt(data)
+    except Exception as error:  # torch can raise exceptions of any type for bytes that are not a valid tensor.
+        raise CheckpointCorruptError(f"{path}: cannot be read as plain values: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointCorruptError(f"{path}: holds a {type(value).__name__}, not a dict")
+    return value

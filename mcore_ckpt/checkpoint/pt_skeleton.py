@@ -20,8 +20,7 @@ from typing import Any
 import torch
 
 from mcore_ckpt.checkpoint import zip_format as zf
-
-INDEX_RECORD = "archive/.mcore_ckpt/index.json"
+from mcore_ckpt.checkpoint.file_names import INDEX_RECORD
 
 # Versions of the zip format (times ten) that a reader must support: for a plain record, and for zip64.
 _PLAIN_VERSION = 20

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.index import FileIndex, decode_index
@@ -20,7 +20,6 @@ from mcore_ckpt.checkpoint.manifest import (
     decode_manifest,
     decode_summary,
 )
-from mcore_ckpt.checkpoint.pt_values import decode_pt
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
 from mcore_ckpt.io import limits, tuning
 from mcore_ckpt.io.checksums import crc32
@@ -219,28 +218,3 @@ def check_crc(found: int, record: FileRecord, path: Path | str) -> None:
 def wrong_crc(path: Path | str) -> str:
     """Returns the message for a file whose CRC is wrong."""
     return f"{path}: has a wrong CRC: the file is damaged, or is another file with the same name"
-
-
-def read_plain(role_dir: Path, record: FileRecord) -> dict[str, Any]:
-    """Reads the values in a small `.pt` file after checking its CRC. Never executes code from the file.
-
-    Raises CheckpointCorruptError.
-    """
-    path = role_dir / record.path
-    return _decode_plain(read_checked(role_dir, record, limits.PLAIN_BYTES), path)
-
-
-def parse_plain(data: bytes, record: FileRecord, path: Path | str) -> dict[str, Any]:
-    """Decodes the bytes of a small `.pt` file, and checks them as `read_plain` does. Errors name `path`."""
-    check_crc(crc32(data), record, path)
-    return _decode_plain(data, path)
-
-
-def _decode_plain(data: bytes, path: Path | str) -> dict[str, Any]:
-    try:
-        value = decode_pt(data)
-    except Exception as error:  # torch can raise exceptions of any type for bytes that are not a valid tensor.
-        raise CheckpointCorruptError(f"{path}: cannot be read as plain values: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointCorruptError(f"{path}: holds a {type(value).__name__}, not a dict")
-    return value

@@ -12,7 +12,6 @@ from typing import Literal
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.pt_archive import ArchiveError, PtArchive
-from mcore_ckpt.checkpoint.pt_skeleton import INDEX_RECORD
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError
 from mcore_ckpt.io import json_fields as fields
 from mcore_ckpt.io import limits
@@ -146,7 +145,7 @@ def _has_our_index(file: Path) -> bool:
     try:
         size = os.fstat(descriptor).st_size
         archive = PtArchive(lambda at, nbytes: read_exact(descriptor, nbytes, at, file), size)
-        return INDEX_RECORD in archive.names
+        return file_names.INDEX_RECORD in archive.names
     except (CheckpointCorruptError, ArchiveError):
         return False
     finally:

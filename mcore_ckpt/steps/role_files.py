@@ -15,8 +15,8 @@ from typing import Any
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest, WrittenFile
-from mcore_ckpt.checkpoint.plain_files import pickle_plain, write_plain
-from mcore_ckpt.checkpoint.reading import read_checked, read_manifest, read_plain
+from mcore_ckpt.checkpoint.plain_files import pickle_plain, read_plain, write_plain
+from mcore_ckpt.checkpoint.reading import read_checked, read_manifest
 from mcore_ckpt.checkpoint.versions import package_versions
 from mcore_ckpt.errors import CheckpointCorruptError
 from mcore_ckpt.io.checksums import crc32

@@ -12,7 +12,8 @@ from mcore_ckpt.checkpoint.damage import Damage
 from mcore_ckpt.checkpoint.dtypes import torch_dtype
 from mcore_ckpt.checkpoint.index import BLOCK_BYTES
 from mcore_ckpt.checkpoint.manifest import FileRecord
-from mcore_ckpt.checkpoint.reading import read_index, read_plain
+from mcore_ckpt.checkpoint.plain_files import read_plain
+from mcore_ckpt.checkpoint.reading import read_index
 from mcore_ckpt.errors import CheckpointCorruptError
 from mcore_ckpt.formats.torch_save_files import read_pt
 from mcore_ckpt.io import _native

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from mcore_ckpt.checkpoint.dtypes import item_bytes
+from mcore_ckpt.checkpoint.element_sizes import item_bytes
 from mcore_ckpt.checkpoint.index import (
     BLOCK_BYTES,
     Alias,

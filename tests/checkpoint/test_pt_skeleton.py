@@ -16,9 +16,10 @@ from checkpoints import Alone, write_alone
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mcore_ckpt.checkpoint.file_names import INDEX_RECORD
 from mcore_ckpt.checkpoint.index import BLOCK_BYTES, FileIndex, decode_index
 from mcore_ckpt.checkpoint.manifest import WrittenFile
-from mcore_ckpt.checkpoint.pt_skeleton import INDEX_RECORD, build_skeleton
+from mcore_ckpt.checkpoint.pt_skeleton import build_skeleton
 from mcore_ckpt.formats.native.file_plan import StructureCache, plan_file
 from mcore_ckpt.formats.native.write_requests import TensorWrite, WriteRequest
 from mcore_ckpt.formats.native.writer import FileWriter

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from mcore_ckpt.checkpoint.index import BLOCK_BYTES
 from mcore_ckpt.checkpoint.manifest import FileRecord
 from mcore_ckpt.checkpoint.manifest_text import Holds
-from mcore_ckpt.checkpoint.plain_files import pickle_plain, write_plain
-from mcore_ckpt.checkpoint.reading import read_index, read_manifest, read_plain
+from mcore_ckpt.checkpoint.plain_files import pickle_plain, read_plain, write_plain
+from mcore_ckpt.checkpoint.reading import read_index, read_manifest
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, CommitError
 from mcore_ckpt.formats.native import ranges
 from mcore_ckpt.formats.native.ranges import read_ranges

@@ -30,7 +30,8 @@ from torch_dist_folder import make_torch_dist
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.dtypes import torch_dtype
 from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest
-from mcore_ckpt.checkpoint.reading import read_index, read_manifest, read_plain
+from mcore_ckpt.checkpoint.plain_files import read_plain
+from mcore_ckpt.checkpoint.reading import read_index, read_manifest
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.formats.contract import RegionRead, weights_of
 from mcore_ckpt.formats.foreign_pickles import load_safely

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from mcore_ckpt.checkpoint.dtypes import torch_dtype
-from mcore_ckpt.checkpoint.reading import read_index, read_manifest, read_plain
+from mcore_ckpt.checkpoint.plain_files import read_plain
+from mcore_ckpt.checkpoint.reading import read_index, read_manifest
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.formats import kinds
 from mcore_ckpt.formats.foreign_pickles import load_safely

@@ -37,7 +37,8 @@ from mcore_ckpt.checkpoint import zip_format as zf
 from mcore_ckpt.checkpoint.index_entries import IndexEntries
 from mcore_ckpt.checkpoint.manifest import FileRecord
 from mcore_ckpt.checkpoint.manifest_text import Holds
-from mcore_ckpt.checkpoint.reading import read_manifest, read_plain
+from mcore_ckpt.checkpoint.plain_files import read_plain
+from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.checkpoint.timeline import SaveTimeline
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.fast.peer_store import PeerStore

@@ -19,7 +19,8 @@ from torch_dist_folder import make_torch_dist
 from mcore_ckpt import json_bounds
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import FileRecord, IndexPlace, decode_manifest
-from mcore_ckpt.checkpoint.reading import open_file, read_index, read_manifest, read_plain
+from mcore_ckpt.checkpoint.plain_files import read_plain
+from mcore_ckpt.checkpoint.reading import open_file, read_index, read_manifest
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, UnsupportedError
 from mcore_ckpt.formats import kinds
 from mcore_ckpt.formats.foreign_pickles import load_safely

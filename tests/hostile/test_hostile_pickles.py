@@ -18,8 +18,8 @@ from fuzzing import PLAIN, archive_of, is_same, pt_of
 
 from mcore_ckpt.checkpoint.damage import Damage
 from mcore_ckpt.checkpoint.manifest import FileRecord, IndexPlace
+from mcore_ckpt.checkpoint.plain_files import read_plain
 from mcore_ckpt.checkpoint.pt_values import decode_pt
-from mcore_ckpt.checkpoint.reading import read_plain
 from mcore_ckpt.errors import CheckpointCorruptError
 from mcore_ckpt.formats.foreign_pickles import load_metadata, load_safely
 from mcore_ckpt.formats.torch_save_files import read_pt

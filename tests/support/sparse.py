@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from mcore_ckpt.checkpoint.dtypes import item_bytes
+from mcore_ckpt.checkpoint.element_sizes import item_bytes
 from mcore_ckpt.checkpoint.index import Alias, FileIndex, block_count, encode_index
 from mcore_ckpt.checkpoint.manifest import FileRecord, IndexPlace, Manifest
 from mcore_ckpt.checkpoint.manifest_text import Holds

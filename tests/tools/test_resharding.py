@@ -14,8 +14,9 @@ from small_model import HIDDEN, STEP, VOCABULARY, make, resharded, shapes, store
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import Manifest, WrittenFile
+from mcore_ckpt.checkpoint.plain_files import read_plain
 from mcore_ckpt.checkpoint.provenance import Commit, Run
-from mcore_ckpt.checkpoint.reading import read_index, read_manifest, read_plain
+from mcore_ckpt.checkpoint.reading import read_index, read_manifest
 from mcore_ckpt.errors import (
     CheckpointCorruptError,
     CheckpointError,

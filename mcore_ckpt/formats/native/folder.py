@@ -14,7 +14,8 @@ import torch
 from mcore_ckpt.checkpoint.damage import Damage, verify_files
 from mcore_ckpt.checkpoint.index_entries import IndexEntries
 from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest
-from mcore_ckpt.checkpoint.reading import check_sizes, read_entries, read_manifest, read_plain
+from mcore_ckpt.checkpoint.plain_files import read_plain
+from mcore_ckpt.checkpoint.reading import check_sizes, read_entries, read_manifest
 from mcore_ckpt.formats.native.ranges import read_ranges
 from mcore_ckpt.io import tuning
 from mcore_ckpt.io.node_memory import is_memory

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from mcore_ckpt.checkpoint.dtypes import item_bytes
+from mcore_ckpt.checkpoint.element_sizes import item_bytes
 from mcore_ckpt.checkpoint.index import BLOCK_BYTES
 from mcore_ckpt.checkpoint.manifest import FileRecord
 from mcore_ckpt.checkpoint.reading import open_file

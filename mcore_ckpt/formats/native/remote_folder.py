@@ -17,11 +17,12 @@ import torch
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.damage import Damage
-from mcore_ckpt.checkpoint.dtypes import item_bytes
+from mcore_ckpt.checkpoint.element_sizes import item_bytes
 from mcore_ckpt.checkpoint.index import BLOCK_BYTES
 from mcore_ckpt.checkpoint.index_entries import IndexEntries
 from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest
-from mcore_ckpt.checkpoint.reading import check_size, parse_entries, parse_plain, read_remote_manifest, wrong_crc
+from mcore_ckpt.checkpoint.plain_files import parse_plain
+from mcore_ckpt.checkpoint.reading import check_size, parse_entries, read_remote_manifest, wrong_crc
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
 from mcore_ckpt.io import _native, limits, tuning
 from mcore_ckpt.io.checksums import crc32

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import FileRecord, WrittenFile
-from mcore_ckpt.checkpoint.plain_files import pickle_plain, write_plain
-from mcore_ckpt.checkpoint.reading import check_crc, open_file, read_plain
+from mcore_ckpt.checkpoint.plain_files import pickle_plain, read_plain, write_plain
+from mcore_ckpt.checkpoint.reading import check_crc, open_file
 from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.io.checksums import crc32
 from mcore_ckpt.io.files import make_folders, read_exact, write_file
