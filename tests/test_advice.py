@@ -18,8 +18,8 @@ NAMED = re.compile(r"mcore-ckpt ([a-z]+)|^(?:convert|test|bench) |\bmerge withou
 
 # Whose messages a command imports, but does not print.
 ELSEWHERE = {
-    # `find_checkpoint` and `config_dir` serve merge and test alone; select() names --step only to who has given it.
-    "mcore_ckpt.tools.find": ("merge", "test"),
+    "mcore_ckpt.tools.find": ("merge", "test"),  # which alone call `find_checkpoint` and `config_dir`
+    "mcore_ckpt.tools.select": ("inspect", "merge", "test"),  # it names --step only to who has given it
     "mcore_ckpt.steps.new_folder": ("merge", "convert", "reshard", "collect"),
     # `MergeRequest.adapters` comes from merge alone, and merge_adapters writes beside only if it is given.
     "mcore_ckpt.tools.merge": ("merge",),

@@ -21,8 +21,8 @@ from mcore_ckpt.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from mcore_ckpt.checkpoint import Manifest
-    from mcore_ckpt.tools.find import Selection
     from mcore_ckpt.tools.overview import Overview
+    from mcore_ckpt.tools.select import Selection
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     from mcore_ckpt.checkpoint import read_manifest
     from mcore_ckpt.cli.page.build import build_page
     from mcore_ckpt.io import replace_file
-    from mcore_ckpt.tools.find import Selection, select
+    from mcore_ckpt.tools.select import Selection, select
 
     _check(args)
     is_read = args.tensors is not None or args.tensor is not None or args.html is not None
@@ -151,7 +151,7 @@ def _check_may_write(file: Path) -> None:
 
 def _other(path: Path, role: str | None) -> Selection:
     """Selects the checkpoint to compare with: of its roles, only the one that is shown if a role was chosen."""
-    from mcore_ckpt.tools.find import Selection, select
+    from mcore_ckpt.tools.select import Selection, select
 
     found = select(path)
     of_role = tuple(folder for folder in found.role_dirs if folder.name == role)

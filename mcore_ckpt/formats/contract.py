@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
-
-import torch
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from mcore_ckpt.ranks.topology import RankCoordinates, Topology
 from mcore_ckpt.sharding.plan import ReadRange, ShardKey, StoredShard
 from mcore_ckpt.sharding.regions import Region, Shape
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -65,10 +66,10 @@ class RegionRead:
     memory: torch.Tensor
 
 
-Fill = Iterable[tuple[ReadRange, torch.Tensor]]
+Fill: TypeAlias = "Iterable[tuple[ReadRange, torch.Tensor]]"
 """Ranges of stored shards, each with the tensor to fill: contiguous, of the stored dtype, on the CPU or on a GPU."""
 
-Read = Callable[[Sequence[tuple[ReadRange, torch.Tensor]]], int]
+Read: TypeAlias = "Callable[[Sequence[tuple[ReadRange, torch.Tensor]]], int]"
 """The type of `CheckpointReader.read`, which fills tensors and returns the number of bytes read."""
 
 

@@ -22,6 +22,7 @@ __all__ = [
     "prune",
     "push_to_hub",
     "reshard",
+    "select",
     "step_list",
     "tensor_details",
     "verify",

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mcore_ckpt.formats.native.reader import NativeReader
+from mcore_ckpt.formats.native.stored_tensors import StoredTensors
 from mcore_ckpt.sharding.names import natural_order
 from mcore_ckpt.sharding.plan import MODEL, OPAQUE, PARAM, ShardKey, StoredShard
 
@@ -44,31 +44,31 @@ def list_tensors(role_dir: Path, pattern: str = "") -> Iterator[TensorSummary]:
         >>> [tensor.name for tensor in list_tensors(role_dir, "embedding")]  # doctest: +SKIP
         ['embedding.word_embeddings.weight']
     """
-    reader = NativeReader.open(role_dir)
-    for name in sorted((name for name in reader.manifest.tensors if re.search(pattern, name)), key=natural_order):
-        optimizer = reader.files(ShardKey(name, "optimizer"))
-        kinds = [kind for kind in reader.kinds_in(name, optimizer) if kind not in (MODEL, OPAQUE)]
-        bound = reader.bound_kinds(ShardKey(name, PARAM))
+    stored = StoredTensors.in_folder(role_dir)
+    for name in sorted((name for name in stored.manifest.tensors if re.search(pattern, name)), key=natural_order):
+        optimizer = stored.files(ShardKey(name, "optimizer"))
+        kinds = [kind for kind in stored.kinds_in(name, optimizer) if kind not in (MODEL, OPAQUE)]
+        bound = stored.bound_kinds(ShardKey(name, PARAM))
         keys = [ShardKey(name, kind) for kind in (MODEL, OPAQUE, *kinds)]
-        shard = next((shard for key in keys for shard in reader.shards(key, reader.files(key)[:1])), None)
+        shard = next((shard for key in keys for shard in stored.shards(key, stored.files(key)[:1])), None)
         if shard is None:
             yield TensorSummary(name, None, None, (*kinds, *bound))
         else:
             yield TensorSummary(name, shard.dtype, shard.region.global_shape, (*kinds, *bound))
 
 
-def keys_of(reader: NativeReader, name: str) -> list[ShardKey]:
+def keys_of(stored: StoredTensors, name: str) -> list[ShardKey]:
     """Returns the keys under which a tensor is stored: the model's, then those of the optimizer's state.
 
-    A main parameter that has no bytes of its own (`NativeReader.is_alias`) is among them.
+    A main parameter that has no bytes of its own (`StoredTensors.is_alias`) is among them.
     """
     param = ShardKey(name, PARAM)
-    moments = reader.kinds_in(name, reader.files(param))
-    kinds = dict.fromkeys((MODEL, OPAQUE, PARAM, *moments, *reader.bound_kinds(param)))
-    return [key for kind in kinds if shards_of(reader, key := ShardKey(name, kind))]
+    moments = stored.kinds_in(name, stored.files(param))
+    kinds = dict.fromkeys((MODEL, OPAQUE, PARAM, *moments, *stored.bound_kinds(param)))
+    return [key for kind in kinds if shards_of(stored, key := ShardKey(name, kind))]
 
 
-def shards_of(reader: NativeReader, key: ShardKey) -> Sequence[StoredShard]:
+def shards_of(stored: StoredTensors, key: ShardKey) -> Sequence[StoredShard]:
     """Returns all stored shards of a key; those of the model's tensor for a main parameter without bytes of its own."""
-    *_, found = [(), *reader.parts(key)]
+    *_, found = [(), *stored.parts(key)]
     return found

@@ -33,7 +33,7 @@ from mcore_ckpt.sharding.synonyms import found_as
 from mcore_ckpt.steps.read_lock import reading
 from mcore_ckpt.tools.contents import keys_of, shards_of
 from mcore_ckpt.tools.differences import EXACT, Differences, DifferentValue, Tolerance, different_values
-from mcore_ckpt.tools.find import Selection, select
+from mcore_ckpt.tools.select import Selection, select
 
 # How many bytes of each of two tensors a thread compares at a time.
 _BATCH_BYTES = 8 << 20

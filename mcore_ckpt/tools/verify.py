@@ -14,8 +14,7 @@ from mcore_ckpt.checkpoint.damage import Damage, Progress, verify_files
 from mcore_ckpt.checkpoint.manifest import Manifest
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
-from mcore_ckpt.formats.native.folder import LocalFolder
-from mcore_ckpt.formats.native.reader import NativeReader
+from mcore_ckpt.formats.native.stored_tensors import LocalIndexes, StoredTensors
 from mcore_ckpt.io.folder_sizes import sizes_of
 from mcore_ckpt.sharding.plan import MODEL, PARAM, ShardKey, StoredShard, plan_reads
 from mcore_ckpt.sharding.regions import Region
@@ -269,12 +268,12 @@ def _missing_files(role_dir: Path, manifest: Manifest) -> Iterator[Damage]:
 
 def _incomplete_tensors(role_dir: Path, manifest: Manifest) -> Iterator[Damage]:
     """Yields a `Damage` for each tensor of which some elements are in no file."""
-    reader = NativeReader(LocalFolder(role_dir), manifest)
+    stored = StoredTensors(LocalIndexes(role_dir), manifest)
     for name in manifest.tensors:
-        files = reader.files(ShardKey(name, PARAM))
-        for kind in (MODEL, PARAM, *reader.kinds_in(name, files)):
+        files = stored.files(ShardKey(name, PARAM))
+        for kind in (MODEL, PARAM, *stored.kinds_in(name, files)):
             key = ShardKey(name, kind)
-            yield from _incomplete(role_dir, key, reader.shards(key, reader.files(key)))
+            yield from _incomplete(role_dir, key, stored.shards(key, stored.files(key)))
 
 
 def _incomplete(role_dir: Path, key: ShardKey, shards: Sequence[StoredShard]) -> Iterator[Damage]:

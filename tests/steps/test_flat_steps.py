@@ -17,8 +17,8 @@ from mcore_ckpt.steps import listing as steps
 from mcore_ckpt.steps.owner import Owner
 from mcore_ckpt.steps.pins import pin
 from mcore_ckpt.steps.retention import PreservationPolicy, delete_old_steps
-from mcore_ckpt.tools.find import select
 from mcore_ckpt.tools.prune import prune
+from mcore_ckpt.tools.select import select
 from mcore_ckpt.tools.verify import verify
 
 ELSEWHERE = Owner("node7 another-boot pid:[1]", 4321, 99)

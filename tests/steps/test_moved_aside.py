@@ -15,8 +15,9 @@ from mcore_ckpt.steps import commit, hidden_step, leftovers, retention
 from mcore_ckpt.steps import listing as steps
 from mcore_ckpt.steps.retention import PreservationPolicy, delete_old_steps, delete_step, discard_step
 from mcore_ckpt.steps.role_files import uncommit_role
-from mcore_ckpt.tools.find import find_checkpoint, select
+from mcore_ckpt.tools.find import find_checkpoint
 from mcore_ckpt.tools.prune import prune
+from mcore_ckpt.tools.select import select
 from mcore_ckpt.tools.verify import verify
 
 DEAD = dead_owner(2**22 + 1)

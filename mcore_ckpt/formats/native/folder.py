@@ -6,35 +6,28 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from mcore_ckpt.checkpoint.damage import Damage, verify_files
-from mcore_ckpt.checkpoint.index_entries import IndexEntries
 from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest
 from mcore_ckpt.checkpoint.plain_files import read_plain
-from mcore_ckpt.checkpoint.reading import check_sizes, read_entries, read_manifest
+from mcore_ckpt.checkpoint.reading import check_sizes, read_manifest
 from mcore_ckpt.formats.native.ranges import read_ranges
+from mcore_ckpt.formats.native.stored_tensors import IndexFolder, LocalIndexes
 from mcore_ckpt.io import tuning
 from mcore_ckpt.io.node_memory import is_memory
 from mcore_ckpt.sharding.plan import ReadRange
 
 
-class Folder(Protocol):
-    """The folder of one checkpoint's files. Messages show its `str()`. Errors are those of `checkpoint.reading`."""
-
-    @property
-    def place(self) -> Path | str:
-        """The folder's path, or its URL in a remote store."""
+class Folder(IndexFolder, Protocol):
+    """The folder of one checkpoint's files. Errors are those of `checkpoint.reading`."""
 
     def manifest(self) -> Manifest: ...
 
     def check(self, records: Sequence[FileRecord]) -> None:
         """Raises CheckpointCorruptError if a file is missing or does not have the size in its record."""
-
-    def index(self, record: FileRecord) -> IndexEntries: ...
 
     def plain(self, record: FileRecord) -> dict[str, Any]: ...
 
@@ -47,22 +40,14 @@ class Folder(Protocol):
 
 
 @dataclass(frozen=True)
-class LocalFolder:
+class LocalFolder(LocalIndexes):
     """A folder on a file system."""
-
-    place: Path
-
-    def __str__(self) -> str:
-        return str(self.place)
 
     def manifest(self) -> Manifest:
         return read_manifest(self.place)
 
     def check(self, records: Sequence[FileRecord]) -> None:
         check_sizes(self.place, records)
-
-    def index(self, record: FileRecord) -> IndexEntries:
-        return read_entries(self.place, record)
 
     def plain(self, record: FileRecord) -> dict[str, Any]:
         return read_plain(self.place, record)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mcore_ckpt.errors import CheckpointError
-from mcore_ckpt.formats.native.reader import NativeReader
+from mcore_ckpt.formats.native.stored_tensors import StoredTensors
 from mcore_ckpt.sharding.plan import MODEL, ShardKey, StoredShard
 from mcore_ckpt.steps.listing import newest_complete
 from mcore_ckpt.tools.doctor.findings import Finding, Severity, fine
@@ -29,12 +29,12 @@ def stored_replicas(root: Path) -> list[Finding]:
         step = newest_complete(root)
         for role in sorted(step.committed) if step is not None else ():
             assert step is not None
-            reader = NativeReader.open(step.role_dir(role))
-            for shards in _stored_twice(reader):
+            stored = StoredTensors.in_folder(step.role_dir(role))
+            for shards in _stored_twice(stored):
                 compared += 1
                 if len({shard.crc32 for shard in shards}) > 1:
                     files = " and ".join(shard.file for shard in shards[:2])
-                    different.append(f"{shards[0].key} of {reader.place} in {files}")
+                    different.append(f"{shards[0].key} of {stored.place} in {files}")
     except (CheckpointError, OSError):
         return []
     if not compared:
@@ -47,11 +47,11 @@ def stored_replicas(root: Path) -> list[Finding]:
     return [Finding(TOPIC, Severity.RISK, fact, "ranks compute with different weights", advice)]
 
 
-def _stored_twice(reader: NativeReader) -> Iterator[list[StoredShard]]:
+def _stored_twice(stored: StoredTensors) -> Iterator[list[StoredShard]]:
     """Yields the shards of one region that are in several files."""
-    for key in (ShardKey(name, kind) for name in reader.names for kind in (MODEL, *reader.kinds(name))):
-        files = reader.files(key)
+    for key in (ShardKey(name, kind) for name in stored.names for kind in (MODEL, *stored.kinds(name))):
+        files = stored.files(key)
         by_place: dict[str, list[StoredShard]] = {}
-        for shard in reader.shards(key, files) if len(files) > 1 else ():
+        for shard in stored.shards(key, files) if len(files) > 1 else ():
             by_place.setdefault(str(shard.region), []).append(shard)
         yield from (shards for shards in by_place.values() if len(shards) > 1)

@@ -21,7 +21,6 @@ from mcore_ckpt.ranks.topology import Topology
 from mcore_ckpt.steps.new_folder import mode_as
 from mcore_ckpt.steps.new_step import NewStep, check_may_write
 from mcore_ckpt.steps.read_lock import reading
-from mcore_ckpt.tools.find import Selection
 from mcore_ckpt.tools.reshard.attention_heads import check_heads, config_beside
 from mcore_ckpt.tools.reshard.new_manifest import Identity, build_manifest
 from mcore_ckpt.tools.reshard.planner import PlannedFile, Planner
@@ -29,6 +28,7 @@ from mcore_ckpt.tools.reshard.saved_tensors import saved_tensors
 from mcore_ckpt.tools.reshard.small_files import SmallFiles, checked_bytes, plan_small_files, write_small_files
 from mcore_ckpt.tools.reshard.streaming import write_planned_files
 from mcore_ckpt.tools.reshard.target import SavedLayout, Target, WantedLayout, resolve
+from mcore_ckpt.tools.select import Selection
 
 Progress = Callable[[int, int], None]
 

@@ -31,7 +31,7 @@ from mcore_ckpt.steps.new_folder import Replaceable, check_may_replace, mode_as,
 from mcore_ckpt.steps.read_lock import reading
 from mcore_ckpt.steps.trainer_lock import ToolLocks
 from mcore_ckpt.tools.convert import Progress
-from mcore_ckpt.tools.find import Selection, select
+from mcore_ckpt.tools.select import Selection, select
 from mcore_ckpt.tools.way_back.layouts import Export, Layout, Plan, Role, Tree, plan_for
 from mcore_ckpt.tools.way_back.tensors import read_slice
 

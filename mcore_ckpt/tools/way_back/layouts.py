@@ -32,8 +32,9 @@ from mcore_ckpt.models.table import MCORE_HEAD
 from mcore_ckpt.sharding.adapters import is_adapter
 from mcore_ckpt.sharding.names import is_expert
 from mcore_ckpt.sharding.plan import MODEL, PARAM, ShardKey
-from mcore_ckpt.tools.find import FoundCheckpoint, Selection, facts_of_checkpoint
+from mcore_ckpt.tools.find import FoundCheckpoint, facts_of_checkpoint
 from mcore_ckpt.tools.merge import MergeJob, MergeRequest, prepare
+from mcore_ckpt.tools.select import Selection
 from mcore_ckpt.tools.way_back.random_states import rng_objects
 from mcore_ckpt.tools.way_back.shared_state import (
     CONTENT_METADATA,
