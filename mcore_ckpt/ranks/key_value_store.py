@@ -14,6 +14,7 @@ from typing import Any
 from mcore_ckpt import json_bounds
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.ranks import deadlines
+from mcore_ckpt.ranks.own_store import OwnStore
 
 # A message consists of plain JSON values.
 Message = dict[str, Any]
@@ -128,6 +129,8 @@ def value_of(store: Any, key: str) -> bytes | None:
 
 def is_shared(store: Any) -> bool:
     """False for a store in the memory of this process, of which a forked child has a copy of its own."""
+    if isinstance(store, OwnStore):
+        return False
     import torch.distributed as dist
 
     while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]

@@ -29,6 +29,7 @@ from mcore_ckpt.ranks.key_value_store import (
     timeout_of,
     value_of,
 )
+from mcore_ckpt.ranks.own_store import OwnStore
 from mcore_ckpt.ranks.process_groups import has_process_group
 from mcore_ckpt.ranks.rounds import Agreement
 
@@ -59,9 +60,7 @@ def rendezvous(name: str, timeout_s: float, topic: str | None = None) -> Agreeme
 
 def single_process_agreement(name: str, timeout_s: float) -> Agreement:
     """Returns an agreement with this process as its only rank, even if the process belongs to a process group."""
-    import torch.distributed as dist
-
-    return Agreement(dist.HashStore(), 0, 1, f"mcore_ckpt/{name}", timeout_s)  # type: ignore[attr-defined]
+    return Agreement(OwnStore(), 0, 1, f"mcore_ckpt/{name}", timeout_s)
 
 
 def rendezvous_at(

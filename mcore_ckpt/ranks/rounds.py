@@ -96,8 +96,8 @@ class Agreement:
     """A rank's membership in a group of `world_size` ranks. Through it, the rank takes part in the group's rounds.
 
     Args:
-        store: a `torch.distributed` store that all ranks share. Nothing else on this rank may wait on this store,
-            because a wait blocks the store's client.
+        store: a `torch.distributed` store that all ranks share, or the `OwnStore` of the only rank. Nothing else on
+            this rank may wait on this store, because a wait blocks the store's client.
         rank: this rank's number in the group.
         world_size: the number of ranks in the group.
         namespace: the prefix of all keys. It is the same on all ranks, and no other group on this store uses it.

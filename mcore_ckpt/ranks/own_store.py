@@ -1,0 +1,61 @@
+"""A key-value store in the memory of a process that is the only rank of its group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from threading import Lock
+
+
+class OwnStore:
+    """Does what an `Agreement` asks of a store, as `torch.distributed.HashStore` (2.13) does it, but without torch.
+
+    Commands that read no tensor must not wait for the import of torch. Nobody else sets a key, so `get` waits for none.
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        # A save has rounds on another thread, with the same store.
+        self._lock = Lock()
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._values[key] = _bytes(value)
+
+    def get(self, key: str) -> bytes:
+        return self._values[key]
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        return [self._values[key] for key in keys]
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return all(key in self._values for key in keys)
+
+    def add(self, key: str, amount: int) -> int:
+        with self._lock:
+            total = int(self._values.get(key, b"0")) + amount
+            self._values[key] = str(total).encode()
+        return total
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Sets a key that has the expected value, or that is missing if "" is expected. Returns the value it has now.
+
+        For a missing key of which a value was expected, it returns that value.
+        """
+        with self._lock:
+            found = self._values.get(key)
+            if found is None and expected:
+                return expected.encode()
+            if found is not None and found != expected.encode():
+                return found
+            self._values[key] = desired.encode()
+        return desired.encode()
+
+    def delete_key(self, key: str) -> bool:
+        return self._values.pop(key, None) is not None
+
+    def clone(self) -> OwnStore:
+        """Returns a client of the same store, which is this one: no wait blocks it."""
+        return self
+
+
+def _bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else value

@@ -1,0 +1,50 @@
+"""The store of a process that works alone answers as torch's store in memory does."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from mcore_ckpt.ranks import single_process_agreement
+from mcore_ckpt.ranks.key_value_store import value_of
+from mcore_ckpt.ranks.own_store import OwnStore
+from mcore_ckpt.ranks.rounds import decide
+
+
+def everything(store: Any) -> list[Any]:
+    """What a store says to each kind of request, to keys that are there and that are not."""
+    store.set("text", "a")
+    store.set("bytes", b"\x00\xff")
+    return [
+        *map(store.get, ("text", "bytes")),
+        store.multi_get(["bytes", "text"]),
+        *map(store.check, ([], ["text"], ["text", "bytes"], ["text", "missing"])),
+        *(store.add("count", amount) for amount in (1, 1 << 32, -2)),
+        store.get("count"),
+        store.compare_set("missing", "b", "c"),
+        store.check(["missing"]),
+        value_of(store, "missing"),
+        store.compare_set("new", "", "d"),
+        store.compare_set("new", "", "e"),
+        store.compare_set("new", "x", "e"),
+        store.compare_set("new", "d", "e"),
+        value_of(store, "new"),
+        *map(store.delete_key, ("new", "new")),
+        store.check(["new"]),
+        store.clone().get("text"),
+    ]
+
+
+def test_it_answers_as_torchs_does() -> None:
+    assert everything(OwnStore()) == everything(dist.HashStore())  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("beside", [lambda agreement: agreement, lambda agreement: agreement.beside("export")])
+def test_a_process_agrees_with_itself(beside: Callable[[Any], Any]) -> None:
+    agreement = beside(single_process_agreement("test", 1.0))
+    for number in range(3):
+        found = decide(agreement, "counting", lambda number=number: {"n": number}, lambda records: {"all": [*records]})
+        assert found == {"all": [{"n": number}]}
+    agreement.close()
+    assert agreement._store._values == {}
