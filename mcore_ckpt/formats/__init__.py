@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mcore_ckpt.formats.companions import companions_of, first_cut, what_is_missing
     from mcore_ckpt.formats.contract import TensorInfo
     from mcore_ckpt.formats.foreign_pickles import load_safely
-    from mcore_ckpt.formats.huggingface.hub import HubModel, with_revision
+    from mcore_ckpt.formats.huggingface.hub_names import HubModel, with_revision
     from mcore_ckpt.formats.kinds import kind_of, torch_dist_folders
     from mcore_ckpt.formats.torch_dist.files import TorchDistFiles
 
@@ -40,7 +40,7 @@ __getattr__ = lazy_names(
     {
         "companions": ("companions_of", "first_cut", "what_is_missing"),
         "contract": ("TensorInfo",),
-        "huggingface.hub": ("HubModel", "with_revision"),
+        "huggingface.hub_names": ("HubModel", "with_revision"),
         "kinds": ("kind_of", "torch_dist_folders"),
         "foreign_pickles": ("load_safely",),
         "torch_dist.files": ("TorchDistFiles",),

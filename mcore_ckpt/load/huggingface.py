@@ -27,7 +27,8 @@ from mcore_ckpt.errors import (
 from mcore_ckpt.field_checks import check_value
 from mcore_ckpt.formats.contract import RankPosition
 from mcore_ckpt.formats.huggingface.adapter_reader import AdapterReader, is_adapter_folder, read_adapter_contents
-from mcore_ckpt.formats.huggingface.hub import find_folder_together, with_revision
+from mcore_ckpt.formats.huggingface.hub import find_folder_together
+from mcore_ckpt.formats.huggingface.hub_names import with_revision
 from mcore_ckpt.formats.huggingface.reader import FolderContents, HuggingFaceReader, read_contents
 from mcore_ckpt.formats.locate import Locator, Wanted
 from mcore_ckpt.io.disk_watch import DiskWatch

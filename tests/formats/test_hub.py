@@ -31,7 +31,8 @@ from mcore_ckpt.errors import (
 )
 from mcore_ckpt.formats.huggingface import hub as finding
 from mcore_ckpt.formats.huggingface.assets import save_assets
-from mcore_ckpt.formats.huggingface.hub import HubModel, find_folder, find_folder_together, with_revision
+from mcore_ckpt.formats.huggingface.hub import find_folder, find_folder_together
+from mcore_ckpt.formats.huggingface.hub_names import HubModel, with_revision
 from mcore_ckpt.formats.huggingface.reader import HuggingFaceReader, read_contents
 from mcore_ckpt.formats.huggingface.side_files import copy_side_files
 from mcore_ckpt.ranks.rounds import Agreement

@@ -35,6 +35,7 @@ from mcore_ckpt.errors import (
     InvalidArgumentError,
     RemoteError,
 )
+from mcore_ckpt.formats.huggingface.hub_names import HubModel
 from mcore_ckpt.formats.huggingface.safetensors_files import INDEX_FILE, SINGLE_FILE, read_weight_map
 from mcore_ckpt.formats.huggingface.side_files import CONFIG_FILE, GENERATION_CONFIG_FILE, LEFT_OUT
 from mcore_ckpt.ranks.hosts import this_host
@@ -53,61 +54,6 @@ _ADAPTER_CONFIG, _ADAPTER_FILE = "adapter_config.json", "adapter_model.safetenso
 # had, that is an error. For other files beside the weights it is a warning.
 _NEEDED = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt")
 _TEMPLATES = "additional_chat_templates"
-
-# "./owner/name", "owner/name/" and "name" are paths.
-_NAME = re.compile(r"([\w-][\w.-]*/[\w-][\w.-]*)(?:@([^@\s]+))?", re.ASCII)
-
-
-@dataclass(frozen=True)
-class HubModel:
-    """A model on the HuggingFace hub.
-
-    Attributes:
-        repository: "owner/name".
-        revision: a branch, a tag or a commit; None for the main branch.
-    """
-
-    repository: str
-    revision: str | None = None
-
-    @staticmethod
-    def parse(name: str | os.PathLike[str]) -> HubModel | None:
-        """Returns the model that a name stands for if there is no such folder; None if the name can only be a path.
-
-        Example:
-            >>> HubModel.parse("Qwen/Qwen3-0.6B@main"), HubModel.parse("./Qwen/Qwen3-0.6B")
-            (HubModel(repository='Qwen/Qwen3-0.6B', revision='main'), None)
-        """
-        match = _NAME.fullmatch(os.fspath(name))
-        return None if match is None else HubModel(*match.groups())
-
-    @staticmethod
-    def find(name: str | os.PathLike[str]) -> HubModel | None:
-        """Returns the model that a name stands for; None if the name is that of a folder, or can only be a path."""
-        return None if os.path.exists(name) else HubModel.parse(name)
-
-    def __str__(self) -> str:
-        return self.repository if self.revision is None else f"{self.repository}@{self.revision}"
-
-
-def with_revision(name: str | os.PathLike[str], revision: str | None) -> str:
-    """Returns a name that includes a revision which was given apart from the name, if one was given.
-
-    Raises:
-        InvalidArgumentError: the name is that of a folder, cannot be that of a model on the hub, or has a revision.
-
-    Example:
-        >>> with_revision("Qwen/Qwen3-0.6B", "main")
-        'Qwen/Qwen3-0.6B@main'
-    """
-    name = os.fspath(name)
-    if revision is None:
-        return name
-    model = HubModel.find(name)
-    if model is None or model.revision is not None:
-        why = "is not the name of a model on the hub" if model is None else "names a revision already"
-        raise InvalidArgumentError(f"revision {revision!r}: {name} {why}: leave out the revision")
-    return f"{name}@{revision}"
 
 
 def find_folder(name: str | os.PathLike[str], needs: Needs) -> Path:
