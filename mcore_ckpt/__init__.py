@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from mcore_ckpt.save.save_report import SaveReport
     from mcore_ckpt.steps.pins import pin, unpin
 
+# The one place of the version: pyproject.toml reads it from here.
+__version__ = "0.1.0"
+
 __all__ = [
     "CheckpointConfig",
     "CheckpointManager",

@@ -7,13 +7,13 @@ from importlib import metadata
 
 import torch
 
+from mcore_ckpt import __version__
+
 
 def package_versions() -> dict[str, str]:
     """Returns the versions of Python, torch, this package and megatron-core, for the manifest."""
-    versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
-    for name, package in (("mcore_ckpt", "mcore_ckpt"), ("megatron_core", "megatron-core")):
-        try:
-            versions[name] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            versions[name] = "unknown"
-    return versions
+    versions = {"python": platform.python_version(), "torch": str(torch.__version__), "mcore_ckpt": __version__}
+    try:
+        return {**versions, "megatron_core": metadata.version("megatron-core")}
+    except metadata.PackageNotFoundError:
+        return {**versions, "megatron_core": "unknown"}
