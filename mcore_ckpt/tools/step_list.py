@@ -6,23 +6,24 @@ import datetime
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import ManifestSummary
-from mcore_ckpt.io.store import Store
 from mcore_ckpt.steps import choice
 from mcore_ckpt.steps.branches import StepCommit
 from mcore_ckpt.steps.choice import abandoned, last_commit, order_of
 from mcore_ckpt.steps.listing import StepStatus, list_steps, newest_steps, read_tracker
 from mcore_ckpt.steps.node_files import NodeFiles, as_in_folder
 from mcore_ckpt.steps.owner import Life
-from mcore_ckpt.steps.remote_steps import RemoteStep, RemoteSteps
 from mcore_ckpt.steps.running_saves import RunningSave, running_saves
 from mcore_ckpt.steps.step_sizes import StepSize, size_of
 from mcore_ckpt.steps.trainer_watch import TrainerWatch
 from mcore_ckpt.steps.worth import Worth, look_at_all
 from mcore_ckpt.tools.step_problems import life_of_saver
+
+if TYPE_CHECKING:
+    from mcore_ckpt.steps.remote_steps import RemoteStep, RemoteSteps
 
 State = Literal["complete", "partial", "saving", "damaged", "incomplete"]
 Place = Literal["local", "remote"]
@@ -135,7 +136,7 @@ def step_list_of(root: Path, remote: str | None = None, last: int | None = None)
     saves: dict[int, list[RunningSave]] = {}
     for save in running_saves(root, _to_look_into(found_steps, last)):
         saves.setdefault(save.step, []).append(save)
-    store = None if remote is None else RemoteSteps(Store(remote), root)
+    store = None if remote is None else _remote_steps(remote, root)
     there = {} if store is None else {step.step: step for step in store.steps()}
     look_at_all(there.values())
     everywhere: list[StepStatus | RemoteStep] = [*statuses.values(), *there.values()]
@@ -230,6 +231,14 @@ def _local(
 def _state(step: StepStatus | RemoteStep) -> State:
     states: dict[Worth, State] = {Worth.WHOLE: "complete", Worth.CLAIMED: "damaged", Worth.PARTIAL: "incomplete"}
     return states[step.worth]
+
+
+def _remote_steps(url: str, root: Path) -> RemoteSteps:
+    # fsspec and what it imports take as long as all the rest of a list without a remote store.
+    from mcore_ckpt.io.store import Store
+    from mcore_ckpt.steps.remote_steps import RemoteSteps
+
+    return RemoteSteps(Store(url), root)
 
 
 def _remote_only(store: RemoteSteps, step: RemoteStep, is_newest: bool) -> ListedStep:
