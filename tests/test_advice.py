@@ -9,7 +9,7 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 
-from mcore_ckpt.cli.main import COMMANDS, build_parser
+from mcore_ckpt.cli.main import build_parser, command_module
 
 PACKAGE = Path(__file__).parent.parent / "mcore_ckpt"
 OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]+")
@@ -119,10 +119,12 @@ def reachable(name: str) -> set[str]:
 def commands() -> dict[str, tuple[set[str], set[str]]]:
     """Of each command its options, and the modules whose messages it can print."""
     [subparsers] = [action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction)]
-    pairs = zip(subparsers.choices.items(), COMMANDS, strict=True)
     return {
-        name: ({text for action in parser._actions for text in action.option_strings}, reachable(module.__name__))
-        for (name, parser), module in pairs
+        name: (
+            {text for action in parser._actions for text in action.option_strings},
+            reachable(command_module(name).__name__),
+        )
+        for name, parser in subparsers.choices.items()
         if name != "completion"  # which has the others' parsers
     }
 

@@ -199,13 +199,11 @@ def add_ignored_flags(parser: argparse.ArgumentParser) -> None:
     """Adds flags of verl's merger that are accepted, but have no effect here."""
     parser.add_argument(
         "--use_cpu_initialization",
-        "--use-cpu-initialization",
         action="store_true",
         help="accepted, but without effect: no model is made",
     )
     parser.add_argument(
         "--trust-remote-code",
-        "--trust_remote_code",
         action="store_true",
         help="accepted, but without effect: no code of the model is executed",
     )

@@ -84,7 +84,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--hf_model_path",
-        "--hf-model-path",
         type=folder_or_model,
         metavar="MODEL",
         help="the HuggingFace folder to convert, or the name of a model on the hub (owner/name, owner/name@revision); "
@@ -93,7 +92,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_revision(parser, "--hf_model_path")
     parser.add_argument(
         "--output_path",
-        "--output-path",
         type=expanded_path,
         required=True,
         metavar="DIR",

@@ -1,9 +1,8 @@
 """Runs `mcore-ckpt`: parses the arguments, runs one subcommand and turns its errors into an exit status.
 
-Each subcommand is a module of the same name. The modules of `list`, `inspect`, `test` and `collect` end in `_command`,
-because the plain names mean something else. Each module has `add_to(subparsers)`, which adds the subcommand's parser
-and sets `run`, a function that accepts the parsed arguments and returns the exit status, and `EXAMPLES`, command lines
-for its `--help`. To add a subcommand, write such a module and list it in `COMMANDS`.
+Each subcommand is a module, with `add_to(subparsers)`, which adds the subcommand's parser and sets `run`, a function
+that accepts the parsed arguments and returns the exit status, and with `EXAMPLES`, command lines for its `--help`. To
+add a subcommand, write such a module and list it in `COMMANDS`.
 """
 
 from __future__ import annotations
@@ -12,52 +11,39 @@ import argparse
 import io
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import import_module
+from types import ModuleType
+from typing import Any
 
-from rich.console import Console
-
-from mcore_ckpt.cli import (
-    bench,
-    collect_command,
-    completion,
-    convert,
-    diff,
-    doctor,
-    inspect_command,
-    list_command,
-    merge,
-    prune,
-    reshard,
-    test_command,
-    verify,
-    watch,
-)
-from mcore_ckpt.cli.demo import command as demo
+from mcore_ckpt import __version__
 from mcore_ckpt.cli.examples import add_examples
+from mcore_ckpt.cli.parsers import CommandParser, TopParser
 from mcore_ckpt.errors import CheckpointError, InvalidArgumentError
 from mcore_ckpt.redaction import redacted
 
 SUCCESS, BAD_CHECKPOINT, UNUSABLE_ARGUMENTS = 0, 1, 2
 INTERRUPTED, READER_GONE = 130, 141  # as shells report programs that SIGINT or SIGPIPE has ended
 
-COMMANDS = (
-    demo,
-    doctor,
-    bench,
-    list_command,
-    inspect_command,
-    watch,
-    diff,
-    verify,
-    prune,
-    collect_command,
-    merge,
-    test_command,
-    convert,
-    reshard,
-    completion,
-)
+# The modules of the commands in `mcore_ckpt.cli`, in the order of the help. Some end in `_command`, because their plain
+# names mean something else.
+COMMANDS: Mapping[str, str] = {
+    "demo": "demo.command",
+    "doctor": "doctor",
+    "bench": "bench",
+    "list": "list_command",
+    "inspect": "inspect_command",
+    "watch": "watch",
+    "diff": "diff",
+    "verify": "verify",
+    "prune": "prune",
+    "collect": "collect_command",
+    "merge": "merge",
+    "test": "test_command",
+    "convert": "convert",
+    "reshard": "reshard",
+    "completion": "completion",
+}
 
 
 def main(argv: Sequence[str] | None = None, **defaults: Any) -> int:
@@ -84,43 +70,58 @@ def main(argv: Sequence[str] | None = None, **defaults: Any) -> int:
 
 
 def _run(argv: Sequence[str] | None, defaults: Mapping[str, Any]) -> int:
-    # Errors are written to stderr, so that a program can read what `--json` writes to stdout.
-    complaints = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
-        args = build_parser().parse_args(argv, argparse.Namespace(**defaults))
+        words = sys.argv[1:] if argv is None else argv
+        args = build_parser(_named(words)).parse_args(words, argparse.Namespace(**defaults))
         return int(args.run(args))
     except InvalidArgumentError as error:
-        complaints.print(f"mcore-ckpt: {error}", style="red", markup=False)
+        _complain(str(error))
         return UNUSABLE_ARGUMENTS
     except CheckpointError as error:
-        complaints.print(f"mcore-ckpt: {error}", style="red", markup=False)
+        _complain(str(error))
         return BAD_CHECKPOINT
     except BrokenPipeError:
         raise
     except OSError as error:
-        complaints.print(redacted(f"mcore-ckpt: {type(error).__name__}: {error}"), style="red", markup=False)
+        _complain(redacted(f"{type(error).__name__}: {error}"))
         return BAD_CHECKPOINT
     except KeyboardInterrupt:
-        complaints.print("mcore-ckpt: interrupted", style="red")
+        _complain("interrupted")
         return INTERRUPTED
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser whose complaints quote the arguments without secrets. Those of subcommands are of the same class."""
+def _complain(message: str) -> None:
+    """Writes an error to stderr, so that a program can read what `--json` writes to stdout."""
+    from rich.console import Console  # which takes a tenth of the time that a command takes to start
 
-    def error(self, message: str) -> NoReturn:
-        super().error(redacted(message))
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console.print(f"mcore-ckpt: {message}", style="red", markup=False)
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Returns the parser of all subcommands."""
-    parser = _Parser(prog="mcore-ckpt", description="Checkpoints for training with Megatron-core.")
-    subparsers = parser.add_subparsers(metavar="command", required=True)
-    for command in COMMANDS:
-        command.add_to(subparsers)
-        name = next(reversed(subparsers.choices))
-        add_examples(subparsers.choices[name], command.EXAMPLES)
+def _named(words: Sequence[str]) -> Iterable[str]:
+    """Returns the commands whose parsers are needed: the one that is called, or all, to list them and their names.
+
+    The modules of the others are not imported, which would take as long as the work of a small command.
+    """
+    first = next((word for word in words if not word.startswith("-")), "")
+    return [first] if first in COMMANDS else COMMANDS
+
+
+def build_parser(commands: Iterable[str] = COMMANDS) -> argparse.ArgumentParser:
+    """Returns a parser of some or all commands."""
+    parser = TopParser(prog="mcore-ckpt", description="Checkpoints for training with Megatron-core.")
+    parser.add_argument("--version", action="version", version=f"mcore-ckpt {__version__}", help="show the version")
+    subparsers = parser.add_subparsers(metavar="command", required=True, parser_class=CommandParser)
+    for name in commands:
+        module = command_module(name)
+        module.add_to(subparsers)
+        add_examples(subparsers.choices[name], module.EXAMPLES)
     return parser
+
+
+def command_module(name: str) -> ModuleType:
+    """Returns the module of a command."""
+    return import_module(f"mcore_ckpt.cli.{COMMANDS[name]}")
 
 
 if __name__ == "__main__":

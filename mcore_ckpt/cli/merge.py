@@ -66,7 +66,6 @@ def add_to(subparsers: Subparsers) -> None:
     parser.add_argument("--backend", choices=("megatron", "fsdp"), default="megatron", help="what trained the model")
     parser.add_argument(
         "--hf_model_path",
-        "--hf-model-path",
         type=folder_or_model,
         metavar="MODEL",
         help="folder with config.json and tokenizer, or a model on the hub that has them (the checkpoint's own if not "
@@ -104,9 +103,7 @@ def add_to(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--lora-alpha", type=_alpha, metavar="X", help="alpha of the adapters, if the checkpoint does not say it"
     )
-    parser.add_argument(
-        "--hf_upload_path", "--hf-upload-path", metavar="REPO", help="then upload to this HuggingFace repository"
-    )
+    parser.add_argument("--hf_upload_path", metavar="REPO", help="then upload to this HuggingFace repository")
     visibility = parser.add_mutually_exclusive_group()
     visibility.add_argument("--public", action="store_true", help="if the repository is new, let everybody see it")
     visibility.add_argument("--private", action="store_true", help="if the repository is new, hide it (the default)")

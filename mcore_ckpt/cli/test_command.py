@@ -67,7 +67,6 @@ def add_to(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--reference",
         "--test_hf_dir",
-        "--test-hf-dir",
         type=folder_or_model,
         metavar="MODEL",
         required=True,
@@ -106,7 +105,6 @@ def add_to(subparsers: Subparsers) -> None:
     checkpoint.add_argument("--role", metavar="NAME", help="role to compare, if the step has several")
     checkpoint.add_argument(
         "--hf_model_path",
-        "--hf-model-path",
         type=folder_or_model,
         metavar="MODEL",
         help="folder with config.json, or a model on the hub that has it (the checkpoint's own if not given)",

@@ -6,7 +6,7 @@ import pytest
 from checkpoint_fixtures import small_knobs
 
 from mcore_ckpt.checkpoint.manifest import FileRecord
-from mcore_ckpt.formats.native import folder
+from mcore_ckpt.formats.native import stored_tensors
 
 __all__ = ["opened", "small_knobs"]
 
@@ -15,11 +15,11 @@ __all__ = ["opened", "small_knobs"]
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The paths of the files whose indexes a reader reads, in order."""
     paths: list[str] = []
-    read = folder.read_entries
+    read = stored_tensors.read_entries
 
     def noting(role_dir: Path, record: FileRecord) -> object:
         paths.append(record.path)
         return read(role_dir, record)
 
-    monkeypatch.setattr(folder, "read_entries", noting)
+    monkeypatch.setattr(stored_tensors, "read_entries", noting)
     return paths

@@ -1,0 +1,77 @@
+"""Parses the command line: says what an unknown word may mean, and takes options with `-` as well as with `_`."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Sequence
+from itertools import takewhile
+from typing import Any, NoReturn
+
+from mcore_ckpt.redaction import redacted
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose complaints quote the arguments without secrets, and say what may be meant."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(redacted(message))
+
+    def refuse(self, unknown: Sequence[str], otherwise: str = "") -> NoReturn:
+        """Complains about unknown arguments, and names an option like one of them, or ends with `otherwise`."""
+        names = {each.strip("-"): each for each in self._options()}
+        given = (word.partition("=")[0].strip("-").replace("_", "-") for word in unknown if word.startswith("--"))
+        found = next((close for word in given for close in difflib.get_close_matches(word, list(names), 1)), None)
+        self.error(f"unrecognized arguments: {' '.join(unknown)}{_did_you_mean(names[found]) if found else otherwise}")
+
+    def _options(self) -> list[str]:
+        return [name for name in self._option_string_actions if name.startswith("--")]
+
+
+class TopParser(Parser):
+    """The parser of all commands."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parses arguments. Before the name of a command, it only takes the options that `mcore-ckpt --help` shows."""
+        before = takewhile(lambda word: word.startswith("-"), args)
+        known = tuple(self._option_string_actions)
+        if unknown := [word for word in before if not any(each.startswith(word) for each in known)]:
+            self.refuse(unknown, ": name a command first")
+        return super().parse_known_args(args, namespace)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
+            names = list(action.choices)
+            close = difflib.get_close_matches(str(value), names, 1)
+            advice = _did_you_mean(close[0]) if close else f": use one of {', '.join(names)}"
+            raise argparse.ArgumentError(None, f"there is no command {value!r}{advice}")
+        super()._check_value(action, value)
+
+
+class CommandParser(Parser):
+    """The parser of one command, whose complaints show the usage of this command."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parses all arguments. argparse itself would leave unknown ones to the parser of all commands."""
+        found, unknown = super().parse_known_args(self._as_shown(args), namespace)
+        if unknown:
+            self.refuse(unknown)
+        return found, unknown
+
+    def _as_shown(self, args: Sequence[str]) -> list[str]:
+        """Returns arguments with options spelled as in the help: users of verl type `_`, and others `-`.
+
+        As in argparse, the beginning of an option's name is enough.
+        """
+        end = args.index("--") if "--" in args else len(args)
+        return [self._spelled(word) if word.startswith("--") else word for word in args[:end]] + list(args[end:])
+
+    def _spelled(self, word: str) -> str:
+        name, equals, value = word.partition("=")
+        plain = name.replace("_", "-")
+        shown = next((each for each in self._options() if each.replace("_", "-").startswith(plain)), name)
+        return shown[: len(name)] + equals + value
+
+
+def _did_you_mean(word: str) -> str:
+    return f": did you mean {word}?"
