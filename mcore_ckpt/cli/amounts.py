@@ -1,4 +1,4 @@
-"""Formats sizes and times for people."""
+"""Formats sizes, speeds and times for people."""
 
 from __future__ import annotations
 
@@ -17,6 +17,24 @@ def size_text(size: float) -> str:
         return f"{size:.0f} B"
     exponent = min(int(math.log10(size)) // 3, 4)
     return f"{size / 1000**exponent:.1f} {('kB', 'MB', 'GB', 'TB')[exponent - 1]}"
+
+
+def rate_text(size: float, seconds: float) -> str:
+    """Formats a speed.
+
+    >>> rate_text(68_400_000, 2)
+    '34.2 MB/s'
+    """
+    return f"{size_text(size / seconds)}/s"
+
+
+def moved_text(size: float, seconds: float) -> str:
+    """Says how much was read or written in what time.
+
+    >>> moved_text(68_400_000, 2)
+    '68.4 MB in 2.0 s (34.2 MB/s)'
+    """
+    return f"{size_text(size)} in {seconds:.1f} s ({rate_text(size, seconds)})"
 
 
 def duration_text(seconds: float) -> str:

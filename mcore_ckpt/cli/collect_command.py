@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from mcore_ckpt.cli.amounts import moved_text
 from mcore_ckpt.cli.arguments import add_force, add_json, expanded_path, step_number, taken
 from mcore_ckpt.cli.progress import progress_in, progress_of_bytes
 from mcore_ckpt.cli.tables import result_console
@@ -92,8 +93,7 @@ def _show(report: CollectReport) -> None:
         console.print(f"{role.path}: {role.files} files", markup=False)
         for reason in role.damaged:
             console.print(f"  another node's copy was taken: {reason}", markup=False)
-    speed = report.nbytes / report.seconds / 1e9
-    console.print(f"{report.nbytes / 1e9:.2f} GB in {report.seconds:.1f} s ({speed:.2f} GB/s)", markup=False)
+    console.print(moved_text(report.nbytes, report.seconds), markup=False)
 
 
 def as_json(report: CollectReport | None, lacking: Sequence[FoundStep]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mcore_ckpt.cli.amounts import moved_text
 from mcore_ckpt.cli.arguments import (
     STAGE_FLAGS,
     add_force,
@@ -238,9 +239,8 @@ def _show(report: ConversionReport, as_json: bool) -> None:
         print(json.dumps({**plain, "source": str(report.source), "path": str(report.path), "left_out": left_out}))
         return
     console = result_console()
-    speed = report.nbytes / report.seconds / 1e9
     console.print(f"{report.path}: {report.model}", markup=False)
-    console.print(f"{report.nbytes / 1e9:.2f} GB in {report.seconds:.1f} s ({speed:.2f} GB/s)", markup=False)
+    console.print(moved_text(report.nbytes, report.seconds), markup=False)
     for each in report.left_out:
         console.print(f"  {each.text}", markup=False)
 
@@ -251,8 +251,7 @@ def _show_back(report: WayBackReport, as_json: bool) -> None:
         print(json.dumps(plain))
         return
     console = result_console()
-    speed = report.nbytes / report.seconds / 1e9
     console.print(f"{report.path}: step {report.step} for {report.layout}", markup=False)
-    console.print(f"{report.nbytes / 1e9:.2f} GB in {report.seconds:.1f} s ({speed:.2f} GB/s)", markup=False)
+    console.print(moved_text(report.nbytes, report.seconds), markup=False)
     for note in report.notes:
         console.print(f"  {note}", markup=False)

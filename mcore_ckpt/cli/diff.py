@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from mcore_ckpt.cli.amounts import size_text
 from mcore_ckpt.cli.arguments import add_ignore, add_json, expanded_path, taken
 from mcore_ckpt.cli.comparison_options import check_comparison
 from mcore_ckpt.cli.progress import progress_in, progress_of_bytes
@@ -79,7 +80,7 @@ def _show(found: Diff, most: int) -> None:
     for role_diff in found.roles:
         _show_role(console, role_diff, most)
     nbytes = sum(role.nbytes for role in found.roles)
-    console.print(f"{nbytes / 1e9:.2f} GB each in {found.seconds:.1f} s", markup=False)
+    console.print(f"{size_text(nbytes)} each in {found.seconds:.1f} s", markup=False)
 
 
 def _show_role(console: Console, role: RoleDiff, most: int) -> None:

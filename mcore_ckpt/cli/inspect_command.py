@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from mcore_ckpt.cli.amounts import size_text
 from mcore_ckpt.cli.arguments import add_json, check_can_be_file, check_patterns, expanded_path, step_number, taken
 from mcore_ckpt.cli.inspect_tables import model_facts, node_facts, origin_facts, show_tables
 from mcore_ckpt.cli.list_command import node_files_as_json
@@ -195,7 +196,7 @@ def _show(console: Console, role_dir: Path, manifest: Manifest, pattern: str | N
         f"by {manifest.topology}",
         f"holds {', '.join(manifest.contents) or 'files of its program'}",
         f"roles of the step: {', '.join(manifest.roles)}",
-        *(f"{kind}: {count} files, {nbytes / 1e9:.3f} GB" for kind, (count, nbytes) in _kinds(manifest).items()),
+        *(f"{kind}: {count} files, {size_text(nbytes)}" for kind, (count, nbytes) in _kinds(manifest).items()),
         f"{len(manifest.tensors)} tensors",
         *(f"{what}: {fact}" for what, fact in model_facts(manifest)),
         *(f"{what}: {fact}" for what, fact in origin_facts(manifest)),

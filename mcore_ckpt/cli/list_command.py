@@ -80,7 +80,7 @@ def _show_lines(console: Console, found: StepList) -> None:
         if step.counts:
             roles = ", ".join(step.roles)
             marks = "".join(f"  {mark}" for mark in (*_marks(step), *_elsewhere(step), *_of_nodes(step)))
-            line = f"{step.name}  {step.nbytes / 1e9:10.3f} GB  {step.created}  {roles}{marks}"
+            line = f"{step.name}  {size_text(step.nbytes):>10}  {step.created}  {roles}{marks}"
             console.print(line, markup=False)
         elif step.state == "saving":
             console.print(f"{step.name}  is being saved{_savers(step)}", style="yellow", markup=False)

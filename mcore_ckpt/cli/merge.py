@@ -10,6 +10,7 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mcore_ckpt.cli.amounts import rate_text, size_text
 from mcore_ckpt.cli.arguments import (
     add_force,
     add_ignore,
@@ -204,9 +205,9 @@ def _show(report: MergeReport) -> None:
     console = result_console()
     how = "" if report.adapters is None else f", {_HOW[report.adapters]}"
     console.print(f"{report.target}: {report.model}, {str(report.dtype).removeprefix('torch.')}{how}", markup=False)
-    speed = report.nbytes / report.seconds / 1e9
     console.print(
-        f"{report.nbytes / 1e9:.2f} GB in {report.files} files, {report.seconds:.1f} s ({speed:.2f} GB/s)",
+        f"{size_text(report.nbytes)} in {report.files} files, {report.seconds:.1f} s "
+        f"({rate_text(report.nbytes, report.seconds)})",
         markup=False,
     )
     for each in report.left_out:

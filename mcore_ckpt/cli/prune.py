@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mcore_ckpt.cli.amounts import size_text
 from mcore_ckpt.cli.arguments import add_json, expanded_path, step_number, taken
 from mcore_ckpt.cli.progress import progress_in, progress_of_bytes
 from mcore_ckpt.cli.tables import result_console
@@ -99,13 +100,13 @@ def _show(folders: Sequence[PrunedFolder], root: Path, dry_run: bool) -> None:
     console = result_console()
     for folder in folders:
         word = "keep  " if folder.stays else "delete"
-        line = f"{word}  {folder.nbytes / 1e9:10.3f} GB  {folder.path.relative_to(root)}: {folder.reason}"
+        line = f"{word}  {size_text(folder.nbytes):>10}  {folder.path.relative_to(root)}: {folder.reason}"
         console.print(line, markup=False)
     gone = [folder for folder in folders if not folder.stays]
     word = "would be deleted" if dry_run else "deleted"
     console.print(
-        f"{len(gone)} of {len(folders)} folders {word}, {_nbytes(gone) / 1e9:.3f} GB; "
-        f"{_nbytes([folder for folder in folders if folder.stays]) / 1e9:.3f} GB stay"
+        f"{len(gone)} of {len(folders)} folders {word}, {size_text(_nbytes(gone))}; "
+        f"{size_text(_nbytes([folder for folder in folders if folder.stays]))} stay"
     )
 
 

@@ -7,6 +7,7 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from mcore_ckpt.cli.amounts import moved_text
 from mcore_ckpt.cli.arguments import (
     add_force,
     add_json,
@@ -109,8 +110,7 @@ def _show(report: ReshardReport) -> None:
             console.print("  the random number generators start anew from the saved seed", markup=False)
     if report.beside:
         console.print(f"  copied as it is, beside the roles: {', '.join(report.beside)}", markup=False)
-    speed = report.nbytes / report.seconds / 1e9
-    console.print(f"{report.nbytes / 1e9:.2f} GB in {report.seconds:.1f} s ({speed:.2f} GB/s)", markup=False)
+    console.print(moved_text(report.nbytes, report.seconds), markup=False)
 
 
 def as_json(report: ReshardReport) -> dict[str, Any]:

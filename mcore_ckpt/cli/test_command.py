@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from mcore_ckpt.cli.amounts import size_text
 from mcore_ckpt.cli.arguments import (
     add_ignore,
     add_ignored_flags,
@@ -186,7 +187,7 @@ def _show(comparison: Comparison, most: int) -> None:
     ignored = f", {len(comparison.ignored)} ignored" if comparison.ignored else ""
     console.print(
         f"{comparison.ours} and {comparison.reference}: {verdict}; {len(comparison.tensors)} tensors{ignored}, "
-        f"{comparison.nbytes / 1e9:.2f} GB in {comparison.seconds:.1f} s",
+        f"{size_text(comparison.nbytes)} in {comparison.seconds:.1f} s",
         markup=False,
     )
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from mcore_ckpt.cli.amounts import moved_text
 from mcore_ckpt.cli.arguments import add_json, expanded_path, step_number, taken
 from mcore_ckpt.cli.list_command import node_files_as_json
 from mcore_ckpt.cli.progress import progress_of_bytes
@@ -70,8 +71,7 @@ def _show(report: Report) -> None:
     for reason in report.under_way:
         console.print(f"{reason}, but its trainer is alive", markup=False)
     nbytes = sum(verdict.nbytes for verdict in report.roles)
-    speed = nbytes / report.seconds / 1e9
-    console.print(f"{nbytes / 1e9:.2f} GB in {report.seconds:.1f} s ({speed:.2f} GB/s)", markup=False)
+    console.print(moved_text(nbytes, report.seconds), markup=False)
 
 
 def _show_verdict(console: Console, verdict: VerifiedRole) -> None:

@@ -103,7 +103,7 @@ def test_a_pipe_gets_one_plain_line_for_each_step(root: Path, capsys: pytest.Cap
     assert [line.split()[0] for line in lines[:-1]] == [
         file_names.step_name(step) for step in (10, 20, 30, 1_000_000, 1_000_010)
     ]
-    assert re.fullmatch(r"global_steps_10 +0\.001 GB  2025-01-01T00:00:00\+00:00  actor  pinned", lines[0])
+    assert re.fullmatch(r"global_steps_10 +1\.3 MB  2025-01-01T00:00:00\+00:00  actor  pinned", lines[0])
 
 
 def test_no_color_is_respected(
@@ -135,7 +135,7 @@ def test_a_remote_store_is_listed_beside(root: Path, tmp_path: Path, capsys: pyt
     text = shown(capsys, "list", str(root), "--remote", f"file://{store}")
     lines = {line.split()[0]: line for line in text.splitlines()}
     assert lines["global_steps_7"].endswith("only remote")
-    assert lines["global_steps_7"].split()[1] == "0.001"
+    assert lines["global_steps_7"].split()[1:3] == ["1.3", "MB"]
     assert lines["global_steps_10"].endswith("also remote")
     assert "remote" not in lines["global_steps_1000000"]
 
