@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from mcore_ckpt.cli.amounts import size_text
 from mcore_ckpt.cli.arguments import add_json, expanded_path, taken
 from mcore_ckpt.cli.progress import progress_of_bytes
 from mcore_ckpt.cli.signals import cleaning_up_at_sigterm
@@ -35,10 +36,12 @@ cannot be saved below PATH or do not fit, and 2 for unusable arguments."""
 
 EXAMPLES = (
     "bench checkpoints",
-    "bench checkpoints --model 8e9 --tp 2 --pp 2 --dp 8",
+    "bench checkpoints --model 8B --tp 2 --pp 2 --dp 8",
     "bench checkpoints --model Qwen3-30B-A3B/ --tp 2 --ep 8 --dp 32 --ranks-per-node 8 --json",
     "bench checkpoints --real 1000 --real 4000",
 )
+
+_PARAMETER_UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 # Beyond this spread of trial saves, predictions cannot be within a fifth.
 _UNSTEADY = 0.4
@@ -70,7 +73,7 @@ def add_to(subparsers: Subparsers) -> None:
         help="folder to measure, such as that of the steps (the current one if not given)",
     )
     parser.add_argument(
-        "--model", metavar="MODEL", help="folder with a config.json, or a number of parameters, such as 8e9"
+        "--model", metavar="MODEL", help="folder with a config.json, or a number of parameters, such as 8B or 8e9"
     )
     for name, what in _SIZES:
         parser.add_argument(f"--{name}", type=int, metavar="N", help=f"{what}; with --model")
@@ -152,13 +155,22 @@ def _size(args: argparse.Namespace) -> SaveSize | None:
     folder = Path(args.model).expanduser()
     if folder.exists():
         return size_of_model(taken(folder, "bench --model", "--model"), training)
+    return size_of_parameters(_parameters(args.model), training)
+
+
+def _parameters(text: str) -> int:
+    """Returns a number of parameters that is written as in the name of a model, or plainly.
+
+    >>> _parameters("8B"), _parameters("1.5e9")
+    (8000000000, 1500000000)
+    """
+    unit = _PARAMETER_UNITS.get(text[-1:].upper())
     try:
-        parameters = int(float(args.model))
+        return round(float(text) if unit is None else float(text[:-1]) * unit)
     except (ValueError, OverflowError):
         raise InvalidArgumentError(
-            f"--model {args.model}: there is no such folder, and it is no number of parameters, such as 8e9"
+            f"--model {text}: there is no such folder, and it is no number of parameters, such as 8B or 8e9"
         ) from None
-    return size_of_parameters(parameters, training)
 
 
 def _training(args: argparse.Namespace) -> Training:
@@ -232,7 +244,7 @@ def _show(report: Report) -> None:
     console.print(f"{report.root}{where}", markup=False)
     speeds = report.speeds
     ranks = "1 rank" if speeds.ranks == 1 else f"{speeds.ranks} ranks at once"
-    console.print(f"{ranks}, {_size_text(speeds.trial_bytes)}", markup=False)
+    console.print(f"{ranks}, {size_text(speeds.trial_bytes)}", markup=False)
     _show_table(console, ("measured", "speed>"), _speed_rows(speeds))
     least, most = report.speeds.spread
     if most - least > _UNSTEADY:
@@ -262,7 +274,7 @@ def _show_table(console: Console, headings: Sequence[str], rows: Sequence[Sequen
 
 def _speed_rows(speeds: Speeds) -> list[tuple[str, str]]:
     rates = [
-        *((f"copying {_size_text(nbytes)} in host memory", rate) for nbytes, rate in speeds.copies),
+        *((f"copying {size_text(nbytes)} in host memory", rate) for nbytes, rate in speeds.copies),
         ("new host memory, one thread", speeds.fetch_bytes_per_s),
         ("writing from images", speeds.write_bytes_per_s),
         ("writing in place", speeds.write_in_place_bytes_per_s),
@@ -290,8 +302,8 @@ def _speed_rows(speeds: Speeds) -> list[tuple[str, str]]:
 
 def _size_line(size: SaveSize, fitting: int | None) -> str:
     text = (
-        f"{size.parameters / 1e9:.3g} billion parameters on {size.topology}: {_size_text(size.total_bytes)} a save, "
-        f"{_size_text(size.node_bytes)} a node, {_size_text(size.rank_bytes)} a rank"
+        f"{size.parameters / 1e9:.3g} billion parameters on {size.topology}: {size_text(size.total_bytes)} a save, "
+        f"{size_text(size.node_bytes)} a node, {size_text(size.rank_bytes)} a rank"
     )
     return text if fitting is None else f"{text}; {fitting} such saves fit"
 
@@ -324,12 +336,8 @@ def _real_rows(report: Report) -> list[tuple[str, str, str, str, str]]:
         for name, words in _COMPARED:
             found: Comparison = getattr(real, name)
             times = _time(found.predicted_s), _time(found.measured_s)
-            rows.append((words, _size_text(real.nbytes), *times, f"{found.ratio:.2f}"))
+            rows.append((words, size_text(real.nbytes), *times, f"{found.ratio:.2f}"))
     return rows
-
-
-def _size_text(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.3g} GB"
 
 
 def _time(seconds: float) -> str:

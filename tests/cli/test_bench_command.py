@@ -23,16 +23,17 @@ def few_saves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--model", "8e9", "--tp", "2", "--dp", "8", "--ranks-per-node", "2", "--real", "3"]
+    arguments = ["--model", "8B", "--tp", "2", "--dp", "8", "--ranks-per-node", "2", "--real", "3"]
     assert main(["bench", str(tmp_path), *FAST, *arguments]) == 0
     text = capsys.readouterr().out
     assert text.startswith(str(tmp_path))
     words = " ".join(text.split())
     assert (
-        "8 billion parameters on 16 ranks (tp=2, pp=1, cp=1, dp=8): 112 GB a save, 14 GB a node, 7 GB a rank" in words
+        "8 billion parameters on 16 ranks (tp=2, pp=1, cp=1, dp=8): 112.0 GB a save, 14.0 GB a node, 7.0 GB a rank"
+        in words
     )
     assert "this holds if 8 nodes at once write as fast as this one" in words
-    for row in ("copying 0.002 GB in host memory", "commit", "first async save at once: stall", "ratio"):
+    for row in ("copying 2.0 MB in host memory", "commit", "first async save at once: stall", "ratio"):
         assert row in words
     assert list(tmp_path.iterdir()) == []
 
@@ -76,9 +77,28 @@ def test_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
 
 
 @pytest.mark.parametrize(
+    ("text", "parameters"),
+    [
+        ("8B", 8 * 10**9),
+        ("8b", 8 * 10**9),
+        ("0.6B", 600 * 10**6),
+        ("350M", 350 * 10**6),
+        ("1T", 10**12),
+        ("2e9", 2 * 10**9),
+    ],
+)
+def test_a_number_of_parameters(text: str, parameters: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", str(tmp_path), *FAST, "--model", text, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["size"]["parameters"] == parameters
+
+
+@pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (("--model", "large"), "--model large: there is no such folder, and it is no number"),
+        (("--model", "8X"), "no number of parameters, such as 8B or 8e9"),
+        (("--model", "B"), "--model B: there is no such folder, and it is no number"),
+        (("--model", "8 billion"), "--model 8 billion: there is no such folder"),
         (("--model", "inf"), "--model inf: there is no such folder, and it is no number"),
         (("--model", "-5"), "a model of -5 parameters"),
         (("--tp", "2"), "--tp is given without --model"),
