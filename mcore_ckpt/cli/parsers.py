@@ -21,8 +21,8 @@ class Parser(argparse.ArgumentParser):
         """Complains about unknown arguments, and names an option like one of them, or ends with `otherwise`."""
         names = {each.strip("-"): each for each in self._options()}
         given = (word.partition("=")[0].strip("-").replace("_", "-") for word in unknown if word.startswith("--"))
-        found = next((close for word in given for close in difflib.get_close_matches(word, list(names), 1)), None)
-        self.error(f"unrecognized arguments: {' '.join(unknown)}{_did_you_mean(names[found]) if found else otherwise}")
+        meant = next((names[close] for word in given for close in _alike(word, list(names))), None)
+        self.error(f"unrecognized arguments: {' '.join(unknown)}{otherwise if meant is None else _did_you_mean(meant)}")
 
     def _options(self) -> list[str]:
         return [name for name in self._option_string_actions if name.startswith("--")]
@@ -42,7 +42,7 @@ class TopParser(Parser):
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
             names = list(action.choices)
-            close = difflib.get_close_matches(str(value), names, 1)
+            close = _alike(str(value), names)
             advice = _did_you_mean(close[0]) if close else f": use one of {', '.join(names)}"
             raise argparse.ArgumentError(None, f"there is no command {value!r}{advice}")
         super()._check_value(action, value)
@@ -71,6 +71,11 @@ class CommandParser(Parser):
         plain = name.replace("_", "-")
         shown = next((each for each in self._options() if each.replace("_", "-").startswith(plain)), name)
         return shown[: len(name)] + equals + value
+
+
+def _alike(word: str, known: Sequence[str]) -> list[str]:
+    """Returns what a word may stand for: the known one that is most alike, if one is enough so."""
+    return difflib.get_close_matches(word, known, 1, cutoff=0.7)  # --jsno is json, but --step is not tp
 
 
 def _did_you_mean(word: str) -> str:

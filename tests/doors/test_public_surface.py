@@ -60,7 +60,7 @@ def is_public(module: str, name: str) -> bool:
         is_listed = module in DOORS or within.partition(".")[0] in importlib.import_module(ROOM_OF_MODULES).__all__
         return is_listed and not name.startswith("_") and hasattr(importlib.import_module(module), name)
     if module == "mcore_ckpt":
-        return name in mcore_ckpt.__all__
+        return name in (*mcore_ckpt.__all__, "__version__")
     return not within and name in getattr(importlib.import_module(f"mcore_ckpt.{room}"), "__all__", ())
 
 
