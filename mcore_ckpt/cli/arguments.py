@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -129,6 +129,15 @@ def check_can_be_file(flag: str, path: Path) -> None:
         raise InvalidArgumentError(f"{flag} {path}: is {what}: name another file")
     if not path.parent.is_dir():
         raise InvalidArgumentError(f"{flag} {path}: there is no folder {path.parent}: make it, or name another file")
+
+
+def check_can_be_folder(flag: str, path: Path) -> None:
+    """Raises InvalidArgumentError if no folder can be made at a path, because it is a file, or is below one."""
+    with suppress(OSError):  # the command says why it cannot look there
+        there = next(each for each in (path, *path.absolute().parents) if each.exists())
+        if not there.is_dir():
+            what = "is" if there == path else f"{there} is"
+            raise InvalidArgumentError(f"{flag} {path}: {what} a file, not a folder: name another folder")
 
 
 def check_is_folder_or_model(name: str, flag: str, command: str) -> None:

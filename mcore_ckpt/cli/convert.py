@@ -20,6 +20,7 @@ from mcore_ckpt.cli.arguments import (
     add_json,
     add_revision,
     add_stage_options,
+    check_can_be_folder,
     check_is_folder_or_model,
     check_not_given,
     check_patterns,
@@ -136,8 +137,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Converts a model or a checkpoint. Returns 0 when the result is in place."""
     source = _source(args)
-    if args.output_path.exists() and not args.output_path.is_dir():
-        raise InvalidArgumentError(f"--output_path {args.output_path}: is a file, not a folder")
+    check_can_be_folder("--output_path", args.output_path)
     check_patterns("--ignore", args.ignore)
     with (
         command_agreement("convert", CONVERT_TIMEOUT_S) as agreement,

@@ -62,10 +62,9 @@ def add_to(subparsers: Subparsers) -> None:
 
 
 def _megabytes(text: str) -> int:
-    number = int(text)
-    if number < 0:
+    if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text}: use 0 or more")
-    return number
+    return int(text)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from contextlib import suppress
 from dataclasses import replace
 from math import inf
 from pathlib import Path
@@ -17,6 +18,7 @@ from mcore_ckpt.cli.arguments import (
     add_ignored_flags,
     add_json,
     add_revision,
+    check_can_be_folder,
     check_is_folder_or_model,
     check_patterns,
     command_agreement,
@@ -157,9 +159,11 @@ def _request(args: argparse.Namespace) -> MergeRequest:
         raise InvalidArgumentError("--revision is that of a model on the hub: give --hf_model_path, too")
     if args.hf_model_path is not None:
         check_is_folder_or_model(args.hf_model_path, "--hf_model_path", "merge --hf_model_path")
+    source, target = _one_of(args, "source", "--local_dir"), _one_of(args, "target", "--target_dir")
+    check_can_be_folder("target", target)
     request = MergeRequest(
-        source=taken(_one_of(args, "source", "--local_dir"), "merge"),
-        target=_one_of(args, "target", "--target_dir"),
+        source=taken(source, "merge"),
+        target=target,
         step=args.step,
         role=args.role,
         backend=args.backend,
@@ -187,10 +191,10 @@ def _one_of(args: argparse.Namespace, name: str, flag: str) -> Path:
 
 
 def _alpha(text: str) -> float:
-    alpha = float(text)
-    if not 0 < alpha < inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
-    return alpha
+    with suppress(ValueError):
+        if 0 < (alpha := float(text)) < inf:
+            return alpha
+    raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
 
 
 def _size(text: str) -> int:

@@ -56,10 +56,9 @@ def add_to(subparsers: Subparsers) -> None:
 
 
 def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text}: use 1 or more")
-    return number
+    return int(text)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -12,6 +12,7 @@ from mcore_ckpt.cli.arguments import (
     add_force,
     add_json,
     add_stage_options,
+    check_can_be_folder,
     expanded_path,
     stage_options,
     step_number,
@@ -89,6 +90,7 @@ def run(args: argparse.Namespace) -> int:
 
     fields = (*(name.replace("-", "_") for name, _ in _SIZES), "vocab_divisor")
     wanted = WantedLayout(**{field: getattr(args, field) for field in fields}, **stage_options(args))
+    check_can_be_folder("DST", args.root)
     selection = select(taken(args.source, "reshard"), args.step)
     with progress_of_bytes(args.json) as bar:
         task = bar.add_task(f"step {selection.step}", total=None)

@@ -52,14 +52,17 @@ def _select(path: Path, step: int | None) -> Selection:
     path = path.resolve()
     if (path / file_names.MANIFEST_FILE).exists():
         manifest = read_manifest(path)
-        return Selection(_same_step(path, manifest.step, step), (path,))
+        check_step(path, manifest.step, step)
+        return Selection(manifest.step, (path,))
     if is_step(path):
         (status,) = as_in_folder(path.parent, [step_status(path)])
-        _same_step(path, status.step, step)
+        check_step(path, status.step, step)
         return _selection(status)
     moved = find_moved_aside(path)
     if moved is not None:
-        return Selection(_same_step(path, read_manifest(moved).step, step), (moved,))
+        manifest = read_manifest(moved)
+        check_step(path, manifest.step, step)
+        return Selection(manifest.step, (moved,))
     statuses = as_in_folder(path, [status for status in list_steps(path) if step in (None, status.step)])
     choice = choose(statuses)
     if not choice.steps:
@@ -70,12 +73,12 @@ def _select(path: Path, step: int | None) -> Selection:
     return _selection(choice.steps[0])
 
 
-def _same_step(path: Path, found: int, wanted: int | None) -> int:
+def check_step(path: Path, found: int | None, wanted: int | None) -> None:
+    """Raises InvalidArgumentError if the checkpoint at a path is one of another step than the wanted one."""
     if wanted not in (None, found):
         raise InvalidArgumentError(
             f"{path}: is a checkpoint of step {found}, not {wanted}: leave out --step, or name the folder of all steps"
         )
-    return found
 
 
 def _selection(status: StepStatus) -> Selection:

@@ -21,6 +21,7 @@ from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.steps import listing as steps
 from mcore_ckpt.steps.node_files import NodeFiles, files_among
 from mcore_ckpt.steps.read_lock import reading
+from mcore_ckpt.tools.select import check_step
 from mcore_ckpt.tools.step_problems import Settled, StepProblems
 from mcore_ckpt.tools.what_is import why_none
 
@@ -124,6 +125,7 @@ def verify(
         progress: called with the number of bytes read so far and the number of bytes of all files.
 
     Raises:
+        InvalidArgumentError: the folder holds another step than `step`.
         CheckpointNotFoundError: there is nothing to verify, or it was deleted meanwhile.
 
     Example:
@@ -214,13 +216,14 @@ def _selected(path: Path, step: int | None) -> _Selected:
     if os.path.exists(path / file_names.MANIFEST_FILE) or file_names.parse_step(path.parent.name) is not None:
         above = file_names.parse_step(path.parent.name)
         found = file_names.parse_step(path.name) if above is None else above
-        if step is not None and found != step:
-            raise CheckpointNotFoundError(f"{path}: is a role of step {found}, not of step {step}")
+        check_step(path, found, step)
         role = _Role(path) if above is None else _Role(path, path.parent, path.name)
         where = role.find()
         if where is None or not where.is_dir():
             raise CheckpointNotFoundError(f"{path}: there is no such folder")
         return _Selected((role,), None)
+    if steps.is_step(path):
+        check_step(path, steps.step_status(path).step, step)
     problems = StepProblems(path, step)
     statuses = problems.statuses
     if not any(status.committed or status.declared for status in statuses):
