@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mcore_ckpt.public_names import lazy_names
+from mcore_ckpt.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from mcore_ckpt.config import CheckpointConfig, FastTier
@@ -15,9 +16,6 @@ if TYPE_CHECKING:
     from mcore_ckpt.save.background import SaveHandle
     from mcore_ckpt.save.save_report import SaveReport
     from mcore_ckpt.steps.pins import pin, unpin
-
-# The one place of the version: pyproject.toml reads it from here.
-__version__ = "0.1.0"
 
 __all__ = [
     "CheckpointConfig",

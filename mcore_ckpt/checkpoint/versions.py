@@ -7,7 +7,7 @@ from importlib import metadata
 
 import torch
 
-from mcore_ckpt import __version__
+from mcore_ckpt.version import __version__
 
 
 def package_versions() -> dict[str, str]:

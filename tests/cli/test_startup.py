@@ -105,7 +105,7 @@ def test_version(start: list[str]) -> None:
 def test_the_version_has_one_place() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     assert project["project"]["dynamic"] == ["version"]
-    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "mcore_ckpt.__version__"}
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "mcore_ckpt.version.__version__"}
 
 
 # -- the public names --------------------------------------------------------------------------------------
