@@ -63,7 +63,7 @@ def _count(text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Deletes steps, or shows what would be deleted. Returns 1 if one of them cannot be deleted, otherwise 0."""
-    # `--help` must not wait for the import of torch, which takes a second.
+    # `--help` needs none of it, and must not wait for it.
     from mcore_ckpt import pin, unpin
     from mcore_ckpt.steps import PreservationPolicy
     from mcore_ckpt.tools.prune import prune

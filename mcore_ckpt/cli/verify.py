@@ -48,7 +48,7 @@ def add_to(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Verifies checkpoints. Returns 0 if everything is intact, otherwise 1."""
-    # `--help` must not wait for the import of torch, which takes a second.
+    # `--help` needs none of it, and must not wait for it.
     from mcore_ckpt.tools.verify import verify
 
     path = taken(args.path, "verify")
