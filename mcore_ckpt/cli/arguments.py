@@ -10,7 +10,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mcore_ckpt.config import START_TIMEOUT_S
 from mcore_ckpt.errors import CheckpointError, InvalidArgumentError
 from mcore_ckpt.urls import local_path
 
@@ -219,19 +218,21 @@ def add_ignored_flags(parser: argparse.ArgumentParser) -> None:
 
 
 @contextmanager
-def command_agreement(name: str, timeout_s: float, start_s: float = START_TIMEOUT_S) -> Iterator[Agreement]:
+def command_agreement(name: str, timeout_s: float, start_s: float | None = None) -> Iterator[Agreement]:
     """Yields the agreement of the processes that torchrun has started, or of a single process.
 
     Args:
         name: the command.
         timeout_s: how long a process waits for others that work, in seconds.
-        start_s: how long it waits for the others to start.
+        start_s: how long it waits for the others to start; None for START_TIMEOUT_S.
 
     Raises InvalidArgumentError, with advice, for torchrun's variables that are incomplete, as some job schedulers set
     them, and AgreementError if a process does not start.
     """
+    from mcore_ckpt.config import START_TIMEOUT_S
     from mcore_ckpt.ranks import Seat, job_agreement
 
+    start_s = START_TIMEOUT_S if start_s is None else start_s
     try:
         seat = Seat.read(os.environ)
     except ValueError as error:
