@@ -37,6 +37,7 @@ from mcore_ckpt.checkpoint.manifest import (
 from mcore_ckpt.config import FastTier
 from mcore_ckpt.fast.found import found_on_nodes, spread_folder, why_not_whole
 from mcore_ckpt.fast.tier import NodeTier
+from mcore_ckpt.fast.transport import TcpTransport
 from mcore_ckpt.load.candidates import candidates_of
 from mcore_ckpt.ranks.key_value_store import pack, unpack
 from mcore_ckpt.ranks.nodes import Nodes
@@ -176,7 +177,7 @@ def _tier(nodes: Nodes) -> NodeTier:
     folder = Path("/dev/shm/run")
     addressed = Nodes(tuple(replace(node, address="10.0.0.1:4000") for node in nodes.all))
     lock = TrainerLock(folder, "actor")
-    return NodeTier(FastTier(folder), "actor", addressed, 1, 8, folder, b"secret", 60.0, None, lock)
+    return NodeTier(FastTier(folder), "actor", addressed, 1, 8, folder, TcpTransport(b"secret", 60.0), None, lock)
 
 
 def timed(work: Callable[[], Result]) -> tuple[Result, float]:

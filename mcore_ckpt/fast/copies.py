@@ -283,7 +283,7 @@ class Copies:
         return problem
 
     def _fetch_from(self, node: int, role_dir: Path, file: FileRecord, deadline: float) -> None:
-        store = self._tier.store(node)
+        store = self._tier.peer(node)
         key = str((role_dir / file.path).relative_to(self._tier.folder))
         make_folders(role_dir, file.path)
         path = role_dir / file.path

@@ -70,7 +70,7 @@ def spread_folder(tier: NodeTier, role: str, candidate: Record, below: Folder | 
     key = f"{file_names.step_name(step)}/{role}"
     # The nearest first, and for each node another one, so that not all ask the same node.
     sources = [
-        Source(LocalFolder(place) if node == tier.number else RemoteFolder(tier.store(node), key), holders[node])
+        Source(LocalFolder(place) if node == tier.number else RemoteFolder(tier.peer(node), key), holders[node])
         for node in sorted(holders, key=lambda node: (node - tier.number) % count)
     ]
     if below is not None:

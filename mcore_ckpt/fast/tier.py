@@ -15,9 +15,8 @@ from mcore_ckpt.checkpoint.provenance import Run
 from mcore_ckpt.config import FastTier
 from mcore_ckpt.errors import CommitError, InvalidArgumentError, NoRoomError
 from mcore_ckpt.fast.job_secret import SecretOffer, given_secret, same_secrets
-from mcore_ckpt.fast.peer_server import PeerServer
-from mcore_ckpt.fast.peer_store import PeerStore
 from mcore_ckpt.fast.peer_tls import PeerTls, read_tls
+from mcore_ckpt.fast.transport import Peer, Server, TcpTransport, Transport
 from mcore_ckpt.io import limits
 from mcore_ckpt.io.access import check_own_folder, strange, top_mode
 from mcore_ckpt.io.files import make_folder
@@ -60,12 +59,10 @@ class NodeTier:
         number: the number of this node among them.
         rank: this rank.
         folder: this node's folder, which has the layout of a root.
-        secret: by what the nodes know each other.
-        timeout_s: how long to wait for another node, in seconds.
+        transport: how the nodes read each other's folders.
         server: this node's server, on the node's lead; None on its other ranks.
         lock: the lock on the role in this node's folder. Only the lead uses it.
         root: the root, which says of which run the steps of this training are.
-        tls: how the connections between nodes are encrypted; None if they are not.
         shared: whether the group may read and write what is in the folder (`CheckpointConfig.shared_with_group`).
         unrenamed: saves that are committed, and that this node has still to rename. Only the lead has some.
     """
@@ -76,15 +73,13 @@ class NodeTier:
     number: int
     rank: int
     folder: Path
-    secret: bytes
-    timeout_s: float
-    server: PeerServer | None
+    transport: Transport
+    server: Server | None
     lock: TrainerLock
     root: Path | None = None
-    tls: PeerTls | None = None
     shared: bool | None = None
     unrenamed: list[Attempt] = field(default_factory=list)
-    _stores: dict[int, PeerStore] = field(default_factory=dict)
+    _peers: dict[int, Peer] = field(default_factory=dict)
     _published: str | None = None
     _own: Ownership = field(default_factory=Ownership)
 
@@ -130,12 +125,12 @@ class NodeTier:
             logger.warning("%s on the nodes: has steps that are left out: each %s", self.folder, whose(run))
         return [each for each in found if own.owns(each.head)]
 
-    def store(self, number: int) -> PeerStore:
-        """Returns the files of another node."""
-        if number not in self._stores:
+    def peer(self, number: int) -> Peer:
+        """Returns another node, to read from it."""
+        if number not in self._peers:
             node = self.nodes.all[number]
-            self._stores[number] = PeerStore(node.address, self.secret, node.name, self.timeout_s, self.tls)
-        return self._stores[number]
+            self._peers[number] = self.transport.peer(node.address, node.name)
+        return self._peers[number]
 
     def publish(self, attempt: str, manifest: bytes) -> None:
         """Serves the manifest of a save to other nodes. Only leads call it."""
@@ -150,7 +145,7 @@ class NodeTier:
         """
         parent = (self.number - 1) // _BRANCHES
         try:
-            data = self.store(parent).note(attempt, limits.MANIFEST_BYTES, patience_s)
+            data = self.peer(parent).note(attempt, limits.MANIFEST_BYTES, patience_s)
         except OSError as error:
             raise CommitError(f"the manifest has not arrived on {self.node.name}: {error}") from error
         self.publish(attempt, data)
@@ -175,8 +170,8 @@ class NodeTier:
     def close(self) -> None:
         """Closes the server and all connections, and gives the lock up."""
         self.stop_serving()
-        for store in self._stores.values():
-            store.close()
+        for peer in self._peers.values():
+            peer.close()
         self.lock.release()
 
 
@@ -241,15 +236,16 @@ def open_tier(agreement: Agreement, fast: FastTier, role: str, root: Path, share
         tuple(Node(name, domain, tuple(ranks)) for (name, domain), ranks in zip(found["nodes"], members, strict=True))
     )
     number = found["of_ranks"][agreement.rank]
-    servers: list[PeerServer] = []
-    taken: list[bytes] = []
+    servers: list[Server] = []
+    transports: list[Transport] = []
 
     def serve() -> Record:
-        taken.append(SecretOffer(**found["secret"]).take(own[0].secret))
+        secret, timeout_s = SecretOffer(**found["secret"]).take(own[0].secret), agreement.timeout_s
+        transports.append(TcpTransport(secret, min(timeout_s, deadlines.PEER_TIMEOUT_S), own[0].tls))
         if nodes.all[number].lead != agreement.rank:
             return {}
         _open_folder(folder, shared)
-        servers.append(PeerServer(folder, taken[0], own_address(), own[0].tls))
+        servers.append(transports[0].serve(folder, own_address()))
         return {"address": servers[0].address}
 
     try:
@@ -271,12 +267,10 @@ def open_tier(agreement: Agreement, fast: FastTier, role: str, root: Path, share
         number,
         agreement.rank,
         folder,
-        taken[0],
-        min(agreement.timeout_s, deadlines.PEER_TIMEOUT_S),
+        transports[0],
         servers[0] if servers else None,
         TrainerLock(folder, role, top_mode(shared)),
         root,
-        own[0].tls,
         shared,
     )
 

@@ -240,7 +240,7 @@ def _is_committed_on_node_0(tier: NodeTier, attempt: Attempt) -> bool:
         return is_committed(attempt)
     try:
         key = str(attempt.role_dir.relative_to(tier.folder))
-        return read_remote_manifest(tier.store(0), key).attempt == attempt.number
+        return read_remote_manifest(tier.peer(0), key).attempt == attempt.number
     except (OSError, CheckpointCorruptError):
         return False
 

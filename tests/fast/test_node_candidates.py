@@ -14,6 +14,7 @@ from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.config import FastTier
 from mcore_ckpt.fast.found import found_on_nodes, spread_folder, to_adopt, why_not_whole
 from mcore_ckpt.fast.tier import NodeTier
+from mcore_ckpt.fast.transport import TcpTransport
 from mcore_ckpt.formats.native.folder import LocalFolder
 from mcore_ckpt.formats.native.remote_folder import RemoteFolder
 from mcore_ckpt.load.candidates import AnyStep, candidates_of, folder_of
@@ -34,7 +35,9 @@ def tier(tmp_path: Path) -> Iterator[NodeTier]:
     nodes = Nodes(tuple(Node(f"n{n}", f"n{n}", (2 * n, 2 * n + 1), "127.0.0.1:1") for n in range(3)))
     folder = tmp_path / "node"
     lock = TrainerLock(folder, "actor")
-    with closing(NodeTier(FastTier(folder), "actor", nodes, 1, 2, folder, b"secret", 0.1, None, lock)) as tier:
+    with closing(
+        NodeTier(FastTier(folder), "actor", nodes, 1, 2, folder, TcpTransport(b"secret", 0.1), None, lock)
+    ) as tier:
         yield tier
 
 

@@ -270,7 +270,7 @@ def test_a_rank_that_does_not_hear_of_the_commit_asks_node_0(
         closing(PeerServer(tmp_path / "node0", b"secret", "127.0.0.1")) as server,
         closing(PeerStore(server.address, b"secret", "n0", LONG_S)) as store,
     ):
-        node.tier.store = lambda number: store
+        node.tier.peer = lambda number: store
         with nullcontext() if has_renamed else pytest.raises(CommitError, match="rank 1 waited"):
             commit_on_nodes(agreement, "saving", node.attempt, node.tier, write, lambda records: manifest)
     assert len(rounds) == 2

@@ -26,6 +26,7 @@ from mcore_ckpt.fast.copies import Copies, CopyHandle, _RateLimit
 from mcore_ckpt.fast.peer_server import PeerServer
 from mcore_ckpt.fast.peer_store import PeerStore
 from mcore_ckpt.fast.tier import NodeTier
+from mcore_ckpt.fast.transport import TcpTransport
 from mcore_ckpt.io import files, tuning
 from mcore_ckpt.ranks.nodes import Node, Nodes
 from mcore_ckpt.ranks.rounds import Agreement
@@ -66,8 +67,7 @@ class Job:
                 n,
                 n,
                 folders[n],
-                b"secret",
-                LONG_S,
+                TcpTransport(b"secret", LONG_S),
                 self.servers[n],
                 TrainerLock(folders[n], "actor"),
             )
