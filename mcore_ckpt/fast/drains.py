@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 from weakref import WeakSet
 
 from mcore_ckpt.errors import CheckpointError, CommitError, HungDiskError
 from mcore_ckpt.events import ErrorText
-from mcore_ckpt.io.disk_watch import wait_for_thread
+from mcore_ckpt.io.worker import Worker
 from mcore_ckpt.processes import OwnEvent, emptied_in_child
 from mcore_ckpt.ranks import deadlines
 from mcore_ckpt.ranks.rounds import Agreement
@@ -103,7 +105,7 @@ class Drains:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._attempt: str | None = None
-        self._thread: threading.Thread | None = None
+        self._worker = Worker("mcore_ckpt drain")
         self._handle: DrainHandle | None = None
         self._agreement: Agreement | None = None
         _all_drains.add(self)
@@ -132,13 +134,7 @@ class Drains:
         self._agreement = drain.agreement
         with self._lock:
             self._attempt = drain.attempt.number
-        thread = threading.Thread(target=self._run, args=(drain, handle), name="mcore_ckpt drain", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:  # the system grants no thread: do the work here, which is slower but does not fail
-            self._run(drain, handle)
-        else:
-            self._thread = thread
+        self._worker.add(partial(self._run, drain, handle))
         return handle
 
     def wait(self, step: int | None = None) -> None:
@@ -146,18 +142,15 @@ class Drains:
 
         The deadlines of the ranks and of calls to the file system limit this wait.
         """
-        thread, handle = self._thread, self._handle
-        if thread is not None and (step is None or (handle is not None and handle.step == step)):
-            thread.join()
+        if step is None or (self._handle is not None and self._handle.step == step):
+            self._worker.wait(math.inf)
 
     def finish(self) -> None:
         """Waits as `wait` does, but not long for other ranks. An exiting interpreter calls it."""
         if self._agreement is not None:
             self._agreement.limit_waits(deadlines.EXIT_WAIT_S)
-        if self._thread is None:
-            return
         try:
-            wait_for_thread(self._thread, deadlines.EXIT_WAIT_S)
+            self._worker.wait(deadlines.EXIT_WAIT_S)
         except HungDiskError as error:
             logger.error("the interpreter ends before a step is in the root: %s", error)
 

@@ -49,6 +49,9 @@ class OwnStore:
             self._values[key] = desired.encode()
         return desired.encode()
 
+    def num_keys(self) -> int:
+        return len(self._values)
+
     def delete_key(self, key: str) -> bool:
         return self._values.pop(key, None) is not None
 

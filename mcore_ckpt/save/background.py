@@ -14,9 +14,7 @@ from __future__ import annotations
 import atexit
 import logging
 import math
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -30,7 +28,7 @@ from mcore_ckpt.events import ErrorText
 from mcore_ckpt.fast.copies import CopyHandle
 from mcore_ckpt.fast.drains import DrainHandle, finish_drains
 from mcore_ckpt.interrupts import is_interrupt
-from mcore_ckpt.io.disk_watch import wait_for_thread
+from mcore_ckpt.io.worker import Worker, all_workers
 from mcore_ckpt.processes import OwnEvent, emptied_in_child
 from mcore_ckpt.ranks import deadlines
 from mcore_ckpt.ranks.rounds import Agreement, Record
@@ -192,8 +190,8 @@ class BackgroundSaves:
     def __init__(self, commits: Agreement, warns: bool, is_async: bool = True) -> None:
         self._commits, self._warns, self._is_async = commits, warns, is_async
         self._handle: SaveHandle | None = None
-        self._save = _Worker("mcore_ckpt save")
-        self._deletions = _Worker("mcore_ckpt deletion")
+        self._save = Worker("mcore_ckpt save")
+        self._deletions = Worker("mcore_ckpt deletion")
         self._deleting: set[Following] = set()
         _all_saves.add(self)
 
@@ -349,62 +347,9 @@ def is_deleting_here() -> bool:
     return any(saves.is_deleting for saves in list(_all_saves))
 
 
-class _Worker:
-    """Calls functions one after the other on a thread, which exists only while there are functions to call."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._lock = threading.Lock()
-        self._waiting: deque[Callable[[], None]] = deque()
-        self._thread: threading.Thread | None = None
-        _workers.add(self)
-
-    def add(self, work: Callable[[], None]) -> None:
-        with self._lock:
-            self._waiting.append(work)
-            if self._thread is not None and self._thread.is_alive():
-                return
-            # A daemon, because at exit the interpreter would wait without limit for a non-daemon thread. `_finish_all`
-            # waits for this thread, and limits how long it waits for other ranks.
-            # Noted first: an exception of a signal handler may end `start` when the thread has begun.
-            self._thread = thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            try:
-                thread.start()
-                return
-            except RuntimeError:  # the system grants no thread: do the work here, which is slower but does not fail
-                self._thread = None
-        self._run()
-
-    @property
-    def is_at_work(self) -> bool:
-        thread = self._thread
-        return thread is not None and thread.is_alive()
-
-    def wait(self, timeout_s: float) -> None:
-        """Waits until no function is left to call. Raises HungDiskError if one hangs for `timeout_s`."""
-        with self._lock:
-            thread = self._thread
-        if thread is not None:
-            wait_for_thread(thread, timeout_s)
-
-    def _run(self) -> None:
-        while True:
-            with self._lock:
-                if not self._waiting:
-                    self._thread = None
-                    return
-                work = self._waiting.popleft()
-            try:
-                work()
-            except Exception as error:
-                trace = ErrorText.of(error).stacktrace
-                logger.error("the thread %r continues after an unexpected error\n%s", self._name, trace)
-
-
 # Weak references are enough, because a running thread keeps its worker and its save alive even if the trainer has
 # dropped the manager.
 _all_saves: WeakSet[BackgroundSaves] = emptied_in_child(WeakSet())
-_workers: WeakSet[_Worker] = emptied_in_child(WeakSet())
 
 
 @atexit.register
@@ -414,10 +359,10 @@ def _finish_all() -> None:
         each.shorten()
     for each in saves:
         each.wait_for_save()
-    # Wait for the workers after the saves, because each save may add a deletion.
-    for worker in list(_workers):
+    # After the saves, because each may begin a copy to the root, and add a deletion.
+    finish_drains()
+    for worker in all_workers():
         try:
             worker.wait(deadlines.EXIT_WAIT_S)
         except HungDiskError as error:
             logger.error("the interpreter ends before this: %s", error)
-    finish_drains()
