@@ -30,8 +30,7 @@ from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.errors import CommitError
 from mcore_ckpt.formats.contract import RankPosition
 from mcore_ckpt.formats.locate import Located, Locator, Wanted
-from mcore_ckpt.formats.native import file_plan
-from mcore_ckpt.formats.native import folder as folders
+from mcore_ckpt.formats.native import file_plan, stored_tensors
 from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.formats.native.replica_shares import Share
 from mcore_ckpt.io.room import Need
@@ -430,7 +429,7 @@ def plan_of_one_rank(role_dir: Path, model: Model, wanted: Layout) -> dict[str, 
         read.append(record.index.size)
         return own(role_dir, record)
 
-    own, folders.read_entries = folders.read_entries, read_entries
+    own, stored_tensors.read_entries = stored_tensors.read_entries, read_entries
     base = reset_peak_memory()
     start, clock = time.perf_counter(), time.thread_time()
     try:
@@ -440,7 +439,7 @@ def plan_of_one_rank(role_dir: Path, model: Model, wanted: Layout) -> dict[str, 
         files = {part.stored.file for each in located for part in each.reads}
         reader.folder.check([reader.file(path) for path in files])
     finally:
-        folders.read_entries = own
+        stored_tensors.read_entries = own
     return {
         "wall_s": time.perf_counter() - start,
         "cpu_s": time.thread_time() - clock,
