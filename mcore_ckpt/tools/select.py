@@ -73,7 +73,7 @@ def _select(path: Path, step: int | None) -> Selection:
     return _selection(choice.steps[0])
 
 
-def check_step(path: Path, found: int | None, wanted: int | None) -> None:
+def check_step(path: Path, found: int, wanted: int | None) -> None:
     """Raises InvalidArgumentError if the checkpoint at a path is one of another step than the wanted one."""
     if wanted not in (None, found):
         raise InvalidArgumentError(

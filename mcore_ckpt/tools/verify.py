@@ -216,13 +216,15 @@ def _selected(path: Path, step: int | None) -> _Selected:
     if os.path.exists(path / file_names.MANIFEST_FILE) or file_names.parse_step(path.parent.name) is not None:
         above = file_names.parse_step(path.parent.name)
         found = file_names.parse_step(path.name) if above is None else above
-        check_step(path, found, step)
+        if step is not None:
+            # The folder of a role may have been copied to where no name tells its step.
+            check_step(path, read_manifest(path).step if found is None else found, step)
         role = _Role(path) if above is None else _Role(path, path.parent, path.name)
         where = role.find()
         if where is None or not where.is_dir():
             raise CheckpointNotFoundError(f"{path}: there is no such folder")
         return _Selected((role,), None)
-    if steps.is_step(path):
+    if step is not None and steps.is_step(path):
         check_step(path, steps.step_status(path).step, step)
     problems = StepProblems(path, step)
     statuses = problems.statuses

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,15 @@ def test_a_step_that_is_not_that_of_the_folder(
 ) -> None:
     status, text = said(command, folder, tmp_path, capsys, folder / "root" / inside, "--step", "90")
     assert (status, "is a checkpoint of step 100, not 90: leave out --step" in text) == (UNUSABLE, True), text
+
+
+@pytest.mark.parametrize("step", [90, 100])
+def test_the_step_of_a_role_that_was_copied_is_in_its_manifest(
+    step: int, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(folder / "root" / "global_steps_100" / "actor", tmp_path / "copy")
+    status, text = said("verify {path}", folder, tmp_path, capsys, tmp_path / "copy", "--step", str(step))
+    assert (status, "is a checkpoint of step 100, not 90" in text) == ((UNUSABLE, True) if step == 90 else (0, False))
 
 
 @pytest.mark.parametrize("command", [each for each in READING if not each.startswith(("verify", "reshard"))])
