@@ -1,20 +1,39 @@
 #!/usr/bin/env bash
 # Installs and builds what the tests need, then runs the linters and the tests. docs: CONTRIBUTING.md.
 #
-#     scripts/test.sh [--quick | --full] [--coverage] [--browser] [arguments of pytest]
+#     scripts/test.sh [--quick | --full | --part PART] [--coverage] [--browser] [arguments of pytest]
 #
 #     (nothing)     what CI runs: one case for each reason
 #     --quick       for the loop while one writes: linters, and the tests of one process that are over in a moment
 #     --full        all there is, and on the disk: every case, 200 kills, five minutes of the soak, fuzzing, the sanitizers
+#     --part PART   a part of --full that takes half an hour at most: one of PARTS below. Each part notes in
+#                   build/full.txt when it ran, of which commit, for how long, and its exit status
 #     --browser     first installs Chromium from Debian, if this is root; without a browser, tests of pages are skipped
 #     --coverage    measures, with every process and rank, which lines and branches of the package the tests run
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-tier=ci coverage= browser=
+# The folders of each part of --full. `rest` has what no other part has, and `chaos` what scripts do.
+declare -A folders=(
+    [ranks]="tests/distributed"
+    [saves]="tests/save tests/load tests/fast tests/state tests/steps tests/doors tests/io tests/ranks tests/crash"
+    [files]="tests/checkpoint tests/formats tests/models tests/sharding tests/hostile"
+    [tools]="tests/tools tests/cli tests/faults"
+    [frameworks]="tests/integrations tests/verl tests/swift tests/bridge tests/te"
+    [native]="tests/cuda tests/native tests/gpu"
+    [power]="tests/power"
+)
+PARTS=(ranks saves files tools frameworks native power rest chaos)
+
+tier=ci coverage= browser= parts=("${PARTS[@]}")
 while [ $# -gt 0 ]; do
     case $1 in
         --quick | --full) tier=${1#--} ;;
+        --part)
+            shift
+            [[ " ${PARTS[*]} " == *" ${1-} "* ]] || { echo "--part is one of: ${PARTS[*]}" >&2; exit 2; }
+            tier=full parts=("$1")
+            ;;
         --coverage) coverage=yes ;;
         --browser) browser=yes ;;
         *) break ;;
@@ -95,7 +114,7 @@ beside lint-imports .venv/bin/lint-imports
 beside mypy .venv/bin/mypy mcore_ckpt
 
 # Three workers for two cores, because tests wait for disks and for each other. Each takes a whole file at a time, or its tests of one world size (tests/conftest.py).
-command=(-m pytest -n 3 --dist loadgroup --no-loadscope-reorder --durations=0 --durations-min=0.1)
+command=(-m pytest -n 3 --dist loadgroup --no-loadscope-reorder --durations=20)
 [ "$tier" = ci ] || command+=("--$tier")
 if [ -n "$coverage" ]; then
     export COVERAGE_FOLDER=$PWD/build/coverage
@@ -103,19 +122,48 @@ if [ -n "$coverage" ]; then
     mkdir -p "$COVERAGE_FOLDER"
     command=(-m coverage run "${command[@]}")
 fi
+run_scripts() {
+    local failed=0
+    bash scripts/chaos.sh --kills 200 || failed=1
+    bash scripts/fault_chaos.sh --faults 100 || [ $? -eq 77 ] || failed=1 # 77: no root's rights
+    bash scripts/fast_chaos.sh --kills 100 || [ $? -eq 77 ] || failed=1 # 77: hosts cannot be simulated
+    bash scripts/soak.sh --minutes 5 || [ $? -eq 77 ] || failed=1 # 77: no C compiler
+    .venv/bin/python scripts/fuzz.py || failed=1
+    bash scripts/docs.sh || failed=1
+    return "$failed"
+}
+
+run_part() { # run_part PART [arguments of pytest]
+    local part=$1 paths=()
+    shift
+    case $part in
+        chaos) run_scripts ;;
+        rest)
+            for path in ${folders[*]}; do
+                paths+=("--ignore=$path")
+            done
+            .venv/bin/python "${command[@]}" "${paths[@]}" "$@"
+            ;;
+        *)
+            read -ra paths <<<"${folders[$part]}"
+            .venv/bin/python "${command[@]}" "${paths[@]}" "$@"
+            ;;
+    esac
+}
+
 status=0
-.venv/bin/python "${command[@]}" "$@" || status=$?
+if [ "$tier" = full ]; then
+    mkdir -p build
+    for part in "${parts[@]}"; do
+        begun=$SECONDS result=0
+        run_part "$part" "$@" || result=$? status=1
+        echo "$(date -u +%FT%TZ) $(git describe --always --dirty) $part: exit status $result after $(((SECONDS - begun + 59) / 60)) min" | tee -a build/full.txt
+    done
+else
+    .venv/bin/python "${command[@]}" "$@" || status=$?
+fi
 wait_beside || status=1
 
-if [ "$tier" = full ]; then
-    bash scripts/chaos.sh --kills 200 || status=1
-    bash scripts/fault_chaos.sh --faults 100 || [ $? -eq 77 ] || status=1 # 77: no root's rights
-    bash scripts/fast_chaos.sh --kills 100 || [ $? -eq 77 ] || status=1 # 77: hosts cannot be simulated
-    bash scripts/soak.sh --minutes 5 || [ $? -eq 77 ] || status=1 # 77: no C compiler
-    .venv/bin/python scripts/fuzz.py || status=1
-    bash scripts/docs.sh || status=1
-    bash scripts/sanitize.sh || [ $? -eq 77 ] || status=1 # 77: the compiler has no sanitizers
-fi
 if [ -n "$coverage" ]; then
     .venv/bin/python -m coverage combine -q
     .venv/bin/python -m coverage json -q -o "$COVERAGE_FOLDER/report.json"

@@ -44,6 +44,7 @@ RUN_BY = {
     r"pip install '\.\[megatron,hf\]'": ("tests/test_walks.py::test_a_loop_of_ones_own_in_a_clean_environment",),
     r"bash scripts/quickstart\.sh": ("tests/cli/test_demo.py", "scripts/test.sh"),  # install.sh, and the demo
     r"bash scripts/test\.sh( --quick| --full)?": (".ci/run",),
+    r"bash scripts/test\.sh --part ranks": ("tests/test_parts.py",),
     r"bash scripts/install\.sh": ("scripts/test.sh",),
     r"(bash|cp result\.json benchmarks/results/\w+\.json &&) scripts/docs\.sh": ("scripts/test.sh",),
     r"(PYTHONPATH=\S+ )?\.venv/bin/python -m pytest .*": ("scripts/test.sh", "tests/test_versions.py"),
