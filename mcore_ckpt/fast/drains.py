@@ -138,21 +138,17 @@ class Drains:
         return handle
 
     def wait(self, step: int | None = None) -> None:
-        """Waits until no step, or not this one, is being copied to the root.
+        """Waits until no step is being copied to the root; with `step`, only until that one is not.
 
         The deadlines of the ranks and of calls to the file system limit this wait.
         """
         if step is None or (self._handle is not None and self._handle.step == step):
             self._worker.wait(math.inf)
 
-    def finish(self) -> None:
-        """Waits as `wait` does, but not long for other ranks. An exiting interpreter calls it."""
+    def shorten(self) -> None:
+        """Shortens the waits for other ranks, which may be dead when this interpreter exits."""
         if self._agreement is not None:
             self._agreement.limit_waits(deadlines.EXIT_WAIT_S)
-        try:
-            self._worker.wait(deadlines.EXIT_WAIT_S)
-        except HungDiskError as error:
-            logger.error("the interpreter ends before a step is in the root: %s", error)
 
     def _run(self, drain: Draining, handle: DrainHandle) -> None:
         error: CheckpointError | None = None
@@ -181,7 +177,7 @@ class Drains:
 _all_drains: WeakSet[Drains] = emptied_in_child(WeakSet())
 
 
-def finish_drains() -> None:
-    """Finishes all drains of this process. An exiting interpreter calls it, once no save can begin another one."""
+def shorten_drains() -> None:
+    """Shortens the waits of all drains of this process. An exiting interpreter calls it before it waits for them."""
     for drains in list(_all_drains):
-        drains.finish()
+        drains.shorten()

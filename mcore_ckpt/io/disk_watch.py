@@ -209,7 +209,7 @@ class Work(Generic[Result]):
         self._left = [] if left is None else left
         # An error may be raised in any thread at any place (`give_up`, Ctrl-C). In a method of `threading.Event` it
         # would leave the event's lock locked, and whoever sets the event or waits for it would wait for ever.
-        self._has_ended, self._running = False, threading.Lock()
+        self._has_ended, self._is_given_up, self._running = False, False, threading.Lock()
         self._running.acquire()
         self._result: list[Result] = []
         self._error: BaseException | None = None
@@ -219,6 +219,9 @@ class Work(Generic[Result]):
             self._thread.start()
         except RuntimeError:  # the system grants no thread: do the work here, and do not look at it
             self._run()
+        except BaseException:  # Ctrl-C, when the thread has begun perhaps
+            self.give_up()
+            raise
 
     @property
     def ended(self) -> bool:
@@ -253,18 +256,21 @@ class Work(Generic[Result]):
     def result(self) -> Result:
         """Waits for the end of the work like `wait`, and returns its result or raises its error."""
         self.wait()
+        error, self._error = self._error, None
         try:
-            if self._error is not None:
-                raise self._error
+            if error is not None:
+                raise error
             return self._result[0]
         finally:
-            # Else the error keeps this frame, which keeps the error, and with it what the callers had.
-            del self
+            # Else the error keeps this frame, which keeps the error, and with it what the callers had. For the same
+            # reason the work, which is in frames of the error, does not keep it.
+            del self, error
 
     def give_up(self) -> None:
         """Ends the work as soon as its threads run again."""
-        if self._has_ended:
+        if self._has_ended or self._is_given_up:
             return
+        self._is_given_up = True
         for thread in _family(self._thread):
             if thread.ident is not None:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_GivenUp))
@@ -276,7 +282,8 @@ class Work(Generic[Result]):
         with suppress(_GivenUp):  # it may come when all is over
             try:
                 with self._around:
-                    self._result.append(self._work())
+                    if not self._is_given_up:
+                        self._result.append(self._work())
             except BaseException as error:
                 self._error = error
             finally:
@@ -327,7 +334,8 @@ class DiskWatch:
         for each in list(self._left):
             if not each.ended:
                 raise _error(self._who, each.longest)
-            self._left.remove(each)
+            with suppress(ValueError):  # a watch of another thread has removed it
+                self._left.remove(each)
         return Work(work, self._timeout_s, self._around(), self._who, self._left)
 
     def run(self, work: Callable[[], Result]) -> Result:

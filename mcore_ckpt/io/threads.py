@@ -53,9 +53,24 @@ def for_each(items: Iterable[Item], work: Callable[[Item], object], threads: int
     if not workers:
         run()
     for worker in workers:
-        worker.join()
+        _join(worker, failures)
     if failures:
         raise failures[0]
+
+
+def _join(worker: threading.Thread, failures: list[BaseException]) -> None:
+    """Waits for a thread. If this thread is interrupted meanwhile, no further call starts.
+
+    Ctrl-C comes to the main thread, and must end it although a call hangs. Another thread is interrupted by
+    `disk_watch.Work.give_up`, for which it has ended only when all calls have.
+    """
+    while worker.is_alive():
+        try:
+            worker.join()
+        except BaseException as error:
+            failures.append(error)
+            if threading.current_thread() is threading.main_thread():
+                raise
 
 
 def _start(run: Callable[[], None], threads: int) -> list[threading.Thread]:

@@ -541,21 +541,24 @@ class Done(Generic[T]):
         self._results, self._error = results, error
 
     def record(self) -> Record:
-        """Gives the round an empty record. Raises what the work has failed with."""
-        self.result()
-        return {}
+        """Gives the round an empty record. Raises what the work has failed with, once."""
+        error, self._error = self._error, None
+        try:
+            if error is not None:
+                raise error
+            return {}
+        finally:
+            del self, error  # else the error keeps this frame, which keeps the error, and with it what the callers had
 
     def result(self) -> T:
-        """Returns the result. Raises what the work has failed with."""
-        if self._error is not None:
-            raise self._error
+        """Returns the result, when the round has succeeded."""
         return self._results[0]
 
 
 def done_before(agreement: Agreement, work: Callable[[], T]) -> Done[T]:
-    """Does a rank's long work of the next round before the round, and not within its calls.
+    """Does long work before a round. If it fails, the round tells all ranks (`Done.record`).
 
-    Raises nothing but what a signal handler raises. The round tells all ranks of another error (`Done.record`).
+    Raises nothing but what a signal handler raises.
     """
     try:
         return Done([agreement.runner.run(work)], None)
@@ -628,6 +631,8 @@ def _follow(agreement: Agreement, round_: Round, work: Callable[[], Record], err
                 if others is None:
                     agreement.told(interrupt)
         raise
+    finally:
+        del own  # else the error keeps this frame, which keeps the error, and with it what the callers had
 
 
 def _lead(
@@ -640,6 +645,7 @@ def _lead(
 ) -> Record:
     """Takes part in a round, and decides. Only rank 0 calls it."""
     own: BaseException | None = None
+    told: BaseException | None = None
     record: Record | None = None
     try:
         own = _work_and_submit(round_, partial(agreement.runner.run, work))
@@ -664,13 +670,15 @@ def _lead(
             round_.announce(record)
             raise
         earlier = round_.announce_failure(failure)
-        told: BaseException = failure
+        told = failure
         if isinstance(failure, Exception):
             told = _as_checkpoint_error(failure, error) if earlier is None else from_record(earlier, error)
         agreement.told(told)
         if told is failure:
             raise failure from (own or failure.__cause__)
         raise told from (own or failure)
+    finally:
+        del own, told  # else the error keeps this frame, which keeps the error, and with it what the callers had
 
 
 def agree(

@@ -17,6 +17,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -26,7 +27,7 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.errors import CheckpointError, CommitError, HungDiskError, from_record, to_record
 from mcore_ckpt.events import ErrorText
 from mcore_ckpt.fast.copies import CopyHandle
-from mcore_ckpt.fast.drains import DrainHandle, finish_drains
+from mcore_ckpt.fast.drains import DrainHandle, shorten_drains
 from mcore_ckpt.interrupts import is_interrupt
 from mcore_ckpt.io.worker import Worker, all_workers
 from mcore_ckpt.processes import OwnEvent, emptied_in_child
@@ -149,13 +150,14 @@ class SaveHandle:
     def run(self, stall_s: float | None) -> Following | None:
         """Finishes the save on the calling thread. If the save fails, only `wait` raises the error.
 
-        Returns what follows, of which old steps are still to be deleted; None if the save failed.
+        Returns what follows the commit; the caller deletes the old steps. Returns None if the save failed.
         """
         assert self._writing is not None
         assert self._finish is not None
         try:
-            report, self._following = self._finish(stall_s)
-            self._report = report
+            report, following = self._finish(stall_s)
+            # A handle that a trainer keeps must not keep what deletes, which has the trainer's model.
+            self._following, self._report = replace(following, delete=lambda: None), report
         except CheckpointError as error:
             self._exception = error
         except BaseException as error:
@@ -168,7 +170,7 @@ class SaveHandle:
             self._progress = self._writing.progress()
             self._writing = self._finish = None
             self._ended.set()
-        return None if self._exception is not None else self._following
+        return None if self._exception is not None else following
 
     def fail(self, error: CheckpointError) -> None:
         """Ends a save that has not begun."""
@@ -360,7 +362,7 @@ def _finish_all() -> None:
     for each in saves:
         each.wait_for_save()
     # After the saves, because each may begin a copy to the root, and add a deletion.
-    finish_drains()
+    shorten_drains()
     for worker in all_workers():
         try:
             worker.wait(deadlines.EXIT_WAIT_S)

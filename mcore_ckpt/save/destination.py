@@ -1,7 +1,7 @@
 """Where a save goes: the protocol of destinations, and which folder of the root a save is for.
 
 A manager has one destination. `root.Root` saves to the shared root, `nodes.Nodes` to the nodes' own disks. A new place,
-such as an object store, is a new class, and nothing else in a save knows which one it is.
+such as an object store, is a new class, and the walk (`save.save_step`) does not change.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Following:
         copies: the copies on other nodes; None without a fast tier.
         drain: the copy to the root; None if the step is not durable, and without a fast tier.
         delete: deletes what the commit has made too old, which may take long.
-        deletes: whether there is something to delete.
+        deletes: whether steps in the root are deleted.
     """
 
     upload: UploadHandle | None = None
@@ -121,6 +121,16 @@ class Destination(Protocol):
         Raises:
             BusyError, EarlierSaveError: see `transaction.open_together`.
             CheckpointError: a rank is missing, or there is no room, or the lock belongs to another trainer.
+        """
+
+    def rounds_of(self, number: str, opened: Record) -> list[str]:
+        """Returns the names of the rounds in which the ranks finish a save, in the order in which they come to them.
+
+        A rank that cannot finish fails all of them, so that no other rank waits for it.
+
+        Args:
+            number: the save's id.
+            opened: what all ranks got when they opened it.
         """
 
     def interrupted(self, attempt: Attempt) -> None:

@@ -267,9 +267,14 @@ def export_together(
         return {}
 
     topic = f"writing the files from which the HuggingFace model of {trainer.role} is made"
-    decide(commits, topic, write, combine, CommitError, name=f"{attempt}-model")
+    decide(commits, topic, write, combine, CommitError, name=export_of(attempt))
     reader = NativeReader(LocalFolder(staging), read_manifest(staging, file_names.WRITTEN_FILE))
     return _export(trainer, reader, staging / file_names.HUGGINGFACE_DIR)
+
+
+def export_of(number: str) -> str:
+    """Returns the name of the round in which `export_together` writes the files of a save with this id."""
+    return f"{number}-model"
 
 
 def completed(trainer: Trainer, staging: Path, records: Sequence[Record]) -> Manifest:

@@ -71,6 +71,9 @@ class Nodes:
             drain = Drain(self._context, fast.drain_agreement, opened.attempt, saving, self._root.prepare)
         return _PlaceOnNodes(self._context, fast, saving, opened.attempt, opened.save_count, drain)
 
+    def rounds_of(self, number: str, opened: Record) -> list[str]:
+        return [number]  # when it fails, no rank comes to the second one
+
     def interrupted(self, attempt: Attempt) -> None:
         self._root.interrupted(attempt)
 

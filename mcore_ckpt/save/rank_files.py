@@ -61,7 +61,7 @@ class RankFiles:
         events: tells the listeners of the save.
 
     Attributes:
-        plan: which tensor is written where. What it refers to of the state, it loses when the state is copied.
+        plan: which tensor is written where. Once tensors are copied into images, it refers to them no more.
         need: the files that this rank will write.
         common: the state that all ranks share, on rank 0.
         group_keys: the keys of the param groups in `common`, by optimizer.

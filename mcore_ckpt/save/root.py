@@ -16,6 +16,7 @@ from mcore_ckpt.ranks import deadlines
 from mcore_ckpt.ranks.rounds import Record
 from mcore_ckpt.save.context import SaveContext
 from mcore_ckpt.save.destination import Following, Place
+from mcore_ckpt.save.hf_export import export_of
 from mcore_ckpt.save.root_commit import commit_to_root, old_steps, upload
 from mcore_ckpt.save.save_times import SaveTimes
 from mcore_ckpt.steps import leftovers, tracker
@@ -23,7 +24,7 @@ from mcore_ckpt.steps.commit import discard
 from mcore_ckpt.steps.listing import check_one_spelling, heads_at
 from mcore_ckpt.steps.room import Saving
 from mcore_ckpt.steps.trainer_lock import TrainerLock
-from mcore_ckpt.steps.transaction import Attempt, await_opening, is_committed, open_together
+from mcore_ckpt.steps.transaction import Attempt, await_opening, is_committed, late_opening_of, open_together
 
 
 class Root:
@@ -58,6 +59,11 @@ class Root:
             patience_s=deadlines.DISK_PATIENCE_S if self._trainer.config.async_save else math.inf,
         )
         return _PlaceInRoot(self._context, saving, attempt)
+
+    def rounds_of(self, number: str, opened: Record) -> list[str]:
+        late = [late_opening_of(number)] if opened.get("late") else []
+        exports = [export_of(number)] if "hf_model" in self._trainer.config.save_contents else []
+        return [*late, *exports, number]
 
     def loaded(self, manifest: Manifest) -> None:
         pass

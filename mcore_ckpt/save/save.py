@@ -71,6 +71,8 @@ def save_step(
         events: tells the listeners of the save.
     """
     trainer, saving, times = context.trainer, request.saving, SaveTimes(request.called)
+    # What finishes the save must not keep `request`, whose extra state may be large.
+    roles, called = request.roles, request.called
     config, topic = trainer.config, f"saving step {saving.step} of {trainer.role}"
 
     # Plan. While another save is under way, the host memory belongs to that save.
@@ -97,7 +99,7 @@ def save_step(
             files.capture(place)
 
         def finish(stall_s: float | None) -> tuple[SaveReport, Following]:
-            description = _Description(context, request, place, files, times)
+            description = _Description(context, saving.step, roles, place, files, times)
             try:
                 # Write, and commit together.
                 place.await_opening(topic)
@@ -115,16 +117,23 @@ def save_step(
             # Retire.
             return report, place.follow()
 
-        return background.finish(SaveHandle(saving.step, files, finish), request.called)
+        return background.finish(SaveHandle(saving.step, files, finish), called)
 
 
 class _Description:
     """Builds the manifest, on rank 0."""
 
     def __init__(
-        self, context: SaveContext, request: SaveRequest, place: Place, files: RankFiles, times: SaveTimes
+        self,
+        context: SaveContext,
+        step: int,
+        roles: tuple[str, ...],
+        place: Place,
+        files: RankFiles,
+        times: SaveTimes,
     ) -> None:
-        self._context, self._request, self._place, self._files, self._times = context, request, place, files, times
+        self._context, self._step, self._roles = context, step, roles
+        self._place, self._files, self._times = place, files, times
         self._stamped: list[Manifest] = []
         self.different: tuple[DifferentReplicas, ...] = ()
 
@@ -137,8 +146,8 @@ class _Description:
             attempt.staging,
             files.common,
             files.group_keys,
-            self._request.saving.step,
-            self._request.roles,
+            self._step,
+            self._roles,
             attempt.number,
             records,
             self._place.save_count,
@@ -171,7 +180,8 @@ def _failing_commit(
         staging = file_names.staging_dir(folder, number)
         if not (background.is_at_work or commits.has_begun(number)):
             with suppress(RuntimeError):  # the store is gone, so nobody can be told
-                commits.fail_next_round(topic, error, number)
+                for name in destination.rounds_of(number, agreement.decided):
+                    commits.fail_next_round(topic, error, name)
             if agreement.is_coordinator:
                 with suppress(HungDiskError):
                     agreement.runner.run(partial(discard, staging))

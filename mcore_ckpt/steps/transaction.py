@@ -128,12 +128,17 @@ def await_opening(agreement: Agreement, topic: str, attempt: Attempt) -> None:
             attempt.opening.result()
         return {}
 
-    decide(agreement, topic, work, lambda _: {}, CommitError, name=f"{attempt.number}-opened")
+    decide(agreement, topic, work, lambda _: {}, CommitError, name=late_opening_of(attempt.number))
 
 
 def opening_of(number: str) -> str:
     """Returns the name of the round in which `open_together` opens a save with this id."""
     return f"{number}-opening"
+
+
+def late_opening_of(number: str) -> str:
+    """Returns the name of the round in which `await_opening` waits for a save with this id."""
+    return f"{number}-opened"
 
 
 def record_of(need: Need) -> Record:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from agreement import everywhere, gather
+from hf_words import hf_config
 from layouts import LAYOUTS
 from training import Training, build, parallel
 
@@ -45,9 +46,9 @@ def handler() -> Iterator[None]:
     signal.signal(signal.SIGUSR1, before)
 
 
-def manager_of(training: Training, root: Path, **config: Any) -> CheckpointManager:
-    choices = CheckpointConfig(timeout_s=FAR_S, **config)
-    return CheckpointManager(root, training.model, training.optimizer, training.scheduler, config=choices)
+def manager_of(training: Training, root: Path, hf_config: Any = None, **config: Any) -> CheckpointManager:
+    choices, parts = CheckpointConfig(timeout_s=FAR_S, **config), (training.optimizer, training.scheduler)
+    return CheckpointManager(root, training.model, *parts, hf_config=hf_config, config=choices)
 
 
 def interrupted(owner: Any, name: str, victim: int, patch: pytest.MonkeyPatch) -> None:
@@ -77,7 +78,7 @@ def assert_told(call: Callable[[], object], victim: int) -> None:
 
 
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=FULL)])
-@pytest.mark.parametrize("how", ["sync", "async", "fast"])
+@pytest.mark.parametrize("how", ["sync", "async", "fast", "export"])
 def test_while_saving(how: str, victim: int, shared_path: Path) -> None:
     places: list[tuple[Any, str]] = [
         (RankFiles, "__init__"),
@@ -89,6 +90,8 @@ def test_while_saving(how: str, victim: int, shared_path: Path) -> None:
     config: dict[str, Any] = {"async_save": how == "async"}
     if how == "fast":
         config["fast"] = FastTier(shared_path / "node", replicas=0, durable_every=None)
+    if how == "export":  # it has a round before that of the commit
+        config |= {"save_contents": ("model", "hf_model"), "hf_config": hf_config(DP2)}
     with parallel(DP2):
         training = build(DP2, seed=1)
         manager = manager_of(training, shared_path / "root", **config)

@@ -1,14 +1,23 @@
 """An error that was raised keeps nothing of its callers alive, such as the tensors of a training on a full GPU."""
 
 import gc
+import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 from test_runs import Training
+from unsharded_model import Model
+from waiting import LONG_S
 
+from mcore_ckpt import CheckpointConfig, CheckpointManager
 from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.io.disk_watch import DiskWatch
+from mcore_ckpt.ranks.rounds import Agreement, decide, done_before
+from mcore_ckpt.save.rank_files import RankFiles
 
 
 class Held:
@@ -20,6 +29,56 @@ def fails(call: Callable[[], object]) -> "weakref.ref[Held]":
     with pytest.raises(CheckpointError):
         call()
     return weakref.ref(held)
+
+
+def test_work_on_another_thread_keeps_no_error() -> None:
+    """Nor may it take a collection of garbage: the next try needs the GPU's memory now."""
+    agreement = Agreement(dist.HashStore(), 0, 1, "test", 10.0)  # type: ignore[attr-defined]
+    agreement.runner = DiskWatch(10.0)
+
+    def fail() -> None:
+        raise CheckpointError("damaged")
+
+    def decided() -> None:
+        decide(agreement, "loading", done_before(agreement, fail).record, lambda _: {})
+
+    gc.disable()
+    try:
+        for call in (lambda: agreement.runner.run(fail), decided):
+            assert fails(call)() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_handle_keeps_neither_the_manager_nor_the_state(is_async: bool, tmp_path: Path) -> None:
+    training = Training(tmp_path / "run", async_save=is_async)
+    handle = training.manager.save(1)
+    handle.wait()
+    context = weakref.ref(training.manager._context)
+    training.close()
+    del training
+    gc.collect()
+    assert context() is None
+    assert handle.committed
+
+
+def test_a_save_under_way_keeps_no_extra_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_write = threading.Event()
+    write = RankFiles.write
+    monkeypatch.setattr(RankFiles, "write", lambda *args, **kwargs: may_write.wait(LONG_S) and write(*args, **kwargs))
+    config = CheckpointConfig(save_contents=("model", "extra"), async_save=True)
+    manager = CheckpointManager(tmp_path, Model(), config=config)
+
+    seen = torch.zeros(3)
+    handle = manager.save(1, extra_state={"seen": seen})
+    kept = weakref.ref(seen)
+    del seen
+    gc.collect()
+    assert kept() is None
+    may_write.set()
+    handle.wait(LONG_S)
+    manager.close()
 
 
 @pytest.mark.parametrize("name", ["load", "save", "async save"])

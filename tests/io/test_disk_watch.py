@@ -153,6 +153,23 @@ def test_threads_of_work_that_was_given_up_begin_nothing_more(pipe: Path) -> Non
     assert reached == []
 
 
+def test_work_that_was_given_up_has_ended_when_all_its_threads_have(tmp_path: Path) -> None:
+    """Else the next call would begin on a disk that still hangs, and these threads would go on beside it."""
+    pipes = [tmp_path / "first", tmp_path / "second"]
+    for pipe in pipes:
+        os.mkfifo(pipe)
+    watch = DiskWatch(TIMEOUT_S)
+    with pytest.raises(HungDiskError):
+        watch.run(lambda: for_each(pipes, lambda path: path.open("rb").close(), threads=2))
+    (work,) = watch._left
+    answer(pipes[0])
+    assert not work._await_end(0.2)
+    with pytest.raises(HungDiskError, match="has not returned for"):
+        watch.run(lambda: None)
+    answer(pipes[1])
+    wait_for(lambda: work.ended)
+
+
 def test_work_within_work_is_given_up_by_the_one_that_waits_for_it(pipe: Path) -> None:
     """Rank 0 opens a save in a thread that a thread of its round waits for."""
     watch, errors = DiskWatch(TIMEOUT_S), list[BaseException]()
