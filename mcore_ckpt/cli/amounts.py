@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 _AGES = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"))
 
 
@@ -13,10 +11,12 @@ def size_text(size: float) -> str:
     >>> size_text(999), size_text(68_400_000)
     ('999 B', '68.4 MB')
     """
-    if size < 1000:
+    if round(size) < 1000:
         return f"{size:.0f} B"
-    exponent = min(int(math.log10(size)) // 3, 4)
-    return f"{size / 1000**exponent:.1f} {('kB', 'MB', 'GB', 'TB')[exponent - 1]}"
+    units = ("kB", "MB", "GB", "TB")
+    # What would be rounded to 1000 has the next unit.
+    exponent = next((each for each in range(1, len(units)) if round(size / 1000**each, 1) < 1000), len(units))
+    return f"{size / 1000**exponent:.1f} {units[exponent - 1]}"
 
 
 def rate_text(size: float, seconds: float) -> str:

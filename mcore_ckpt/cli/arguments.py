@@ -30,9 +30,18 @@ def expanded_path(text: str) -> Path:
 
 def step_number(text: str) -> int:
     """Returns the number of a step, which is at least 0."""
-    if not text.isdecimal():
+    number = number_in(text)
+    if number is None or number < 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a step: use a number of 0 or more")
-    return int(text)
+    return number
+
+
+def number_in(text: str) -> int | None:
+    """Returns the whole number that a text is; None if it is none, or one with thousands of digits."""
+    try:
+        return int(text)
+    except ValueError:
+        return None
 
 
 def folder_or_model(text: str) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from mcore_ckpt.cli.amounts import moved_text
-from mcore_ckpt.cli.arguments import add_force, add_json, expanded_path, step_number, taken
+from mcore_ckpt.cli.arguments import add_force, add_json, check_can_be_folder, expanded_path, step_number, taken
 from mcore_ckpt.cli.progress import progress_in, progress_of_bytes
 from mcore_ckpt.cli.tables import result_console
 
@@ -57,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
     # `--help` must not wait for the import of torch, which takes a second.
     from mcore_ckpt.tools.collect import choose, collect, find_steps
 
+    check_can_be_folder("DST", args.root)
     steps = find_steps([taken(folder, "collect") for folder in args.folders], args.step, args.root)
     chosen = choose(steps)
     lacking = list(takewhile(lambda step: step is not chosen, steps))

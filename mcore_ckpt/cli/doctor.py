@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mcore_ckpt.cli.arguments import add_json, command_agreement, expanded_path, taken
+from mcore_ckpt.cli.arguments import add_json, command_agreement, expanded_path, number_in, taken
 from mcore_ckpt.cli.progress import progress_in, progress_of_bytes
 from mcore_ckpt.cli.signals import cleaning_up_at_sigterm
 from mcore_ckpt.cli.tables import result_console
@@ -62,9 +62,10 @@ def add_to(subparsers: Subparsers) -> None:
 
 
 def _megabytes(text: str) -> int:
-    if not text.isdecimal():
+    number = number_in(text)
+    if number is None or number < 0:
         raise argparse.ArgumentTypeError(f"{text}: use 0 or more")
-    return int(text)
+    return number
 
 
 def run(args: argparse.Namespace) -> int:

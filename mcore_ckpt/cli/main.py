@@ -103,8 +103,7 @@ def _named(words: Sequence[str]) -> Iterable[str]:
 
     The modules of the others are not imported, which would take as long as the work of a small command.
     """
-    first = next((word for word in words if not word.startswith("-")), "")
-    return [first] if first in COMMANDS else COMMANDS
+    return words[:1] if words and words[0] in COMMANDS else COMMANDS
 
 
 def build_parser(commands: Iterable[str] = COMMANDS) -> argparse.ArgumentParser:

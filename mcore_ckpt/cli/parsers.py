@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import sys
 from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any, NoReturn
@@ -19,10 +20,12 @@ class Parser(argparse.ArgumentParser):
 
     def refuse(self, unknown: Sequence[str], otherwise: str = "") -> NoReturn:
         """Complains about unknown arguments, and names an option like one of them, or ends with `otherwise`."""
-        names = {each.strip("-"): each for each in self._options()}
+        names = {each.strip("-").replace("_", "-"): each for each in self._options()}
         given = (word.partition("=")[0].strip("-").replace("_", "-") for word in unknown if word.startswith("--"))
         meant = next((names[close] for word in given for close in _alike(word, list(names))), None)
-        self.error(f"unrecognized arguments: {' '.join(unknown)}{otherwise if meant is None else _did_you_mean(meant)}")
+        # The advice comes after what is redacted, because some secrets are known by the end of their line.
+        complaint = redacted(f"unrecognized arguments: {' '.join(unknown)}")
+        self.error(complaint + (otherwise if meant is None else _did_you_mean(meant)))
 
     def _options(self) -> list[str]:
         return [name for name in self._option_string_actions if name.startswith("--")]
@@ -33,6 +36,7 @@ class TopParser(Parser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parses arguments. Before the name of a command, it only takes the options that `mcore-ckpt --help` shows."""
+        args = sys.argv[1:] if args is None else args
         before = takewhile(lambda word: word.startswith("-"), args)
         known = tuple(self._option_string_actions)
         if unknown := [word for word in before if not any(each.startswith(word) for each in known)]:
@@ -44,7 +48,7 @@ class TopParser(Parser):
             names = list(action.choices)
             close = _alike(str(value), names)
             advice = _did_you_mean(close[0]) if close else f": use one of {', '.join(names)}"
-            raise argparse.ArgumentError(None, f"there is no command {value!r}{advice}")
+            raise argparse.ArgumentError(None, redacted(f"there is no command {value!r}") + advice)
         super()._check_value(action, value)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mcore_ckpt.cli.amounts import size_text
-from mcore_ckpt.cli.arguments import add_json, expanded_path, step_number, taken
+from mcore_ckpt.cli.arguments import add_json, expanded_path, number_in, step_number, taken
 from mcore_ckpt.cli.progress import progress_in, progress_of_bytes
 from mcore_ckpt.cli.tables import result_console
 from mcore_ckpt.errors import CheckpointError, InvalidArgumentError
@@ -56,9 +56,10 @@ def add_to(subparsers: Subparsers) -> None:
 
 
 def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
+    number = number_in(text)
+    if number is None or number < 1:
         raise argparse.ArgumentTypeError(f"{text}: use 1 or more")
-    return int(text)
+    return number
 
 
 def run(args: argparse.Namespace) -> int:

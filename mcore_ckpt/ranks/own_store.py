@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from threading import Lock
+from threading import RLock
 
 
 class OwnStore:
@@ -15,7 +15,8 @@ class OwnStore:
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
         # A save has rounds on another thread, with the same store.
-        self._lock = Lock()
+        # Reentrant, because a signal handler of the trainer may close a manager, which uses the store, too.
+        self._lock = RLock()
 
     def set(self, key: str, value: str | bytes) -> None:
         self._values[key] = _bytes(value)

@@ -116,7 +116,7 @@ def test_a_role_that_the_step_does_not_have(
     "command",
     [
         *("reshard {root} {path}", "merge {root} {path}", "convert {root} --format torch_dist --output_path {path}"),
-        *("convert --hf_model_path {hf} --output_path {path}", "collect {path} {root}", "inspect {root} --html {path}"),
+        *("convert --hf_model_path {hf} --output_path {path}", "collect {root} {path}", "inspect {root} --html {path}"),
     ],
 )
 @pytest.mark.parametrize("name", ["file", "file/below"])

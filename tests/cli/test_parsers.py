@@ -41,6 +41,7 @@ def test_unknown_commands(arguments: list[str], words: str, capsys: pytest.Captu
         (["inspect", ".", "--stpe=3"], "unrecognized arguments: --stpe=3: did you mean --step?"),
         (["prune", ".", "--max_too_keep", "2"], "--max_too_keep 2: did you mean --max-to-keep?"),
         (["merge", ".", "out", "--hf-modell-path", "x"], "--hf-modell-path x: did you mean --hf_model_path?"),
+        (["merge", ".", "out", "--hf-modl"], "--hf-modl: did you mean --hf_model_path?"),
         (["list", ".", "more"], "unrecognized arguments: more"),
         (["list"], "the following arguments are required: ROOT"),
         (["convert", "--format", "x", "--output_path", "y"], "invalid choice: 'x'"),
@@ -59,9 +60,16 @@ def test_nothing_is_suggested_that_is_only_a_little_alike(capsys: pytest.Capture
 
 
 def test_secrets_are_not_repeated(capsys: pytest.CaptureFixture[str]) -> None:
-    said = refused(["list", ".", "--jsno=https://user:SECRET@host/x"], capsys)
-    assert "did you mean --json?" in said
-    assert "SECRET" not in said
+    for secret in ("--jsno=https://user:SECRET@host/x", "--jsno=\npassword: SECRET"):
+        said = refused(["list", ".", secret], capsys)
+        assert "did you mean --json?" in said
+        assert "SECRET" not in said
+
+
+def test_the_help_lists_all_commands_whatever_follows(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help", "list"])
+    assert "verify" in capsys.readouterr().out
 
 
 # -- spelling ----------------------------------------------------------------------------------------------

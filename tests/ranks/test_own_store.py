@@ -1,5 +1,6 @@
 """The store of a process that works alone answers as torch's store in memory does."""
 
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -48,3 +49,21 @@ def test_a_process_agrees_with_itself(beside: Callable[[Any], Any]) -> None:
         assert found == {"all": [{"n": number}]}
     agreement.close()
     assert agreement._store._values == {}
+
+
+def test_a_signal_handler_may_use_it_too() -> None:
+    """A trainer may close its manager in one, at any moment."""
+    store, calls = OwnStore(), []
+
+    def handler(number: int, frame: object) -> None:
+        calls.append(store.add("count", 1))
+
+    before = signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.0005, 0.0005)
+    try:
+        while len(calls) < 200:
+            store.compare_set("key", "", "value")
+            store.delete_key("key")
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

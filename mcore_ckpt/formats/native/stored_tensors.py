@@ -7,6 +7,8 @@ holds, and read no tensor, use this module alone.
 
 from __future__ import annotations
 
+from array import array
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -72,22 +74,29 @@ class _Holders:
     """The files that hold each tensor.
 
     A list for each of 100,000 tensors would take a good part of a second to make. So a few neighbours share one, and
-    `of` looks which of its runs have the tensor.
+    `of` looks which of its files have the tensor.
     """
 
     def __init__(self, files: Sequence[FileRecord], tensors: int) -> None:
         self._files = files
-        self._runs: list[list[tuple[int, int, int]]] = [[] for _ in range(0, tensors, _BLOCK)]
+        self._of_block = [array("I") for _ in range(0, tensors, _BLOCK)]
         for number, file in enumerate(files):
+            done = -1  # the last block that has the file already, because a block can have several of its runs
             for first, last in file.holds:
-                run = first, last, number
-                for block in range(first // _BLOCK, last // _BLOCK + 1):
-                    self._runs[block].append(run)
+                for block in range(max(first // _BLOCK, done + 1), last // _BLOCK + 1):
+                    self._of_block[block].append(number)
+                done = last // _BLOCK
 
     def of(self, position: int) -> list[FileRecord]:
         """Returns the files that hold the tensor at this position of the manifest's list, in the manifest's order."""
-        runs = self._runs[position // _BLOCK]
-        return [self._files[number] for first, last, number in runs if first <= position <= last]
+        near = (self._files[number] for number in self._of_block[position // _BLOCK])
+        return [file for file in near if _has(file.holds.ends, position)]
+
+
+def _has(ends: Sequence[int], position: int) -> bool:
+    """Returns whether one of the runs, whose first and last positions ascend in `ends`, has a position."""
+    after = bisect_left(ends, position)
+    return after % 2 == 1 or (after < len(ends) and ends[after] == position)
 
 
 class StoredTensors:
