@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, repeat
+from itertools import accumulate, chain, repeat
 from operator import attrgetter, call, eq, is_
 from typing import cast
 from weakref import ReferenceType, ref
@@ -19,7 +19,9 @@ from mcore_ckpt.checkpoint.dtypes import dtype_name
 from mcore_ckpt.checkpoint.index import SCALE_REGION, Alias
 from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.formats.native.file_plan import FilePlan, StructureCache, plan_file
+from mcore_ckpt.formats.native.replica_shares import share_out
 from mcore_ckpt.formats.native.write_requests import TensorWrite, WriteRequest
+from mcore_ckpt.io import tuning
 from mcore_ckpt.save.capture import FileTensors
 from mcore_ckpt.save.group_lists import GroupMembers
 from mcore_ckpt.save.replica_lists import ReplicatedTensors, may_differ, replicated_tensors
@@ -348,7 +350,7 @@ def estimated_bytes(trainer: Trainer) -> int:
     model = model_shards(trainer.chunks)
     weights = _weights_to_save(trainer, has_memory=False)
     requests = _write_requests(trainer, weights, model, _parameter_states(trainer, model))
-    total = sum(_estimated_request_bytes(request, to_come) for request in requests)
+    total = sum(_estimated_request_bytes(request, to_come, trainer.agreement.rank) for request in requests)
     return total + total // _HEADERS_PART
 
 
@@ -356,12 +358,17 @@ def estimated_bytes(trainer: Trainer) -> int:
 _HEADERS_PART = 100
 
 
-def _estimated_request_bytes(request: WriteRequest, to_come: int) -> int:
-    nbytes = sum(write.tensor.nbytes for write in request.tensors)
-    if request.kind == "optimizer" and all(write.key.kind == PARAM for write in request.tensors):
-        regions = [*(write.region for write in request.tensors), *(alias.region for alias in request.aliases)]
-        nbytes += to_come * sum(region.numel for region in regions)
-    return nbytes // max(1, len(request.writers))
+def _estimated_request_bytes(request: WriteRequest, to_come: int, rank: int) -> int:
+    is_new = request.kind == "optimizer" and all(write.key.kind == PARAM for write in request.tensors)
+    moments = to_come if is_new else 0
+    sizes = [write.tensor.nbytes + moments * write.region.numel for write in request.tensors]
+    sizes += [moments * alias.region.numel for alias in request.aliases]
+    if len(request.writers) < 2:
+        return sum(sizes)
+    # Replicas share a file, but not in equal parts: each tensor comes from one of them.
+    *starts, end = accumulate(sizes, initial=0)
+    start, stop = share_out(request.writers, end, tuning.SHARE_BYTES, starts).range_of(rank)
+    return stop - start
 
 
 def _on_gpu(tensors: Iterable[FileTensors], weights: MainWeights) -> bool:

@@ -16,9 +16,13 @@ from waiting import LONG_S, wait_for
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager
 from mcore_ckpt.errors import UnsupportedError
+from mcore_ckpt.formats.native.file_plan import StructureCache, plan_file
+from mcore_ckpt.formats.native.write_requests import TensorWrite, WriteRequest
 from mcore_ckpt.io import _native, host_memory, tuning
 from mcore_ckpt.io.host_memory import HostMemory
-from mcore_ckpt.save.plan import SavePlanner, estimated_bytes
+from mcore_ckpt.save.plan import SavePlanner, _estimated_request_bytes, estimated_bytes
+from mcore_ckpt.sharding.plan import MODEL, ShardKey
+from mcore_ckpt.sharding.regions import Region
 
 PIECE = tuning.PREPARE_BYTES
 
@@ -221,6 +225,18 @@ def test_the_estimate_is_close_before_the_first_step_and_after_it(contents: tupl
     actual = sum(plan.nbytes for plan in SavePlanner().plan(trainer).files)
     assert actual <= before <= 1.02 * actual
     assert actual <= after <= 1.02 * actual
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_estimate_knows_that_replicas_share_a_file_in_unequal_parts(rank: int) -> None:
+    """A tensor comes from one of them, so the one with the large tensor writes more than half."""
+    writes = [
+        TensorWrite((name,), ShardKey(name, MODEL), Region.whole((rows, 1024)), torch.zeros(rows, 1024), (rows, 1024))
+        for name, rows in (("large", 2048), ("small", 512))
+    ]
+    request = WriteRequest("model/a.pt", "model", tuple(writes), writers=(0, 1))
+    actual = plan_file(request, rank, StructureCache()).nbytes
+    assert 0.99 * actual <= _estimated_request_bytes(request, 0, rank) <= 1.01 * actual
 
 
 # -- the first save -----------------------------------------------------------------------------------------------
