@@ -158,11 +158,8 @@ def load_state(
                 plan = _plan_together(trainer, folder)
                 # Fill.
                 changed = True
-                read, apply = (
-                    partial(plan.reader.read, check=verify != "off"),
-                    partial(_apply_small_state, trainer, plan),
-                )
-                fill, topic = partial(fill_tensors, read=read), f"loading {folder}"
+                fill = partial(fill_tensors, read=partial(plan.reader.read, check=verify != "off"))
+                apply, topic = partial(_apply_small_state, trainer, plan), f"loading {folder}"
                 with _naming(folder):
                     nbytes = fill_together(trainer.agreement, trainer.replicas, topic, plan.fills, fill, apply)
                     _make_consistent(trainer)
