@@ -5,7 +5,6 @@ import subprocess
 import threading
 import time
 import tracemalloc
-from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
@@ -27,18 +26,6 @@ def folder(tmp_path: Path) -> Path:
     folder.mkdir()
     (folder / "some.bin").write_bytes(bytes(range(256)))
     return folder
-
-
-@pytest.fixture
-def server(folder: Path) -> Iterator[PeerServer]:
-    with closing(PeerServer(folder, SECRET, HOST)) as server:
-        yield server
-
-
-@pytest.fixture
-def store(server: PeerServer) -> Iterator[PeerStore]:
-    with closing(PeerStore(server.address, SECRET, "node7", LONG_S)) as store:
-        yield store
 
 
 def soon() -> float:

@@ -5,7 +5,6 @@ import socket
 import struct
 import threading
 import tracemalloc
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -32,18 +31,6 @@ def folder(tmp_path: Path) -> Path:
     (folder / "deep" / "er" / "ü.json").write_bytes(b"{}")
     (tmp_path / "secret").write_bytes(b"nobody else's")
     return folder
-
-
-@pytest.fixture
-def server(folder: Path) -> Iterator[PeerServer]:
-    with closing(PeerServer(folder, SECRET, HOST)) as server:
-        yield server
-
-
-@pytest.fixture
-def store(server: PeerServer) -> Iterator[PeerStore]:
-    with closing(PeerStore(server.address, SECRET, "node7", LONG_S)) as store:
-        yield store
 
 
 # -- what a server has ----------------------------------------------------------------------------------------
