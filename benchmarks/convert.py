@@ -26,8 +26,8 @@ from mcore_ckpt.formats.huggingface.safetensors_files import encode_header, enco
 from mcore_ckpt.models.mapping import HfTensor, hf_tensors
 from mcore_ckpt.models.registry import model_from_config
 from mcore_ckpt.ranks.meeting import single_process_agreement
-from mcore_ckpt.tools.convert_native import convert_to_native
-from mcore_ckpt.tools.reshard.target import WantedLayout
+from mcore_ckpt.tools.convert.reshard.target import WantedLayout
+from mcore_ckpt.tools.convert.to_native import convert_to_native
 
 CHILD = "convert.print_peak_memory"
 FILE_BYTES = 4_000_000_000

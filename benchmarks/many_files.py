@@ -30,7 +30,7 @@ from mcore_ckpt.formats.native.folder import LocalFolder
 from mcore_ckpt.ranks.topology import RankCoordinates, Topology
 from mcore_ckpt.steps import commit, leftovers, listing, retention, tracker
 from mcore_ckpt.steps.choice import choose
-from mcore_ckpt.tools.prune import prune
+from mcore_ckpt.tools.maintain.prune import prune
 
 ROLE = "actor"
 LIBRARY = Path(__file__).parents[1] / "tests" / "faults" / "delays.c"

@@ -17,7 +17,7 @@ from measuring import Contender, Findings, common_arguments, compare, peak_memor
 from references import deleting, drop_caches, extra_memory, quickest_raw_copy
 from synthetic_checkpoint import qwen3_of_size, write_checkpoint
 
-from mcore_ckpt.tools.merge import MergeRequest, merge
+from mcore_ckpt.tools.convert.merge import MergeRequest, merge
 
 DTYPES = {"as saved": None, "float16": torch.float16}
 

@@ -25,10 +25,10 @@ from references import bytes_of_all_ranks
 from training_state import TrainingState, build, rank_tensors, shape_of_size
 
 from mcore_ckpt.save.save_report import SaveReport
-from mcore_ckpt.tools.bench.predict import predict
-from mcore_ckpt.tools.bench.size import SaveSize
-from mcore_ckpt.tools.bench.speeds import measure as measure_speeds
-from mcore_ckpt.tools.doctor.trial import trial_folder
+from mcore_ckpt.tools.examine.doctor.trial import trial_folder
+from mcore_ckpt.tools.maintain.bench.predict import predict
+from mcore_ckpt.tools.maintain.bench.size import SaveSize
+from mcore_ckpt.tools.maintain.bench.speeds import measure as measure_speeds
 
 NAMES = ("stall", "async_save", "sync_save", "load")
 

@@ -17,9 +17,9 @@ from ours import Ours
 from references import deleting, drop_caches, extra_memory, quickest_raw_copy
 from training_state import build, shape_of_size
 
-from mcore_ckpt.tools.reshard.reshard import reshard
-from mcore_ckpt.tools.reshard.target import WantedLayout
-from mcore_ckpt.tools.select import select
+from mcore_ckpt.tools.convert.reshard.reshard import reshard
+from mcore_ckpt.tools.convert.reshard.target import WantedLayout
+from mcore_ckpt.tools.examine.select import select
 
 LAYOUTS = {
     "pp2, dp2": WantedLayout(pp=2, dp=2),

@@ -14,7 +14,7 @@ from measuring import Contender, Findings, common_arguments, compare, peak_memor
 from references import HostBuffer, best_threads, drop_caches, padded, raw_read
 from synthetic_checkpoint import qwen3_of_size, write_checkpoint
 
-from mcore_ckpt.tools.verify import verify_role
+from mcore_ckpt.tools.examine.verify import verify_role
 
 
 def main() -> None:

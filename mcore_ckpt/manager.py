@@ -64,7 +64,7 @@ from mcore_ckpt.steps.retention import PreservationPolicy
 from mcore_ckpt.steps.room import RoomWatch, Saving
 from mcore_ckpt.steps.trainer_lock import TrainerLock
 from mcore_ckpt.steps.upload_queue import UploadQueue
-from mcore_ckpt.tools.doctor.start_line import log_root
+from mcore_ckpt.tools.examine.doctor.start_line import log_root
 from mcore_ckpt.urls import local_path
 
 logger = logging.getLogger(__name__)

@@ -18,17 +18,17 @@ NAMED = re.compile(r"mcore-ckpt ([a-z]+)|^(?:convert|test|bench) |\bmerge withou
 
 # Whose messages a command imports, but does not print.
 ELSEWHERE = {
-    "mcore_ckpt.tools.find": ("merge", "test"),  # which alone call `find_checkpoint` and `config_dir`
-    "mcore_ckpt.tools.select": ("inspect", "merge", "test"),  # it names --step only to who has given it
+    "mcore_ckpt.tools.examine.find": ("merge", "test"),  # which alone call `find_checkpoint` and `config_dir`
+    "mcore_ckpt.tools.examine.select": ("inspect", "merge", "test"),  # it names --step only to who has given it
     "mcore_ckpt.steps.new_folder": ("merge", "convert", "reshard", "collect"),
     # `MergeRequest.adapters` comes from merge alone, and merge_adapters writes beside only if it is given.
-    "mcore_ckpt.tools.merge": ("merge",),
-    "mcore_ckpt.tools.merge_adapters": ("merge",),
+    "mcore_ckpt.tools.convert.merge": ("merge",),
+    "mcore_ckpt.tools.convert.merge_adapters": ("merge",),
     # --hf_model_path of the command that the message names before.
-    "mcore_ckpt.tools.what_is": ("merge", "convert", "test"),
+    "mcore_ckpt.tools.examine.what_is": ("merge", "convert", "test"),
     # bench asks for layouts that it chooses itself.
-    "mcore_ckpt.tools.reshard.target": ("reshard", "convert"),
-    "mcore_ckpt.tools.reshard.planner": ("reshard",),  # which alone cuts a vocabulary
+    "mcore_ckpt.tools.convert.reshard.target": ("reshard", "convert"),
+    "mcore_ckpt.tools.convert.reshard.planner": ("reshard",),  # which alone cuts a vocabulary
     "mcore_ckpt.cli.arguments": ("convert", "merge"),
     "mcore_ckpt.models.accounting": ("merge", "convert"),  # which report what they have left out
     "mcore_ckpt.cli.list_command": ("list",),
@@ -44,7 +44,7 @@ FOREIGN = {
     *("load_optim", "non_persistent_ckpt", "rng_state_key_prefix", "skip_load_to_model_and_opt", "alpha", "vpp"),
 }
 PUBLIC = (
-    *("mcore_ckpt", "mcore_ckpt.recover", "mcore_ckpt.schedule", "mcore_ckpt.tools.merge"),
+    *("mcore_ckpt", "mcore_ckpt.recover", "mcore_ckpt.schedule", "mcore_ckpt.tools.convert.merge"),
     *("mcore_ckpt.formats.huggingface.export_plan", "mcore_ckpt.config"),
 )
 

@@ -26,7 +26,7 @@ from mcore_ckpt.checkpoint.manifest import AdapterSettings
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.sharding.cuts import Cut
 from mcore_ckpt.steps import commit
-from mcore_ckpt.tools.bench import bench, speeds
+from mcore_ckpt.tools.maintain.bench import bench, speeds
 
 DOCUMENTS = (REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").rglob("*.md")))
 

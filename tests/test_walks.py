@@ -19,7 +19,7 @@ from shells import Ended, QuickShell, Shell, StrangersShell
 from walk import REPOSITORY, all_blocks, assert_prints, blocks, commands
 
 from mcore_ckpt.integrations import megatron as drop_in
-from mcore_ckpt.tools.diff import diff
+from mcore_ckpt.tools.examine.diff import diff
 
 GET_STARTED = REPOSITORY / "docs" / "get_started"
 PAGE, MEGATRON_PAGE = ((GET_STARTED / name).read_text() for name in ("plain_loop.md", "megatron_lm.md"))
@@ -65,7 +65,7 @@ def checkout(tmp_path: Path) -> Path:
 
 def check_results(folder: Path) -> None:
     """What the page does not say: the weights of every step of the way are the same, bit for bit."""
-    from mcore_ckpt.tools.merge import MergeRequest, merge
+    from mcore_ckpt.tools.convert.merge import MergeRequest, merge
 
     merge(MergeRequest(folder / "checkpoints", folder / "again"))
     resharded, saved = (load_file(folder / name / "model.safetensors") for name in ("merged", "again"))

@@ -101,7 +101,7 @@ def taken(path: Path, command: str, flag: str = "") -> Path:
             command or path can be used instead.
         CheckpointError: the path cannot be read.
     """
-    from mcore_ckpt.tools.what_is import what_is
+    from mcore_ckpt.tools.examine.what_is import what_is
 
     found = what_is(path)
     if found.kind in TAKES[command]:

@@ -20,10 +20,10 @@ from mcore_ckpt.cli.tables import is_terminal, result_console, table_of
 from mcore_ckpt.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from mcore_ckpt.tools.bench.bench import Comparison, Report
-    from mcore_ckpt.tools.bench.predict import Estimate, Prediction
-    from mcore_ckpt.tools.bench.size import SaveSize, Training
-    from mcore_ckpt.tools.bench.speeds import Speeds
+    from mcore_ckpt.tools.maintain.bench.bench import Comparison, Report
+    from mcore_ckpt.tools.maintain.bench.predict import Estimate, Prediction
+    from mcore_ckpt.tools.maintain.bench.size import SaveSize, Training
+    from mcore_ckpt.tools.maintain.bench.speeds import Speeds
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -115,7 +115,7 @@ def add_to(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measures and predicts. Returns 0."""
     # `--help` must not wait for the import of torch, which takes a second.
-    from mcore_ckpt.tools.bench.bench import bench, saved_bytes
+    from mcore_ckpt.tools.maintain.bench.bench import bench, saved_bytes
 
     root = args.path.absolute()
     taken(root, "bench")
@@ -150,7 +150,7 @@ def _size(args: argparse.Namespace) -> SaveSize | None:
                 f"{given[0]} is given without --model, so there is nothing to predict: give both"
             )
         return None
-    from mcore_ckpt.tools.bench.size import size_of_model, size_of_parameters
+    from mcore_ckpt.tools.maintain.bench.size import size_of_model, size_of_parameters
 
     folder = Path(args.model).expanduser()
     if folder.exists():
@@ -174,8 +174,8 @@ def _parameters(text: str) -> int:
 
 
 def _training(args: argparse.Namespace) -> Training:
-    from mcore_ckpt.tools.bench.size import Training
-    from mcore_ckpt.tools.reshard.target import WantedLayout
+    from mcore_ckpt.tools.convert.reshard.target import WantedLayout
+    from mcore_ckpt.tools.maintain.bench.size import Training
 
     return Training(
         WantedLayout(**{name: getattr(args, name) for name, _ in _SIZES}),
@@ -206,7 +206,7 @@ def as_json(report: Report) -> dict[str, Any]:
 
 
 def _prediction_as_json(prediction: Prediction, speeds: Speeds) -> dict[str, Any]:
-    from mcore_ckpt.tools.bench.predict import bottleneck
+    from mcore_ckpt.tools.maintain.bench.predict import bottleneck
 
     estimates = {
         name: {"seconds": each.seconds, "parts": dict(each.parts), "bottleneck": bottleneck(each, speeds)}
@@ -309,7 +309,7 @@ def _size_line(size: SaveSize, fitting: int | None) -> str:
 
 
 def _predicted_rows(prediction: Prediction, speeds: Speeds) -> list[tuple[str, str, str]]:
-    from mcore_ckpt.tools.bench.predict import bottleneck
+    from mcore_ckpt.tools.maintain.bench.predict import bottleneck
 
     estimates: list[tuple[str, Estimate]] = [(words, getattr(prediction, name)) for name, words in _PREDICTED]
     return [(words, _time(estimate.seconds), bottleneck(estimate, speeds)) for words, estimate in estimates]

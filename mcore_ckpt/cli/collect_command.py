@@ -16,7 +16,7 @@ from mcore_ckpt.cli.progress import progress_in, progress_of_bytes
 from mcore_ckpt.cli.tables import result_console
 
 if TYPE_CHECKING:
-    from mcore_ckpt.tools.collect import CollectReport, FoundStep
+    from mcore_ckpt.tools.maintain.collect import CollectReport, FoundStep
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -55,7 +55,7 @@ def add_to(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Collects a step. Returns 0 when it is in place, and 1 if no step is whole."""
     # `--help` must not wait for the import of torch, which takes a second.
-    from mcore_ckpt.tools.collect import choose, collect, find_steps
+    from mcore_ckpt.tools.maintain.collect import choose, collect, find_steps
 
     check_can_be_folder("DST", args.root)
     steps = find_steps([taken(folder, "collect") for folder in args.folders], args.step, args.root)

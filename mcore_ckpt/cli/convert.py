@@ -38,8 +38,8 @@ from mcore_ckpt.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from mcore_ckpt.ranks import Agreement
-    from mcore_ckpt.tools.convert import ConversionReport
-    from mcore_ckpt.tools.way_back.convert import WayBackReport
+    from mcore_ckpt.tools.convert.for_trainers.convert import WayBackReport
+    from mcore_ckpt.tools.convert.from_huggingface import ConversionReport
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -197,7 +197,7 @@ def _model(args: argparse.Namespace) -> str:
 
 
 def _convert_back(args: argparse.Namespace, agreement: Agreement, progress: Any) -> WayBackReport:
-    from mcore_ckpt.tools.way_back.convert import convert_back
+    from mcore_ckpt.tools.convert.for_trainers.convert import convert_back
 
     return convert_back(
         args.checkpoint,
@@ -219,11 +219,11 @@ def _convert(args: argparse.Namespace, source: str, agreement: Agreement, progre
     dequantized = None if args.dequantize_to is None else getattr(torch, args.dequantize_to)
     options = (args.test, progress, args.ignore, dequantized, args.force)
     if args.format == "torch_dist":
-        from mcore_ckpt.tools.convert_torch_dist import convert_to_torch_dist
+        from mcore_ckpt.tools.convert.to_torch_dist import convert_to_torch_dist
 
         return convert_to_torch_dist(source, args.output_path, agreement, *options)
-    from mcore_ckpt.tools.convert_native import convert_to_native
-    from mcore_ckpt.tools.reshard.target import WantedLayout
+    from mcore_ckpt.tools.convert.reshard.target import WantedLayout
+    from mcore_ckpt.tools.convert.to_native import convert_to_native
 
     try:
         wanted = WantedLayout(tp=args.tp, pp=args.pp, vpp=args.vpp, ep=args.ep, etp=args.etp, **stage_options(args))

@@ -16,7 +16,7 @@ from mcore_ckpt.cli.tables import is_terminal, result_console, table_of
 
 if TYPE_CHECKING:
     from mcore_ckpt.formats import TensorInfo
-    from mcore_ckpt.tools.diff import Diff, DifferentTensor, RoleDiff
+    from mcore_ckpt.tools.examine.diff import Diff, DifferentTensor, RoleDiff
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -59,8 +59,8 @@ def run(args: argparse.Namespace) -> int:
     check_comparison(args)
     left, right = (taken(path, "diff") for path in (args.a, args.b))
     # `--help` must not wait for the import of torch, which takes a second.
-    from mcore_ckpt.tools.diff import diff
-    from mcore_ckpt.tools.differences import Tolerance
+    from mcore_ckpt.tools.examine.diff import diff
+    from mcore_ckpt.tools.examine.differences import Tolerance
 
     tolerance = Tolerance(args.atol, args.rtol, args.any_dtype)
     with progress_of_bytes(args.json) as bar:
@@ -121,7 +121,7 @@ def _side(value: str | None) -> str:
 
 def as_json(found: Diff) -> dict[str, Any]:
     """Returns the result as JSON values. JSON has no infinity, so infinity becomes null."""
-    from mcore_ckpt.tools.differences import finite_or_none
+    from mcore_ckpt.tools.examine.differences import finite_or_none
 
     return {
         "same": found.is_same,

@@ -18,8 +18,8 @@ from mcore_ckpt.cli.tables import result_console
 from mcore_ckpt.errors import AgreementError, InvalidArgumentError
 
 if TYPE_CHECKING:
-    from mcore_ckpt.tools.doctor.examine import Report
-    from mcore_ckpt.tools.doctor.findings import Finding
+    from mcore_ckpt.tools.examine.doctor.examine import Report
+    from mcore_ckpt.tools.examine.doctor.findings import Finding
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
 def _examine(root: Path, args: argparse.Namespace, progress: Callable[[int, int], None]) -> Report | None:
     """Returns the report on rank 0, None on the other ranks."""
     from mcore_ckpt.ranks import single_process_agreement
-    from mcore_ckpt.tools.doctor.examine import examine
+    from mcore_ckpt.tools.examine.doctor.examine import examine
 
     try:
         with command_agreement("doctor", args.timeout, args.timeout) as agreement:

@@ -22,8 +22,8 @@ from mcore_ckpt.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from mcore_ckpt.checkpoint import Manifest
-    from mcore_ckpt.tools.overview import Overview
-    from mcore_ckpt.tools.select import Selection
+    from mcore_ckpt.tools.examine.overview import Overview
+    from mcore_ckpt.tools.examine.select import Selection
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     from mcore_ckpt.checkpoint import read_manifest
     from mcore_ckpt.cli.page.build import build_page
     from mcore_ckpt.io import replace_file
-    from mcore_ckpt.tools.select import Selection, select
+    from mcore_ckpt.tools.examine.select import Selection, select
 
     _check(args)
     is_read = args.tensors is not None or args.tensor is not None or args.html is not None
@@ -152,7 +152,7 @@ def _check_may_write(file: Path) -> None:
 
 def _other(path: Path, role: str | None) -> Selection:
     """Selects the checkpoint to compare with: of its roles, only the one that is shown if a role was chosen."""
-    from mcore_ckpt.tools.select import Selection, select
+    from mcore_ckpt.tools.examine.select import Selection, select
 
     found = select(path)
     of_role = tuple(folder for folder in found.role_dirs if folder.name == role)
@@ -161,8 +161,8 @@ def _other(path: Path, role: str | None) -> Selection:
 
 def _overview(selection: Selection, other: Selection | None, quiet: bool) -> Overview:
     """Gathers what the page shows, with a progress bar unless `quiet`."""
-    from mcore_ckpt.tools.diff import diff_selected
-    from mcore_ckpt.tools.overview import Overview, overview_of_role
+    from mcore_ckpt.tools.examine.diff import diff_selected
+    from mcore_ckpt.tools.examine.overview import Overview, overview_of_role
 
     with progress_of_bytes(quiet) as bar:
         roles = tuple(
@@ -218,7 +218,7 @@ def _kinds(manifest: Manifest) -> dict[str, tuple[int, int]]:
 
 def _tensors(role_dir: Path, pattern: str | None) -> list[dict[str, Any]]:
     """Returns the tensors to show as JSON values; none without `--tensors`."""
-    from mcore_ckpt.tools.contents import list_tensors
+    from mcore_ckpt.tools.examine.contents import list_tensors
 
     return [] if pattern is None else [asdict(tensor) for tensor in list_tensors(role_dir, pattern)]
 

@@ -17,7 +17,7 @@ from mcore_ckpt.errors import CheckpointError
 
 if TYPE_CHECKING:
     from mcore_ckpt.steps import NodeFiles, RunningSave
-    from mcore_ckpt.tools.step_list import ListedStep, StepList
+    from mcore_ckpt.tools.examine.step_list import ListedStep, StepList
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -52,7 +52,7 @@ def add_to(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Lists the steps. Returns 0 whatever is found."""
-    from mcore_ckpt.tools.step_list import step_list_of
+    from mcore_ckpt.tools.examine.step_list import step_list_of
 
     try:
         found = step_list_of(taken(args.root, "list"), args.remote)

@@ -33,7 +33,7 @@ from mcore_ckpt.config import MERGE_TIMEOUT_S
 from mcore_ckpt.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from mcore_ckpt.tools.merge import MergeReport, MergeRequest
+    from mcore_ckpt.tools.convert.merge import MergeReport, MergeRequest
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -119,8 +119,8 @@ def add_to(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Merges a checkpoint. Returns 0 when the folder is in place and, with `--hf_upload_path`, uploaded."""
     # `--help` must not wait for the import of torch, which takes a second.
-    from mcore_ckpt.tools.merge import merge
-    from mcore_ckpt.tools.push_to_hub import can_push_to_hub, check_has_no_model, push_to_hub
+    from mcore_ckpt.tools.convert.merge import merge
+    from mcore_ckpt.tools.convert.push_to_hub import can_push_to_hub, check_has_no_model, push_to_hub
 
     check_patterns("--ignore", args.ignore)
     request = _request(args)
@@ -153,7 +153,7 @@ def _request(args: argparse.Namespace) -> MergeRequest:
     import torch
 
     from mcore_ckpt.formats import with_revision
-    from mcore_ckpt.tools.merge import MergeRequest
+    from mcore_ckpt.tools.convert.merge import MergeRequest
 
     if args.revision is not None and args.hf_model_path is None:
         raise InvalidArgumentError("--revision is that of a model on the hub: give --hf_model_path, too")

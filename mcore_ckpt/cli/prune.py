@@ -15,7 +15,7 @@ from mcore_ckpt.cli.tables import result_console
 from mcore_ckpt.errors import CheckpointError, InvalidArgumentError
 
 if TYPE_CHECKING:
-    from mcore_ckpt.tools.prune import PrunedFolder
+    from mcore_ckpt.tools.maintain.prune import PrunedFolder
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     # `--help` needs none of it, and must not wait for it.
     from mcore_ckpt import pin, unpin
     from mcore_ckpt.steps import PreservationPolicy
-    from mcore_ckpt.tools.prune import prune
+    from mcore_ckpt.tools.maintain.prune import prune
 
     if args.keep_every is not None and args.max_to_keep is None:
         raise InvalidArgumentError("--keep-every is given, but without --max-to-keep every step stays: give both")

@@ -22,7 +22,7 @@ from mcore_ckpt.cli.progress import progress_of_bytes
 from mcore_ckpt.cli.tables import result_console
 
 if TYPE_CHECKING:
-    from mcore_ckpt.tools.reshard.reshard import ReshardReport
+    from mcore_ckpt.tools.convert.reshard.reshard import ReshardReport
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -84,9 +84,9 @@ def add_to(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Rewrites a checkpoint. Returns 0 when the new one is in place."""
     # `--help` must not wait for the import of torch, which takes a second.
-    from mcore_ckpt.tools.reshard.reshard import reshard
-    from mcore_ckpt.tools.reshard.target import WantedLayout
-    from mcore_ckpt.tools.select import select
+    from mcore_ckpt.tools.convert.reshard.reshard import reshard
+    from mcore_ckpt.tools.convert.reshard.target import WantedLayout
+    from mcore_ckpt.tools.examine.select import select
 
     fields = (*(name.replace("-", "_") for name, _ in _SIZES), "vocab_divisor")
     wanted = WantedLayout(**{field: getattr(args, field) for field in fields}, **stage_options(args))

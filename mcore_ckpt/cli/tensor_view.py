@@ -14,7 +14,7 @@ from mcore_ckpt.cli.progress import progress_in, progress_of_bytes
 from mcore_ckpt.cli.tables import is_terminal, table_of
 
 if TYPE_CHECKING:
-    from mcore_ckpt.tools.tensor_details import KindDetails, StoredPart, TensorDetails, Values
+    from mcore_ckpt.tools.examine.tensor_details import KindDetails, StoredPart, TensorDetails, Values
 
 # A flat range of a tensor with n axes is up to 2n - 1 boxes.
 _MOST_BOXES = 3
@@ -26,7 +26,7 @@ def read_tensor(role_dirs: Sequence[Path], name: str, quiet: bool) -> dict[Path,
 
     Raises InvalidArgumentError if no role has it. The message names the closest tensors of the first one.
     """
-    from mcore_ckpt.tools.tensor_details import describe_tensor, has_tensor
+    from mcore_ckpt.tools.examine.tensor_details import describe_tensor, has_tensor
 
     chosen = [folder for folder in role_dirs if has_tensor(folder, name)] or role_dirs[:1]
     with progress_of_bytes(quiet) as bar:

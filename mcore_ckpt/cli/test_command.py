@@ -28,7 +28,7 @@ from mcore_ckpt.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from mcore_ckpt.formats import TensorInfo
-    from mcore_ckpt.tools.compare import ComparedTensor, Comparison, Weights
+    from mcore_ckpt.tools.examine.compare import ComparedTensor, Comparison, Weights
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -125,8 +125,8 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     # `--help` must not wait for the import of torch, which takes a second.
     from mcore_ckpt.formats import with_revision
-    from mcore_ckpt.tools.compare import compare, open_folder
-    from mcore_ckpt.tools.differences import Tolerance
+    from mcore_ckpt.tools.examine.compare import compare, open_folder
+    from mcore_ckpt.tools.examine.differences import Tolerance
 
     if args.merged is not None:
         check_is_folder_or_model(args.merged, "", "test")
@@ -156,8 +156,8 @@ def _check(args: argparse.Namespace) -> None:
 def _ours(args: argparse.Namespace) -> Weights:
     import torch
 
-    from mcore_ckpt.tools.compare import open_folder, open_job
-    from mcore_ckpt.tools.merge import MergeRequest, find, prepare
+    from mcore_ckpt.tools.convert.merge import MergeRequest, find, prepare
+    from mcore_ckpt.tools.examine.compare import open_folder
 
     if args.merged is not None:
         return open_folder(args.merged)
@@ -173,7 +173,7 @@ def _ours(args: argparse.Namespace) -> Weights:
         value=True if args.is_value_model else None,
         lora_alpha=args.lora_alpha,
     )
-    return open_job(prepare(request, find(request)))
+    return prepare(request, find(request)).weights()
 
 
 def _show(comparison: Comparison, most: int) -> None:
@@ -212,7 +212,7 @@ def _row(tensor: ComparedTensor) -> list[str]:
 
 def as_json(comparison: Comparison) -> dict[str, Any]:
     """Returns the comparison as JSON values. JSON has no infinity, so infinity becomes null."""
-    from mcore_ckpt.tools.differences import finite_or_none
+    from mcore_ckpt.tools.examine.differences import finite_or_none
 
     return {
         "same": comparison.is_same,

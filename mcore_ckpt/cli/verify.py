@@ -16,7 +16,7 @@ from mcore_ckpt.cli.progress import progress_of_bytes
 from mcore_ckpt.cli.tables import result_console
 
 if TYPE_CHECKING:
-    from mcore_ckpt.tools.verify import Report, VerifiedRole
+    from mcore_ckpt.tools.examine.verify import Report, VerifiedRole
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -49,7 +49,7 @@ def add_to(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Verifies checkpoints. Returns 0 if everything is intact, otherwise 1."""
     # `--help` needs none of it, and must not wait for it.
-    from mcore_ckpt.tools.verify import verify
+    from mcore_ckpt.tools.examine.verify import verify
 
     path = taken(args.path, "verify")
     with progress_of_bytes(args.json) as bar:

@@ -22,7 +22,7 @@ from mcore_ckpt.cli.tables import is_terminal, result_console, table_of
 from mcore_ckpt.errors import CheckpointError, InvalidArgumentError
 
 if TYPE_CHECKING:
-    from mcore_ckpt.tools.watch import Change, Look, SaveProgress
+    from mcore_ckpt.tools.examine.watch import Change, Look, SaveProgress
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidArgumentError(f"--last {args.last} --interval {args.interval:g}: use finite numbers above 0")
     if args.once and args.until is not None:
         raise InvalidArgumentError("--once ends after the first look, so it cannot be combined with --until")
-    from mcore_ckpt.tools.watch import Watch
+    from mcore_ckpt.tools.examine.watch import Watch
 
     watch = Watch(taken(args.root, "watch"), args.last)
     try:
@@ -157,7 +157,7 @@ class _Lines:
         self._before: Look | None = None
 
     def show(self, found: Look) -> None:
-        from mcore_ckpt.tools.watch import changes
+        from mcore_ckpt.tools.examine.watch import changes
 
         new = changes(self._before, found)
         if self._as_json and (new or self._before is None):
@@ -172,7 +172,7 @@ class _Lines:
 
 
 def _line(change: Change) -> str:
-    from mcore_ckpt.tools.step_list import ListedStep
+    from mcore_ckpt.tools.examine.step_list import ListedStep
 
     step = change.step
     name = step.name if isinstance(step, ListedStep) else f"step {step}"

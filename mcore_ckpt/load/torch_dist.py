@@ -332,7 +332,7 @@ def _saved_parts(path: Path, saved: Any) -> list[Mapping[str, Any]]:
         raise CheckpointMismatchError(
             f"{path}: has no optimizer state: leave 'optimizer' out of load_contents if it was not saved"
         )
-    # That of FP32Optimizer is the state of the optimizer in it. Our own conversion (`tools/way_back`) writes both.
+    # That of FP32Optimizer is the state of the optimizer in it. Our own conversion (`for_trainers`) writes both.
     return [saved if "param_groups" not in saved or "optimizer" in saved else {"optimizer": saved}]
 
 

@@ -1,32 +1,8 @@
-"""Tools without a trainer: merge, convert, reshard, compare, diff, verify, prune, collect, watch, doctor, bench.
+"""Tools without a trainer, in three rooms: `examine` only looks, `convert` writes a checkpoint, `maintain` keeps roots.
 
-The public names of this room are the modules in `__all__`. Their functions and classes are public unless their names
-begin with an underscore.
+The public names of this room are the rooms in `__all__` and the modules that they list. The functions and classes of
+these modules are public unless their names begin with an underscore. `maintain` may import the other two, and
+`convert` may import `examine`.
 """
 
-__all__ = [
-    "bench",
-    "collect",
-    "compare",
-    "contents",
-    "convert",
-    "convert_native",
-    "convert_torch_dist",
-    "diff",
-    "differences",
-    "doctor",
-    "find",
-    "merge",
-    "nearby",
-    "overview",
-    "prune",
-    "push_to_hub",
-    "reshard",
-    "select",
-    "step_list",
-    "tensor_details",
-    "verify",
-    "watch",
-    "way_back",
-    "what_is",
-]
+__all__ = ["convert", "examine", "maintain"]

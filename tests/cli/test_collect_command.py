@@ -18,8 +18,8 @@ from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.cli.main import main
 from mcore_ckpt.errors import NoRoomError
 from mcore_ckpt.steps import new_step, tracker
-from mcore_ckpt.tools import collect as tool
-from mcore_ckpt.tools.verify import verify
+from mcore_ckpt.tools.examine.verify import verify
+from mcore_ckpt.tools.maintain import collect as tool
 
 ROLE = Path(f"global_steps_{STEP}", "actor")
 LAST = file_names.optimizer_file(0, 3, 0, 0)

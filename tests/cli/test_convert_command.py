@@ -18,13 +18,13 @@ from mcore_ckpt.io.room import Limit, Room
 from mcore_ckpt.steps import commit, new_folder, tracker
 from mcore_ckpt.steps import listing as steps
 from mcore_ckpt.steps.owner import Owner
-from mcore_ckpt.tools import convert_native, convert_torch_dist
+from mcore_ckpt.tools.convert import to_native, to_torch_dist
 
 REPOSITORY = Path(__file__).parent.parent.parent
 FORMATS = ("native", "torch_dist")
 # torch_dist has no layout.
 LAYOUTS = {"native": ("--tp", "2"), "torch_dist": ()}
-IMPORTS = ("mcore_ckpt.cli.main", "mcore_ckpt.tools.convert_native", "mcore_ckpt.tools.convert_torch_dist")
+IMPORTS = ("mcore_ckpt.cli.main", "mcore_ckpt.tools.convert.to_native", "mcore_ckpt.tools.convert.to_torch_dist")
 
 
 def convert(source: Path, output: Path, *more: str) -> int:
@@ -220,7 +220,7 @@ def test_the_test_finds_what_was_written_wrong(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = make_hf_folder(tmp_path / "hf", "qwen3")
-    module = convert_native if form == "native" else convert_torch_dist
+    module = to_native if form == "native" else to_torch_dist
     check = module.check_written
 
     def with_another_folder(catalog: object, *more: object) -> None:
@@ -265,7 +265,7 @@ def test_what_a_killed_conversion_left_is_not_in_place(
     folder, output = make_hf_folder(tmp_path / "hf", "qwen3"), tmp_path / "out"
     with monkeypatch.context() as patched:
         patched.setattr(commit, "publish", die)
-        patched.setattr(convert_torch_dist, "put_in_place", die)
+        patched.setattr(to_torch_dist, "put_in_place", die)
         patched.setattr(commit, "discard", lambda _: None)  # a killed process tidies nothing up
         with pytest.raises(Killed):
             convert(folder, output, "--format", form)

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from mcore_ckpt.cli.main import main
-from mcore_ckpt.tools.doctor import speed, trial
-from mcore_ckpt.tools.doctor.findings import Finding
+from mcore_ckpt.tools.examine.doctor import speed, trial
+from mcore_ckpt.tools.examine.doctor.findings import Finding
 
 NOBODY = 65534
 FAST = ("--megabytes", "0")

@@ -35,7 +35,7 @@ def run_in_fork(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     assert python == "python"
     program = folder / "program.py"
     program.write_text(PROGRAM.format(folder=str(folder)))
-    imports = ("mcore_ckpt.cli.main", "mcore_ckpt.tools.merge")
+    imports = ("mcore_ckpt.cli.main", "mcore_ckpt.tools.convert.merge")
     return forked([program, REPOSITORY / script, *arguments], imports=imports)
 
 

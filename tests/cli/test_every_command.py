@@ -36,7 +36,7 @@ from mcore_ckpt.io import json_fields as fields
 from mcore_ckpt.ranks.hosts import this_host
 from mcore_ckpt.steps import owner
 from mcore_ckpt.steps.owner import Owner
-from mcore_ckpt.tools.bench import bench, speeds
+from mcore_ckpt.tools.maintain.bench import bench, speeds
 
 STYLE = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 COLOR = re.compile(r"\x1b\[(?:[0-9]+;)*(?:3[0-9]|9[0-7])m")
@@ -71,7 +71,7 @@ COMMANDS = {
     "doctor": Row(
         "checkpoints --megabytes 2",
         (("nowhere", 2, "there is no such folder"), ("checkpoints --timeout 0", 2, "use more than 0 seconds")),
-        "mcore_ckpt.tools.doctor.speed.measure",
+        "mcore_ckpt.tools.examine.doctor.speed.measure",
         has_bar=True,
     ),
     "bench": Row(
@@ -83,7 +83,7 @@ COMMANDS = {
     "list": Row(
         "checkpoints",
         (("nowhere", 2, "there is no such folder"), ("checkpoints --remote no://where", 2, "no://where")),
-        "mcore_ckpt.tools.step_list.step_list_of",
+        "mcore_ckpt.tools.examine.step_list.step_list_of",
     ),
     "inspect": Row(
         "checkpoints --tensors --tensor decoder.final_layernorm.weight",
@@ -94,7 +94,7 @@ COMMANDS = {
     "watch": Row(
         "checkpoints --once",
         (("nowhere", 2, "there is no such folder"), ("checkpoints --last 0", 2, "use finite numbers above 0")),
-        "mcore_ckpt.tools.watch.Watch.look",
+        "mcore_ckpt.tools.examine.watch.Watch.look",
     ),
     "diff": Row(
         "checkpoints checkpoints",
@@ -119,7 +119,7 @@ COMMANDS = {
             ("versions --keep-every 2", 2, "give both"),
             ("versions --pin 7", 1, "7"),
         ),
-        "mcore_ckpt.tools.prune.list_steps",
+        "mcore_ckpt.tools.maintain.prune.list_steps",
         has_bar=True,
     ),
     "collect": Row(

@@ -24,9 +24,9 @@ from mcore_ckpt.cli.main import main
 from mcore_ckpt.cli.page.build import build_page
 from mcore_ckpt.formats.contract import TensorInfo
 from mcore_ckpt.ranks.topology import RankCoordinates, Topology
-from mcore_ckpt.tools.diff import DifferentTensor, RoleDiff
-from mcore_ckpt.tools.differences import DifferentValue
-from mcore_ckpt.tools.overview import Overview, overview_of_role
+from mcore_ckpt.tools.examine.diff import DifferentTensor, RoleDiff
+from mcore_ckpt.tools.examine.differences import DifferentValue
+from mcore_ckpt.tools.examine.overview import Overview, overview_of_role
 
 browser = pytest.importorskip("browser", reason="needs selenium")
 from selenium.webdriver.common.action_chains import ActionChains  # noqa: E402

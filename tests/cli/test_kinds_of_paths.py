@@ -17,7 +17,7 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.cli.arguments import TAKES, taken
 from mcore_ckpt.cli.main import main
 from mcore_ckpt.errors import InvalidArgumentError
-from mcore_ckpt.tools.find import find_checkpoint
+from mcore_ckpt.tools.examine.find import find_checkpoint
 
 STEPS = ("list", "watch", "prune", "collect")
 MODELS = ("test", "test --reference", "convert --hf_model_path", "merge --hf_model_path", "bench --model")

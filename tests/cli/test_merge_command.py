@@ -29,11 +29,11 @@ from mcore_ckpt.io.room import Limit, Room
 from mcore_ckpt.ranks.rounds import Agreement
 from mcore_ckpt.steps import commit, new_folder
 from mcore_ckpt.steps.role_files import files_manifest
-from mcore_ckpt.tools import merge as merging
-from mcore_ckpt.tools.merge import MergeRequest, merge
+from mcore_ckpt.tools.convert import merge as merging
+from mcore_ckpt.tools.convert.merge import MergeRequest, merge
 
 ROOT = Path(__file__).parents[2]
-IMPORTS = ("mcore_ckpt.cli.main", "mcore_ckpt.tools.merge")
+IMPORTS = ("mcore_ckpt.cli.main", "mcore_ckpt.tools.convert.merge")
 ASSETS = {
     "generation_config.json": b"{}",
     "tokenizer.json": b'{"of": "the tokenizer"}',
@@ -519,7 +519,7 @@ KILLED = """
 import os, signal, sys
 from mcore_ckpt.io import tuning, streams as streaming
 from mcore_ckpt.cli.main import main
-from mcore_ckpt.tools import merge as merging
+from mcore_ckpt.tools.convert import merge as merging
 from mcore_ckpt.formats.huggingface import writer as writing
 from mcore_ckpt.steps import new_folder
 def die(): os.kill(os.getpid(), signal.SIGKILL)

@@ -16,7 +16,7 @@ from tiny_models import make_hf_folder
 
 from mcore_ckpt.cli.main import main
 from mcore_ckpt.ranks.rounds import Agreement
-from mcore_ckpt.tools.merge import MergeReport, MergeRequest, merge
+from mcore_ckpt.tools.convert.merge import MergeReport, MergeRequest, merge
 
 NAME = "tiny/Qwen3-tiny"
 TOKENIZER = b'{"of": "the tokenizer"}'

@@ -22,7 +22,7 @@ from mcore_ckpt.io.room import Limit, Room
 from mcore_ckpt.sharding.cuts import Cut
 from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.steps import new_folder, tracker
-from mcore_ckpt.tools.way_back import convert
+from mcore_ckpt.tools.convert.for_trainers import convert
 
 ROLE = Path(f"global_steps_{STEP}", "actor")
 CONFIG: dict[str, Any] = {

@@ -33,7 +33,7 @@ from mcore_ckpt.state.live_facts import read_facts
 from mcore_ckpt.state.optimizers.chain import optimizer_parts
 from mcore_ckpt.state.plain import copy_tensor
 from mcore_ckpt.steps.trainer_lock import TrainerLock
-from mcore_ckpt.tools.merge import MergeRequest, merge
+from mcore_ckpt.tools.convert.merge import MergeRequest, merge
 
 FOLDER = Path(sys.argv[1])
 LAYERS = 2

@@ -37,11 +37,11 @@ from mcore_ckpt.load.huggingface import Source
 from mcore_ckpt.ranks import single_process_agreement
 from mcore_ckpt.sharding.adapters import is_adapter
 from mcore_ckpt.state.model import model_shards
-from mcore_ckpt.tools.convert_native import convert_to_native
-from mcore_ckpt.tools.merge import MergeRequest, merge
-from mcore_ckpt.tools.reshard.reshard import reshard
-from mcore_ckpt.tools.reshard.target import WantedLayout
-from mcore_ckpt.tools.select import select
+from mcore_ckpt.tools.convert.merge import MergeRequest, merge
+from mcore_ckpt.tools.convert.reshard.reshard import reshard
+from mcore_ckpt.tools.convert.reshard.target import WantedLayout
+from mcore_ckpt.tools.convert.to_native import convert_to_native
+from mcore_ckpt.tools.examine.select import select
 
 ALL = {"target_modules": ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]}
 

@@ -53,9 +53,9 @@ from mcore_ckpt.load.huggingface import load_hf
 from mcore_ckpt.models.registry import model_from_config
 from mcore_ckpt.ranks.meeting import rendezvous
 from mcore_ckpt.state.model import model_shards, unwrap
-from mcore_ckpt.tools.convert_native import convert_to_native
-from mcore_ckpt.tools.convert_torch_dist import convert_to_torch_dist
-from mcore_ckpt.tools.reshard.target import WantedLayout
+from mcore_ckpt.tools.convert.reshard.target import WantedLayout
+from mcore_ckpt.tools.convert.to_native import convert_to_native
+from mcore_ckpt.tools.convert.to_torch_dist import convert_to_torch_dist
 
 UNEVEN = {"pp": 2, "first_stage_layers": 1}
 SOURCES = ("shared", "rank0")

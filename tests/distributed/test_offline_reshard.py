@@ -15,9 +15,9 @@ from tiers import marks
 from training import Layout, build, parallel, train
 
 from mcore_ckpt.io import tuning
-from mcore_ckpt.tools.reshard.reshard import reshard
-from mcore_ckpt.tools.reshard.target import WantedLayout
-from mcore_ckpt.tools.select import select
+from mcore_ckpt.tools.convert.reshard.reshard import reshard
+from mcore_ckpt.tools.convert.reshard.target import WantedLayout
+from mcore_ckpt.tools.examine.select import select
 
 STEP = 2
 # Small enough that the files of these models are written in several parts.

@@ -23,10 +23,10 @@ from training import Layout, build, parallel, train
 
 from mcore_ckpt.errors import CheckpointMismatchError, UnsupportedError
 from mcore_ckpt.state.optimizers.fused_adam import FusedAdamPart
-from mcore_ckpt.tools.reshard.reshard import reshard
-from mcore_ckpt.tools.reshard.target import WantedLayout
-from mcore_ckpt.tools.select import select
-from mcore_ckpt.tools.verify import verify
+from mcore_ckpt.tools.convert.reshard.reshard import reshard
+from mcore_ckpt.tools.convert.reshard.target import WantedLayout
+from mcore_ckpt.tools.examine.select import select
+from mcore_ckpt.tools.examine.verify import verify
 
 FUSED = Layout(2, precision="bf16", precision_aware=True)
 LAYOUTS = {

@@ -36,9 +36,9 @@ from mcore_ckpt.save import nodes
 from mcore_ckpt.save.weight_copies import WeightCopies
 from mcore_ckpt.state import main_weights
 from mcore_ckpt.state.main_weights import weights_to_save
-from mcore_ckpt.tools.reshard.reshard import reshard
-from mcore_ckpt.tools.reshard.target import WantedLayout
-from mcore_ckpt.tools.select import select
+from mcore_ckpt.tools.convert.reshard.reshard import reshard
+from mcore_ckpt.tools.convert.reshard.target import WantedLayout
+from mcore_ckpt.tools.examine.select import select
 
 FULL = pytest.mark.full
 EIGHT = Layout(2, precision="bf16", quantized="tensorwise")

@@ -17,7 +17,7 @@ from training import Layout, Training, build, parallel, train
 from mcore_ckpt.state.model import model_shards
 from mcore_ckpt.state.optimizer import read_optimizer
 from mcore_ckpt.state.optimizers.chain import optimizer_parts
-from mcore_ckpt.tools.doctor.stored_replicas import stored_replicas
+from mcore_ckpt.tools.examine.doctor.stored_replicas import stored_replicas
 
 
 def parameter(training: Training, end: str) -> torch.Tensor:

@@ -18,10 +18,10 @@ from mcore_ckpt.errors import CheckpointMismatchError
 from mcore_ckpt.load.huggingface import load_hf
 from mcore_ckpt.models import known_architectures, register_architecture
 from mcore_ckpt.state.model import unwrap
-from mcore_ckpt.tools.diff import diff
-from mcore_ckpt.tools.reshard.reshard import reshard
-from mcore_ckpt.tools.reshard.target import WantedLayout
-from mcore_ckpt.tools.select import select
+from mcore_ckpt.tools.convert.reshard.reshard import reshard
+from mcore_ckpt.tools.convert.reshard.target import WantedLayout
+from mcore_ckpt.tools.examine.diff import diff
+from mcore_ckpt.tools.examine.select import select
 
 
 def with_other_model(training: Training) -> Training:

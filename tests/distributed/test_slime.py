@@ -31,7 +31,7 @@ from mcore_ckpt import CheckpointManager
 from mcore_ckpt.errors import CheckpointNotFoundError, InvalidArgumentError, UnsupportedError
 from mcore_ckpt.ranks import rendezvous
 from mcore_ckpt.steps import complete_steps
-from mcore_ckpt.tools.way_back.convert import convert_back
+from mcore_ckpt.tools.convert.for_trainers.convert import convert_back
 
 DP2 = LAYOUTS["dp2-bf16"]
 SWITCHES: dict[str, dict[str, Any]] = {

@@ -26,10 +26,10 @@ from mcore_ckpt import CheckpointConfig
 from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.integrations import megatron as drop_in
 from mcore_ckpt.ranks import rendezvous
-from mcore_ckpt.tools.reshard.reshard import reshard
-from mcore_ckpt.tools.reshard.target import WantedLayout
-from mcore_ckpt.tools.select import select
-from mcore_ckpt.tools.way_back.convert import WayBackReport, convert_back
+from mcore_ckpt.tools.convert.for_trainers.convert import WayBackReport, convert_back
+from mcore_ckpt.tools.convert.reshard.reshard import reshard
+from mcore_ckpt.tools.convert.reshard.target import WantedLayout
+from mcore_ckpt.tools.examine.select import select
 
 STEP, END = 3, 5
 OPERATIONS = 1.5e12

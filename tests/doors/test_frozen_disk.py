@@ -15,7 +15,7 @@ from mcore_ckpt import FastTier, SaveHandle
 from mcore_ckpt.errors import BusyError, HungDiskError
 from mcore_ckpt.ranks import deadlines
 from mcore_ckpt.save.old_steps import OldSteps
-from mcore_ckpt.tools.verify import verify
+from mcore_ckpt.tools.examine.verify import verify
 
 TIMEOUT_S = 1.0
 

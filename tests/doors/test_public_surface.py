@@ -26,7 +26,7 @@ DOORS = (
 )
 # They check options, and make the public names of packages, those of integrations included.
 HELPERS = ("mcore_ckpt.field_checks", "mcore_ckpt.public_names", "mcore_ckpt.redaction", "mcore_ckpt.urls")
-# The public names of this room are its modules: see its docstring.
+# The public names of this room are the modules that its own rooms list: see its docstring.
 ROOM_OF_MODULES = "mcore_ckpt.tools"
 OUTSIDE = ("mcore_ckpt.integrations", "mcore_ckpt.cli")
 
@@ -57,7 +57,11 @@ def is_public(module: str, name: str) -> bool:
     if module in HELPERS:
         return True
     if module in DOORS or module.startswith(f"{ROOM_OF_MODULES}."):
-        is_listed = module in DOORS or within.partition(".")[0] in importlib.import_module(ROOM_OF_MODULES).__all__
+        inner, _, rest = within.partition(".")
+        is_listed = module in DOORS or (
+            inner in importlib.import_module(ROOM_OF_MODULES).__all__
+            and rest.partition(".")[0] in importlib.import_module(f"{ROOM_OF_MODULES}.{inner}").__all__
+        )
         return is_listed and not name.startswith("_") and hasattr(importlib.import_module(module), name)
     if module == "mcore_ckpt":
         return name in (*mcore_ckpt.__all__, "__version__")

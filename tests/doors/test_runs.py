@@ -30,9 +30,9 @@ from mcore_ckpt.steps.retention import PreservationPolicy
 from mcore_ckpt.steps.runs import read_root_run
 from mcore_ckpt.steps.tracker import update_tracker
 from mcore_ckpt.steps.worth import Worth
-from mcore_ckpt.tools.collect import find_steps
-from mcore_ckpt.tools.prune import prune
-from mcore_ckpt.tools.step_list import step_list_of
+from mcore_ckpt.tools.examine.step_list import step_list_of
+from mcore_ckpt.tools.maintain.collect import find_steps
+from mcore_ckpt.tools.maintain.prune import prune
 
 
 class Model(torch.nn.Module):

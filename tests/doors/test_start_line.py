@@ -9,7 +9,7 @@ from test_errors import manager_of
 
 from mcore_ckpt.io.mounts import parse_mount
 from mcore_ckpt.io.room import Amount, Limit, Room
-from mcore_ckpt.tools.doctor import free_room, start_line
+from mcore_ckpt.tools.examine.doctor import free_room, start_line
 
 LOGGER = start_line.logger.name
 

@@ -15,8 +15,8 @@ from test_one_file_system import see_another_disk
 
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.ranks.meeting import rendezvous_at
-from mcore_ckpt.tools.doctor import between_hosts, examine, known, speed
-from mcore_ckpt.tools.doctor.findings import Finding, Severity
+from mcore_ckpt.tools.examine.doctor import between_hosts, examine, known, speed
+from mcore_ckpt.tools.examine.doctor.findings import Finding, Severity
 
 TIMEOUT_S = 30.0
 SHORT_S = 2.0  # for the tests in which a rank is dead

@@ -575,7 +575,7 @@ def test_processes_of_two_nodes_download_once_for_each(hub: HubServer, sharded: 
     program = tmp_path / "program.py"
     program.write_text(PROGRAM.format(support=str(REPOSITORY / "tests" / "support"), variables=hub.variables(tmp_path)))
     command = [program, tmp_path, "--hf_model_path", NAME, "--output_path", tmp_path / "out", "--test"]
-    imports = ("mcore_ckpt.cli.main", "mcore_ckpt.tools.convert_native")
+    imports = ("mcore_ckpt.cli.main", "mcore_ckpt.tools.convert.to_native")
     done = forked(command, ranks=4, imports=imports)
     assert done.returncode == 0, done.stdout + done.stderr
     needed = files_in(find_cached(tmp_path / "node-0"))

@@ -28,7 +28,7 @@ from mcore_ckpt.io.store import Store
 from mcore_ckpt.sharding.overlap import Rows
 from mcore_ckpt.sharding.plan import MODEL, OPAQUE, ReadRange, ShardKey
 from mcore_ckpt.steps.remote_steps import RemoteSteps
-from mcore_ckpt.tools.verify import verify
+from mcore_ckpt.tools.examine.verify import verify
 
 DATA = Path(__file__).parents[1] / "data" / "before_rooms"
 STEP, ROLE, WORLD = 2, "actor", 2

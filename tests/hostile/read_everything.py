@@ -31,8 +31,8 @@ from mcore_ckpt.sharding.overlap import Rows
 from mcore_ckpt.sharding.plan import ReadRange
 from mcore_ckpt.steps import listing as steps
 from mcore_ckpt.steps import tracker
-from mcore_ckpt.tools import find as sources
-from mcore_ckpt.tools.compare import open_folder
+from mcore_ckpt.tools.examine import find as sources
+from mcore_ckpt.tools.examine.compare import open_folder
 
 BEGIN, END = "/mcore_ckpt-begin", "/mcore_ckpt-end"
 _TOLD = ("open", "os.", "subprocess.", "socket.", "shutil.", "ctypes.", "import")

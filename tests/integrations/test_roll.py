@@ -26,7 +26,7 @@ from document_examples import (
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.steps import listing as steps
 from mcore_ckpt.steps import tracker
-from mcore_ckpt.tools.verify import verify
+from mcore_ckpt.tools.examine.verify import verify
 
 HERE = Path(__file__).parent
 ROLES = {"actor_train", "critic", "pipeline"}

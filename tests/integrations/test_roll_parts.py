@@ -15,7 +15,7 @@ import torch
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, CommitError, UnsupportedError
 from mcore_ckpt.steps import commit, tracker
 from mcore_ckpt.steps import listing as steps
-from mcore_ckpt.tools.verify import verify
+from mcore_ckpt.tools.examine.verify import verify
 
 sys.path.insert(0, str(Path(__file__).parent / "roll_stand_in"))
 from mcore_ckpt.integrations.roll.checkpoints import commit_pipeline, newest_valid, role_folder, uncommit_earlier_save

@@ -33,7 +33,7 @@ from mcore_ckpt.recover import recover  # noqa: E402
 from mcore_ckpt.steps import tracker  # noqa: E402
 from mcore_ckpt.steps.listing import StepStatus, complete_steps, list_steps  # noqa: E402
 from mcore_ckpt.steps.runs import read_root_run  # noqa: E402
-from mcore_ckpt.tools.verify import verify  # noqa: E402
+from mcore_ckpt.tools.examine.verify import verify  # noqa: E402
 
 ALONE = Layout(1, hidden_size=HIDDEN, precision="bf16")
 ROLE = "actor"

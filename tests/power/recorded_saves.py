@@ -24,7 +24,7 @@ from mcore_ckpt.io.files import sync_dir, write_file  # noqa: E402
 from mcore_ckpt.steps import commit  # noqa: E402
 from mcore_ckpt.steps.pins import pin, unpin  # noqa: E402
 from mcore_ckpt.steps.retention import PreservationPolicy  # noqa: E402
-from mcore_ckpt.tools.prune import prune  # noqa: E402
+from mcore_ckpt.tools.maintain.prune import prune  # noqa: E402
 
 WORLD = 2
 HIDDEN = 8

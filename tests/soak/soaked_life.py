@@ -46,7 +46,7 @@ from mcore_ckpt.steps import commit  # noqa: E402
 from mcore_ckpt.steps.listing import complete_steps  # noqa: E402
 from mcore_ckpt.steps.read_lock import reading  # noqa: E402
 from mcore_ckpt.steps.retention import PreservationPolicy  # noqa: E402
-from mcore_ckpt.tools.prune import prune  # noqa: E402
+from mcore_ckpt.tools.maintain.prune import prune  # noqa: E402
 
 # The same model and sequences under every layout.
 _SAME = Layout(

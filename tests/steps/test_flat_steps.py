@@ -17,9 +17,9 @@ from mcore_ckpt.steps import listing as steps
 from mcore_ckpt.steps.owner import Owner
 from mcore_ckpt.steps.pins import pin
 from mcore_ckpt.steps.retention import PreservationPolicy, delete_old_steps
-from mcore_ckpt.tools.prune import prune
-from mcore_ckpt.tools.select import select
-from mcore_ckpt.tools.verify import verify
+from mcore_ckpt.tools.examine.select import select
+from mcore_ckpt.tools.examine.verify import verify
+from mcore_ckpt.tools.maintain.prune import prune
 
 ELSEWHERE = Owner("node7 another-boot pid:[1]", 4321, 99)
 NAMES = ("global_steps_{}", "global_step_{}", "checkpoint-{}")

@@ -15,10 +15,10 @@ from mcore_ckpt.steps import commit, hidden_step, leftovers, retention
 from mcore_ckpt.steps import listing as steps
 from mcore_ckpt.steps.retention import PreservationPolicy, delete_old_steps, delete_step, discard_step
 from mcore_ckpt.steps.role_files import uncommit_role
-from mcore_ckpt.tools.find import find_checkpoint
-from mcore_ckpt.tools.prune import prune
-from mcore_ckpt.tools.select import select
-from mcore_ckpt.tools.verify import verify
+from mcore_ckpt.tools.examine.find import find_checkpoint
+from mcore_ckpt.tools.examine.select import select
+from mcore_ckpt.tools.examine.verify import verify
+from mcore_ckpt.tools.maintain.prune import prune
 
 DEAD = dead_owner(2**22 + 1)
 # The two places of a role's folder: the step's own folder, and a folder in it.

@@ -27,7 +27,7 @@ from mcore_ckpt.steps.node_steps import (
     safest,
     whole_steps,
 )
-from mcore_ckpt.tools.collect import find_steps
+from mcore_ckpt.tools.maintain.collect import find_steps
 
 FILES = 5
 

@@ -23,7 +23,7 @@ from mcore_ckpt.steps import commit, hidden_step, leftovers, retention
 from mcore_ckpt.steps.listing import StepStatus, complete_steps, list_steps
 from mcore_ckpt.steps.read_lock import reading
 from mcore_ckpt.steps.retention import PreservationPolicy, delete_old_steps, judge
-from mcore_ckpt.tools.prune import prune
+from mcore_ckpt.tools.maintain.prune import prune
 
 
 def test_retention_counts_what_is_on_disk(tmp_path: Path) -> None:

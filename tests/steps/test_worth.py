@@ -29,8 +29,8 @@ from mcore_ckpt.steps.retention import PreservationPolicy, delete_old_steps, too
 from mcore_ckpt.steps.upload import Upload
 from mcore_ckpt.steps.upload_queue import UploadQueue
 from mcore_ckpt.steps.worth import Worth
-from mcore_ckpt.tools.select import select
-from mcore_ckpt.tools.step_list import step_list_of
+from mcore_ckpt.tools.examine.select import select
+from mcore_ckpt.tools.examine.step_list import step_list_of
 
 
 def of_step(root: Path, step: int) -> Path:

@@ -76,7 +76,7 @@ def main(root: Path, names: list[str]) -> None:
 
 def compare(root: Path, case: Case) -> dict[str, float]:
     from mcore_ckpt import CheckpointConfig, CheckpointManager, load_hf
-    from mcore_ckpt.tools.merge import MergeRequest, merge
+    from mcore_ckpt.tools.convert.merge import MergeRequest, merge
 
     hf = root / "hf"
     hf_model = model_from_config(read_config(hf))

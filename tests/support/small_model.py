@@ -27,9 +27,9 @@ from mcore_ckpt.sharding.overlap import Rows
 from mcore_ckpt.sharding.plan import ReadRange, ShardKey, runs
 from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.steps import commit, tracker
-from mcore_ckpt.tools.reshard.reshard import reshard
-from mcore_ckpt.tools.reshard.target import WantedLayout
-from mcore_ckpt.tools.select import select
+from mcore_ckpt.tools.convert.reshard.reshard import reshard
+from mcore_ckpt.tools.convert.reshard.target import WantedLayout
+from mcore_ckpt.tools.examine.select import select
 
 STEP = 5
 HIDDEN = 8

@@ -18,7 +18,7 @@ from tiny_models import make_hf_folder
 from mcore_ckpt import CheckpointConfig, CheckpointManager, load_hf
 from mcore_ckpt.cli.demo.megatron_on_cpu import enable_cpu
 from mcore_ckpt.models import model_from_config, read_config
-from mcore_ckpt.tools.merge import MergeRequest, merge
+from mcore_ckpt.tools.convert.merge import MergeRequest, merge
 
 CONFIG = CheckpointConfig(save_contents=("model",), load_contents=("model",), skip_frozen=True, timeout_s=40.0)
 # Arguments of Megatron-Bridge's LoRA: one adapter for all experts, or one for each.

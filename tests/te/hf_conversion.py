@@ -21,7 +21,7 @@ from mcore_ckpt.load.huggingface import load_hf
 from mcore_ckpt.models import HfModel, model_from_config, read_config, to_mcore_config
 from mcore_ckpt.models.reconcile import with_mtp_of
 from mcore_ckpt.ranks.meeting import rendezvous
-from mcore_ckpt.tools.convert_torch_dist import convert_to_torch_dist
+from mcore_ckpt.tools.convert.to_torch_dist import convert_to_torch_dist
 
 CONFIG = CheckpointConfig(save_contents=("hf_model",), load_contents=("model",), timeout_s=40.0)
 

@@ -12,8 +12,11 @@ from tiny_models import make_hf_folder
 from mcore_ckpt.cli.main import main
 from mcore_ckpt.errors import CheckpointNotFoundError, InvalidArgumentError
 from mcore_ckpt.ranks.meeting import single_process_agreement
-from mcore_ckpt.tools.bench import predict as predicting
-from mcore_ckpt.tools.bench.predict import (
+from mcore_ckpt.tools.convert.reshard.target import WantedLayout
+from mcore_ckpt.tools.convert.to_native import convert_to_native
+from mcore_ckpt.tools.examine.doctor.speed import FILE_SYSTEM, PROCESSORS
+from mcore_ckpt.tools.maintain.bench import predict as predicting
+from mcore_ckpt.tools.maintain.bench.predict import (
     COMMIT,
     COPY,
     OPEN,
@@ -25,12 +28,9 @@ from mcore_ckpt.tools.bench.predict import (
     bottleneck,
     predict,
 )
-from mcore_ckpt.tools.bench.size import SaveSize, Training, size_of_model, size_of_parameters
-from mcore_ckpt.tools.bench.speeds import GpuSpeeds, Speeds
-from mcore_ckpt.tools.bench.trial_saves import TrialSaves
-from mcore_ckpt.tools.convert_native import convert_to_native
-from mcore_ckpt.tools.doctor.speed import FILE_SYSTEM, PROCESSORS
-from mcore_ckpt.tools.reshard.target import WantedLayout
+from mcore_ckpt.tools.maintain.bench.size import SaveSize, Training, size_of_model, size_of_parameters
+from mcore_ckpt.tools.maintain.bench.speeds import GpuSpeeds, Speeds
+from mcore_ckpt.tools.maintain.bench.trial_saves import TrialSaves
 
 GB = 10**9
 SPEEDS = Speeds(

@@ -17,9 +17,9 @@ from tiny_models import make_hf_folder, make_hf_model
 
 from mcore_ckpt.cli.main import main
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointNotFoundError
-from mcore_ckpt.tools import compare as module
-from mcore_ckpt.tools.compare import ComparedTensor, Comparison, compare, open_folder
-from mcore_ckpt.tools.differences import Differences, Tolerance
+from mcore_ckpt.tools.examine import compare as module
+from mcore_ckpt.tools.examine.compare import ComparedTensor, Comparison, compare, open_folder
+from mcore_ckpt.tools.examine.differences import Differences, Tolerance
 
 Tensors = dict[str, torch.Tensor]
 NAMES = ("model.embed_tokens.weight", "lm_head.weight", "a", "b")

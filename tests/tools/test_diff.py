@@ -19,9 +19,9 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.cli.main import main
 from mcore_ckpt.errors import CheckpointCorruptError, InvalidArgumentError
 from mcore_ckpt.formats.native.reader import NativeReader
-from mcore_ckpt.tools import diff as module
-from mcore_ckpt.tools.diff import Diff, RoleDiff, diff
-from mcore_ckpt.tools.differences import DifferentValue, Tolerance, different_values
+from mcore_ckpt.tools.examine import diff as module
+from mcore_ckpt.tools.examine.diff import Diff, RoleDiff, diff
+from mcore_ckpt.tools.examine.differences import DifferentValue, Tolerance, different_values
 
 FC1, FC2 = "decoder.layers.1.mlp.linear_fc1.weight", "decoder.layers.1.mlp.linear_fc2.weight"
 

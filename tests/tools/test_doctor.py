@@ -30,10 +30,10 @@ from mcore_ckpt.steps.listing import StepStatus
 from mcore_ckpt.steps.owner import Owner
 from mcore_ckpt.steps.trainer_lock import TORN_LEASE_S
 from mcore_ckpt.steps.work_folders import TRIAL_LASTS_S
-from mcore_ckpt.tools.doctor import examine as examination
-from mcore_ckpt.tools.doctor import free_room, known, probes, speed, trial
-from mcore_ckpt.tools.doctor.examine import Report, examine
-from mcore_ckpt.tools.doctor.findings import Finding, Severity, fine, merged, worst
+from mcore_ckpt.tools.examine.doctor import examine as examination
+from mcore_ckpt.tools.examine.doctor import free_room, known, probes, speed, trial
+from mcore_ckpt.tools.examine.doctor.examine import Report, examine
+from mcore_ckpt.tools.examine.doctor.findings import Finding, Severity, fine, merged, worst
 
 ROLE = "actor"
 

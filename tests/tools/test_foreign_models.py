@@ -24,8 +24,8 @@ from mcore_ckpt.formats.verl_ranks.reader import open_verl_ranks
 from mcore_ckpt.models.registry import model_from_config
 from mcore_ckpt.sharding.cuts import axes_of
 from mcore_ckpt.sharding.names import expert_of
-from mcore_ckpt.tools.find import find_checkpoint
-from mcore_ckpt.tools.merge import MergeRequest, merge
+from mcore_ckpt.tools.convert.merge import MergeRequest, merge
+from mcore_ckpt.tools.examine.find import find_checkpoint
 
 Tensors = dict[str, torch.Tensor]
 

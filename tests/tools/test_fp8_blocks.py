@@ -25,10 +25,10 @@ from mcore_ckpt.models.mapping import HfTensor, Slab
 from mcore_ckpt.ranks.meeting import rendezvous
 from mcore_ckpt.sharding.plan import MODEL, ShardKey
 from mcore_ckpt.sharding.regions import Region
-from mcore_ckpt.tools.compare import compare, open_folder
-from mcore_ckpt.tools.convert_native import convert_to_native
-from mcore_ckpt.tools.merge import MergeRequest, merge
-from mcore_ckpt.tools.reshard.target import WantedLayout
+from mcore_ckpt.tools.convert.merge import MergeRequest, merge
+from mcore_ckpt.tools.convert.reshard.target import WantedLayout
+from mcore_ckpt.tools.convert.to_native import convert_to_native
+from mcore_ckpt.tools.examine.compare import compare, open_folder
 
 POWERS_OF_2 = {"scale_fmt": "ue8m0"}
 

@@ -14,8 +14,8 @@ from mcore_ckpt.formats.shard_reader import ShardReader
 from mcore_ckpt.models.registry import model_from_config
 from mcore_ckpt.sharding.plan import MODEL, ShardKey, StoredShard
 from mcore_ckpt.sharding.regions import Region, Shape
-from mcore_ckpt.tools.find import FoundCheckpoint
-from mcore_ckpt.tools.merge_adapters import AdapterMerge, adapter_settings, plan_with_adapters
+from mcore_ckpt.tools.convert.merge_adapters import AdapterMerge, adapter_settings, plan_with_adapters
+from mcore_ckpt.tools.examine.find import FoundCheckpoint
 
 FC1 = "decoder.layers.0.mlp.linear_fc1.adapter."
 LORA = {f"{FC1}linear_in.weight": (4, 64), f"{FC1}linear_out.weight": (192, 4)}

@@ -11,9 +11,9 @@ from small_model import make, resharded, tensors_of
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.formats.contract import TensorInfo
 from mcore_ckpt.sharding.regions import Box, Region
-from mcore_ckpt.tools.diff import DifferentTensor, RoleDiff
-from mcore_ckpt.tools.differences import DifferentValue
-from mcore_ckpt.tools.overview import NO_ALIAS, Overview, RoleOverview, overview_of_role
+from mcore_ckpt.tools.examine.diff import DifferentTensor, RoleDiff
+from mcore_ckpt.tools.examine.differences import DifferentValue
+from mcore_ckpt.tools.examine.overview import NO_ALIAS, Overview, RoleOverview, overview_of_role
 
 BEFORE_ROOMS = Path(__file__).parents[1] / "data" / "before_rooms" / "root" / "global_steps_2" / "actor"
 

@@ -30,10 +30,10 @@ from mcore_ckpt.sharding.cuts import Cut
 from mcore_ckpt.steps import commit, tracker
 from mcore_ckpt.steps import listing as steps
 from mcore_ckpt.steps.role_files import files_manifest
-from mcore_ckpt.tools.reshard import streaming
-from mcore_ckpt.tools.reshard.reshard import reshard
-from mcore_ckpt.tools.reshard.target import WantedLayout
-from mcore_ckpt.tools.select import select
+from mcore_ckpt.tools.convert.reshard import streaming
+from mcore_ckpt.tools.convert.reshard.reshard import reshard
+from mcore_ckpt.tools.convert.reshard.target import WantedLayout
+from mcore_ckpt.tools.examine.select import select
 
 QKV = "decoder.layers.1.self_attention.linear_qkv.weight"
 

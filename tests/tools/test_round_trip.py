@@ -13,9 +13,9 @@ from tiny_models import LAYERS, NAMES, VOCAB, architecture_of, flat, make_hf_fol
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.models.mcore_config import to_mcore_config
 from mcore_ckpt.ranks.meeting import rendezvous
-from mcore_ckpt.tools.convert_native import convert_to_native
-from mcore_ckpt.tools.merge import MergeRequest, merge
-from mcore_ckpt.tools.reshard.target import WantedLayout
+from mcore_ckpt.tools.convert.merge import MergeRequest, merge
+from mcore_ckpt.tools.convert.reshard.target import WantedLayout
+from mcore_ckpt.tools.convert.to_native import convert_to_native
 
 # More than 131 tokens, whatever the tensor-parallel size.
 PADDING = {"vocab_divisor": 16}

@@ -14,8 +14,8 @@ from mcore_ckpt.cli.main import main
 from mcore_ckpt.errors import CheckpointCorruptError, InvalidArgumentError
 from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.sharding.overlap import Rows
-from mcore_ckpt.tools import tensor_details as module
-from mcore_ckpt.tools.tensor_details import KindDetails, Values, describe_tensor
+from mcore_ckpt.tools.examine import tensor_details as module
+from mcore_ckpt.tools.examine.tensor_details import KindDetails, Values, describe_tensor
 
 FC1, FC2 = "decoder.layers.1.mlp.linear_fc1.weight", "decoder.layers.1.mlp.linear_fc2.weight"
 NORM = "decoder.final_layernorm.weight"

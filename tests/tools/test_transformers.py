@@ -19,7 +19,7 @@ from tiny_models import NAMES, architecture_of, make_hf_folder, mtp_prefix
 from mcore_ckpt.cli.demo.huggingface import byte_tokenizer
 from mcore_ckpt.formats.huggingface.assets import save_assets, write_config
 from mcore_ckpt.models import model_from_config
-from mcore_ckpt.tools.merge import MergeRequest, merge
+from mcore_ckpt.tools.convert.merge import MergeRequest, merge
 
 REPOSITORY = Path(__file__).parents[2]
 # Installed beside the environment, which has transformers 5.

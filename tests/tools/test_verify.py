@@ -37,9 +37,9 @@ from mcore_ckpt.steps import tracker, trainer_lock
 from mcore_ckpt.steps.owner import Owner
 from mcore_ckpt.steps.retention import PreservationPolicy, delete_old_steps
 from mcore_ckpt.steps.trainer_lock import TrainerLock
-from mcore_ckpt.tools import step_problems
-from mcore_ckpt.tools import verify as verifying
-from mcore_ckpt.tools.verify import verify, verify_role
+from mcore_ckpt.tools.examine import step_problems
+from mcore_ckpt.tools.examine import verify as verifying
+from mcore_ckpt.tools.examine.verify import verify, verify_role
 
 MODEL_FILE = file_names.model_file(0, 0)
 OPTIMIZER_FILE = file_names.optimizer_file(0, 0, 0, 0)

@@ -23,8 +23,8 @@ from mcore_ckpt.steps import commit
 from mcore_ckpt.steps.owner import Life
 from mcore_ckpt.steps.tracker import update_tracker
 from mcore_ckpt.steps.trainer_lock import TrainerLock
-from mcore_ckpt.tools import watch as module
-from mcore_ckpt.tools.watch import Look, Watch, changes
+from mcore_ckpt.tools.examine import watch as module
+from mcore_ckpt.tools.examine.watch import Look, Watch, changes
 
 __all__ = ["dead_pid"]
 

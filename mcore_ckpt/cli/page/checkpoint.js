@@ -1,4 +1,4 @@
-// -- one role's checkpoint: what mcore_ckpt/tools/overview.py has gathered, with questions that the page asks --
+// -- one role's checkpoint: what mcore_ckpt/tools/examine/overview.py has gathered, with questions that the page asks --
 
 const NO_ALIAS = -1;
 

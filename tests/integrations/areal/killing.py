@@ -27,7 +27,7 @@ from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.io import _native
 from mcore_ckpt.steps import listing as steps
 from mcore_ckpt.steps import trainer_lock
-from mcore_ckpt.tools.verify import verify
+from mcore_ckpt.tools.examine.verify import verify
 
 # What changes the disk, by names of `os`; native threads write between the calls of theirs.
 CHANGES = ("mkdir", "open", "rename", "replace", "rmdir", "unlink", "write")

@@ -1,0 +1,3 @@
+"""Writes a checkpoint of one kind from a checkpoint of another kind, or of another layout."""
+
+__all__ = ["for_trainers", "from_huggingface", "merge", "push_to_hub", "reshard", "to_native", "to_torch_dist"]

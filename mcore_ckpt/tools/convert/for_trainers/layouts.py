@@ -1,0 +1,368 @@
+"""The folders that other trainers resume from, and what each of them holds.
+
+| trainer | read from the source of | the step's folder | in it |
+|---|---|---|---|
+| Megatron-LM | core_r0.16 to core_r0.19 | `iter_0000100` | one torch_dist folder |
+| Megatron-Bridge | 0.6.2 | `iter_0000100` | the same, and `run_config.yaml` |
+| verl | 0.9.1 | `global_step_100/actor` | `model/huggingface`, `optimizer/dist_ckpt`, `extra/dist_ckpt` |
+| verl-0.8 | 0.7.1, 0.8.0 | `global_step_100/actor` | `huggingface`; `dist_ckpt`, which has the weights, too |
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.errors import CheckpointNotFoundError, InvalidArgumentError, UnsupportedError
+from mcore_ckpt.formats.companions import companions_of
+from mcore_ckpt.formats.huggingface.export_plan import ExportPlan, FileTensor
+from mcore_ckpt.formats.native.reader import NativeReader
+from mcore_ckpt.formats.torch_dist.writer import Contents
+from mcore_ckpt.models.architecture import HfModel, read_config
+from mcore_ckpt.models.registry import model_from_config
+from mcore_ckpt.models.stated_facts import check_rows
+from mcore_ckpt.models.table import MCORE_HEAD
+from mcore_ckpt.sharding.adapters import is_adapter
+from mcore_ckpt.sharding.names import is_expert
+from mcore_ckpt.sharding.plan import MODEL, PARAM, ShardKey
+from mcore_ckpt.tools.convert.for_trainers.random_states import rng_objects
+from mcore_ckpt.tools.convert.for_trainers.shared_state import (
+    CONTENT_METADATA,
+    COUNTERS,
+    LOOP,
+    SharedState,
+    left_out,
+    megatron_state,
+    read_loop_state,
+    read_shared_state,
+)
+from mcore_ckpt.tools.convert.for_trainers.tensors import plan_tensors
+from mcore_ckpt.tools.convert.merge import MergeJob, MergeRequest, prepare
+from mcore_ckpt.tools.examine.find import FoundCheckpoint, facts_of_checkpoint
+from mcore_ckpt.tools.examine.select import Selection
+
+Layout = Literal["megatron", "bridge", "verl", "verl-0.8"]
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)
+
+
+@dataclass(frozen=True, eq=False)
+class Tree:
+    """A folder to write.
+
+    Attributes:
+        folder: its path, relative to the step's folder.
+        contents: what it holds for `dist_checkpointing.load`.
+    """
+
+    folder: str
+    contents: Contents
+
+
+@dataclass(frozen=True, eq=False)
+class Export:
+    """A HuggingFace model to write.
+
+    Attributes:
+        folder: its path, relative to the step's folder.
+        job: the weights and the other files.
+    """
+
+    folder: str
+    job: MergeJob
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Everything to write for one trainer.
+
+    Attributes:
+        step: the step.
+        folder: the name of the step's folder.
+        trees: the folders for `dist_checkpointing.load`.
+        exports: the HuggingFace models.
+        copies: the files to copy, by path relative to the step's folder.
+        texts: the files to write, by path relative to the step's folder.
+        own_tracker: the name and the bytes of a tracker of the trainer's own, beside the usual one; None without.
+        notes: sentences about what the other trainer does not get, for people.
+    """
+
+    step: int
+    folder: str
+    trees: tuple[Tree, ...]
+    exports: tuple[Export, ...] = ()
+    copies: Mapping[str, Path] = field(default_factory=dict)
+    texts: Mapping[str, str] = field(default_factory=dict)
+    own_tracker: tuple[str, bytes] | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def trackers(self) -> dict[str, bytes]:
+        """The bytes of the files beside the step that name it, by name."""
+        own = () if self.own_tracker is None else (self.own_tracker,)
+        return dict((*own, (file_names.TRACKER_FILE, str(self.step).encode())))
+
+
+@dataclass(frozen=True, eq=False)
+class Role:
+    """A role to convert: its folder, and the reader of the checkpoint in it."""
+
+    path: Path
+    reader: NativeReader
+
+
+def plan_for(layout: Layout, selection: Selection, roles: Sequence[Role], hf_model_path: Path | None) -> Plan:
+    """Plans what to write.
+
+    Args:
+        layout: the trainer that is to go on.
+        selection: the step.
+        roles: the roles of the step that have a model.
+        hf_model_path: the folder with config.json; None to use that of the checkpoint.
+
+    Raises:
+        InvalidArgumentError: the trainer can load one role, but there are several.
+        CheckpointError: the checkpoint is damaged, or has something that the trainer cannot load.
+    """
+    for role in roles:
+        if any(is_adapter(name) for name in role.reader.names):
+            raise UnsupportedError(
+                f"{role.path}: has adapters, whose rows and alpha Megatron-Bridge keeps in a form of its own: take the "
+                "weights with mcore-ckpt merge, and the adapters with its --adapters only"
+            )
+    if layout == "megatron":
+        return _for_megatron(selection, roles, hf_model_path)
+    if layout == "bridge":
+        return _for_bridge(selection, roles, hf_model_path)
+    return _for_verl(layout, selection, roles, hf_model_path)
+
+
+# -- Megatron-LM ----------------------------------------------------------------------------------------------
+
+
+def _for_megatron(
+    selection: Selection,
+    roles: Sequence[Role],
+    hf_model_path: Path | None,
+    rng_of: Callable[[NativeReader], dict[str, bytes]] = rng_objects,
+    without_rng: str = "--no-load-rng",
+) -> Plan:
+    if len(roles) != 1:
+        names = ", ".join(role.reader.manifest.role for role in roles)
+        raise InvalidArgumentError(
+            f"{roles[0].path.parent}: has the roles {names}, but Megatron-LM trains one: name the folder of the role"
+        )
+    reader = roles[0].reader
+    tensors, shared, rng = plan_tensors(reader), read_shared_state(reader), rng_of(reader)
+    common = {
+        **megatron_state(reader, partial(_model, roles[0], hf_model_path), has_rng=bool(rng)),
+        "content_metadata": dict(CONTENT_METADATA),
+        **({} if shared.optimizer is None else {"optimizer": shared.optimizer}),
+        **({} if shared.scheduler is None else {"opt_param_scheduler": shared.scheduler}),
+    }
+    contents = Contents.of([*tensors.model, *tensors.optimizer], {**tensors.states, **rng}, common)
+    return Plan(
+        selection.step,
+        file_names.megatron_dir(Path(), selection.step).name,
+        (Tree(".", contents),),
+        notes=_notes(reader, [LOOP], bool(rng), without_rng, shared),
+    )
+
+
+def _model(role: Role, hf_model_path: Path | None) -> HfModel | None:
+    """Returns the model that config.json describes; None if there is no config.json. Refuses that of another model."""
+    found = FoundCheckpoint(role.path, "native")
+    try:
+        model = model_from_config(read_config(hf_model_path or found.config_dir()))
+    except CheckpointNotFoundError:
+        if hf_model_path is not None:
+            raise
+        return None
+    check_rows(facts_of_checkpoint(found, role.reader), model)
+    return model
+
+
+# -- Megatron-Bridge ------------------------------------------------------------------------------------------
+
+
+def _for_bridge(selection: Selection, roles: Sequence[Role], hf_model_path: Path | None) -> Plan:
+    """Plans what Bridge loads as a checkpoint of Megatron-LM's, which has no `train_state.pt` (`load_checkpoint`)."""
+    plan = _for_megatron(selection, roles, hf_model_path, _rng_of_bridge, "checkpoint.load_rng=False")
+    return replace(plan, texts=_run_config(roles[0].reader), own_tracker=_bridge_tracker(roles[0].reader, plan.step))
+
+
+def _rng_of_bridge(reader: NativeReader) -> dict[str, bytes]:
+    return rng_objects(reader, of_each_replica=reader.manifest.topology.ep > 1)
+
+
+def _bridge_tracker(reader: NativeReader, step: int) -> tuple[str, bytes]:
+    """Returns Bridge's tracker, a `TrainState.state_dict` (0.6.2).
+
+    Bridge prefers it to Megatron-LM's, so one from before would hide the converted step. For iteration 0, which all
+    steps of NeMo-RL have, Bridge takes no other.
+    """
+    loop = read_loop_state(reader)
+    counted = {name: torch.tensor(int(loop.get(name, 0))) for name in COUNTERS}
+    operations = torch.tensor(float(loop.get("num_floating_point_operations_so_far", 0)), dtype=torch.float64)
+    flags = {name: torch.tensor(False) for name in ("do_train", "do_valid", "do_test")}  # Bridge's loop sets them
+    buffer = io.BytesIO()
+    torch.save({"step": torch.tensor(step), **counted, "floating_point_operations_so_far": operations, **flags}, buffer)
+    return "latest_train_state.pt", buffer.getvalue()
+
+
+def _run_config(reader: NativeReader) -> dict[str, str]:
+    """Returns Bridge's configuration, which names the sizes that the random states are of; empty if it is unknown."""
+    loop, sizes = read_loop_state(reader), reader.manifest.topology
+    text, layout = loop.get("run_config"), loop.get("layout")
+    # The configuration of a step that was resharded is of other sizes. Without it, Bridge takes the saved arguments.
+    fits = isinstance(layout, Mapping) and (layout.get("tp"), layout.get("pp")) == (sizes.tp, sizes.pp)
+    return {"run_config.yaml": text} if isinstance(text, str) and fits else {}
+
+
+# -- verl -----------------------------------------------------------------------------------------------------
+
+
+def _for_verl(layout: Layout, selection: Selection, roles: Sequence[Role], hf_model_path: Path | None) -> Plan:
+    trees_of, weights = (
+        (_trees_of_verl, "model/huggingface") if layout == "verl" else (_tree_of_verl_0_8, "huggingface")
+    )
+    trees: list[Tree] = []
+    exports: list[Export] = []
+    notes: list[str] = []
+    # In steps of verl's SFT trainer, the step's folder is the folder of its only role.
+    is_step = file_names.parse_step(roles[0].path.name) is not None
+    for role in roles:
+        prefix = "" if is_step else f"{role.reader.manifest.role}/"
+        rng = rng_objects(role.reader)
+        shared = read_shared_state(role.reader)
+        trees += trees_of(role.reader, prefix, shared, rng)
+        notes += _notes(role.reader, [], bool(rng), "load_contents without extra", shared)
+        # verl 0.9.1 cannot load the model from dist_ckpt beside such an optimizer: `dist_checkpointing.load` changes
+        # the dict in which `sharded_param_state_fully_reshardable` then looks for the parameters.
+        job = _export(role, hf_model_path)
+        exports.append(Export(f"{prefix}{weights}", job))
+        notes += (f"{prefix}{weights}: transformers computes something else: {each}" for each in job.other_model)
+    step_path = roles[0].path if is_step else roles[0].path.parent
+    copies = dict(_files_of_verl(step_path))
+    if not any(name.startswith("data") for name in copies):
+        notes.append(f"{step_path}: has no data*.pt of verl's trainer, so the data begins anew")
+    folder = f"global_step_{selection.step}"
+    return Plan(selection.step, folder, tuple(trees), tuple(exports), copies, notes=tuple(notes))
+
+
+def _trees_of_verl(reader: NativeReader, prefix: str, shared: SharedState, rng: Mapping[str, bytes]) -> list[Tree]:
+    """Returns the folders of verl's layout 2 (`MegatronCheckpointManager.save_checkpoint`, 0.9.1) but the weights."""
+    trees: list[Tree] = []
+    metadata = {"content_metadata": dict(CONTENT_METADATA)}
+    if shared.optimizer is not None:
+        common: dict[str, Any] = {**metadata, "optimizer": shared.optimizer}
+        common |= {} if shared.scheduler is None else {"lr_scheduler": shared.scheduler}
+        contents = Contents.of(plan_tensors(reader).optimizer, {}, common)
+        trees.append(Tree(f"{prefix}optimizer/dist_ckpt", contents))
+    if rng:
+        trees.append(Tree(f"{prefix}extra/dist_ckpt", Contents.of([], rng, metadata)))
+    return trees
+
+
+def _tree_of_verl_0_8(reader: NativeReader, prefix: str, shared: SharedState, rng: Mapping[str, bytes]) -> list[Tree]:
+    """Returns the `dist_ckpt` folder of verl's layout 1 (`MegatronCheckpointManager.save_checkpoint`, 0.7.1 and 0.8.0).
+
+    Workers and engines that have a bridge load the weights from the HuggingFace folder. The others, and critics with
+    mbridge, load them from here.
+    """
+    tensors = plan_tensors(reader)
+    common: dict[str, Any] = {"content_metadata": dict(CONTENT_METADATA)}
+    if shared.optimizer is not None:
+        common |= {"optimizer": shared.optimizer}
+        common |= {} if shared.scheduler is None else {"lr_scheduler": shared.scheduler}
+    contents = Contents.of([*tensors.model, *tensors.optimizer], {**tensors.states, **rng}, common)
+    return [Tree(f"{prefix}dist_ckpt", contents)]
+
+
+def _export(role: Role, hf_model_path: Path | None) -> MergeJob:
+    """Plans the HuggingFace weights. Raises CheckpointError if the architecture is not known."""
+    head = role.reader.info(ShardKey(MCORE_HEAD, MODEL))
+    # A critic's config.json is that of a language model.
+    value = True if head is not None and head.shape[0] == 1 else None
+    request = MergeRequest(role.path, role.path, hf_model_path=hf_model_path, value=value)
+    job = prepare(request, FoundCheckpoint(role.path, "native"))
+    return replace(job, plan=_with_head_of_verl(job.plan)) if value else job
+
+
+def _with_head_of_verl(plan: ExportPlan) -> ExportPlan:
+    """Returns the plan with a critic's head under the name by which mbridge loads and saves it (0.15)."""
+
+    def renamed(tensor: FileTensor) -> FileTensor:
+        is_head = tensor.name == "score.weight"
+        return replace(tensor, tensor=replace(tensor.tensor, name="lm_head.weight")) if is_head else tensor
+
+    files = (replace(file, tensors=tuple(map(renamed, file.tensors))) for file in plan.files)
+    return replace(plan, files=tuple(files))
+
+
+def _files_of_verl(step_path: Path) -> Iterator[tuple[str, Path]]:
+    """Yields what verl's trainers keep beside the roles, such as data.pt and transfer_queue/, by relative path."""
+    for path in companions_of(step_path).values():
+        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+            if file.is_file():
+                yield str(file.relative_to(step_path)), file
+
+
+# -- what stays -----------------------------------------------------------------------------------------------
+
+
+def _notes(
+    reader: NativeReader, converted: Sequence[str], has_rng: bool, without_rng: str, shared: SharedState
+) -> tuple[str, ...]:
+    """Returns what the other trainer does not get.
+
+    Args:
+        reader: the reader of the checkpoint.
+        converted: the keys of extra_state that are converted.
+        has_rng: whether the random states are converted.
+        without_rng: how the other trainer is told not to load random states.
+        shared: the state of the optimizer that all ranks share.
+    """
+    sizes = reader.manifest.topology
+    notes = [left_out(reader, converted)]
+    if has_rng:
+        notes.append(
+            f"the random states are of tensor-parallel size {sizes.tp} and pipeline-parallel size {sizes.pp}: under "
+            f"other sizes start with {without_rng}"
+        )
+    elif reader.manifest.files_of("rng"):
+        notes.append(f"the checkpoint was resharded and has no random states but a seed: start with {without_rng}")
+    if any(is_expert(name) for name in reader.manifest.tensors):
+        notes.append(
+            "megatron loads the optimizer of a model with experts only into a chain like that of this layout (dense "
+            "and expert optimizer, or one for both): run mcore-ckpt reshard first to change whether experts are divided"
+        )
+        if any(name.endswith("_extra_state") and is_expert(name) for name in reader.manifest.tensors):
+            notes.append("the _extra_state of experts is not converted, so their FP8 amax history begins anew")
+    if _has_halves(reader):
+        notes.append("the main parameters were stored as remainders: start without store_param_remainders")
+    if shared.was_offloaded:
+        # `_update_fp32_params_by_new_state` (0.16.1 to 0.19.2) raises KeyError.
+        notes.append(
+            "the optimizer was offloaded to the host, for which megatron loads no state that fits any layout: start "
+            "without optimizer_cpu_offload"
+        )
+    if shared.mixed_fields:
+        notes.append(
+            f"param groups differ only in {', '.join(shared.mixed_fields)}, and megatron-core 0.16 to 0.18 gives all "
+            "of them the values of one (0.19 tells max_lr, min_lr, start_wd and end_wd apart, but not betas and eps): "
+            "set them again after the load"
+        )
+    return tuple(note for note in notes if note is not None)
+
+
+def _has_halves(reader: NativeReader) -> bool:
+    keys = (ShardKey(name, PARAM) for name in reader.manifest.tensors)
+    shards = (shard for key in keys for shard in reader.shards(key, reader.files(key)))
+    return any(shard.coding is not None and shard.coding.upper is not None for shard in shards)

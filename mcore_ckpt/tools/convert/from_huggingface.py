@@ -1,0 +1,142 @@
+"""The common parts of the two conversions of a HuggingFace folder into a checkpoint. Neither builds the model.
+
+`to_native.py` writes the format of this package, and `to_torch_dist.py` that of megatron.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+
+from mcore_ckpt.checkpoint.dtypes import torch_dtype
+from mcore_ckpt.errors import CheckpointMismatchError
+from mcore_ckpt.formats.huggingface.hub import find_folder_together
+from mcore_ckpt.formats.huggingface.reader import FolderContents, HuggingFaceReader, read_contents
+from mcore_ckpt.formats.huggingface.side_files import find_side_files, not_read, warn_of_missing_code
+from mcore_ckpt.models.accounting import LeftOut, together
+from mcore_ckpt.models.mcore_config import to_mcore_config
+from mcore_ckpt.ranks.rounds import Agreement, Record, decide
+from mcore_ckpt.sharding.cuts import Cut
+from mcore_ckpt.sharding.plan import MODEL, ReadRange
+from mcore_ckpt.sharding.regions import Region
+from mcore_ckpt.sharding.towers import in_tower
+from mcore_ckpt.steps.new_folder import Replaceable, check_may_replace
+
+Progress = Callable[[int, int], None]
+"""Called with the number of bytes that this process has written so far, and the number that it will write in all."""
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """Report of a conversion.
+
+    Attributes:
+        source: the HuggingFace folder.
+        path: the folder of the new checkpoint.
+        model: a description of the model.
+        nbytes: the size in bytes of all tensors that the processes together have written.
+        seconds: how long the conversion took.
+        left_out: what the checkpoint does not have of the folder, by reason.
+    """
+
+    source: Path
+    path: Path
+    model: str
+    nbytes: int
+    seconds: float
+    left_out: tuple[LeftOut, ...] = ()
+
+
+def left_out_of(reader: HuggingFaceReader, destination: Path) -> tuple[LeftOut, ...]:
+    """Returns what a conversion does not take from a folder: tensors, files of weights, and files beside them."""
+    beside = find_side_files(reader.place, destination=destination)
+    return together(reader.left_out, not_read(reader.place, reader.contents.sizes), beside.left_out)
+
+
+def check_together(agreement: Agreement, path: Path, replaceable: Replaceable) -> None:
+    """Checks that a folder may be written, before a model is downloaded or read. Every process raises the same."""
+
+    def combine(_: Sequence[Record]) -> Record:
+        check_may_replace(path, replaceable)
+        return {}
+
+    decide(agreement, f"looking at {path}", dict, combine)
+
+
+def open_folder(
+    agreement: Agreement, source: str | Path, ignore: Sequence[str] = (), dtype: torch.dtype | None = None
+) -> HuggingFaceReader:
+    """Opens a HuggingFace folder on all processes and checks that each of them sees the same files.
+
+    A model of the hub is first downloaded into the cache, by one process of each node.
+
+    Args:
+        agreement: connects this process with the other processes that share the work.
+        source: the folder, or the name of a model on the hub.
+        ignore: regular expressions of HuggingFace tensors to leave out.
+        dtype: the dtype of weights that are quantized in the folder; None takes the one that `config.json` states.
+
+    Raises:
+        CheckpointError: the folder is damaged, the hub does not give the model, or the model cannot be converted. All
+            processes raise it.
+    """
+    folder = find_folder_together(agreement, source, "all").absolute()
+    contents = FolderContents.from_record(
+        folder, decide(agreement, f"opening {folder}", dict, lambda _: read_contents(folder).to_record())
+    )
+    found: list[HuggingFaceReader] = []
+
+    def work() -> Record:
+        found.append(HuggingFaceReader(contents, ignore, dtype))
+        found[0].check_visible(contents.sizes)
+        return {}
+
+    def combine(_: Sequence[Record]) -> Record:
+        found[0].check_left_out()
+        warn_of_missing_code(folder, found[0].model.config)
+        if found[0].model.architecture.rules:
+            # If megatron cannot build the model, the error must come now and not when a trainer loads the checkpoint.
+            to_mcore_config(found[0].model)
+        return {}
+
+    decide(agreement, f"checking {folder}", work, combine)
+    return found[0]
+
+
+def whole_region(reader: HuggingFaceReader, name: str) -> Region:
+    """Returns the region of a whole tensor, divided into the pieces in which megatron stores it on a single rank."""
+    shape = reader.parts_of(name)[0].region.global_shape
+    sections = tuple(section.rows for section in reader.sections_of(name))
+    is_gated = reader.model.architecture.table.gated and not in_tower(name)
+    # A tower that is gated has gate and up in two tensors.
+    if ".linear_fc1." in name and (is_gated or len(reader.parts_of(name)) > 1):
+        # Megatron cuts gate and up separately (`apply_swiglu_sharded_factory`).
+        sections = (1, 1)
+    return Cut(0, sections).region(shape, 0, 1) if sections else Region.whole(shape)
+
+
+def check_written(reader: HuggingFaceReader, names: Iterable[str], read: Callable[[str, Region], torch.Tensor]) -> None:
+    """Compares written tensors with the HuggingFace folder, bit for bit, one stored tensor at a time.
+
+    Args:
+        reader: the reader of the HuggingFace folder.
+        names: the names of the tensors to compare.
+        read: returns a region of a written tensor, flattened.
+
+    Raises:
+        CheckpointMismatchError: the bits differ.
+    """
+    for name in names:
+        for shard in reader.parts_of(name):
+            wanted = torch.empty(prod(shard.region.local_shape), dtype=torch_dtype(shard.dtype))
+            reader.read([(ReadRange.whole(shard), wanted)])
+            found = read(name, shard.region)
+            if found.dtype != wanted.dtype or not torch.equal(found.view(torch.uint8), wanted.view(torch.uint8)):
+                raise CheckpointMismatchError(
+                    f"{reader.contents.folder / shard.file}: tensor {name} ({MODEL}), {shard.region.describe()}: the "
+                    "written bits differ from this file: check the disks and convert again"
+                )

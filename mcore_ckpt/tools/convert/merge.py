@@ -1,0 +1,526 @@
+"""Merges a checkpoint into the folder of a HuggingFace model, which appears only when it is complete.
+
+Several processes can share the work; each writes some of the files. None of them executes Python files that come with
+a model.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.manifest import WrittenFile
+from mcore_ckpt.checkpoint.model_facts import described
+from mcore_ckpt.errors import (
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    CommitError,
+    InvalidArgumentError,
+    UnsupportedError,
+)
+from mcore_ckpt.formats.contract import CheckpointReader, TensorInfo, weights_of
+from mcore_ckpt.formats.fsdp.adapters import saved_modules
+from mcore_ckpt.formats.fsdp.reader import read_copied_model
+from mcore_ckpt.formats.huggingface.adapter_folder import AdapterFolder, write_adapter_config, write_adapter_folder
+from mcore_ckpt.formats.huggingface.assets import write_config
+from mcore_ckpt.formats.huggingface.export_plan import MAX_SHARD_BYTES, ExportOptions, ExportPlan, UnknownTensorsError
+from mcore_ckpt.formats.huggingface.fp8_blocks import Fp8Blocks
+from mcore_ckpt.formats.huggingface.hub import find_folder, find_folder_together
+from mcore_ckpt.formats.huggingface.safetensors_files import read_folder
+from mcore_ckpt.formats.huggingface.side_files import (
+    CONFIG_FILE,
+    copy_side_files,
+    find_side_files,
+    warn_of_missing_code,
+)
+from mcore_ckpt.formats.huggingface.stored_weights import DequantizingReader
+from mcore_ckpt.formats.huggingface.tokenizer_size import tokens_in
+from mcore_ckpt.formats.huggingface.writer import write_index, write_weights
+from mcore_ckpt.formats.kinds import is_hf_folder
+from mcore_ckpt.io.files import new_folder, sync_folders
+from mcore_ckpt.models.accounting import COPIES, IGNORED, LeftOut, account, matching, of_states, together
+from mcore_ckpt.models.architecture import HfModel, read_config
+from mcore_ckpt.models.config_fields import HfConfig
+from mcore_ckpt.models.quantization import quantization_of
+from mcore_ckpt.models.reconcile import reconcile, with_tokens
+from mcore_ckpt.models.registry import model_from_config
+from mcore_ckpt.models.stated_facts import IN_CONFIG, check_rows, other_facts
+from mcore_ckpt.models.table import MCORE_EMBEDDING
+from mcore_ckpt.ranks.rounds import Agreement, Record, decide, same_everywhere
+from mcore_ckpt.sharding.placement import share_of
+from mcore_ckpt.sharding.plan import PARAM
+from mcore_ckpt.sharding.synonyms import found_as
+from mcore_ckpt.steps import commit, leftovers
+from mcore_ckpt.steps.new_folder import Replaceable, check_may_replace, check_space, mode_as, put_in_place
+from mcore_ckpt.steps.read_lock import reading
+from mcore_ckpt.tools.convert.merge_adapters import (
+    AdapterMerge,
+    Adapters,
+    adapter_settings,
+    adapters_in,
+    has_base,
+    plan_with_adapters,
+)
+from mcore_ckpt.tools.convert.merge_plan import plan_model
+from mcore_ckpt.tools.examine.compare import Weights
+from mcore_ckpt.tools.examine.find import Backend, FoundCheckpoint, facts_of_checkpoint, find_checkpoint, open_reader
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class MergeRequest:
+    """The arguments of a merge.
+
+    Attributes:
+        source: the folder of a role, of a step, or of all steps (to take the newest complete one).
+        target: the folder to make; it may exist if it is empty.
+        step: the step to take from a folder of all steps; None for the newest.
+        role: the role to take from a step; None if the step has only one.
+        backend: "fsdp" for FSDP shards, "megatron" for every other kind of checkpoint.
+        hf_model_path: the folder with the configuration and the tokenizer, or the name of a model on the hub that has
+            them; None to use those of the checkpoint.
+        dtype: the dtype of floating tensors in the new files. None keeps the saved dtype; if only the optimizer's main
+            parameters were saved, None means the dtype that `config.json` states.
+        max_shard_bytes: the size limit of the tensors in one file, in bytes.
+        allow_nan: True if weights may be NaN.
+        tied: True if the output layer shares its weights with the embeddings; None to follow `config.json` and the
+            tensors.
+        value: True if the model has a value head; None to follow `config.json` and the tensors.
+        ignore: regular expressions; the checkpoint's tensors whose whole name matches one are left out.
+        fp8_blocks: True to quantize linear layers to float8 with a scale for each block.
+        adapters: what becomes of LoRA adapters. "merge": they are merged into the weights; if the checkpoint has only
+            adapters, into those of the base model in `hf_model_path`. "beside": the weights are written as they are,
+            and the adapters into the folder `lora_adapter` in the target, in PEFT's form. "only": the target is an
+            adapter in PEFT's form. None: "merge", but "beside" for FSDP shards with weights, as verl's merger does.
+        lora_alpha: the alpha of the adapters, whatever the checkpoint says; None to take what it says.
+    """
+
+    source: Path
+    target: Path
+    step: int | None = None
+    role: str | None = None
+    backend: Backend = "megatron"
+    hf_model_path: str | Path | None = None
+    dtype: torch.dtype | None = None
+    max_shard_bytes: int = MAX_SHARD_BYTES
+    allow_nan: bool = False
+    tied: bool | None = None
+    value: bool | None = None
+    ignore: tuple[str, ...] = ()
+    fp8_blocks: bool = False
+    adapters: Adapters | None = None
+    lora_alpha: float | None = None
+    force: bool = False
+
+
+@dataclass(frozen=True)
+class MergeReport:
+    """The report of a merge.
+
+    Attributes:
+        source: the folder of the checkpoint.
+        target: the folder of the new model.
+        model: a description of the model.
+        dtype: the dtype of most elements.
+        files: the number of weight files.
+        nbytes: the size of all weights in bytes.
+        has_mtp: True if the model has weights of multi-token prediction.
+        adapters: what has become of LoRA adapters: "merge", "beside" or "only"; None if the checkpoint has none.
+        left_out: what the new model does not have of the checkpoint, by reason.
+        other_model: what `config.json` makes transformers compute otherwise than the model that was trained, by field.
+        seconds: how long the merge took.
+    """
+
+    source: Path
+    target: Path
+    model: str
+    dtype: torch.dtype
+    files: int
+    nbytes: int
+    has_mtp: bool
+    seconds: float = field(compare=False)
+    adapters: Adapters | None = None
+    left_out: tuple[LeftOut, ...] = ()
+    other_model: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class MergeJob:
+    """A planned merge: everything that is known before a byte is written.
+
+    Attributes:
+        reader: the reader of the checkpoint.
+        where: the folder of the checkpoint.
+        config_dir: the folder with the configuration and the tokenizer.
+        model: the model that the checkpoint holds.
+        plan: the files to write; of the adapter, if only that is written.
+        adapters: what becomes of LoRA adapters; None if the checkpoint has none.
+        adapter: the folder of the adapter to write.
+        left_out: what is not written of the checkpoint, by reason.
+        other_model: what `config.json` makes transformers compute otherwise than the model that was trained, by field.
+    """
+
+    reader: CheckpointReader
+    where: Path
+    config_dir: Path
+    model: HfModel
+    plan: ExportPlan
+    adapters: Adapters | None = None
+    adapter: AdapterFolder | None = None
+    left_out: tuple[LeftOut, ...] = ()
+    other_model: tuple[str, ...] = ()
+
+    def weights(self) -> Weights:
+        """Returns the tensors of the model that the merge would write, for `compare`."""
+        tensors = {tensor.name: tensor for file in self.plan.files for tensor in file.tensors}
+        return Weights(self.where, self.reader, tensors)
+
+    def described(self) -> Record:
+        """Returns the part of the plan that all ranks compare, because each of them writes some of the files."""
+        return {"source": str(self.where), "files": [[file.name, file.nbytes] for file in self.plan.files]}
+
+
+def merge(
+    request: MergeRequest, progress: Progress = lambda done, total: None, agreement: Agreement | None = None
+) -> MergeReport:
+    """Merges a checkpoint into the folder of a HuggingFace model.
+
+    It checks everything that it can check before it writes a byte. The folder appears when all files in it are written
+    and durable. Memory use does not grow with the size of the model.
+
+    Args:
+        request: the checkpoint, the new folder and the options.
+        progress: called with the number of bytes that this rank has written, and the number that it will write.
+        agreement: connects this rank with the other ranks that share the work; None for a single process.
+
+    Returns:
+        The report, which is the same on all ranks except for `seconds`.
+
+    Raises:
+        InvalidArgumentError: the target has files and may not be replaced, or the request contradicts itself.
+        CheckpointError: the checkpoint is damaged, is not what `config.json` describes, or has NaN, or the model cannot
+            be written. All ranks raise it, and the target is as it was.
+
+    Example:
+        >>> merge(MergeRequest(Path("ckpt/global_steps_100/actor"), Path("model")))  # doctest: +SKIP
+    """
+    started = time.monotonic()
+    target = request.target.resolve()
+    check_may_replace(target, _replaceable(request))
+    found = find(request)
+    request = _with_local_config(request, agreement)
+    with reading([found.path]):  # a trainer that still runs could delete the step
+        return _merge(request, found, target, progress, agreement, started)
+
+
+def _with_local_config(request: MergeRequest, agreement: Agreement | None) -> MergeRequest:
+    """Downloads the configuration and the tokenizer if they are on the hub, on one rank of each node."""
+    name = request.hf_model_path
+    if name is None or agreement is None:
+        return request  # `prepare` downloads for a single process
+    return replace(request, hf_model_path=find_folder_together(agreement, name, "assets"))
+
+
+def _merge(
+    request: MergeRequest,
+    found: FoundCheckpoint,
+    target: Path,
+    progress: Progress,
+    agreement: Agreement | None,
+    started: float,
+) -> MergeReport:
+    ranks = agreement.world_size if agreement is not None else 1
+    attempt, job = _open(agreement, request, found, target, ranks)
+    staging = file_names.staging_dir(target, attempt)
+    numbers = share_of([file.nbytes for file in job.plan.files], agreement.rank if agreement is not None else 0, ranks)
+    total = sum(job.plan.files[number].nbytes for number in numbers)
+    done = [0]
+
+    def wrote(nbytes: int) -> None:
+        done[0] = min(total, done[0] + nbytes)
+        progress(done[0], total)
+
+    def work() -> Record:
+        if not staging.is_dir():
+            raise CommitError(
+                f"{staging}: rank 0 made this folder, but this rank cannot see it: give all ranks the same file system"
+            )
+        files = write_weights(job.plan, numbers, job.reader, staging, wrote, allow_nan=request.allow_nan)
+        if agreement is None or agreement.is_coordinator:
+            files += _write_adapter_beside(job, staging, request.allow_nan)
+        return {"files": [[file.path, file.kind, file.size, file.crc32] for file in files]}
+
+    def combine(records: Sequence[Record]) -> Record:
+        commit.check_files(
+            staging, ((rank, WrittenFile(*file)) for rank, record in enumerate(records) for file in record["files"])
+        )
+        _write_others(job, staging)
+        sync_folders(staging)
+        return {}
+
+    def act() -> None:
+        _publish(staging, target, attempt, _replaceable(request))
+
+    try:
+        _decide(agreement, f"merge into {target}", work, combine, act)
+    except BaseException:
+        # After the rename there is nothing to remove, because the staging folder has become the target.
+        if agreement is None or agreement.is_coordinator:
+            shutil.rmtree(staging, ignore_errors=True)
+        raise
+    return MergeReport(
+        source=job.where,
+        target=target,
+        model=job.model.describe(),
+        dtype=job.plan.dtype,
+        files=len(job.plan.files),
+        nbytes=job.plan.nbytes,
+        has_mtp=job.plan.has_mtp,
+        seconds=time.monotonic() - started,
+        adapters=job.adapters,
+        left_out=job.left_out,
+        other_model=job.other_model,
+    )
+
+
+def _write_adapter_beside(job: MergeJob, staging: Path, allow_nan: bool) -> list[WrittenFile]:
+    if job.adapters != "beside" or job.adapter is None:
+        return []
+    folder = staging / file_names.MERGED_ADAPTER_DIR
+    new_folder(folder)
+    files = write_adapter_folder(job.adapter, job.reader, folder, allow_nan=allow_nan)
+    return [replace(file, path=f"{folder.name}/{file.path}") for file in files]
+
+
+def _write_others(job: MergeJob, staging: Path) -> None:
+    """Writes what belongs to the weights: configuration, tokenizer, index."""
+    if job.adapters == "only" and job.adapter is not None:
+        write_adapter_config(job.adapter, staging)
+        return
+    write_index(job.plan, staging)
+    copy_side_files(job.config_dir, staging, without=(CONFIG_FILE,), quantized=_is_quantized_as_before(job))
+    write_config(staging, job.model, job.plan.dtype, job.plan.has_mtp, job.plan.quantization)
+
+
+def _is_quantized_as_before(job: MergeJob) -> bool:
+    before = quantization_of(read_config(job.config_dir))
+    return before is not None and (job.plan.quantization or {}).get("quant_method") == before.method
+
+
+def _open(
+    agreement: Agreement | None, request: MergeRequest, found: FoundCheckpoint, target: Path, ranks: int
+) -> tuple[str, MergeJob]:
+    """Plans the merge, checks that all ranks have the same plan, and makes the staging folder."""
+    jobs: list[MergeJob] = []
+    attempt = commit.new_attempt()
+
+    def work() -> Record:
+        try:
+            jobs.append(_with_side_files(prepare(request, found, ranks), target))
+        except UnknownTensorsError as error:
+            raise CheckpointMismatchError(f"{error}, or leave out these tensors with --ignore") from error
+        return jobs[0].described()
+
+    def combine(records: Sequence[Record]) -> Record:
+        same_everywhere(records, "the files to write", CommitError)
+        leftovers.remove_leftovers_beside(target)
+        check_space(target, (file.nbytes for file in jobs[0].plan.files))
+        commit.open_staging(target, attempt, mode_as(found.path))
+        return {"attempt": attempt}
+
+    try:
+        outcome = _decide(agreement, f"merge into {target}", work, combine)
+    except BaseException:
+        shutil.rmtree(file_names.staging_dir(target, attempt), ignore_errors=True)
+        raise
+    return outcome["attempt"], jobs[0]
+
+
+def _with_side_files(job: MergeJob, target: Path) -> MergeJob:
+    """Adds what is not copied of the files beside the weights to the report."""
+    if job.adapters == "only":
+        return job
+    found = find_side_files(job.config_dir, destination=target, quantized=_is_quantized_as_before(job))
+    return replace(job, left_out=together(job.left_out, found.left_out))
+
+
+def _decide(
+    agreement: Agreement | None,
+    topic: str,
+    work: Callable[[], Record],
+    combine: Callable[[Sequence[Record]], Record],
+    act: Callable[[], None] = lambda: None,
+) -> Record:
+    if agreement is not None:
+        return decide(agreement, topic, work, combine, CommitError, act)
+    try:
+        record = combine([work()])
+        act()
+    except OSError as error:
+        raise CommitError(f"{topic}: {error}") from error
+    return record
+
+
+# -- plan --------------------------------------------------------------------------------------------------
+
+
+def find(request: MergeRequest) -> FoundCheckpoint:
+    """Finds the checkpoint to merge. It raises the same errors as `find_checkpoint`."""
+    return find_checkpoint(request.source, request.backend, request.step, request.role)
+
+
+def prepare(request: MergeRequest, found: FoundCheckpoint, ranks: int = 1) -> MergeJob:
+    """Opens a checkpoint and plans the files to write. It does not look at the target.
+
+    Args:
+        request: the arguments of the merge.
+        found: the checkpoint.
+        ranks: the number of ranks that share the work; the plan has at least as many files.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or is not what `config.json` describes.
+    """
+    named = request.hf_model_path
+    config_dir = found.config_dir() if named is None else find_folder(named, "assets")
+    config = read_config(config_dir)
+    try:
+        reader = open_reader(found, config)
+        tensors, left_out = _weights_to_write(reader, request.ignore)
+        read = read_copied_model if found.has_hf_names else model_from_config
+        adapters = adapters_in(found, tensors)
+        if request.adapters is not None and not adapters:
+            raise CheckpointMismatchError(f"has no adapters to {request.adapters}: leave out --adapters")
+        model = _reconciled(read, config, _weights(found, config_dir, tensors), request)
+        model = _with_vocabulary(model, found, config_dir, tensors)
+        # Tensors with HuggingFace's names are copied, so nothing cuts their rows.
+        compared = other_facts if found.has_hf_names else check_rows
+        others = compared(facts_of_checkpoint(found, reader), model)
+        other_model = tuple(described([each], live=IN_CONFIG) for each in others)
+        warn_of_missing_code(config_dir, model.config)
+        dtype = request.dtype
+        # Main parameters are fp32, so they do not show the dtype of the model.
+        if dtype is None and reader.weight_kind == PARAM:
+            dtype = _configured_dtype(model.config)
+        options: ExportOptions = {
+            "dtype": dtype,
+            "max_shard_bytes": request.max_shard_bytes,
+            "least_files": ranks,
+            "blocks": Fp8Blocks.like(config) if request.fp8_blocks else None,
+        }
+        if adapters:
+            how = request.adapters or ("beside" if found.has_hf_names and has_base(found, tensors) else "merge")
+            settings = adapter_settings(found, request.lora_alpha)
+            to_merge = AdapterMerge(how, settings, config_dir, options)
+            adapted = plan_with_adapters(to_merge, found, model, reader, tensors)
+            left_out = together(left_out, adapted.left_out)
+            parts = (adapted.plan, how, adapted.adapter, left_out, other_model)
+            return MergeJob(adapted.reader, found.path, config_dir, model, *parts)
+        plan = plan_model(options, found, model, reader, tensors)
+    except (CheckpointMismatchError, UnsupportedError) as error:
+        raise type(error)(f"{found.path}, read with {config_dir / 'config.json'}: {error}") from error
+    left_out = together(left_out, plan.left_out)
+    return MergeJob(reader, found.path, config_dir, model, plan, left_out=left_out, other_model=other_model)
+
+
+def _weights(found: FoundCheckpoint, config_dir: Path, tensors: Mapping[str, TensorInfo]) -> Mapping[str, TensorInfo]:
+    """Returns the tensors without adapters; the base model's if the checkpoint has only adapters."""
+    adapters = adapters_in(found, tensors)
+    if has_base(found, tensors) or not adapters:
+        return {name: info for name, info in tensors.items() if name not in adapters}
+    try:
+        return weights_of(DequantizingReader(config_dir, read_config(config_dir), read_folder(config_dir)))
+    except CheckpointNotFoundError:
+        return {}
+
+
+def _weights_to_write(
+    reader: CheckpointReader, ignore: Sequence[str]
+) -> tuple[dict[str, TensorInfo], tuple[LeftOut, ...]]:
+    """Returns the weights of a checkpoint that are to be written, and what else it has."""
+    weights = weights_of(reader)
+    ignored, is_ignored = matching(IGNORED, ignore)
+    assert callable(is_ignored)
+    chosen = {name: info for name, info in weights.items() if not is_ignored(name)}
+
+    def without_values(names: list[str]) -> CheckpointMismatchError:
+        return CheckpointMismatchError(
+            f"has no values of {names[0]} ({len(names)} such tensors): it was saved without the model, and the "
+            "optimizer has no main parameter of a tensor that it does not step: merge a checkpoint with the model"
+        )
+
+    copies = [LeftOut(COPIES, names)] if (names := getattr(reader, "copies", ())) else []
+    left_out = account(reader.names, chosen, [(ignored, is_ignored), of_states()], without_values)
+    return chosen, together(left_out, copies)
+
+
+def _reconciled(
+    read: Callable[[HfConfig], HfModel], config: HfConfig, tensors: Mapping[str, TensorInfo], request: MergeRequest
+) -> HfModel:
+    """Describes the model, from its configuration, its tensors and the request, and checks that the three agree."""
+    model = read(config)
+    model = replace(model, ignored=(*model.ignored, *request.ignore))
+    if not model.architecture.table.layer or not tensors:
+        # Tensors of an architecture without a table are copied under their own names. There is no table to compare
+        # these names with. Of adapters alone, there are no tensors to compare.
+        return model
+    shapes = {name: info.shape for name, info in tensors.items()}
+    if model.is_tied:
+        # FSDP saves a tied tensor under the names of both modules. `fsdp_tensors` checks that the two are equal.
+        shapes.pop(model.architecture.table.hf_head, None)
+    return reconcile(model, shapes, request.tied, request.value)
+
+
+def _with_vocabulary(
+    model: HfModel, found: FoundCheckpoint, config_dir: Path, tensors: Mapping[str, TensorInfo]
+) -> HfModel:
+    """Returns the model with a row for each token of the tokenizers, of which `config.json` may know fewer.
+
+    Raises CheckpointMismatchError if the tokenizer that would be copied lacks tokens of the checkpoint's own one.
+    """
+    table = model.architecture.table
+    trained = {name: tensor.shape for name, tensor in saved_modules(tensors).items()}
+    shapes = {name: info.shape for name, info in tensors.items()} | trained
+    embedding = table.hf_embedding if table.hf_embedding in shapes else found_as(table.mcore + MCORE_EMBEDDING, shapes)
+    if embedding is None:
+        return model
+    own, copied = (
+        max(tokens_in(folder) or 0 for folder in file_names.config_dirs(found.path)),
+        tokens_in(config_dir) or 0,
+    )
+    grown = with_tokens(model, shapes[embedding][0], max(own, copied) or None)
+    if grown is not model and 0 < copied < own:
+        raise CheckpointMismatchError(
+            f"the tokenizer beside the checkpoint has {own} tokens, but the one in --hf_model_path has {copied}, so "
+            "the model would have rows without tokens: copy the checkpoint's tokenizer into that folder, or leave out "
+            "--hf_model_path"
+        )
+    return grown
+
+
+def _configured_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
+    dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), None)
+    return dtype if isinstance(dtype, torch.dtype) else None
+
+
+# -- target ------------------------------------------------------------------------------------------------
+
+
+def _replaceable(request: MergeRequest) -> Replaceable:
+    return Replaceable(request.force, "a HuggingFace model", is_hf_folder)
+
+
+def _publish(staging: Path, target: Path, attempt: str, replaceable: Replaceable) -> None:
+    try:
+        put_in_place(staging, target, attempt, replaceable)
+    except (InvalidArgumentError, OSError) as error:
+        raise CommitError(
+            f"{target}: could not be put in place: {error}. The target is as it was: empty it, or name another folder"
+        ) from error

@@ -1,0 +1,79 @@
+"""Checks that the new tensor-parallel size divides the attention heads, if their number is known."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.model_facts import Facts
+from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError
+from mcore_ckpt.io import json_fields as fields
+from mcore_ckpt.io import limits
+from mcore_ckpt.io.files import inside, read_small
+from mcore_ckpt.ranks.topology import Topology
+from mcore_ckpt.tools.convert.reshard.saved_tensors import SavedTensor
+
+# Maps each weight that tensor parallelism cuts to the heads that it is made of, and these to the fact and the field of
+# config.json that give their number.
+_HEADS = {
+    "linear_qkv.weight": {
+        "attention heads": ("num_attention_heads", "num_attention_heads"),
+        "key-value heads": ("num_query_groups", "num_key_value_heads"),
+    },
+    "mixer.in_proj.weight": {
+        "Mamba heads": ("mamba_num_heads", "mamba_num_heads"),
+        "Mamba groups": ("mamba_num_groups", "n_groups"),
+    },
+    "self_attention.in_proj.weight": {
+        "key heads": ("linear_num_key_heads", "linear_num_key_heads"),
+        "value heads": ("linear_num_value_heads", "linear_num_value_heads"),
+    },
+}
+
+
+def check_heads(
+    facts: Facts, config: Mapping[str, Any], tensors: Collection[SavedTensor], saved: Topology, new: Topology
+) -> None:
+    """Checks that the new tensor-parallel size divides the attention heads.
+
+    A size that divides the rows of a weight does not always divide its heads. megatron requires that the size divides
+    the number of attention heads, and that it divides the number of key-value heads or is a multiple of that number. In
+    linear attention, the size must divide the numbers of key heads and of value heads (TransformerConfig, 0.16.1), and
+    in a Mamba mixer those of heads and of groups (MambaMixer, 0.18).
+
+    Args:
+        facts: what the checkpoint itself says of its model.
+        config: the HuggingFace configuration, for what `facts` do not say. A number that neither has is not checked.
+        tensors: the tensors of the checkpoint.
+        saved: the saved layout.
+        new: the new layout.
+
+    Raises:
+        CheckpointMismatchError: the heads cannot be divided.
+    """
+    if new.tp == saved.tp:
+        return
+    text = config.get("text_config")
+    config = text if isinstance(text, dict) else config
+    first = {kind: next((t for t in tensors if t.name.endswith(kind) and t.seen), None) for kind in _HEADS}
+    for kind, counted in _HEADS.items():
+        for what, (fact, field) in counted.items():
+            tensor, count = first[kind], facts.get(fact) or config.get(field)
+            if tensor is None or not isinstance(count, int) or isinstance(count, bool) or count < 1:
+                continue
+            if count % new.tp and (field != "num_key_value_heads" or new.tp % count):
+                raise CheckpointMismatchError(
+                    f"{tensor.file}: tensor {tensor.name} of shape {list(tensor.shape)}: its {count} {what} cannot be "
+                    f"divided among tp = {new.tp} ranks: choose another tensor-parallel size"
+                )
+
+
+def config_beside(role_dir: Path) -> dict[str, Any]:
+    """Reads the HuggingFace configuration beside a checkpoint. Returns an empty dict if there is none."""
+    try:
+        path = inside(role_dir, f"{file_names.HUGGINGFACE_DIR}/config.json")
+        return fields.parse(read_small(path, limits.HF_JSON_BYTES))
+    except (OSError, CheckpointCorruptError, fields.FieldError):
+        return {}  # the configuration is optional, so a missing or damaged one must not stop a reshard

@@ -1,0 +1,289 @@
+"""Lets the ranks of a job look at each other's files, locks and clocks.
+
+Rank 0 has made a trial folder. Each function is one or two rounds, and every rank calls it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from mcore_ckpt.io.files import claim_file, open_regular, write_file
+from mcore_ckpt.ranks.rounds import Agreement, Record, decide
+from mcore_ckpt.tools.examine.doctor.findings import Finding, Severity, fine
+from mcore_ckpt.tools.examine.doctor.probes import CLOCK_S, FLOCK
+
+ONE = "one file system"
+DELAY = "delay between hosts"
+FLOCK_BETWEEN = f"{FLOCK} between hosts"
+EXCLUSIVE_BETWEEN = "exclusive creation between hosts"
+CLOCKS = "clocks"
+
+# How long a rank looks for another rank's file. A network file system may show it only after some seconds.
+_LOOK_S = 10.0
+_PAUSE_S = 0.02
+# Files that are seen later than this are worth a word.
+_LATE_S = 1.0
+
+
+@dataclass(frozen=True)
+class View:
+    """What the ranks see of each other's files.
+
+    Attributes:
+        findings: what was found.
+        apart: the ranks that see another file system than rank 0.
+    """
+
+    findings: tuple[Finding, ...]
+    apart: frozenset[int]
+
+
+def look(agreement: Agreement, trial: Path) -> View:
+    """Every rank looks for rank 0's file, and rank 0 looks for every rank's file.
+
+    The files hold random words, so a file that only has the same name is not taken for the same file.
+    """
+    word = uuid.uuid4().hex
+
+    def make() -> Record:
+        if agreement.is_coordinator:
+            write_file(trial / "word-0", [word.encode()])
+        return {}
+
+    told = decide(agreement, "making a file for all ranks", make, lambda _: {"word": word})
+    found: list[Finding] = []
+
+    def work() -> Record:
+        if agreement.is_coordinator:
+            return {"after_s": 0.0, "problem": ""}
+        after_s = _seconds_until(trial / "word-0", told["word"].encode())
+        if after_s is None:
+            return {"after_s": None, "problem": "do not see rank 0's file"}
+        try:
+            write_file(trial / f"word-{agreement.rank}", [told["word"].encode()])
+        except OSError as error:
+            return {"after_s": after_s, "problem": f"see rank 0's file, but cannot write ({error.strerror})"}
+        return {"after_s": after_s, "problem": ""}
+
+    def combine(records: Sequence[Record]) -> Record:
+        seen: dict[int, float] = {}
+        problems = {rank: record["problem"] for rank, record in enumerate(records) if record["problem"]}
+        until = time.monotonic() + _LOOK_S
+        for rank, record in enumerate(records):
+            if rank == 0 or rank in problems:
+                continue
+            after_s = _seconds_until(trial / f"word-{rank}", word.encode(), until)
+            if after_s is None:
+                problems[rank] = "see rank 0's file, but rank 0 does not see theirs"
+            else:
+                seen[rank] = max(after_s, record["after_s"])
+        found.extend(_of_view(trial.parent, problems, seen))
+        return {"apart": sorted(problems)}
+
+    outcome = decide(agreement, "looking at the other ranks' files", work, combine, timeout_s=_waiting(agreement))
+    return View(tuple(found), frozenset(outcome["apart"]))
+
+
+def _waiting(agreement: Agreement) -> float:
+    return agreement.timeout_s + 2 * _LOOK_S
+
+
+def _seconds_until(path: Path, content: bytes, until: float | None = None) -> float | None:
+    """Returns the seconds after which a file has this content; None if it does not have it in time."""
+    begin = time.monotonic()
+    until = begin + _LOOK_S if until is None else until
+    while True:
+        with suppress(OSError):
+            descriptor = open_regular(path)
+            try:
+                if os.pread(descriptor, len(content) + 1, 0) == content:
+                    return time.monotonic() - begin
+            finally:
+                os.close(descriptor)
+        if time.monotonic() >= until:
+            return None
+        time.sleep(_PAUSE_S)
+
+
+def _of_view(root: Path, problems: Mapping[int, str], seen: Mapping[int, float]) -> Iterable[Finding]:
+    for problem, ranks in _by_value(problems).items():
+        yield Finding(
+            ONE,
+            Severity.BAD,
+            f"within {_LOOK_S:g} s, these ranks {problem} below {root}",
+            "the first save fails on all ranks",
+            "mount the same shared file system at the same path on all hosts, writable for all",
+            ranks=tuple(ranks),
+        )
+    if not problems:
+        yield fine(ONE, "all ranks see each other's files")
+    late = {rank: after_s for rank, after_s in seen.items() if after_s > _LATE_S}
+    if late:
+        slowest = max(late, key=lambda rank: late[rank])
+        yield Finding(
+            DELAY,
+            Severity.SLOW,
+            f"rank {slowest} and rank 0 see each other's new files only after {late[slowest]:.1f} s",
+            "a save fails if rank 0 does not see another rank's file at the commit",
+            "mount with shorter caching of attributes and names (NFS: actimeo, lookupcache=positive)",
+            {"seconds": late[slowest]},
+            tuple(sorted(late)),
+        )
+
+
+def contend(agreement: Agreement, trial: Path, leaders: Sequence[int]) -> list[Finding]:
+    """One rank of each host tries to get a lock that rank 0 holds, and to make a file that all try to make.
+
+    Args:
+        leaders: these ranks, rank 0 among them.
+    """
+    if len(leaders) < 2:
+        return []
+    path, held = trial / "lock", -1
+    found: list[Finding] = []
+
+    def prepare() -> Record:
+        nonlocal held
+        if agreement.is_coordinator:
+            write_file(path, [b"x"])
+            held = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            with suppress(OSError):  # then locks do not work on this host, which is a finding of its own
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return {}
+
+    def work() -> Record:
+        if agreement.rank not in leaders:
+            return {}
+        lock = "held" if agreement.is_coordinator else _try_lock(path)
+        return {"lock": lock, "made": _try_to_make(trial / "contended")}
+
+    def combine(records: Sequence[Record]) -> Record:
+        found.append(_of_locks({rank: records[rank]["lock"] for rank in leaders if rank != 0}))
+        found.append(_of_winners([rank for rank in leaders if records[rank]["made"]]))
+        return {}
+
+    try:
+        decide(agreement, "preparing a lock", prepare, lambda _: {})
+        decide(agreement, "trying locks between hosts", work, combine)
+    finally:
+        if held >= 0:
+            os.close(held)
+    return found
+
+
+def _try_lock(path: Path) -> str:
+    """Returns "seen" if rank 0's lock keeps this process from the file, "not seen" if not, and otherwise the error."""
+    try:
+        descriptor = open_regular(path)
+    except OSError as error:
+        return f"cannot open the file: {error.strerror}"
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return "seen"
+    except OSError as error:
+        return f"not supported: {error.strerror}"
+    finally:
+        os.close(descriptor)
+    return "not seen"
+
+
+def _try_to_make(path: Path) -> bool:
+    try:
+        claim_file(path, b"x")
+    except OSError:
+        return False
+    return True
+
+
+def _of_locks(by_rank: Mapping[int, str]) -> Finding:
+    others = {rank: text for rank, text in by_rank.items() if text != "seen"}
+    if not others:
+        return fine(FLOCK_BETWEEN, "a lock on one host is seen on all others")
+    texts = _by_value(others)
+    fact = "; ".join(
+        f"rank 0's lock is {text}" if text == "not seen" else f"locks are {text}" for text in sorted(texts)
+    )
+    return Finding(
+        FLOCK_BETWEEN,
+        Severity.EMULATED,
+        fact,
+        "retention can delete a step while another host reads it: that load finds a file missing, and takes another "
+        "step. It never gets wrong bytes",
+        "mount with locks that reach other hosts (NFS: local_lock=none; Lustre: flock; BeeGFS: "
+        "tuneUseGlobalFileLocks=true)",
+        ranks=tuple(sorted(others)),
+    )
+
+
+def _of_winners(winners: Sequence[int]) -> Finding:
+    if len(winners) == 1:
+        return fine(EXCLUSIVE_BETWEEN, "of all hosts that made one lock file at once, exactly one succeeded")
+    return Finding(
+        EXCLUSIVE_BETWEEN,
+        Severity.BAD,
+        f"{len(winners)} ranks have made the same lock file",
+        "two trainers could save one role at once, and delete each other's checkpoints",
+        "use another file system",
+        ranks=tuple(winners),
+    )
+
+
+def compare_clocks(agreement: Agreement, leaders: Sequence[int]) -> list[Finding]:
+    """Compares the clocks of the hosts with rank 0's.
+
+    All ranks read their clocks between two moments that rank 0 knows. So the result is as exact as this time is short.
+    """
+    if len(leaders) < 2:
+        return []
+    begin, found = 0.0, []
+
+    def start(_: Sequence[Record]) -> Record:
+        nonlocal begin
+        begin = time.time()
+        return {}
+
+    def read() -> Record:
+        return {"clock": time.time()} if agreement.rank in leaders else {}
+
+    def combine(records: Sequence[Record]) -> Record:
+        end = time.time()
+        ahead = {rank: records[rank]["clock"] - (begin + end) / 2 for rank in leaders if rank != 0}
+        found.append(_of_clocks(ahead, (end - begin) / 2))
+        return {}
+
+    decide(agreement, "comparing clocks", dict, start)
+    decide(agreement, "comparing clocks", read, combine)
+    return found
+
+
+def _of_clocks(ahead: Mapping[int, float], error_s: float) -> Finding:
+    most = max(ahead, key=lambda rank: abs(ahead[rank]))
+    values = {"most_s": abs(ahead[most]), "error_s": error_s}
+    apart = tuple(sorted(rank for rank, seconds in ahead.items() if abs(seconds) > CLOCK_S + error_s))
+    if not apart:
+        return fine(CLOCKS, f"at most {abs(ahead[most]):.1f} s from rank 0's (±{error_s:.1f} s)", **values)
+    side = "ahead of" if ahead[most] > 0 else "behind"
+    return Finding(
+        CLOCKS,
+        Severity.RISK,
+        f"rank {most}'s clock is {abs(ahead[most]):.0f} s {side} rank 0's (±{error_s:.1f} s)",
+        "dates in logs and manifests mislead people; nothing here compares the clocks of two hosts",
+        "synchronise the clocks (NTP)",
+        values,
+        apart,
+    )
+
+
+def _by_value(by_rank: Mapping[int, str]) -> dict[str, list[int]]:
+    ranks: dict[str, list[int]] = {}
+    for rank, text in by_rank.items():
+        ranks.setdefault(text, []).append(rank)
+    return ranks

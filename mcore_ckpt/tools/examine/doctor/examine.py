@@ -1,0 +1,263 @@
+"""Examines a root: one process alone, or all ranks of a job together.
+
+Each host tries the file system by one of its ranks, because what a file system can do depends on how the host has
+mounted it. Then all ranks look at each other's files. Rank 0 puts everything together.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from mcore_ckpt.errors import CheckpointError, InvalidArgumentError
+from mcore_ckpt.io.mounts import Mount, mount_of
+from mcore_ckpt.ranks.hosts import this_host
+from mcore_ckpt.ranks.rounds import Agreement, Record, decide
+from mcore_ckpt.steps.commit import remove_folder
+from mcore_ckpt.tools.examine.doctor import between_hosts, speed
+from mcore_ckpt.tools.examine.doctor.findings import Finding, Severity, fine, merged, worst
+from mcore_ckpt.tools.examine.doctor.free_room import free_bytes, free_room, of_room
+from mcore_ckpt.tools.examine.doctor.known import known_of
+from mcore_ckpt.tools.examine.doctor.probes import has_direct, try_all
+from mcore_ckpt.tools.examine.doctor.stored_replicas import stored_replicas
+from mcore_ckpt.tools.examine.doctor.trial import owner_of, trial_folder, unusable
+
+RANKS = "ranks"
+# How much longer than for anything else a rank waits while others measure their speed, in seconds.
+_MEASURING_S = 180.0
+_TOPIC = "examining the file system"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the doctor has found out about a root.
+
+    Attributes:
+        root: the folder of the steps.
+        mount: the file system of rank 0; None if the system does not tell.
+        ranks: how many ranks took part.
+        hosts: the host of each rank; only rank 0's if the ranks did not meet.
+        findings: what was found, in the order in which it was examined.
+    """
+
+    root: Path
+    mount: Mount | None
+    ranks: int
+    hosts: tuple[str, ...]
+    findings: tuple[Finding, ...]
+
+    @property
+    def is_usable(self) -> bool:
+        """True if checkpoints can be saved here."""
+        return worst(self.findings) is not Severity.BAD
+
+
+def examine(
+    root: Path,
+    agreement: Agreement,
+    megabytes: int,
+    missing: CheckpointError | None = None,
+    progress: speed.Progress = lambda done, total: None,
+) -> Report | None:
+    """Examines a root on all ranks. Every rank calls it with the same arguments.
+
+    Args:
+        root: an existing folder.
+        agreement: connects this rank with the others.
+        megabytes: the size of the files with which the speed is measured; 0 to measure only small files. It is reduced
+            if the room is small.
+        missing: why the other ranks of the job do not take part; None if they do, or if there are none.
+        progress: called while this rank measures the speed, with the number of bytes done and of all.
+
+    Returns:
+        The report on rank 0, None on the other ranks. A rank that is missing or fails is in the report.
+
+    Raises:
+        InvalidArgumentError: no rank has such a folder.
+        CheckpointError: raised on the other ranks if a rank is missing or has failed.
+    """
+    examination = _Examination(root, agreement, megabytes, progress)
+    try:
+        examination.run()
+    except InvalidArgumentError:
+        raise
+    except CheckpointError as error:
+        if not agreement.is_coordinator:
+            raise
+        examination.give_up(error)
+    if missing is not None:
+        examination.give_up(missing)
+    return examination.report() if agreement.is_coordinator else None
+
+
+class _Examination:
+    """One rank's part in the examination. On rank 0 it also collects what the others have found."""
+
+    def __init__(self, root: Path, agreement: Agreement, megabytes: int, progress: speed.Progress) -> None:
+        self._root = root
+        self._progress = progress
+        self._agreement = agreement
+        self._megabytes = megabytes
+        self._mount = _mount_of(root)
+        self._seats: Sequence[Record] = ()
+        self._trial: Path | None = None
+        self._error: OSError | None = None
+        self._own: list[Finding] | None = None
+        self._together: list[Finding] = []
+        self._by_leader: dict[int, list[Finding]] = {}
+
+    def run(self) -> None:
+        """Takes part in all rounds. Raises CheckpointError if the ranks could not finish together."""
+        with ExitStack() as stack:
+            if self._agreement.is_coordinator:
+                self._open_trial(stack)
+            told = self._meet()
+            shared = None if told["trial"] is None else self._root / told["trial"]
+            apart = frozenset[int]()
+            if shared is not None and self._agreement.world_size > 1:
+                # If rank 0 dies, the others remove its folder.
+                stack.push(lambda kind, *_: remove_folder(shared) if kind is not None else None)
+                view = between_hosts.look(self._agreement, shared)
+                self._together += view.findings
+                apart = view.apart
+            self._try(stack, told["leaders"], None if self._agreement.rank in apart else shared)
+            if shared is not None:
+                leaders = [rank for rank in told["leaders"] if rank not in apart]
+                self._together += between_hosts.contend(self._agreement, shared, leaders)
+            self._together += between_hosts.compare_clocks(self._agreement, told["leaders"])
+
+    def give_up(self, error: CheckpointError) -> None:
+        """Notes that the ranks could not finish together. This rank still examines the root alone."""
+        if self._own is None:
+            with ExitStack() as stack:
+                self._open_trial(stack)
+                self._own = self._examine_here()
+        self._by_leader = self._by_leader or {0: self._own}
+        advice = "look at the log of the rank that the message names; if it was only slow, use a larger --timeout"
+        self._together.append(
+            Finding(RANKS, Severity.BAD, str(error), "a save would fail in the same way, on all ranks", advice)
+        )
+
+    def report(self) -> Report:
+        """Puts together what was found. Only rank 0 calls it."""
+        hosts = tuple(seat["host"] for seat in self._seats) or (socket.gethostname(),)
+        findings = merged(speed.of_hosts(self._by_leader))
+        findings = [*self._ranks(), *self._together, *findings, *self._room(), *stored_replicas(self._root)]
+        return Report(self._root, self._mount, self._agreement.world_size, hosts, tuple(findings))
+
+    def _ranks(self) -> list[Finding]:
+        if len(self._seats) < 2:
+            return []
+        views = len({repr(seat["view"]) for seat in self._seats})
+        text = "which all see it through one mount" if views == 1 else f"which see it through {views} mounts or hosts"
+        return [fine(RANKS, f"{len(self._seats)} ranks, {text}; one rank for each has tried it")]
+
+    def _meet(self) -> Record:
+        """Tells all ranks the name of rank 0's trial folder and which ranks try the file system for their hosts."""
+
+        def work() -> Record:
+            return {
+                "host": socket.gethostname(),
+                "view": [this_host(), None if self._mount is None else asdict(self._mount)],
+                "exists": self._root.is_dir(),
+            }
+
+        def combine(seats: Sequence[Record]) -> Record:
+            if not any(seat["exists"] for seat in seats):
+                raise InvalidArgumentError(f"{self._root}: there is no such folder: make it first, or name another one")
+            self._seats = seats
+            leaders: dict[str, int] = {}
+            for rank, seat in enumerate(seats):
+                leaders.setdefault(repr(seat["view"]), rank)
+            missing = [rank for rank, seat in enumerate(seats) if not seat["exists"]]
+            if missing:
+                self._together.append(_missing(self._root, missing))
+            return {"trial": None if self._trial is None else self._trial.name, "leaders": sorted(leaders.values())}
+
+        return decide(self._agreement, _TOPIC, work, combine)
+
+    def _open_trial(self, stack: ExitStack) -> None:
+        self._trial, self._error = None, None
+        try:
+            self._trial = stack.enter_context(trial_folder(self._root))
+        except OSError as error:
+            self._error = error
+
+    def _examine_here(self) -> list[Finding]:
+        """Examines the root from this rank alone."""
+        findings = known_of(self._mount)
+        try:
+            if self._error is not None:
+                raise self._error
+            assert self._trial is not None, "a rank without a trial folder has an error that says why"
+            self._try_in(self._trial, findings)
+        except OSError as error:
+            findings.append(unusable(self._root, error))
+        return findings
+
+    def _try_in(self, trial: Path, findings: list[Finding]) -> None:
+        """Adds what this rank finds out in a trial folder. Raises OSError if the folder cannot be used."""
+        findings.append(owner_of(self._root, trial))
+        own = trial / f"rank-{self._agreement.rank}"
+        own.mkdir()
+        findings += try_all(own, self._mount)
+        if worst(findings) is Severity.BAD:
+            return
+        try:
+            findings += speed.measure(own, self._measured_bytes(), has_direct(findings), self._progress)
+        except (OSError, CheckpointError) as failure:
+            advice = "look at the system's log, or use another file system"
+            findings.append(Finding(speed.WRITE, Severity.BAD, f"failed: {failure}", "saves fail", advice))
+
+    def _room(self) -> list[Finding]:
+        try:
+            return [of_room(free_room(self._root))]
+        except OSError as error:
+            return [Finding("free room", Severity.BAD, f"cannot be asked for: {error}", "", "look at the file system")]
+
+    def _measured_bytes(self) -> int:
+        """Returns the size of the files to measure with: two of them take at most an eighth of the room."""
+        free = free_bytes(self._root)
+        most = self._megabytes * 10**6 if free is None else min(self._megabytes * 10**6, free // 16)
+        return most >> 20 << 20
+
+    def _try(self, stack: ExitStack, leaders: Sequence[int], shared: Path | None) -> None:
+        """Every leader tries the file system, in rank 0's folder if it sees it, and sends rank 0 what it has found."""
+
+        def work() -> Record:
+            if self._agreement.rank not in leaders:
+                return {"findings": []}
+            if not self._agreement.is_coordinator:
+                self._trial = shared
+                if shared is None:
+                    self._open_trial(stack)
+            self._own = self._examine_here()
+            return {"findings": [finding.as_record() for finding in self._own]}
+
+        def combine(records: Sequence[Record]) -> Record:
+            self._by_leader = {rank: [Finding.of(found) for found in records[rank]["findings"]] for rank in leaders}
+            return {}
+
+        timeout_s = self._agreement.timeout_s + _MEASURING_S
+        decide(self._agreement, "trying the file system", work, combine, timeout_s=timeout_s)
+
+
+def _mount_of(root: Path) -> Mount | None:
+    with suppress(OSError):
+        return mount_of(root)
+    return None
+
+
+def _missing(root: Path, ranks: Sequence[int]) -> Finding:
+    return Finding(
+        between_hosts.ONE,
+        Severity.BAD,
+        f"{os.fspath(root)} does not exist there",
+        "the first save fails on all ranks",
+        "mount the same shared file system at the same path on all hosts",
+        ranks=tuple(ranks),
+    )

@@ -1,0 +1,292 @@
+"""Measures how fast this package writes and reads durably, against plain system calls on the same bytes.
+
+The two sides take turns, and each figure is a median. So a machine or a file system that is busy with other things
+slows both sides of a ratio.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.io import _native, tuning
+from mcore_ckpt.io.files import drop_from_cache, write_file
+from mcore_ckpt.tools.examine.doctor.findings import Finding, Severity, fine
+from mcore_ckpt.tools.examine.doctor.probes import fallocate
+
+WRITE, READ, SYNC_TIME, SMALL_FILES = "speed of writing", "speed of reading", "time of a sync", "small files"
+
+FILE_SYSTEM, PROCESSORS = "file system", "processors"
+
+# Which value says how fast a host is.
+_SPEEDS = {WRITE: "bytes_per_s", READ: "bytes_per_s", SYNC_TIME: "seconds", SMALL_FILES: "files_per_s"}
+
+Progress = Callable[[int, int], None]
+
+_MEBIBYTE = 1 << 20
+_PAIRS = 5
+# No new pair begins after so many seconds.
+_ENOUGH_S = 20.0
+# A ratio below this one is called slow.
+_NEAR = 0.7
+_SLOW_SYNC_S = 0.1
+_SLOW_FILES_PER_S = 100
+_SMALL = 100
+_SYNCS = 9
+
+
+def measure(folder: Path, nbytes: int, direct: bool, progress: Progress = lambda done, total: None) -> list[Finding]:
+    """Measures the speed of a file system in an empty folder.
+
+    Args:
+        folder: where to write. Its file system should have room for twice `nbytes`.
+        nbytes: the size of the files, a multiple of 1 MiB; 0 to measure only small files.
+        direct: whether the plain system calls use O_DIRECT.
+        progress: called with the number of bytes that have been written and read, and the most that will be.
+
+    Raises OSError.
+    """
+    findings = [_sync_time(folder), _small_files(folder)]
+    if nbytes:
+        findings += _large_files(folder, nbytes, os.O_DIRECT if direct else 0, progress)
+    return findings
+
+
+def limit_of(values: Mapping[str, float]) -> str:
+    """Returns what limits writing or reading by the values of its finding: FILE_SYSTEM, PROCESSORS, or "" for neither.
+
+    Example:
+        >>> limit_of({"ratio": 0.5, "raw_bytes_per_s": 5e9, "processor_bytes_per_s": 6e9})
+        'processors'
+    """
+    if values["ratio"] >= _NEAR:
+        return FILE_SYSTEM
+    return PROCESSORS if values["raw_bytes_per_s"] > values["processor_bytes_per_s"] / 2 else ""
+
+
+def of_hosts(by_rank: Mapping[int, Sequence[Finding]]) -> dict[int, list[Finding]]:
+    """Returns the findings of several ranks, those about speed only for the slowest rank."""
+    slowest: dict[str, int] = {}
+    for rank, findings in by_rank.items():
+        for finding in findings:
+            if finding.topic in _SPEEDS:
+                other = slowest.setdefault(finding.topic, rank)
+                if _speed(finding) < _speed(_find(by_rank[other], finding.topic)):
+                    slowest[finding.topic] = rank
+    return {
+        rank: [
+            finding if len(by_rank) == 1 or finding.topic not in _SPEEDS else _with_fastest(finding, rank, by_rank)
+            for finding in findings
+            if slowest.get(finding.topic, rank) == rank
+        ]
+        for rank, findings in by_rank.items()
+    }
+
+
+def _with_fastest(finding: Finding, rank: int, by_rank: Mapping[int, Sequence[Finding]]) -> Finding:
+    others = [_speed(each) for findings in by_rank.values() for each in findings if each.topic == finding.topic]
+    times = max(others) / _speed(finding)
+    return replace(finding, fact=f"{finding.fact}, on the slowest host; the fastest is {times:.1f} times as fast")
+
+
+def _find(findings: Sequence[Finding], topic: str) -> Finding:
+    return next(finding for finding in findings if finding.topic == topic)
+
+
+def _speed(finding: Finding) -> float:
+    """Returns a number that is larger for the faster host."""
+    name = _SPEEDS[finding.topic]
+    value = finding.values.get(name, 0.0)
+    return 1 / value if name == "seconds" and value else value
+
+
+def _large_files(folder: Path, nbytes: int, flags: int, progress: Progress) -> list[Finding]:
+    source, target = (_native.HostBuffer(nbytes, threads=tuning.HOST_THREADS) for _ in range(2))
+    tile = os.urandom(_MEBIBYTE)  # random, because some file systems compress
+    data = memoryview(source)
+    for at in range(0, nbytes, _MEBIBYTE):
+        data[at : at + _MEBIBYTE] = tile
+    layout = _native.FileLayout([0], [nbytes], [-1], [], nbytes, _MEBIBYTE)
+    crcs = _native.crc32_blocks(source.address, nbytes, _MEBIBYTE)
+    crc_s = _seconds(lambda: _native.crc32_blocks(source.address, nbytes, _MEBIBYTE))
+    copy_s = _seconds(lambda: _native.copy_host([target.address], [source.address], [nbytes], 1))
+    ours, raw = folder / "ours", folder / "raw"
+
+    def write_ours() -> None:
+        job = _native.WriteJob(threads=tuning.IO_THREADS, piece_bytes=tuning.WRITE_BYTES)
+        try:
+            job.add_file(ours, layout, 0, nbytes, buffer=source)
+            job.start()
+            job.wait(0)
+            job.finish(0, b"")
+        finally:
+            job.close()
+
+    def read_ours() -> None:
+        job = _native.ReadJob(
+            [str(ours)], threads=tuning.IO_THREADS, piece_bytes=tuning.READ_BYTES, block_bytes=_MEBIBYTE
+        )
+        job.add(0, 0, nbytes, list(crcs), 0, nbytes, 1, nbytes, target.address, nbytes, owner=target)
+        try:
+            job.run()
+        except _native.DamagedBlock as error:
+            raise CheckpointError(f"{ours}: reads back other bytes than were written: {error}") from None
+
+    most = 2 * nbytes * (_PAIRS + 1)  # in one direction
+    writes = _pairs(
+        write_ours,
+        lambda: _write_raw(raw, data, flags),
+        partial(_delete, ours, raw),
+        lambda pairs: progress(2 * nbytes * pairs, 2 * most),
+    )
+    reads = _pairs(
+        read_ours,
+        lambda: _read_raw(raw, memoryview(target), flags),
+        partial(_forget, ours, raw),
+        lambda pairs: progress(most + 2 * nbytes * pairs, 2 * most),
+    )
+    cpu = nbytes / (crc_s + copy_s) * min(len(os.sched_getaffinity(0)), tuning.IO_THREADS)
+    return [_compared(WRITE, nbytes, writes, cpu), _compared(READ, nbytes, reads, cpu)]
+
+
+def _pairs(
+    ours: Callable[[], object],
+    raw: Callable[[], object],
+    before: Callable[[], object],
+    after: Callable[[int], object],
+) -> list[tuple[float, float]]:
+    """Returns the seconds of both sides, in turn. The first pair only warms up, unless it takes very long.
+
+    `before` is called before each pair, and `after` after it, with the number of pairs.
+    """
+    begin = time.monotonic()
+    times = []
+    for _ in range(_PAIRS + 1):
+        before()
+        times.append((_seconds(ours), _seconds(raw)))
+        after(len(times))
+        if time.monotonic() - begin > _ENOUGH_S:
+            break
+    return times[1:] or times
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+def _compared(topic: str, nbytes: int, times: list[tuple[float, float]], cpu: float) -> Finding:
+    ours = nbytes / statistics.median(ours for ours, _ in times)
+    raw = nbytes / statistics.median(raw for _, raw in times)
+    ratio = statistics.median(raw / ours for ours, raw in times)
+    values = {
+        "bytes_per_s": ours,
+        "raw_bytes_per_s": raw,
+        "ratio": ratio,
+        "processor_bytes_per_s": cpu,
+        "pairs": float(len(times)),
+        "file_bytes": float(nbytes),
+    }
+    fact = (
+        f"{ours / 1e6:,.0f} MB/s, {ratio:.2f} of the {raw / 1e6:,.0f} MB/s of plain system calls "
+        f"({nbytes / 1e6:.0f} MB, median of {len(times)})"
+    )
+    found = limit_of(values)
+    if found == FILE_SYSTEM:
+        return fine(topic, f"{fact}; the file system is the limit", **values)
+    cores = len(os.sched_getaffinity(0))
+    if found == PROCESSORS:
+        limit = f"the processors are the limit: {cores} cores copy and checksum at most {cpu / 1e6:,.0f} MB/s"
+        return Finding(topic, Severity.SLOW, fact, limit, "give the trainer's processes more cores", values)
+    return Finding(topic, Severity.SLOW, fact, "neither the file system nor the processors are the limit", "", values)
+
+
+def _write_raw(path: Path, data: memoryview, flags: int) -> None:
+    with _opened(path, os.O_WRONLY | os.O_CREAT | flags) as descriptor:
+        fallocate(descriptor, len(data))  # an error means only that there is less order on the disk
+
+        def write(at: int) -> None:
+            piece = data[at : at + tuning.WRITE_BYTES]
+            while piece:
+                written = os.pwrite(descriptor, piece, at)
+                piece, at = piece[written:], at + written
+
+        _in_pieces(write, len(data), tuning.WRITE_BYTES)
+        os.fdatasync(descriptor)
+
+
+def _read_raw(path: Path, target: memoryview, flags: int) -> None:
+    with _opened(path, os.O_RDONLY | flags) as descriptor:
+
+        def read(at: int) -> None:
+            piece = target[at : at + tuning.READ_BYTES]
+            while piece and (count := os.preadv(descriptor, [piece], at)):
+                piece, at = piece[count:], at + count
+
+        _in_pieces(read, len(target), tuning.READ_BYTES)
+
+
+def _in_pieces(work: Callable[[int], None], nbytes: int, piece_bytes: int) -> None:
+    with ThreadPoolExecutor(tuning.IO_THREADS) as pool:
+        for _ in pool.map(work, range(0, nbytes, piece_bytes)):
+            pass
+
+
+@contextmanager
+def _opened(path: Path, flags: int) -> Iterator[int]:
+    descriptor = os.open(path, flags | os.O_CLOEXEC, 0o664)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _delete(*paths: Path) -> None:
+    for path in paths:
+        path.unlink(missing_ok=True)
+
+
+def _forget(*paths: Path) -> None:
+    """Drops files from the page cache, so that a file system without O_DIRECT reads them again."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            drop_from_cache(descriptor, 0, 0)
+        finally:
+            os.close(descriptor)
+
+
+def _sync_time(folder: Path) -> Finding:
+    times = [_seconds(lambda at=at: write_file(folder / f"synced-{at}", [b"x" * 4096])) for at in range(_SYNCS)]  # type: ignore[misc]
+    seconds = statistics.median(times)
+    fact = f"a small file is durable after {seconds * 1e3:.1f} ms (median of {_SYNCS})"
+    if seconds > _SLOW_SYNC_S:
+        cost = f"a commit waits for a dozen or two of them, about {seconds * 20:.1f} s; `async_save` hides it"
+        return Finding(SYNC_TIME, Severity.SLOW, fact, cost, "", {"seconds": seconds})
+    return fine(SYNC_TIME, fact, seconds=seconds)
+
+
+def _small_files(folder: Path) -> Finding:
+    def make_and_delete() -> None:
+        paths = [folder / f"small-{number}" for number in range(_SMALL)]
+        for path in paths:
+            path.touch()
+        for path in paths:
+            path.stat()
+            path.unlink()
+
+    rate = _SMALL / _seconds(make_and_delete)
+    fact = f"{rate:,.0f} files made, looked up and deleted in a second"
+    if rate < _SLOW_FILES_PER_S:
+        cost = "retention and the removal of leftovers take longer, beside the training"
+        return Finding(SMALL_FILES, Severity.SLOW, fact, cost, "", {"files_per_s": rate})
+    return fine(SMALL_FILES, fact, files_per_s=rate)

@@ -1,0 +1,181 @@
+"""Finds the checkpoint at a path, whichever program wrote it, and opens its reader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.model_facts import Facts
+from mcore_ckpt.checkpoint.reading import read_manifest
+from mcore_ckpt.errors import CheckpointError, CheckpointNotFoundError, InvalidArgumentError
+from mcore_ckpt.formats.contract import CheckpointReader
+from mcore_ckpt.formats.fsdp.reader import is_fsdp, open_fsdp
+from mcore_ckpt.formats.kinds import ForeignKind, kind_of, number_of, step_folders, torch_dist_folders
+from mcore_ckpt.formats.native.reader import NativeReader
+from mcore_ckpt.formats.torch_dist.arguments import arguments_in, facts_of_arguments
+from mcore_ckpt.formats.torch_dist.files import TorchDistFiles
+from mcore_ckpt.formats.torch_dist.reader import open_torch_dist
+from mcore_ckpt.formats.verl_ranks.reader import open_verl_ranks
+from mcore_ckpt.models.config_fields import HfConfig
+from mcore_ckpt.models.mapping import hf_tensors
+from mcore_ckpt.models.reconcile import with_mtp_of
+from mcore_ckpt.models.registry import model_from_config
+from mcore_ckpt.models.stated_facts import facts_beside
+from mcore_ckpt.steps.listing import find_moved_aside, read_tracker
+from mcore_ckpt.tools.examine.select import select
+from mcore_ckpt.tools.examine.what_is import what_is
+
+Backend = Literal["megatron", "fsdp"]
+Kind = Literal["native", "fsdp"] | ForeignKind
+_ONE_STEP = ("torch_dist", "verl_ranks", "fsdp", "legacy", "huggingface", "adapter")
+
+
+@dataclass(frozen=True)
+class FoundCheckpoint:
+    """A checkpoint of one role.
+
+    Attributes:
+        path: its folder.
+        kind: the format of its files; "native" is the format of this package.
+    """
+
+    path: Path
+    kind: Kind
+
+    @property
+    def has_hf_names(self) -> bool:
+        """True if its tensors have HuggingFace's names and values, so that a merge only copies them."""
+        return self.kind == "fsdp"
+
+    def config_dir(self) -> Path:
+        """Returns the folder that holds its `config.json`. Raises CheckpointNotFoundError if there is none."""
+        found = file_names.config_dir(self.path)
+        if found is None:
+            raise CheckpointNotFoundError(
+                f"{self.path / file_names.HUGGINGFACE_DIR / 'config.json'}: missing, so the architecture of the model "
+                "is not known: name a folder that has this file with --hf_model_path"
+            )
+        return found
+
+
+def find_checkpoint(
+    path: Path, backend: Backend = "megatron", step: int | None = None, role: str | None = None
+) -> FoundCheckpoint:
+    """Finds the checkpoint of one role at a path.
+
+    Args:
+        path: the folder of a role, of a step, or of all steps. In a folder of all steps, the newest complete step of
+            this package is taken. For a checkpoint of megatron's own trainer, it is an `iter_...` folder.
+        backend: "fsdp" looks for FSDP shards, "megatron" for every other kind.
+        step: the step to take from a folder of all steps; None for the newest.
+        role: the role to take from a step; None if the step has only one.
+
+    Raises:
+        InvalidArgumentError: the step has several roles and `role` chooses none of them, the folder holds another step
+            than `step`, or it holds FSDP shards and `backend` is "megatron".
+        CheckpointNotFoundError: there is no checkpoint.
+        CheckpointCorruptError: a manifest is damaged.
+    """
+    kind: Callable[[Path], Kind | None] = kind_of if backend == "megatron" else _fsdp_kind
+    for folder in _places(path, step):
+        # A folder that is a checkpoint has folders that look like one: verl has a tree each for model and optimizer.
+        inside = [folder] if kind(folder) is not None else _folders_in(folder)
+        found = [FoundCheckpoint(each, known) for each in inside if (known := kind(each)) is not None]
+        if found:
+            return _one(path, found, role)
+    if not path.exists() and find_moved_aside(path) is None:
+        raise CheckpointNotFoundError(f"{path}{what_is(path).reason.removeprefix(':')}")
+    if backend == "fsdp":
+        raise CheckpointNotFoundError(
+            f"{path}: no FSDP shards: neither this folder nor a role's folder in it has model_world_size_*_rank_*.pt: "
+            "name the folder that has them, or leave out --backend fsdp"
+        )
+    if any(is_fsdp(each) for folder in _places(path, step) for each in (folder, *_folders_in(folder))):
+        raise InvalidArgumentError(f"{path}: holds FSDP shards: read them with --backend fsdp")
+    selection = select(path, step)
+    # Frameworks also commit roles of plain files (`steps/role_files.py`), whose manifests list no stages. Skip them.
+    models = [folder for folder in selection.role_dirs if read_manifest(folder).stages]
+    return _one(path, [FoundCheckpoint(folder, "native") for folder in models or selection.role_dirs], role)
+
+
+def open_reader(found: FoundCheckpoint, config: HfConfig) -> CheckpointReader:
+    """Opens the reader of a checkpoint of any kind.
+
+    Args:
+        found: the checkpoint.
+        config: the `config.json` of its model. It determines the shapes of global tensors, because a folder that verl
+            has written with one file per rank does not contain them.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or belongs to another model.
+    """
+    if found.kind == "native":
+        return NativeReader.open(found.path)
+    if found.kind == "fsdp":
+        return open_fsdp(found.path)
+    if found.kind == "torch_dist":
+        return open_torch_dist(found.path)
+    # Its names are not known yet. Multi-token prediction that it does not have costs nothing here.
+    model = with_mtp_of(model_from_config(config), ["mtp.layers.0."])
+    slabs = [slab for tensor in hf_tensors(model) for slab in tensor.slabs if slab.mcore]
+    return open_verl_ranks(
+        found.path,
+        {slab.mcore: slab.region.global_shape for slab in slabs},
+        {slab.mcore: tuple(section.rows for section in slab.sections) for slab in slabs if slab.sections},
+    )
+
+
+def facts_of_checkpoint(found: FoundCheckpoint, reader: CheckpointReader) -> Facts:
+    """Returns what a checkpoint says of what its model computes: itself, or else by the `config.json` that is there."""
+    return _recorded_facts(found, reader) or facts_beside(found.path)
+
+
+def _recorded_facts(found: FoundCheckpoint, reader: CheckpointReader) -> Facts:
+    if isinstance(reader, NativeReader):
+        return reader.manifest.model or {}
+    if found.kind != "torch_dist":
+        return {}
+    try:
+        return facts_of_arguments(arguments_in(TorchDistFiles(found.path, torch_dist_folders(found.path)).common))
+    except CheckpointError:
+        return {}  # the weights can be read without
+
+
+def _fsdp_kind(folder: Path) -> Kind | None:
+    return "fsdp" if is_fsdp(folder) else None
+
+
+def _places(path: Path, step: int | None) -> list[Path]:
+    """Returns the folders in which another program's checkpoint, or its roles' folders, may be: the path, or a step's.
+
+    Raises InvalidArgumentError if the path has several steps of another program, of which `step` chooses none.
+    """
+    found = what_is(path)
+    if step is not None:
+        if found.kind in _ONE_STEP:
+            raise InvalidArgumentError(f"{path}: is {found.what}, and no folder of steps: leave out --step")
+        return [path / name.format(step) for name in ("global_step_{}", "iter_{:07d}")]
+    if found.kind != "foreign root":
+        return [path]
+    steps = step_folders(path)
+    tracked = read_tracker(path)
+    chosen = [each for each in steps if tracked is not None and number_of(each.name) == tracked]
+    if chosen or len(steps) == 1:
+        return chosen or steps
+    numbers = ", ".join(each.name if (number := number_of(each.name)) is None else str(number) for each in steps)
+    raise InvalidArgumentError(f"{path}: has the steps {numbers} of another program: choose one of them with --step")
+
+
+def _folders_in(path: Path) -> list[Path]:
+    return sorted(entry for entry in path.iterdir() if entry.is_dir()) if path.is_dir() else []
+
+
+def _one(path: Path, found: list[FoundCheckpoint], role: str | None) -> FoundCheckpoint:
+    chosen = [checkpoint for checkpoint in found if role in (None, checkpoint.path.name)]
+    if len(chosen) != 1:
+        names = ", ".join(checkpoint.path.name for checkpoint in found)
+        raise InvalidArgumentError(f"{path}: has the roles {names}: choose one of them with --role")
+    return chosen[0]

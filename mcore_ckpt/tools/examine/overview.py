@@ -1,0 +1,247 @@
+"""Gathers what a page about a checkpoint shows: `mcore-ckpt inspect --html`.
+
+No tensor's bytes are read for it, except by the diff that an `Overview` may be given.
+
+The result has a column of numbers where there is one for each shard, because a checkpoint has hundreds of thousands.
+
+`cli/page/build.py` compresses the columns and puts them, with the style and a script for each section, into
+`page.html`. `geometry.js` repeats the arithmetic of `sharding/regions.py`, so that the page computes boxes only when
+they are looked at; a test compares both for every shard. Names in a checkpoint may be hostile. Compressed and in base
+64 they cannot end the element that they are in, scripts put them into text nodes only, and a policy in the page's head
+lets the browser run the page's script and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt.checkpoint.index import FileIndex
+from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest
+from mcore_ckpt.checkpoint.reading import read_index, read_manifest
+from mcore_ckpt.checkpoint.timeline import SaveTimeline, encoded_timeline
+from mcore_ckpt.io import tuning
+from mcore_ckpt.io.threads import results_of
+from mcore_ckpt.ranks.topology import RankCoordinates
+from mcore_ckpt.sharding.names import natural_order
+from mcore_ckpt.sharding.regions import Region
+from mcore_ckpt.tools.examine.diff import RoleDiff
+from mcore_ckpt.tools.examine.differences import finite_or_none
+
+# In `ShardColumns`, for a shard whose bytes are in this file, not those of another kind.
+NO_ALIAS = -1
+# The axes of a rank's coordinates, in the order in which `RoleOverview.ranks` has them.
+AXES = tuple(RankCoordinates.__dataclass_fields__)
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class ShardColumns:
+    """All shards of a checkpoint, ordered by tensor; item i of each column belongs to shard i.
+
+    Attributes:
+        tensor, file: positions in the tensors and files of the checkpoint.
+        kind, dtype, region: positions in its tables.
+        start, stop: the flat range of the region's local tensor that the shard holds, in elements.
+        offset, nbytes: where the shard's bytes are in the file.
+        same_as: the kind, as a position in its table, under which the bytes are stored; NO_ALIAS if under the own one.
+    """
+
+    tensor: tuple[int, ...]
+    file: tuple[int, ...]
+    kind: tuple[int, ...]
+    dtype: tuple[int, ...]
+    region: tuple[int, ...]
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+    offset: tuple[int, ...]
+    nbytes: tuple[int, ...]
+    same_as: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RoleOverview:
+    """One role's checkpoint.
+
+    Attributes:
+        path: its folder.
+        manifest: what its manifest says; the overview has its tensors in natural order.
+        tensors: the global names of its tensors.
+        kinds, dtypes, regions: the tables that the columns of `shards` refer to. The regions have no flat ranges.
+        shards: where each part of each tensor is.
+    """
+
+    path: Path
+    manifest: Manifest
+    tensors: tuple[str, ...]
+    kinds: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    regions: tuple[Region, ...]
+    shards: ShardColumns
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns it as JSON values."""
+        manifest = self.manifest
+        return {
+            "path": str(self.path),
+            "role": manifest.role,
+            "roles": list(manifest.roles),
+            "created": manifest.created,
+            "versions": dict(manifest.versions),
+            "contents": list(manifest.contents),
+            "topology": asdict(manifest.topology),
+            "axes": list(AXES),
+            "ranks": [list(rank.by_axis.values()) for rank in manifest.ranks],
+            "stages": [asdict(stage) for stage in manifest.stages],
+            "files": [[file.path, file.kind, file.rank, file.size] for file in manifest.files],
+            "timeline": _timeline(manifest.save_timeline),
+            "tensors": list(self.tensors),
+            "kinds": list(self.kinds),
+            "dtypes": list(self.dtypes),
+            "regions": [_region(region) for region in self.regions],
+            "shards": {name: list(column) for name, column in vars(self.shards).items()},
+        }
+
+
+@dataclass(frozen=True)
+class Overview:
+    """What a page shows: one step, its roles, and how they differ from another checkpoint if they were compared.
+
+    Attributes:
+        step: the step.
+        roles: the roles to show.
+        compared_with: the checkpoint that the roles were compared with; None if there was no comparison.
+        diffs: what differs, by the folder of each role that the other checkpoint has, too.
+        only_in_other: the roles that only the other checkpoint has.
+    """
+
+    step: int
+    roles: tuple[RoleOverview, ...]
+    compared_with: str | None = None
+    diffs: Mapping[Path, RoleDiff] = field(default_factory=dict)
+    only_in_other: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns it as JSON values."""
+        return {
+            "step": self.step,
+            "roles": [role.to_json() | {"diff": _diff(self.diffs.get(role.path))} for role in self.roles],
+            "comparedWith": self.compared_with,
+            "onlyInB": list(self.only_in_other),
+        }
+
+
+def overview_of_role(role_dir: Path, progress: Progress = lambda done, total: None) -> RoleOverview:
+    """Reads the manifest and all indexes of a role's checkpoint.
+
+    Args:
+        role_dir: the role's folder.
+        progress: called with the number of bytes of indexes that have been read, and the number of all.
+
+    Raises:
+        CheckpointNotFoundError: the folder has no manifest.
+        CheckpointCorruptError: the manifest or an index is damaged.
+
+    Example:
+        >>> overview_of_role(role_dir).tensors[0]  # doctest: +SKIP
+        'embedding.word_embeddings.weight'
+    """
+    manifest = read_manifest(role_dir)
+    indexed = [(number, file) for number, file in enumerate(manifest.files) if file.index is not None]
+    tables = _Tables(manifest)
+    read = partial(_read, role_dir)
+    sizes = [0 if file.index is None else file.index.size for _, file in indexed]
+    # A few files at a time, so that not all indexes are in memory.
+    for first in range(0, len(indexed), tuning.LOOK_THREADS):
+        last = first + tuning.LOOK_THREADS
+        for number, index in results_of(indexed[first:last], read, tuning.LOOK_THREADS):
+            tables.add(number, index)
+        progress(sum(sizes[:last]), sum(sizes))
+    return tables.overview(role_dir)
+
+
+def _read(role_dir: Path, numbered: tuple[int, FileRecord]) -> tuple[int, FileIndex]:
+    return numbered[0], read_index(role_dir, numbered[1])
+
+
+class _Tables:
+    """Collects the shards of the indexes, and gives numbers to what they have in common."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+        self._tensors = tuple(sorted(manifest.tensors, key=natural_order))
+        self._number = {name: number for number, name in enumerate(self._tensors)}
+        self._kinds: dict[str, int] = {}
+        self._dtypes: dict[str, int] = {}
+        self._regions: dict[Region, int] = {}
+        self._rows: list[tuple[int, ...]] = []
+
+    def add(self, file: int, index: FileIndex) -> None:
+        for shard in index.shards:
+            place = (shard.offset, shard.nbytes, NO_ALIAS)
+            self._add(file, shard.key.name, shard.key.kind, shard.as_stored.dtype, shard.region, place)
+        for alias in index.aliases:
+            place = (0, 0, _number_of(self._kinds, alias.same_as))
+            self._add(file, alias.key.name, alias.key.kind, alias.dtype, alias.region, place)
+
+    def _add(self, file: int, name: str, kind: str, dtype: str, region: Region, place: tuple[int, int, int]) -> None:
+        tensor = self._number.get(name)
+        if tensor is None:
+            return  # the manifest does not list it, so readers do not see it either
+        local = Region(region.global_shape, region.local_shape, region.pieces, (0, 0))
+        numbers = (_number_of(self._kinds, kind), _number_of(self._dtypes, dtype), _number_of(self._regions, local))
+        self._rows.append((tensor, file, *numbers, *region.flat, *place))
+
+    def overview(self, role_dir: Path) -> RoleOverview:
+        columns = zip(*sorted(self._rows), strict=True) if self._rows else [()] * len(ShardColumns.__dataclass_fields__)
+        return RoleOverview(
+            path=role_dir,
+            manifest=self._manifest,
+            tensors=self._tensors,
+            kinds=tuple(self._kinds),
+            dtypes=tuple(self._dtypes),
+            regions=tuple(self._regions),
+            shards=ShardColumns(*columns),
+        )
+
+
+def _number_of(table: dict[Any, int], item: Any) -> int:
+    return table.setdefault(item, len(table))
+
+
+def _region(region: Region) -> list[Any]:
+    pieces = [[list(piece.local_offset), list(piece.shape), list(piece.global_offset)] for piece in region.pieces]
+    return [list(region.global_shape), list(region.local_shape), pieces]
+
+
+def _diff(diff: RoleDiff | None) -> dict[str, Any] | None:
+    """Returns a diff as JSON values. JSON has no infinity, so infinity becomes null."""
+    if diff is None:
+        return None
+    return {
+        "with": str(diff.right),
+        "compared": diff.compared,
+        "tensors": [
+            [
+                tensor.name,
+                tensor.kind,
+                tensor.problem,
+                *tensor.sides,
+                tensor.numel,
+                tensor.differing,
+                finite_or_none(tensor.max_abs),
+                finite_or_none(tensor.max_rel),
+            ]
+            for tensor in diff.tensors
+        ],
+        "values": [[value.name, value.left, value.right] for value in diff.values],
+        "notes": list(diff.notes),
+    }
+
+
+def _timeline(timeline: SaveTimeline | None) -> dict[str, Any] | None:
+    return None if timeline is None else encoded_timeline(timeline)

@@ -1,0 +1,257 @@
+"""Lists the steps below a root with size, age and state, and whether they are here or in a remote store."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.manifest import ManifestSummary
+from mcore_ckpt.steps import choice
+from mcore_ckpt.steps.branches import StepCommit
+from mcore_ckpt.steps.choice import abandoned, last_commit, order_of
+from mcore_ckpt.steps.listing import StepStatus, list_steps, newest_steps, read_tracker
+from mcore_ckpt.steps.node_files import NodeFiles, as_in_folder
+from mcore_ckpt.steps.owner import Life
+from mcore_ckpt.steps.running_saves import RunningSave, running_saves
+from mcore_ckpt.steps.step_sizes import StepSize, size_of
+from mcore_ckpt.steps.trainer_watch import TrainerWatch
+from mcore_ckpt.steps.worth import Worth, look_at_all
+from mcore_ckpt.tools.examine.step_problems import life_of_saver
+
+if TYPE_CHECKING:
+    from mcore_ckpt.steps.remote_steps import RemoteStep, RemoteSteps
+
+State = Literal["complete", "partial", "saving", "damaged", "incomplete"]
+Place = Literal["local", "remote"]
+
+
+@dataclass(frozen=True)
+class ListedStep:
+    """One step.
+
+    Attributes:
+        step: its number.
+        path: its folder; its URL if it is only in the remote store.
+        state: "complete", "partial" (of the fast tier: other nodes have the other files), "saving" (a process that is
+            not known to be dead still writes it), "damaged" (all roles have their manifests, but files are missing or
+            cut) or "incomplete".
+        reason: why the step is not complete; empty if it is. Of a partial step, what is here.
+        roles: the committed roles, sorted.
+        declared: all roles of the step, sorted.
+        pinned: True if retention keeps it.
+        newest: True for the newest complete step of all. A partial step counts, because the nodes have all of it.
+        nbytes: the size of its files in bytes.
+        created: when it was saved (ISO 8601, UTC); empty if no role is committed.
+        places: where it is complete: "local", "remote" or both. The folder of an incomplete step is "local", too.
+        of_nodes: of a partial step, what is here of the role that lacks most.
+        saves: the saves of this step that have not committed; of a complete step only if it is the newest, or in a look
+            at the last few steps.
+        abandoned: True if the last commit did not come from it: the training has gone back to a step before it, or has
+            started anew.
+        commit: its number among all commits; None if its manifests have none.
+        run: the id of its run; None if its manifests have none.
+    """
+
+    step: int
+    path: Path | str
+    state: State
+    reason: str
+    roles: tuple[str, ...]
+    declared: tuple[str, ...]
+    pinned: bool
+    newest: bool
+    nbytes: int
+    created: str
+    places: tuple[Place, ...]
+    saves: tuple[RunningSave, ...] = ()
+    of_nodes: NodeFiles | None = None
+    abandoned: bool = False
+    commit: int | None = None
+    run: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of its folder."""
+        return self.path.name if isinstance(self.path, Path) else self.path.rpartition("/")[2]
+
+    @property
+    def counts(self) -> bool:
+        """True if all roles are committed, whether all files are here or other nodes have some."""
+        return self.state in ("complete", "partial")
+
+    def age_s(self, now: datetime.datetime) -> float | None:
+        """Returns the seconds since the step was saved; None if that is not known."""
+        try:
+            return max(0.0, (now - datetime.datetime.fromisoformat(self.created)).total_seconds())
+        except (TypeError, ValueError):
+            return None
+
+
+@dataclass(frozen=True)
+class StepList:
+    """The steps of a root.
+
+    Attributes:
+        root: the root.
+        steps: its steps, by their numbers.
+        tracker: the step that the tracker names; None if it names none.
+        last: the last commit; None if no manifest can be read.
+    """
+
+    root: Path
+    steps: tuple[ListedStep, ...]
+    tracker: int | None
+    last: StepCommit | None = None
+
+    def order_of(self, step: ListedStep) -> tuple[bool, int, int]:
+        """Returns what sorts steps by their commits, abandoned ones first, even if they are not there any more."""
+        number = step.step if step.commit is None else step.commit
+        given_up = self.last is not None and bool(step.roles) and self.last.has_given_up(number)
+        return not given_up, number, step.step
+
+
+def step_list_of(root: Path, remote: str | None = None, last: int | None = None) -> StepList:
+    """Looks at the steps below a root. Reads only manifests, and looks at names and sizes of the other files.
+
+    Args:
+        root: the folder of the steps.
+        remote: the URL of the remote store that the trainer uploads to; None to look only at the root.
+        last: how many of the newest local steps to look at; None for all.
+
+    Raises:
+        OSError: the root cannot be read.
+        RemoteError: the store does not answer.
+
+    Example:
+        >>> [step.state for step in step_list_of(Path("checkpoints")).steps]
+        []
+    """
+    found_steps = as_in_folder(root, list_steps(root) if last is None else newest_steps(root, last))
+    look_at_all(found_steps)
+    statuses = {status.step: status for status in found_steps}
+    saves: dict[int, list[RunningSave]] = {}
+    for save in running_saves(root, _to_look_into(found_steps, last)):
+        saves.setdefault(save.step, []).append(save)
+    store = None if remote is None else _remote_steps(remote, root)
+    there = {} if store is None else {step.step: step for step in store.steps()}
+    look_at_all(there.values())
+    everywhere: list[StepStatus | RemoteStep] = [*statuses.values(), *there.values()]
+    newest, given_up = _newest(everywhere), abandoned(everywhere)
+    everywhere_by = {each.step: each for each in everywhere if each.is_complete}
+    found = []
+    for number in sorted({*statuses, *saves, *there}):
+        status = statuses.get(number)
+        if status is None and number not in saves:
+            assert store is not None
+            listed = _remote_only(store, there[number], number == newest)
+            found.append(_with_commit(listed, there[number].found.values(), number in given_up))
+            continue
+        status = status or _not_made_yet(root, number)
+        is_newer = newest is None or number > newest or order_of(status) > order_of(everywhere_by[newest])
+        is_saving = _is_saving(status, saves.get(number, ()), root if is_newer else None)
+        listed = _local(status, size_of(status), tuple(saves.get(number, ())), is_saving, number == newest, there)
+        found.append(_with_commit(listed, status.says.values(), number in given_up))
+    return StepList(root, tuple(found), read_tracker(root), last_commit(everywhere))
+
+
+def _with_commit(step: ListedStep, heads: Iterable[ManifestSummary], abandoned: bool) -> ListedStep:
+    numbers = [head.commit.number for head in heads if head.commit is not None]
+    ids = [head.run.id for head in heads if head.run is not None]
+    return replace(step, abandoned=abandoned, commit=max(numbers, default=None), run=next(iter(ids), None))
+
+
+def _to_look_into(statuses: Sequence[StepStatus], last: int | None) -> list[Path]:
+    """Returns the steps in which a save may be under way.
+
+    Of thousands of steps, these are the incomplete ones, and the newest complete one, which a trainer may save again:
+    to look into the others would double the calls to a file system that may be far away.
+    """
+    newest = _newest(statuses)
+    return [status.path for status in statuses if last is not None or not status.is_complete or status.step == newest]
+
+
+def _newest(steps: Iterable[StepStatus | RemoteStep]) -> int | None:
+    last = choice.newest(list(steps))
+    return None if last is None else last.step
+
+
+def _not_made_yet(root: Path, step: int) -> StepStatus:
+    """Returns the status of a step whose staging folder is beside the place where its own folder will be."""
+    return StepStatus(step, file_names.step_dir(root, step), frozenset(), frozenset(), ())
+
+
+def _is_saving(status: StepStatus, saves: Sequence[RunningSave], root: Path | None) -> bool:
+    """True if a process that is not known to be dead is about to complete a step.
+
+    `root` is None for a step that is older than the newest complete one, whose missing roles nobody will save.
+    """
+    if status.is_claimed or status.problems:
+        return False
+    if any(save.life is not Life.DEAD for save in saves):
+        return True
+    return root is not None and life_of_saver(status, TrainerWatch(root).lives()) is not Life.DEAD
+
+
+def _local(
+    status: StepStatus,
+    size: StepSize,
+    saves: tuple[RunningSave, ...],
+    is_saving: bool,
+    is_newest: bool,
+    there: Mapping[int, RemoteStep],
+) -> ListedStep:
+    remote = there.get(status.step)
+    is_remote = remote is not None and remote.is_complete
+    state: State = "saving" if is_saving else _state(status)
+    partial = [held for held in size.of_nodes.values() if not held.is_whole] if status.is_complete else []
+    least = min(partial, key=lambda held: held.whole_nodes / held.nodes, default=None)
+    if least is not None:
+        state = "partial"
+    return ListedStep(
+        step=status.step,
+        path=status.path,
+        state=state,
+        reason=str(least or "") if status.is_complete else status.reason,
+        roles=tuple(sorted(status.committed)),
+        declared=tuple(sorted(status.declared)),
+        pinned=status.pinned,
+        newest=is_newest,
+        nbytes=size.nbytes,
+        created=size.created,
+        places=("local", "remote") if is_remote else ("local",),
+        saves=saves,
+        of_nodes=least,
+    )
+
+
+def _state(step: StepStatus | RemoteStep) -> State:
+    states: dict[Worth, State] = {Worth.WHOLE: "complete", Worth.CLAIMED: "damaged", Worth.PARTIAL: "incomplete"}
+    return states[step.worth]
+
+
+def _remote_steps(url: str, root: Path) -> RemoteSteps:
+    # fsspec and what it imports take as long as all the rest of a list without a remote store.
+    from mcore_ckpt.io.store import Store
+    from mcore_ckpt.steps.remote_steps import RemoteSteps
+
+    return RemoteSteps(Store(url), root)
+
+
+def _remote_only(store: RemoteSteps, step: RemoteStep, is_newest: bool) -> ListedStep:
+    return ListedStep(
+        step=step.step,
+        path=store.store.url_of(file_names.step_name(step.step)),
+        state=_state(step),
+        reason="" if step.is_complete else step.reason,
+        roles=tuple(sorted(step.committed)),
+        declared=tuple(sorted(step.declared)),
+        pinned=step.pinned,
+        newest=is_newest,
+        nbytes=sum(role.nbytes for role in step.found.values()),
+        created=max((role.created for role in step.found.values()), default=""),
+        places=("remote",),
+    )

@@ -1,0 +1,298 @@
+"""Describes one tensor of a checkpoint: statistics of its values, and which rank's file holds which part.
+
+Values are read once each, in the order in which they are stored, in batches of 16 MiB. Statistics need no order, so
+nothing is put together. Mean and deviation of batches are merged without cancellation. Of what tensor-parallel ranks
+hold alike, the first one's copy counts.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from mcore_ckpt.checkpoint.dtypes import torch_dtype
+from mcore_ckpt.errors import CheckpointCorruptError, InvalidArgumentError
+from mcore_ckpt.formats.native.reader import NativeReader
+from mcore_ckpt.ranks.topology import RankCoordinates
+from mcore_ckpt.sharding.overlap import Rows
+from mcore_ckpt.sharding.plan import OPAQUE, PARAM, ReadRange, ShardKey, StoredShard, plan_reads
+from mcore_ckpt.sharding.regions import Box, Region
+from mcore_ckpt.sharding.synonyms import found_as
+from mcore_ckpt.steps.read_lock import reading
+from mcore_ckpt.tools.examine.contents import keys_of, shards_of
+
+# How many bytes of a tensor are in memory at a time. Their fp64 copies need a few times as much.
+_BATCH_BYTES = 16 << 20
+_SUGGESTED = 3
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Values:
+    """Statistics of a tensor's elements. All but the counts are of the finite elements; None if there are none.
+
+    Attributes:
+        count: the number of elements.
+        zeros, nans, infs: how many of them are 0, NaN, and infinite.
+        minimum, maximum, mean: the smallest and the largest element, and the mean.
+        std: the standard deviation of all elements (with `count`, not `count - 1`).
+        norm: the square root of the sum of squares.
+    """
+
+    count: int
+    zeros: int
+    nans: int
+    infs: int
+    minimum: float | None
+    maximum: float | None
+    mean: float | None
+    std: float | None
+    norm: float | None
+
+
+@dataclass(frozen=True)
+class StoredPart:
+    """A part of a tensor in one file.
+
+    Attributes:
+        rank: the world rank that wrote the file.
+        coordinates: where this rank stood.
+        file: the file's path below the role's folder.
+        offset, nbytes: where the part is in the file.
+        region: which part it is.
+    """
+
+    rank: int
+    coordinates: RankCoordinates
+    file: str
+    offset: int
+    nbytes: int
+    region: Region
+
+    @property
+    def boxes(self) -> list[Box]:
+        """The boxes of the global tensor that the part consists of."""
+        return [box for _, box in self.region.boxes()]
+
+
+@dataclass(frozen=True)
+class KindDetails:
+    """One kind of a tensor: the model's weights, or one kind of optimizer state.
+
+    Attributes:
+        kind: "model", "opaque", "param", "exp_avg", ...
+        dtype: the dtype of the values, without "torch.".
+        shape: the global shape.
+        same_as: the kind that has the bytes, if this one has none of its own (fp32 training); None otherwise.
+        values: the statistics; None of opaque bytes, and of a kind that is the same as another.
+        parts: where the parts are. Tensor-parallel ranks that hold the same part each have it in their file.
+    """
+
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+    same_as: str | None
+    values: Values | None
+    parts: tuple[StoredPart, ...]
+
+
+@dataclass(frozen=True)
+class TensorDetails:
+    """One tensor of a checkpoint, with all kinds that are stored."""
+
+    name: str
+    kinds: tuple[KindDetails, ...]
+
+
+def describe_tensor(role_dir: Path, name: str, progress: Progress = lambda done, total: None) -> TensorDetails:
+    """Reads one tensor, with its optimizer state, and describes it. The CRC of each block is checked.
+
+    The memory does not grow with the tensor.
+
+    Args:
+        role_dir: the folder of a committed role.
+        name: the tensor's global name, or a synonym of it.
+        progress: called with the number of bytes that have been read, and the number to read.
+
+    Raises:
+        InvalidArgumentError: the checkpoint has no such tensor. The message names the closest ones.
+        CheckpointCorruptError: the manifest, an index or a block is damaged, or elements are in no file.
+
+    Example:
+        >>> describe_tensor(role_dir, "decoder.final_layernorm.weight").kinds[0].values.nans  # doctest: +SKIP
+        0
+    """
+    with reading([role_dir]):  # a trainer that still runs could delete the step
+        reader = NativeReader.open(role_dir)
+        found = found_as(name, reader.names)
+        if found is None:
+            raise InvalidArgumentError(f"{role_dir}: has no tensor {name!r}{_closest(name, reader.names)}")
+        return _describe(reader, found, progress)
+
+
+def has_tensor(role_dir: Path, name: str) -> bool:
+    """Returns True if a committed role has a tensor of this name, or of a synonym."""
+    return found_as(name, NativeReader.open(role_dir).names) is not None
+
+
+def _closest(name: str, names: Iterable[str]) -> str:
+    known = list(names)
+    inside = [each for each in known if name in each]
+    close = inside or difflib.get_close_matches(name, known, _SUGGESTED, cutoff=0.5)
+    if not close:
+        return ": list all with --tensors"
+    more = f" and {len(close) - _SUGGESTED} more" if len(close) > _SUGGESTED else ""
+    return f": the closest are {', '.join(close[:_SUGGESTED])}{more}"
+
+
+def _describe(reader: NativeReader, name: str, progress: Progress) -> TensorDetails:
+    shards = {key: shards_of(reader, key) for key in keys_of(reader, name)}
+    aliases = {key for key in shards if key.kind == PARAM and reader.is_alias(key)}
+    total = sum(
+        _numel(found) * torch_dtype(found[0].dtype).itemsize
+        for key, found in shards.items()
+        if key.kind != OPAQUE and key not in aliases
+    )
+    done = 0
+
+    def count(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        progress(done, total)
+
+    kinds = []
+    for key, found in shards.items():
+        is_alias = key in aliases
+        values = None if is_alias or key.kind == OPAQUE else _values(reader, key, found, count)
+        parts = tuple(_part(reader, shard) for shard in found)
+        same_as = found[0].key.kind if is_alias else None
+        kinds.append(KindDetails(key.kind, found[0].dtype, found[0].region.global_shape, same_as, values, parts))
+    return TensorDetails(name, tuple(kinds))
+
+
+def _numel(shards: Sequence[StoredShard]) -> int:
+    """Returns the number of elements of a tensor, or of all shards if these belong to others as a whole."""
+    if shards[0].beside is not None:
+        return sum(shard.region.numel for shard in shards)
+    return math.prod(shards[0].region.global_shape)
+
+
+def _part(reader: NativeReader, shard: StoredShard) -> StoredPart:
+    rank = reader.file(shard.file).rank
+    return StoredPart(rank, reader.manifest.ranks[rank], shard.file, shard.offset, shard.nbytes, shard.region)
+
+
+# -- statistics --------------------------------------------------------------------------------------------
+
+
+def _values(
+    reader: NativeReader, key: ShardKey, shards: Sequence[StoredShard], progress: Callable[[int], None]
+) -> Values:
+    dtype = torch_dtype(shards[0].dtype)
+    memory = torch.empty(min(_numel(shards), max(1, _BATCH_BYTES // dtype.itemsize)), dtype=dtype)
+    found = _Sums()
+    for batch in _batches(_reads(reader, key, shards), len(memory)):
+        reader.read([(read, memory) for read in batch])
+        numel = sum(read.rows.numel for read in batch)
+        found.add(memory[:numel])
+        progress(numel * dtype.itemsize)
+    return found.values()
+
+
+def _reads(reader: NativeReader, key: ShardKey, shards: Sequence[StoredShard]) -> Sequence[ReadRange]:
+    """Returns ranges in which each element is once, although several tensor-parallel ranks may have stored it."""
+    if shards[0].beside is not None:
+        return [ReadRange.whole(shard) for shard in shards]
+    plan = plan_reads(Region.whole(shards[0].region.global_shape), shards)
+    if plan.missing:
+        raise CheckpointCorruptError(f"{reader.place}: tensor {key}: {plan.missing} elements are in none of its files")
+    return plan.reads
+
+
+def _batches(reads: Iterable[ReadRange], most: int) -> Iterator[list[ReadRange]]:
+    """Groups ranges so that those of a group fit into `most` elements, one after the other."""
+    batch, used = list[ReadRange](), 0
+    for read in reads:
+        for rows in _pieces(read.rows, most):
+            if used + rows.numel > most:
+                yield batch
+                batch, used = [], 0
+            batch.append(ReadRange(read.stored, rows._replace(destination=used)))
+            used += rows.numel
+    if batch:
+        yield batch
+
+
+def _pieces(rows: Rows, most: int) -> Iterator[Rows]:
+    """Cuts rows into pieces of at most `most` elements, which need not be as far apart as in the tensor."""
+    if rows.numel == 0:
+        return
+    if rows.source_stride == rows.row or rows.rows == 1:
+        rows = Rows(rows.start, 0, rows.numel)
+    if rows.rows == 1 or rows.row > most:
+        for number in range(rows.rows):
+            start = rows.start + number * rows.source_stride
+            yield from (Rows(start + at, 0, min(most, rows.row - at)) for at in range(0, rows.row, most))
+        return
+    many = most // rows.row
+    for first in range(0, rows.rows, many):
+        count = min(many, rows.rows - first)
+        yield Rows(rows.start + first * rows.source_stride, 0, rows.row, count, rows.source_stride, rows.row)
+
+
+class _Sums:
+    """Collects statistics from batches of elements."""
+
+    def __init__(self) -> None:
+        self._count = self._zeros = self._nans = self._infs = 0
+        self._minimum, self._maximum = math.inf, -math.inf
+        self._finite, self._mean, self._squares, self._norm = 0, 0.0, 0.0, 0.0
+
+    def add(self, elements: torch.Tensor) -> None:
+        """Adds the elements of a flat tensor."""
+        values = elements.to(torch.float64)
+        self._count += len(values)
+        self._zeros += len(values) - int(values.count_nonzero())
+        # A sum is finite only if all of its terms are, and most tensors have no others.
+        if not math.isfinite(float(values.sum())):
+            nans = values.isnan()
+            self._nans += int(nans.sum())
+            finite = values.isfinite()
+            self._infs += int((~finite).sum()) - int(nans.sum())
+            values = values[finite]
+        if not len(values):
+            return
+        low, high = values.aminmax()
+        self._minimum, self._maximum = min(self._minimum, float(low)), max(self._maximum, float(high))
+        self._norm = math.hypot(self._norm, float(torch.linalg.vector_norm(values)))
+        self._merge(len(values), *map(float, torch.var_mean(values, correction=0)))
+
+    def _merge(self, count: int, variance: float, mean: float) -> None:
+        """Merges mean and sum of squared distances from it without cancellation (Chan, Golub and LeVeque)."""
+        all_of = self._finite + count
+        apart = mean - self._mean
+        self._squares += variance * count + apart * apart * self._finite * count / all_of
+        self._mean += apart * count / all_of
+        self._finite = all_of
+
+    def values(self) -> Values:
+        """Returns the statistics of all batches."""
+        if not self._finite:
+            return Values(self._count, self._zeros, self._nans, self._infs, None, None, None, None, None)
+        return Values(
+            self._count,
+            self._zeros,
+            self._nans,
+            self._infs,
+            self._minimum,
+            self._maximum,
+            self._mean,
+            math.sqrt(self._squares / self._finite),
+            self._norm,
+        )

@@ -1,0 +1,264 @@
+"""Watches a root from outside: what is being saved, by whom, how fast, and how long it will still take.
+
+It only reads: names, manifests, and how much of some files is written. So it may run on any host that sees the root.
+
+How far a save is follows from the holes of its files (`io/written.py`). Sizes and allocated blocks are those of the
+whole file from the first byte on, because the writer reserves the room. The total is that of the role's newest
+checkpoint, and its manifest names the files to look at, so that no folder is walked: a look at 5 steps and 2 saves is
+some 100 calls, most of them `stat`, and at most 128 files of a save are opened, however many ranks there are.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.manifest import FileRecord
+from mcore_ckpt.checkpoint.reading import read_manifest
+from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
+from mcore_ckpt.io import tuning
+from mcore_ckpt.io.threads import results_of
+from mcore_ckpt.io.written import written_bytes
+from mcore_ckpt.steps.listing import newest_complete
+from mcore_ckpt.steps.owner import Life, Owner
+from mcore_ckpt.steps.running_saves import RunningSave
+from mcore_ckpt.steps.trainer_watch import TrainerWatch
+from mcore_ckpt.tools.examine.step_list import ListedStep, step_list_of
+
+# How many files of a save a look opens. Of a save with more, these stand for all.
+_MOST_FILES = 128
+# The seconds over which the speed is measured.
+_WINDOW_S = 10.0
+
+
+@dataclass(frozen=True)
+class SaveProgress:
+    """A save that has not committed, and how far it is.
+
+    Attributes:
+        save: the save.
+        written: about how many bytes have been written.
+        total: how many bytes it will write, as many as the role's checkpoint before; None if there is none.
+        seconds: how long it has been running.
+        rate: bytes per second, lately; None if that is not known yet.
+    """
+
+    save: RunningSave
+    written: int
+    total: int | None
+    seconds: float
+    rate: float | None
+
+    @property
+    def left_s(self) -> float | None:
+        """About how many seconds of writing are left; None if that is not known."""
+        if self.total is None or not self.rate:
+            return None
+        return max(0, self.total - self.written) / self.rate
+
+    @property
+    def percent(self) -> int | None:
+        """How much is written, from 0 to 100; None if the total is not known."""
+        return None if not self.total else min(100, 100 * self.written // self.total)
+
+
+@dataclass(frozen=True)
+class Look:
+    """What one look at a root has found.
+
+    Attributes:
+        steps: the newest steps, in the order of their commits; those being saved are last.
+        saves: the saves of these steps that have not committed.
+        trainers: by role, the process that holds the trainer lock, and whether it is alive.
+        order: returns what sorts steps by their commits, as they are now.
+    """
+
+    steps: tuple[ListedStep, ...]
+    saves: tuple[SaveProgress, ...]
+    trainers: Mapping[str, tuple[Owner, Life]]
+    order: Callable[[ListedStep], tuple[bool, int, int]]
+
+    @property
+    def newest(self) -> int | None:
+        """The newest complete step; None if none of these is complete."""
+        return next((step.step for step in self.steps if step.newest and step.counts), None)
+
+
+@dataclass(frozen=True)
+class Change:
+    """What is new since the look before.
+
+    Attributes:
+        what: "there" (a step of the first look), "saving", "written" (another tenth), "committed" (a role), "complete"
+            (a step), "died" (a save's process), "ended" (a save without a commit) or "deleted" (a step).
+        step: the step.
+        role: the role; None if the change is the step's.
+        progress: the save's; None if the change is not of a save.
+    """
+
+    what: Literal["there", "saving", "written", "committed", "complete", "died", "ended", "deleted"]
+    step: ListedStep | int
+    role: str | None = None
+    progress: SaveProgress | None = None
+
+    @property
+    def number(self) -> int:
+        """The step's number."""
+        return self.step if isinstance(self.step, int) else self.step.step
+
+
+class Watch:
+    """Watches a root.
+
+    Args:
+        root: the folder of the steps.
+        last: how many of the newest steps a look shows.
+
+    Example:
+        >>> Watch(Path("checkpoints")).look().newest  # doctest: +SKIP
+        100
+    """
+
+    def __init__(self, root: Path, last: int = 5) -> None:
+        self._root = root
+        self._last = last
+        self._trainers = TrainerWatch(root)
+        self._meters: dict[Path, _Meter] = {}
+
+    def look(self) -> Look:
+        """Looks at the root. Raises OSError if it cannot be read."""
+        found = step_list_of(self._root, last=self._last)
+        steps = sorted(found.steps, key=lambda step: (bool(step.saves), found.order_of(step)))[-self._last :]
+        saves = [save for step in steps for save in step.saves]
+        self._meters = {save.staging: self._meters.get(save.staging) or _Meter(self._root, save) for save in saves}
+        progress = tuple(self._meters[save.staging].measure(save) for save in saves)
+        return Look(tuple(steps), progress, self._trainers.trainers(), found.order_of)
+
+
+class _Meter:
+    """Measures one save, look by look."""
+
+    def __init__(self, root: Path, save: RunningSave) -> None:
+        files = _files_before(root, save.role)
+        self._total = None if files is None else sum(file.size for file in files)
+        self._sample = _sample(files or ())
+        self._marks: deque[tuple[float, int]] = deque()
+
+    def measure(self, save: RunningSave) -> SaveProgress:
+        written, now = self._written(save.staging), time.monotonic()
+        self._marks.append((now, written))
+        while len(self._marks) > 2 and now - self._marks[1][0] >= _WINDOW_S:
+            self._marks.popleft()
+        seconds = max(0.0, time.time() - save.began)
+        return SaveProgress(save, written, self._total, seconds, self._rate(seconds))
+
+    def _rate(self, seconds: float) -> float | None:
+        (first, before), (last, now) = self._marks[0], self._marks[-1]
+        if last > first:
+            return (now - before) / (last - first)
+        return now / seconds if seconds > 0 and now else None
+
+    def _written(self, staging: Path) -> int:
+        sizes = results_of([staging / path for path, _ in self._sample], written_bytes, tuning.LOOK_THREADS)
+        if any(sizes):
+            # A rewritten file may be a little longer than the one before.
+            least = sum(map(min, sizes, (size for _, size in self._sample)))
+            return least * (self._total or 0) // max(1, sum(size for _, size in self._sample))
+        # There is no checkpoint before, or it is of another layout.
+        return sum(results_of(_some_files(staging), written_bytes, tuning.LOOK_THREADS))
+
+
+def _files_before(root: Path, role: str | None) -> Sequence[FileRecord] | None:
+    """Returns the files of the newest complete checkpoint of a role; None if there is none."""
+    with suppress(OSError, CheckpointNotFoundError, CheckpointCorruptError):
+        status = newest_complete(root, role)
+        role = role or (status.flat if status is not None else None)
+        if status is not None and role is not None:
+            return read_manifest(status.role_dir(role)).files
+    return None
+
+
+def _sample(files: Sequence[FileRecord]) -> list[tuple[str, int]]:
+    """Returns path and size of some of the large files, evenly chosen."""
+    least = sum(file.size for file in files) / len(files) / 10 if files else 0
+    large = [file for file in files if file.size >= least]
+    every = max(1, -(-len(large) // _MOST_FILES))
+    return [(file.path, file.size) for file in large[::every]]
+
+
+def _some_files(staging: Path) -> list[Path]:
+    return [path for path, _ in zip(_files_below(staging), range(_MOST_FILES), strict=False)]
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    for parent, _, names in os.walk(folder):
+        yield from (Path(parent, name) for name in names if name != file_names.OWNER_FILE)
+
+
+# -- changes -----------------------------------------------------------------------------------------------
+
+
+def changes(before: Look | None, after: Look) -> list[Change]:
+    """Returns what has changed between two looks; after the first one, the steps and saves that are there."""
+    found = _changes_of_saves(before, after)
+    if before is None:
+        return [*(Change("there", step) for step in after.steps if step.roles), *found]
+    known = {step.step: step for step in before.steps}
+    for step in after.steps:
+        old = known.get(step.step)
+        if old is None and known and after.order(step) < min(map(after.order, before.steps)):
+            continue  # it is shown because a newer one is gone
+        new_roles = set(step.roles) - set(old.roles if old is not None else ())
+        if old is not None and old.created != step.created:
+            new_roles |= {role for role in step.roles if _has_ended(before, after, step.step, role)}
+        found += (Change("committed", step, role) for role in sorted(new_roles))
+        if step.counts and (new_roles or old is None or not old.counts):
+            found.append(Change("complete", step))
+    there = {step.step for step in after.steps}
+    # A step that is older than all others, or comes before them because it is abandoned now, may only have made room.
+    gone = [step for step in before.steps if step.roles and step.step not in there]
+    oldest = min(map(after.order, after.steps), default=(False, -1, -1))
+    found += (Change("deleted", step.step) for step in gone if after.order(step) > oldest)
+    return found
+
+
+def _changes_of_saves(before: Look | None, after: Look) -> list[Change]:
+    old = {} if before is None else {each.save.staging: each for each in before.saves}
+    found = []
+    for now in after.saves:
+        earlier = old.get(now.save.staging)
+        step = now.save.step
+        if now.save.life is Life.DEAD:
+            if earlier is None or earlier.save.life is not Life.DEAD:
+                found.append(Change("died", step, now.save.role, now))
+        elif earlier is None:
+            found.append(Change("saving", step, now.save.role, now))
+        elif (now.percent or 0) // 10 > (earlier.percent or 0) // 10:
+            found.append(Change("written", step, now.save.role, now))
+    there = {each.save.staging for each in after.saves}
+    committed = {(step.step, role) for step in after.steps for role in step.roles}
+    for staging, ended in old.items():
+        role, step = ended.save.role, ended.save.step
+        if staging not in there and (step, role) not in committed and not (role is None and _is_complete(after, step)):
+            found.append(Change("ended", step, role, ended))
+    return found
+
+
+def _is_complete(look: Look, step: int) -> bool:
+    return any(each.step == step and each.counts for each in look.steps)
+
+
+def _has_ended(before: Look, after: Look, step: int, role: str) -> bool:
+    """True if a save of the role was there before and is gone."""
+    there = {each.save.staging for each in after.saves}
+    return any(
+        each.save.step == step and each.save.role in (None, role) and each.save.staging not in there
+        for each in before.saves
+    )

@@ -1,0 +1,284 @@
+"""Says what a path is, whichever program wrote it, and which command or which other path does what was meant.
+
+A path is judged by names, by the `metadata.json` of `torch_dist`, and by the list of what is in the model file of a
+rank, which verl and this package name alike. The only folder of steps below the path is taken by all commands, because
+nothing else can be meant. The one above it is taken only by `list` and `watch`: who names one step for `prune` does not
+mean all of them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import errno
+import os
+import re
+import stat
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.formats.kinds import FSDP_FILE, is_hf_folder, is_legacy, kind_of, names_in, number_of, step_folders
+from mcore_ckpt.io.links import broken_link
+from mcore_ckpt.steps.listing import StepStatus, find_moved_aside, is_step
+from mcore_ckpt.tools.examine.nearby import nearby_roots
+
+PathKind = Literal[
+    "root",
+    "step",
+    "role",
+    "parent",
+    "inside",
+    "foreign root",
+    "torch_dist",
+    "verl_ranks",
+    "fsdp",
+    "legacy",
+    "huggingface",
+    "adapter",
+    "hub cache",
+    "other",
+    "empty",
+    "file",
+    "unreadable",
+    "missing",
+]
+
+_HUB_CACHE = re.compile(r"models--([\w.-]+)--([\w.-]+)")
+_SAFETENSORS = {"model.safetensors", "model.safetensors.index.json"}
+
+# How many of the newest steps are looked at to see who wrote a folder of steps.
+_LOOKED_AT = 3
+_SHOWN = 3
+
+_ASK = "use an account that may read it, or ask its owner"
+
+_WORDS: dict[PathKind, str] = {
+    "root": "a folder of steps",
+    "step": "the folder of a step",
+    "role": "the folder of a role",
+    "torch_dist": "a torch_dist checkpoint of Megatron",
+    "verl_ranks": "a checkpoint with a file for each rank, as verl wrote it",
+    "fsdp": "a folder of FSDP shards",
+    "legacy": "a checkpoint in Megatron's legacy format",
+    "huggingface": "a HuggingFace model",
+    "adapter": "an adapter in PEFT's form",
+    "hub cache": "a model's folder in the hub's cache",
+    "other": "a folder without any checkpoint that this package knows",
+    "empty": "an empty folder",
+}
+
+
+@dataclass(frozen=True)
+class PathInfo:
+    """What a path is.
+
+    Attributes:
+        path: the path.
+        kind: its kind.
+        what: the same in words: "a torch_dist checkpoint of Megatron".
+        advice: which command takes it, or which other path is meant; may be empty.
+        roots: the folders of steps right above or below it.
+    """
+
+    path: Path
+    kind: PathKind
+    what: str
+    advice: str = ""
+    roots: tuple[Path, ...] = ()
+
+    def refusal(self, command: str) -> str:
+        """Returns the error message of a command that does not take this path."""
+        if self.kind in ("missing", "unreadable"):
+            return f"{self.path}: {self.what}{self._end}"
+        return f"{self.path}: is {self.what}, which `mcore-ckpt {command}` does not take{self._end}"
+
+    @property
+    def reason(self) -> str:
+        """The end of a message that says that there is no checkpoint: what the path is instead."""
+        return f": {'' if self.kind in ('missing', 'unreadable') else 'it is '}{self.what}{self._end}"
+
+    @property
+    def _end(self) -> str:
+        return f": {self.advice}" if self.advice else ""
+
+
+def what_is(path: Path) -> PathInfo:
+    """Looks at names, and at small parts of the files that tell who wrote a folder (`formats.kind_of`). Raises nothing.
+
+    Example:
+        >>> what_is(Path("/nowhere")).kind
+        'missing'
+    """
+    try:
+        is_folder = stat.S_ISDIR(os.stat(path).st_mode)
+        names = set(os.listdir(path)) if is_folder else set()
+    except PermissionError:
+        return PathInfo(path, "unreadable", *_permission(path))
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            return PathInfo(path, "unreadable", f"cannot be read: {error.strerror}")
+        return _missing(path)
+    if not is_folder:
+        return _file(path)
+    try:
+        kind = _ours(path, names) or _foreign(path, names)
+    except CheckpointError as error:
+        return PathInfo(path, "unreadable", str(error).removeprefix(f"{path}: "), _ASK)
+    if kind is None:
+        steps = step_folders(path)
+        if steps:
+            return _folder_of_steps(path, steps[: -_LOOKED_AT - 1 : -1])
+    roots = tuple(nearby_roots(path))
+    above = {*Path(os.path.abspath(path)).parents, *path.resolve().parents}
+    is_above = bool(roots) and Path(os.path.abspath(roots[0])) in above
+    if kind is not None:
+        advice = _advice(kind, path) + (f", and its steps are in {roots[0]}" if is_above else "")
+        return PathInfo(path, kind, _WORDS[kind], advice, roots if is_above else ())
+    if roots:
+        shown = ", ".join(map(str, roots[:_SHOWN]))
+        shown += f" and {len(roots) - _SHOWN} more" if len(roots) > _SHOWN else ""
+        one = f"the steps are in {shown}: name that folder"
+        advice = one if len(roots) == 1 else f"name one of its folders: {shown}"
+        what = "a folder inside a step" if is_above else "a folder above the steps"
+        return PathInfo(path, "inside" if is_above else "parent", what, advice, roots)
+    kind = "other" if names else "empty"
+    return PathInfo(path, kind, _WORDS[kind])
+
+
+def why_none(path: Path, step: int | None, statuses: Sequence[StepStatus]) -> str:
+    """Returns the end of a message that says that there is no checkpoint at a path.
+
+    Args:
+        path: the path.
+        step: the step that was asked for; None for any.
+        statuses: the steps that are there and could have been meant, the oldest first. None of them is complete.
+    """
+    if statuses:
+        return "".join(f"\n  {status.reason}" for status in reversed(statuses))
+    with suppress(OSError):
+        there = sorted(file_names.step_dirs(path), reverse=True)
+        if step is not None and there:
+            more = f" and {len(there) - _SHOWN} more" if len(there) > _SHOWN else ""
+            return f": there are the steps {', '.join(map(str, there[:_SHOWN]))}{more}"
+    return what_is(path).reason
+
+
+def _ours(path: Path, names: set[str]) -> PathKind | None:
+    if file_names.MANIFEST_FILE in names:
+        return "role"
+    if _foreign(path, names) is not None:
+        return None
+    # The names decide, so that what a crash has left of a step is looked at, and not refused.
+    for place in (Path(os.path.abspath(path)), path.resolve()):
+        if is_step(place):
+            return None if _foreign_step(path) else "step"
+        if file_names.parse_step(place.parent.name) is not None and file_names.is_role(place.name):
+            return "role"
+    return None
+
+
+def _foreign(path: Path, names: set[str]) -> PathKind | None:
+    kind = kind_of(path)
+    if kind is not None:
+        return kind
+    if any(map(FSDP_FILE.fullmatch, names)):
+        return "fsdp"
+    if is_legacy(path):
+        return "legacy"
+    if _HUB_CACHE.fullmatch(path.name) and "snapshots" in names:
+        return "hub cache"
+    if is_hf_folder(path):
+        return "huggingface" if "config.json" in names else "adapter"
+    return None
+
+
+def _foreign_step(path: Path) -> PathKind | None:
+    """Returns the kind of a step that another program wrote, in its folder or in a role's; None if it may be ours."""
+    folders = [path, *(path / name for name in sorted(names_in(path)))]
+    if any(os.path.exists(folder / file_names.MANIFEST_FILE) for folder in folders):
+        return None
+    with suppress(CheckpointError):  # what may not be read may be ours
+        return next((kind for folder in folders if (kind := _foreign(folder, names_in(folder))) is not None), None)
+    return None
+
+
+def _folder_of_steps(path: Path, steps: Sequence[Path]) -> PathInfo:
+    kinds = [_foreign_step(step) for step in steps]
+    if any(
+        kind is None and file_names.parse_step(step.name) is not None for kind, step in zip(kinds, steps, strict=True)
+    ):
+        return PathInfo(path, "root", _WORDS["root"], _advice("root", path))
+    step, kind = steps[0], kinds[0]
+    if kind is None and is_step(step):
+        name = file_names.step_name(number_of(step.name) or 0)
+        what = f"a folder of steps of this package, whose names were changed ({step.name})"
+        return PathInfo(path, "parent", what, f"rename them ({step.name} to {name}), or name one of them")
+    what = f"a folder of steps of another program ({step.name}{f': {_WORDS[kind]}' if kind else ''})"
+    advice = f"name one of them, such as {step}" + (f": {_advice(kind, step)}" if kind else "")
+    return PathInfo(path, "foreign root", what, advice)
+
+
+def _advice(kind: PathKind, path: Path) -> str:
+    model = f"`mcore-ckpt merge {path} OUT` makes a HuggingFace model of it"
+    return {
+        "root": f"`mcore-ckpt list {path}` shows its steps, and {model}",
+        "step": model,
+        "role": model,
+        "torch_dist": f"{model} (with --hf_model_path MODEL if it has no config.json)",
+        "verl_ranks": f"{model} (with --hf_model_path MODEL if it has no config.json)",
+        "fsdp": f"`mcore-ckpt merge {path} OUT --backend fsdp` makes a HuggingFace model of it",
+        "legacy": "this package does not read it: Megatron-LM itself converts it to torch_dist (ckpt-convert-format)",
+        "huggingface": f"{_conversion(path)}, and `mcore-ckpt test {path} --reference MODEL` compares it",
+        "adapter": "load_hf loads it into a model, and PEFT merges it into its base",
+        "hub cache": f"name the model, {'/'.join(match.groups())}, or a folder in {path / 'snapshots'}"
+        if (match := _HUB_CACHE.fullmatch(path.name))
+        else "",
+    }.get(kind, "")
+
+
+def _conversion(path: Path) -> str:
+    if names_in(path).isdisjoint(_SAFETENSORS):
+        return "`mcore-ckpt convert` needs its weights as model.safetensors, or as safetensors with their index"
+    return f"`mcore-ckpt convert --hf_model_path {path} --output_path OUT` makes a checkpoint of it"
+
+
+def _file(path: Path) -> PathInfo:
+    for folder in path.absolute().parents:
+        if os.path.exists(folder / file_names.MANIFEST_FILE):
+            return PathInfo(path, "file", "a file of a checkpoint", f"name the folder {folder}")
+    return PathInfo(path, "file", "a file", "name a folder")
+
+
+def _missing(path: Path) -> PathInfo:
+    link = broken_link(path)
+    if link is not None:
+        return PathInfo(path, "missing", link)
+    if find_moved_aside(path) is not None:
+        kind: PathKind = "role" if file_names.parse_step(path.name) is None else "step"
+        return PathInfo(path, kind, _WORDS[kind])
+    what = "there is no such folder"
+    above = next(folder for folder in (*path.absolute().parents, Path("/")) if os.path.lexists(folder))
+    if not above.is_dir():
+        return PathInfo(path, "missing", what, f"{above} is a file")
+    near = path.absolute().relative_to(above).parts
+    siblings = [name for name in names_in(above) if not name.startswith(".")]
+    closest = difflib.get_close_matches(near[0], siblings, 1, 0.6) if near else []
+    advice = f"the closest name is {above / closest[0]}" if closest else ""
+    return PathInfo(path, "missing", what, advice)
+
+
+def _permission(path: Path) -> tuple[str, str]:
+    closed = path.absolute()
+    for folder in (*reversed(closed.parents), closed):
+        try:
+            os.stat(folder)
+        except PermissionError:
+            closed = folder.parent
+            break
+        except OSError:
+            break
+    return f"cannot be read: permission denied by {closed}", _ASK

@@ -1,0 +1,170 @@
+"""Tells a whole bench: measures below a root, predicts the saves of a training, and compares real saves."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mcore_ckpt.errors import CheckpointError, InvalidArgumentError, NoRoomError
+from mcore_ckpt.io.mounts import Mount, mount_of
+from mcore_ckpt.io.room import Need, room_of
+from mcore_ckpt.tools.examine.doctor.trial import trial_folder, unusable
+from mcore_ckpt.tools.maintain.bench.predict import Prediction, predict
+from mcore_ckpt.tools.maintain.bench.size import SaveSize
+from mcore_ckpt.tools.maintain.bench.speeds import Speeds, alternate, free_memory, measure
+from mcore_ckpt.tools.maintain.bench.trial_saves import TrialSaves
+
+Progress = Callable[[str, int], None]
+"""Called with what is being done, and with how many bytes of it have just been saved."""
+
+_REAL_SAVES = 5
+_LEAST_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A predicted and a measured time, in seconds."""
+
+    predicted_s: float
+    measured_s: float
+
+    @property
+    def ratio(self) -> float:
+        """Predicted / measured."""
+        return self.predicted_s / self.measured_s
+
+
+@dataclass(frozen=True)
+class RealSaves:
+    """Real saves of one size, predicted and measured. The measured times are medians.
+
+    Attributes:
+        nbytes: the size of each save, of all ranks of the node together.
+        stall: of async saves.
+        async_save: until an async save is durable.
+        sync_save: of synchronous saves.
+    """
+
+    nbytes: int
+    stall: Comparison
+    async_save: Comparison
+    sync_save: Comparison
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a bench has found.
+
+    Attributes:
+        root: the folder that was measured.
+        mount: its file system; None if the system does not tell.
+        speeds: what was measured.
+        size: what the training saves; None if no model was given.
+        prediction: how long it will take; None if no model was given.
+        fitting_saves: how many such saves fit below the root; None without a model, or if the system does not tell.
+        real: the real saves that were asked for.
+    """
+
+    root: Path
+    mount: Mount | None
+    speeds: Speeds
+    size: SaveSize | None
+    prediction: Prediction | None
+    fitting_saves: int | None
+    real: tuple[RealSaves, ...]
+
+
+def bench(
+    root: Path,
+    nbytes: int,
+    ranks: int,
+    size: SaveSize | None = None,
+    real: Sequence[int] = (),
+    progress: Progress = lambda what, nbytes: None,
+) -> Report:
+    """Measures in a hidden folder below a root, which is removed at the end.
+
+    Args:
+        root: an existing folder.
+        nbytes: how many bytes a trial save has.
+        ranks: how many ranks of a node save at once.
+        size: what a training saves, to predict its saves; None predicts nothing.
+        real: sizes of real saves to compare with their predictions.
+        progress: called after each save.
+
+    Raises:
+        InvalidArgumentError: a size is too small, or larger than the memory allows.
+        NoRoomError: there is too little room below the root.
+        CheckpointError: checkpoints cannot be saved below the root.
+    """
+    for each in (nbytes, *real):
+        _check_size(each)
+    _check_room(root, 2 * max(nbytes, *real, 0))
+    try:
+        with trial_folder(root) as trial:
+            speeds = measure(trial, nbytes, ranks, lambda done: progress("measuring", done))
+            compared = tuple(_compare(trial, each, speeds, progress) for each in real)
+    except CheckpointError:
+        raise
+    except (MemoryError, RuntimeError) as error:
+        # torch raises RuntimeError where a GPU has no memory left or is broken.
+        advice = "free memory, or use a smaller --megabytes"
+        raise CheckpointError(f"{root}: measuring failed: {error}: {advice}") from error
+    except OSError as error:
+        finding = unusable(root, error)
+        raise CheckpointError(f"{root}: {finding.fact}: {finding.advice}") from error
+    return Report(
+        root=root,
+        mount=mount_of(root),
+        speeds=speeds,
+        size=size,
+        prediction=None if size is None else predict(size, speeds),
+        fitting_saves=None if size is None else _fitting(root, size),
+        real=compared,
+    )
+
+
+def saved_bytes(nbytes: int, real: Sequence[int]) -> int:
+    """Returns about how many bytes a bench saves, for a progress bar."""
+    return 16 * nbytes + sum(2 * (_REAL_SAVES + 1) * each for each in real)
+
+
+def _compare(trial: Path, nbytes: int, speeds: Speeds, progress: Progress) -> RealSaves:
+    with TrialSaves(trial / f"real-{nbytes}", nbytes, speeds.ranks) as saves:
+        predicted = predict(SaveSize.of_bytes(saves.nbytes, speeds.ranks), speeds)
+        copied, in_place = alternate(saves, _REAL_SAVES, lambda done: progress("real saves", done))
+        nbytes = saves.nbytes
+    return RealSaves(
+        nbytes,
+        Comparison(predicted.stall.seconds, statistics.median(times.stall_s for times in copied)),
+        Comparison(predicted.async_save.seconds, statistics.median(times.seconds for times in copied)),
+        Comparison(predicted.sync_save.seconds, statistics.median(times.seconds for times in in_place)),
+    )
+
+
+def _fitting(root: Path, size: SaveSize) -> int | None:
+    room = room_of(root)
+    # The sizes of the files do not matter, only that each ends within a block.
+    per_file = -(-size.total_bytes // size.files)
+    return room.times(room.taken_by(Need((per_file,) * size.files)))
+
+
+def _check_size(nbytes: int) -> None:
+    if nbytes < _LEAST_BYTES:
+        raise InvalidArgumentError(f"a save of {nbytes} bytes: use at least 1 MiB")
+    free = free_memory()
+    if free is not None and 2 * nbytes > free:
+        raise InvalidArgumentError(
+            f"a save of {nbytes / 1e9:.3g} GB needs twice as much memory, but {free / 1e9:.3g} GB are free: use a "
+            "smaller size"
+        )
+
+
+def _check_room(root: Path, nbytes: int) -> None:
+    room = room_of(root)
+    amount = room.taken_by(Need((nbytes,)))
+    limit = room.shortage(amount)
+    if limit is not None and room.is_certain:
+        raise NoRoomError(f"{root}: {limit.describe(amount)}: free space, or use smaller sizes")

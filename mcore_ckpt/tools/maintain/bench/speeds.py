@@ -1,0 +1,234 @@
+"""Measures what saves on this machine wait for: memory, disk, and what a save costs besides its bytes.
+
+The speeds of saves come from trial saves, by all ranks of a node at once. What the disk and the processors could do
+without the other comes from the doctor, which measures our writer and reader against plain system calls.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.io import _native
+from mcore_ckpt.io.mounts import mount_of
+from mcore_ckpt.tools.examine.doctor import speed
+from mcore_ckpt.tools.examine.doctor.findings import Finding, Severity
+from mcore_ckpt.tools.examine.doctor.probes import has_direct, try_all
+from mcore_ckpt.tools.maintain.bench.trial_saves import BYTES_PER_PARAMETER, SaveTimes, TrialSaves
+
+Progress = Callable[[int], None]
+"""Called with the number of bytes that have just been saved."""
+
+# How often each kind of save is made; and after how many seconds no new save begins.
+_SAVES = 7
+_ENOUGH_S = 60.0
+_FETCH_MOST_BYTES = 256 << 20
+# The processors' caches hold some hundred MB, so larger states are copied more slowly.
+_LARGER = 4
+
+
+@dataclass(frozen=True)
+class GpuSpeeds:
+    """Speeds of one GPU.
+
+    Attributes:
+        name: the GPU's name.
+        copy_bytes_per_s: the speed of copies from the GPU to pinned memory.
+        pin_bytes_per_s: how fast new host memory is made and pinned.
+    """
+
+    name: str
+    copy_bytes_per_s: float
+    pin_bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """What was measured. Speeds are in bytes per second, of all ranks of the node together unless said otherwise.
+
+    Attributes:
+        ranks: how many ranks saved at once.
+        trial_bytes: how many bytes they saved together.
+        copies: copying in host memory, to memory that has its pages: (bytes, bytes per second), the smaller size first.
+        fetch_bytes_per_s: one thread fetches new pages of host memory.
+        write_bytes_per_s: writing from images, checksums included.
+        write_in_place_bytes_per_s: writing from the tensors, checksums and the copy in the processor's cache included.
+        read_bytes_per_s: reading by one rank, checksums included.
+        raw_write_bytes_per_s: writing with plain system calls, by one rank.
+        write_limit: what limits writing: "file system", "processors", or "" if neither of the two does.
+        open_s: the time from the call of a save until its folder is there.
+        small_write_s: the time to write all files of a save that has hardly any bytes.
+        commit_s: the time to commit it.
+        sync_s: the time until a small file is durable.
+        spread: the shortest and the longest trial save that copied, divided by their median.
+        gpu: the GPU, or None if there is none.
+    """
+
+    ranks: int
+    trial_bytes: int
+    copies: tuple[tuple[int, float], ...]
+    fetch_bytes_per_s: float
+    write_bytes_per_s: float
+    write_in_place_bytes_per_s: float
+    read_bytes_per_s: float
+    raw_write_bytes_per_s: float
+    write_limit: str
+    open_s: float
+    small_write_s: float
+    commit_s: float
+    sync_s: float
+    spread: tuple[float, float] = (1.0, 1.0)
+    gpu: GpuSpeeds | None = None
+
+    def copy_bytes_per_s(self, nbytes: int) -> float:
+        """Returns how fast `nbytes` bytes are copied, between the speeds of the measured sizes by its logarithm.
+
+        Example:
+            >>> SPEEDS.copies, SPEEDS.copy_bytes_per_s(2 * 10**9)  # doctest: +SKIP
+            (((10**9, 12e9), (4 * 10**9, 8e9)), 10e9)
+        """
+        (small, fast), *_, (large, slow) = self.copies
+        if small == large:
+            return fast
+        share = math.log(nbytes / small) / math.log(large / small) if nbytes > 0 else 0.0
+        return fast + (slow - fast) * min(max(share, 0.0), 1.0)
+
+
+def measure(folder: Path, nbytes: int, ranks: int, progress: Progress = lambda nbytes: None) -> Speeds:
+    """Measures in an empty folder. Takes twice `nbytes` of room, and eight times of memory, or what is free.
+
+    Args:
+        folder: where to write.
+        nbytes: how many bytes a trial save has; at least 1 MiB.
+        ranks: how many ranks save at once.
+        progress: called after each save.
+
+    Raises:
+        NoRoomError: the files do not fit on the disk.
+        CheckpointError: checkpoints cannot be saved here.
+        OSError: the folder cannot be used.
+    """
+    found = _ask_doctor(folder, nbytes >> 20 << 20)
+    with TrialSaves(folder / "small", ranks * BYTES_PER_PARAMETER, ranks) as small:
+        small_copied, small_in_place = alternate(small, _SAVES, progress)
+    with TrialSaves(folder / "large", nbytes, ranks) as large:
+        copied, in_place = alternate(large, _SAVES, progress)
+        trial_bytes = large.nbytes
+    seconds = [times.seconds for times in copied]
+    median = statistics.median(seconds)
+    copies = (trial_bytes, trial_bytes / _median(copied, "copy_s")), _larger_copies(folder, nbytes, ranks)
+    small_write_s = _median(small_copied, "write_s")
+    return Speeds(
+        ranks=ranks,
+        trial_bytes=trial_bytes,
+        copies=copies,
+        fetch_bytes_per_s=_fetch_speed(min(nbytes, _FETCH_MOST_BYTES)),
+        write_bytes_per_s=_speed(trial_bytes, _median(copied, "write_s"), small_write_s),
+        write_in_place_bytes_per_s=_speed(
+            trial_bytes, _median(in_place, "write_s"), _median(small_in_place, "write_s")
+        ),
+        read_bytes_per_s=found[speed.READ]["bytes_per_s"],
+        raw_write_bytes_per_s=found[speed.WRITE]["raw_bytes_per_s"],
+        write_limit=speed.limit_of(found[speed.WRITE]),
+        open_s=_median([*small_copied, *small_in_place], "open_s"),
+        small_write_s=small_write_s,
+        commit_s=_median([*small_copied, *small_in_place], "commit_s"),
+        sync_s=found[speed.SYNC_TIME]["seconds"],
+        spread=(min(seconds) / median, max(seconds) / median),
+        gpu=_measure_gpu(nbytes) if torch.cuda.is_available() else None,
+    )
+
+
+def alternate(saves: TrialSaves, count: int, progress: Progress) -> tuple[list[SaveTimes], list[SaveTimes]]:
+    """Makes saves that copy and saves that write in place, in turn. The first two only warm up, unless they are slow.
+
+    Returns the times of the former and of the latter.
+    """
+    begin = time.monotonic()
+    pairs = []
+    for _ in range(count + 1):
+        pairs.append((saves.save(copied=True), saves.save(copied=False)))
+        progress(2 * saves.nbytes)
+        if time.monotonic() - begin > _ENOUGH_S:
+            break
+    counted = pairs[1:] or pairs
+    return [copied for copied, _ in counted], [in_place for _, in_place in counted]
+
+
+def free_memory() -> int | None:
+    """Returns the memory that programs can still get, in bytes; None if the system does not tell."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), None)
+
+
+def _larger_copies(folder: Path, nbytes: int, ranks: int) -> tuple[int, float]:
+    """Returns a size larger than `nbytes`, if the memory allows that, and the speed of copies of this size."""
+    free = free_memory()
+    most = _LARGER * nbytes if free is None else min(_LARGER * nbytes, free // 4)
+    with TrialSaves(folder / "larger", max(nbytes, most), ranks) as larger:
+        larger.copy()
+        # The average and not the median, because a long copy meets whatever else runs on the machine.
+        return larger.nbytes, larger.nbytes / statistics.mean(larger.copy() for _ in range(_SAVES))
+
+
+def _median(times: Sequence[SaveTimes], field: str) -> float:
+    return statistics.median(getattr(each, field) for each in times)
+
+
+def _speed(nbytes: int, seconds: float, without_bytes_s: float) -> float:
+    """Returns the speed of the bytes alone; of everything if they take the smaller part, since then they hide in it."""
+    rest = seconds - without_bytes_s
+    return nbytes / (rest if rest > seconds / 2 else seconds)
+
+
+def _ask_doctor(folder: Path, nbytes: int) -> Mapping[str, Mapping[str, float]]:
+    own = folder / "doctor"
+    own.mkdir()
+    tried = try_all(own, mount_of(own))
+    bad = next((finding for finding in tried if finding.severity is Severity.BAD), None)
+    if bad is not None:
+        raise CheckpointError(
+            f"{folder.parent}: no checkpoint can be saved here: {bad.topic}: {bad.fact}: `mcore-ckpt doctor "
+            f"{folder.parent}` says what to change"
+        )
+    return _by_topic(speed.measure(own, nbytes, has_direct(tried)))
+
+
+def _by_topic(findings: Sequence[Finding]) -> dict[str, Mapping[str, float]]:
+    return {finding.topic: finding.values for finding in findings}
+
+
+def _fetch_speed(nbytes: int) -> float:
+    buffer = _native.HostBuffer.reserve(nbytes)
+    begin = time.perf_counter()
+    buffer.fetch(0, nbytes)
+    return nbytes / (time.perf_counter() - begin)
+
+
+def _measure_gpu(nbytes: int) -> GpuSpeeds:
+    source = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+    begin = time.perf_counter()
+    buffer = _native.HostBuffer(nbytes, device=torch.cuda.current_device())
+    pin_s = time.perf_counter() - begin
+    # A copy may not go across the edge of a piece that was pinned in one call.
+    targets = torch.frombuffer(buffer, dtype=torch.uint8).split(buffer.PIN_BYTES)
+    sources = source.split(buffer.PIN_BYTES)
+    times = []
+    for _ in range(_SAVES):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for target, part in zip(targets, sources, strict=True):
+            target.copy_(part, non_blocking=True)
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - begin)
+    return GpuSpeeds(torch.cuda.get_device_name(), nbytes / statistics.median(times), nbytes / pin_s)
