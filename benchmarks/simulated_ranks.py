@@ -33,7 +33,7 @@ from mcore_ckpt.formats.locate import Located, Locator, Wanted
 from mcore_ckpt.formats.native import file_plan, stored_tensors
 from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.formats.native.replica_shares import Share
-from mcore_ckpt.io.room import Need
+from mcore_ckpt.io.disk_space import Need
 from mcore_ckpt.load.candidates import find_candidates
 from mcore_ckpt.load.together import names_left_over, positions_taken
 from mcore_ckpt.ranks import meeting

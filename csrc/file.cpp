@@ -75,7 +75,7 @@ std::uint64_t File::size() const {
 
 void File::reserve(std::uint64_t offset, std::uint64_t nbytes) {
     if (nbytes == 0 || in_memory_) return;
-    const CallLog::Call call(calls_, "reserving room", path_);
+    const CallLog::Call call(calls_, "reserving space", path_);
     while (::fallocate(descriptor_, 0, offset, nbytes) != 0) {
         if (errno == EINTR) continue;
         if (errno == EOPNOTSUPP || errno == ENOSYS || errno == EINVAL) return;

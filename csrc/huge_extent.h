@@ -13,7 +13,7 @@
 namespace mcore_ckpt {
 
 // The time that all threads of a job together may still spend on the search for huge pages. In fragmented memory the
-// system moves other pages to make room for a huge page, which takes longer than the huge page saves.
+// system moves other pages to make space for a huge page, which takes longer than the huge page saves.
 class HugePageCredit {
   public:
     using Duration = std::chrono::nanoseconds;

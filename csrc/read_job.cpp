@@ -29,9 +29,9 @@ std::string words(const ReadJob::Rows& rows) {
     return rows.count == 1 ? nbytes : std::to_string(rows.count) + " rows of " + nbytes;
 }
 
-// Whether the last row ends at most `room` bytes after the first begins.
-bool fit(const ReadJob::Rows& rows, std::size_t stride, std::size_t room) {
-    return rows.nbytes <= room && (rows.count == 1 || rows.count - 1 <= (room - rows.nbytes) / stride);
+// Whether the last row ends at most `limit` bytes after the first begins.
+bool fit(const ReadJob::Rows& rows, std::size_t stride, std::size_t limit) {
+    return rows.nbytes <= limit && (rows.count == 1 || rows.count - 1 <= (limit - rows.nbytes) / stride);
 }
 
 // The number of rows that begin before byte `at` of the tensor.

@@ -26,7 +26,7 @@ from mcore_ckpt.errors import (
 )
 from mcore_ckpt.fast.found import found_on_nodes, own_held, why_not_whole
 from mcore_ckpt.fast.saves import FastSaves, open_fast_saves
-from mcore_ckpt.fast.tier import promise_room
+from mcore_ckpt.fast.tier import promise_space
 from mcore_ckpt.field_checks import check_value
 from mcore_ckpt.formats.huggingface.assets import check_assets
 from mcore_ckpt.io.access import top_mode
@@ -61,7 +61,7 @@ from mcore_ckpt.steps.history import RunHistory
 from mcore_ckpt.steps.node_steps import NodeStep, node_steps
 from mcore_ckpt.steps.remote_steps import RemoteStep, RemoteSteps
 from mcore_ckpt.steps.retention import PreservationPolicy
-from mcore_ckpt.steps.room import RoomWatch, Saving
+from mcore_ckpt.steps.space_watch import Saving, SpaceWatch
 from mcore_ckpt.steps.trainer_lock import TrainerLock
 from mcore_ckpt.steps.upload_queue import UploadQueue
 from mcore_ckpt.tools.examine.doctor.start_line import log_root
@@ -178,19 +178,19 @@ class CheckpointManager:
         if fast is not None:
             failed.callback(fast.close)
             trainer = replace(trainer, nodes=fast.tier.nodes)
-            promise_room(trainer.agreement, fast.tier, partial(estimated_bytes, trainer))
+            promise_space(trainer.agreement, fast.tier, partial(estimated_bytes, trainer))
         if agreement.is_coordinator:
             self._disk.run(partial(log_root, trainer.root))
         self._trainer = trainer
         self._remote = remote
         self._delivery = Delivery(config.listeners)
         uploads = _upload_queue(trainer, remote, self._delivery)
-        room = RoomWatch(trainer.root, is_deleting_here)
+        space_watch = SpaceWatch(trainer.root, is_deleting_here)
         history = _history(trainer, remote, fast)
         commits = agreement.beside("saves")
         # Saves read the state on the trainer's thread, unless it is copied. Then CUDA is none of their business.
         commits.runner = DiskWatch(config.timeout_s, who=who, beside=self._disk) if config.async_save else self._disk
-        self._context = SaveContext(trainer, commits, images, lock, uploads, room, self._delivery, history)
+        self._context = SaveContext(trainer, commits, images, lock, uploads, space_watch, self._delivery, history)
         self._closing, self._tier = Closing.of(self._context, fast), None if fast is None else fast.tier
         in_root = Root(self._context)
         self._destination: Destination = in_root if fast is None else Nodes(self._context, fast, in_root)

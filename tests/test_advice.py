@@ -32,7 +32,7 @@ ELSEWHERE = {
     "mcore_ckpt.cli.arguments": ("convert", "merge"),
     "mcore_ckpt.models.accounting": ("merge", "convert"),  # which report what they have left out
     "mcore_ckpt.cli.list_command": ("list",),
-    "mcore_ckpt.steps.room": ("prune",),  # whose name is the value before the option
+    "mcore_ckpt.steps.space_watch": ("prune",),  # whose name is the value before the option
 }
 # Options of other programs.
 FOREIGN_MODULES = ("mcore_ckpt.integrations.", "mcore_ckpt.formats.huggingface.hub")

@@ -30,14 +30,14 @@ class _Entry:
     """The zip directory's entry for one record.
 
     The record's header begins at byte `header_at` of the file. The next record, or the zip directory, begins at byte
-    `room_end`.
+    `next_at`.
     """
 
     name: str
     crc32: int
     nbytes: int
     header_at: int
-    room_end: int
+    next_at: int
 
 
 class PtArchive:
@@ -60,7 +60,7 @@ class PtArchive:
         entries = list(islice(_entries(read_at(directory_at, directory_bytes), directory_at), count + 1))
         if len(entries) != count:
             raise ArchiveError(f"its zip directory does not have the {count} entries that its end record gives")
-        self._entries = _with_room(entries, directory_at)
+        self._entries = _placed(entries, directory_at)
         pickles = [name for name in self._entries if name.count("/") == 1 and name.endswith("/data.pkl")]
         if len(pickles) != 1:
             raise ArchiveError(f"it has {len(pickles)} records called data.pkl, not one")
@@ -86,7 +86,7 @@ class PtArchive:
         signature, _, flags, method, *_, name_bytes, extra_bytes = zf.LOCAL_HEADER.unpack(head)
         name_at = entry.header_at + zf.LOCAL_HEADER.size
         start = name_at + name_bytes + extra_bytes
-        if signature != zf.LOCAL_SIGNATURE or method or flags & ~_KNOWN_FLAGS or start + entry.nbytes > entry.room_end:
+        if signature != zf.LOCAL_SIGNATURE or method or flags & ~_KNOWN_FLAGS or start + entry.nbytes > entry.next_at:
             raise ArchiveError(
                 f"record {entry.name!r} is not where the zip directory places it, or overlaps another record"
             )
@@ -203,8 +203,8 @@ def _large_numbers(name: str, extra: bytes, small: tuple[int, int, int]) -> Iter
             field = field[8:]
 
 
-def _with_room(entries: list[_Entry], end: int) -> dict[str, _Entry]:
-    """Returns the entries by name, each with its `room_end`. Raises ArchiveError if a record does not fit its room."""
+def _placed(entries: list[_Entry], end: int) -> dict[str, _Entry]:
+    """Returns the entries by name and sets their `next_at`. Raises ArchiveError if records overlap."""
     placed: dict[str, _Entry] = {}
     entries.sort(key=lambda e: e.header_at, reverse=True)
     for entry in entries:
@@ -213,7 +213,7 @@ def _with_room(entries: list[_Entry], end: int) -> dict[str, _Entry]:
             raise ArchiveError(f"record {entry.name!r} overlaps another record or the zip directory")
         if entry.name in placed:
             raise ArchiveError(f"record {entry.name!r} is listed twice")
-        entry.room_end = end
+        entry.next_at = end
         placed[entry.name] = entry
         end = entry.header_at
     return placed

@@ -1,6 +1,6 @@
 """Builds the skeleton of a `.pt` file, which is the file without its payload. The payload is the bytes of the tensors.
 
-Under `torch.serialization.skip_data`, `torch.save` writes everything except the payload, for which it leaves room. The
+Under `torch.serialization.skip_data`, `torch.save` writes everything except the payload, for which it leaves a gap. The
 zip directory contains the place of each tensor. A skeleton is small, because it keeps only the bytes between the
 tensors. A save with a skeleton needs no pickling. It copies tensors to known offsets, and writes their CRCs to the
 places that the zip format has for CRCs.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 DESCRIPTION = """\
-Tries what saving and loading rely on, in a hidden folder below ROOT that it removes, and measures speed and free room.
+Tries what saving and loading rely on, in a hidden folder below ROOT that it removes, and measures speed and free space.
 Shows what works, what is emulated and at what cost, and what to change. Under torchrun all ranks take part, and show
 whether they see one file system, each other's locks and the same time. The exit status is 0 if checkpoints can be saved
 in ROOT, 1 if not, and 2 if there is no such folder."""
@@ -47,7 +47,7 @@ def add_to(subparsers: Subparsers) -> None:
         type=_megabytes,
         default=256,
         metavar="N",
-        help="size of the two files that measure the speed; less if the room is small; 0: not measured (256 if not "
+        help="size of the two files that measure the speed; less if little space is free; 0: not measured (256 if not "
         "given)",
     )
     parser.add_argument(

@@ -17,7 +17,7 @@ from mcore_ckpt.io.worker import Worker
 from mcore_ckpt.processes import OwnEvent, emptied_in_child
 from mcore_ckpt.ranks import deadlines
 from mcore_ckpt.ranks.rounds import Agreement
-from mcore_ckpt.steps.room import Saving
+from mcore_ckpt.steps.space_watch import Saving
 from mcore_ckpt.steps.transaction import Attempt
 from mcore_ckpt.steps.upload_queue import UploadHandle
 

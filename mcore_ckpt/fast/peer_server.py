@@ -137,7 +137,7 @@ class PeerServer:
             self._cut_overdue()
             if not waiting.poll(_LOOK_S * 1000):
                 continue
-            if not self._has_room():
+            if not self._has_slot():
                 time.sleep(_LOOK_S)  # further clients wait in the socket's queue
                 continue
             try:
@@ -189,8 +189,8 @@ class PeerServer:
         for client in strangers[: max(0, len(strangers) + 1 - min(_MOST_UNKNOWN, _most_descriptors() // 8))]:
             self._forget(client)
 
-    def _has_room(self) -> bool:
-        """Returns whether one more client may come. If there is no room, the longest idle one goes."""
+    def _has_slot(self) -> bool:
+        """Returns whether one more client may come. If the server is full, the longest idle one goes."""
         known = [client for client in self._all_clients() if client.is_known]
         if len(known) < min(_MOST_KNOWN, _most_descriptors() // 4):
             return True

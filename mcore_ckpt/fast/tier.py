@@ -304,7 +304,7 @@ def _check_copies(nodes: Nodes, replicas: int) -> None:
             )
 
 
-def promise_room(agreement: Agreement, tier: NodeTier, own_bytes: Callable[[], int]) -> None:
+def promise_space(agreement: Agreement, tier: NodeTier, own_bytes: Callable[[], int]) -> None:
     """Refuses the fast tier if a node cannot hold what it will have to hold. Every rank calls it.
 
     Args:

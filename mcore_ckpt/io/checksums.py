@@ -101,9 +101,9 @@ def _combine(parts: Sequence[tuple[_Piece, int | OSError]]) -> int | OSError:
 
 def _read_piece(piece: _Piece, buffer: _Buffer) -> None:
     # O_DIRECT reads whole pages. If the file ends within its last page, the read of that page returns fewer bytes.
-    room = -(-piece.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    padded = -(-piece.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     with _open_direct(piece.path) as descriptor:
-        _fill(descriptor, buffer.view[:room], piece.start, piece.nbytes, piece.path)
+        _fill(descriptor, buffer.view[:padded], piece.start, piece.nbytes, piece.path)
 
 
 @contextmanager
@@ -130,7 +130,7 @@ def _stop_direct(descriptor: int) -> bool:
 
 
 def _fill(descriptor: int, target: memoryview, offset: int, nbytes: int, path: Path) -> None:
-    """Reads at least `nbytes` bytes into `target`, which can have room for more.
+    """Reads at least `nbytes` bytes into `target`, which may be longer.
 
     Raises OSError if the file is too short.
     """

@@ -36,7 +36,7 @@ class FileSystem:
     Attributes:
         place: where its files are. `layer` is an overlay, as containers have it.
         magic: its number in statfs(2); None where nothing asks for it.
-        is_exact: whether each file takes whole blocks of `f_frsize`, never less room than its bytes, and the system
+        is_exact: whether each file takes whole blocks of `f_frsize`, never less space than its bytes, and the system
             tells this host what is free. Only then can files be called too large before they are written.
         abilities: what it can do; None if it was not tried.
     """
@@ -66,7 +66,7 @@ _BY_NAME = {
     "ramfs": FileSystem("memory"),
     # It can compress.
     "btrfs": FileSystem("disk", abilities=_ALL),
-    # The kernel passes on what the upper layer tells of its free room, but statfs(2) names overlayfs as the type
+    # The kernel passes on what the upper layer tells of its free space, but statfs(2) names overlayfs as the type
     # (`ovl_statfs`). So nobody knows whether the upper layer compresses, and it is not exact either. The path of the
     # upper layer in mountinfo is that of the host, and means nothing inside a container.
     "overlay": FileSystem("layer", abilities=_ALL),

@@ -5,9 +5,9 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
+from mcore_ckpt.io.disk_space import existing, space_of
 from mcore_ckpt.io.file_systems import of_name
 from mcore_ckpt.io.mounts import mount_of
-from mcore_ckpt.io.room import existing, room_of
 
 
 def bytes_free(folder: Path) -> int | None:
@@ -18,7 +18,7 @@ def bytes_free(folder: Path) -> int | None:
     Raises:
         OSError: the file system does not tell.
     """
-    limits = [limit.free for limit in room_of(folder).limits if limit.kind == "nbytes"]
+    limits = [limit.free for limit in space_of(folder).limits if limit.kind == "nbytes"]
     if is_memory(folder):
         limits += _free_memory()
     return min(limits, default=None)

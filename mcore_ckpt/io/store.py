@@ -19,9 +19,9 @@ from fsspec.spec import AbstractBufferedFile
 from mcore_ckpt.errors import CheckpointCorruptError, InvalidArgumentError, UnsupportedError
 from mcore_ckpt.io import tuning
 from mcore_ckpt.io.access import FILE_MODE, mode_below, mode_in
+from mcore_ckpt.io.disk_space import DiskSpace, space_of
 from mcore_ckpt.io.files import make_folder, remove_abandoned_files, replace_file, sync_dir
 from mcore_ckpt.io.retries import persist
-from mcore_ckpt.io.room import Room, room_of
 from mcore_ckpt.redaction import redacted, secrets_of
 from mcore_ckpt.urls import checked_url, public_url
 
@@ -92,9 +92,9 @@ class Store:
         """Returns the text of an error without secrets."""
         return redacted(str(error), self._secrets)
 
-    def room(self) -> Room | None:
+    def space(self) -> DiskSpace | None:
         """Returns how much can be written into the store; None if it does not tell, as most do not. Raises OSError."""
-        return room_of(Path(self._root)) if isinstance(self.fs, LocalFileSystem) else None
+        return space_of(Path(self._root)) if isinstance(self.fs, LocalFileSystem) else None
 
     # -- bytes ---------------------------------------------------------------------------------------------
 

@@ -87,12 +87,12 @@ REMOTE_GAP_BYTES = 256 << 10
 PEER_BYTES = 4 << 20
 PEER_THREADS = 4
 
-# How long after the last growth of a disk's free room a save with too little room is refused (seconds), because some
+# How long after the last growth of a disk's free space a save with too little space is refused (seconds), because some
 # file systems free a deleted file's bytes a moment later; the same if a step is still being deleted, perhaps by another
 # process; and how often to look.
-ROOM_SETTLES_S = 0.5
+SPACE_SETTLES_S = 0.5
 DELETION_SHOWS_S = 5.0
-ROOM_POLL_S = 0.05
+SPACE_POLL_S = 0.05
 # How long a refusal may look for old steps that could be deleted (seconds), because all ranks wait for it.
 OLD_STEPS_LOOK_S = 2.0
 

@@ -13,7 +13,7 @@ _MOST_EXTENTS = 64
 def written_bytes(path: Path) -> int:
     """Returns how many bytes of a file have been written; 0 if it is not there, or this process may not read it.
 
-    The size and the allocated blocks of a file do not tell: a save reserves the room of a file before it writes. What
+    The size and the allocated blocks of a file do not tell: a save reserves the space of a file before it writes. What
     is reserved, but not written, counts as a hole (lseek(2), SEEK_DATA). Where a file system does not know its holes,
     the size is returned.
     """

@@ -218,12 +218,12 @@ def _messages(tensors: Sequence[tuple[int, torch.dtype]]) -> Iterator[list[_Segm
     for number, (numel, dtype) in enumerate(tensors):
         start = 0
         while start < numel:
-            room = (tuning.SCATTER_BYTES - at) // dtype.itemsize
-            if message and room < min(numel - start, _ALIGNMENT):
+            left = (tuning.SCATTER_BYTES - at) // dtype.itemsize
+            if message and left < min(numel - start, _ALIGNMENT):
                 yield message
                 message, at = [], 0
                 continue
-            stop = min(numel, start + max(1, room))
+            stop = min(numel, start + max(1, left))
             message.append(_Segment(number, start, stop, at))
             at += -(-(stop - start) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
             start = stop

@@ -4,7 +4,7 @@
     save's thread      SaveHandle.run           finishes the save: writes the files and commits
     deletion's thread  Following.delete         deletes old steps; a new save need not wait for this
 
-Whether the next save will fit is looked at on a thread of `steps/room.py`, for which nothing waits.
+Whether the next save will fit is looked at on a thread of `steps/space_watch.py`, for which nothing waits.
 
 Each thread ends when it has no more work. An exiting interpreter waits for both (`_finish_all`).
 """

@@ -12,7 +12,7 @@ from mcore_ckpt.save.rank_reports import TensorNames
 from mcore_ckpt.save.replica_check import ReplicaWarnings
 from mcore_ckpt.state.trainer import Trainer
 from mcore_ckpt.steps.history import RunHistory
-from mcore_ckpt.steps.room import RoomWatch
+from mcore_ckpt.steps.space_watch import SpaceWatch
 from mcore_ckpt.steps.trainer_lock import TrainerLock
 from mcore_ckpt.steps.upload_queue import UploadQueue
 
@@ -28,7 +28,7 @@ class SaveContext:
         host_images: the host memory for copies of the state, and the copies from the GPU to it.
         lock: the lock on the role in the root. Only rank 0 uses it.
         uploads: the queue of uploads to the remote store; None without a store, and on all ranks except rank 0.
-        room: foresees whether the next save will fit. Only rank 0 uses it.
+        space_watch: foresees whether the next save will fit. Only rank 0 uses it.
         delivery: brings events to the listeners.
         history: knows the run, and the place of the next save among the commits. Only rank 0 uses it.
         planner: makes the plan of each save.
@@ -42,7 +42,7 @@ class SaveContext:
     host_images: HostImages
     lock: TrainerLock
     uploads: UploadQueue | None
-    room: RoomWatch
+    space_watch: SpaceWatch
     delivery: Delivery
     history: RunHistory
     planner: SavePlanner = field(default_factory=SavePlanner)

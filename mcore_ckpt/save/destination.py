@@ -18,10 +18,10 @@ from mcore_ckpt.checkpoint.manifest import Manifest, WrittenFile
 from mcore_ckpt.errors import InvalidArgumentError
 from mcore_ckpt.fast.copies import CopyHandle
 from mcore_ckpt.fast.drains import DrainHandle
-from mcore_ckpt.io.room import Need
+from mcore_ckpt.io.disk_space import Need
 from mcore_ckpt.ranks.rounds import Record
 from mcore_ckpt.save.save_times import SaveTimes
-from mcore_ckpt.steps.room import Saving
+from mcore_ckpt.steps.space_watch import Saving
 from mcore_ckpt.steps.trainer_lock import TrainerLock
 from mcore_ckpt.steps.transaction import Attempt
 from mcore_ckpt.steps.upload_queue import UploadHandle
@@ -110,7 +110,7 @@ class Destination(Protocol):
         """Returns the folder that a checkpoint will be in. Raises InvalidArgumentError if it cannot be saved there."""
 
     def open(self, topic: str, saving: Saving, busy: bool, failure: Record | None, need: Need) -> Place:
-        """Waits for all ranks, and makes room for a save. Every rank calls it.
+        """Waits for all ranks, and checks that a save fits. Every rank calls it.
 
         Args:
             topic: what is being saved, for messages.
@@ -120,7 +120,7 @@ class Destination(Protocol):
 
         Raises:
             BusyError, EarlierSaveError: see `transaction.open_together`.
-            CheckpointError: a rank is missing, or there is no room, or the lock belongs to another trainer.
+            CheckpointError: a rank is missing, or the save does not fit, or the lock belongs to another trainer.
         """
 
     def rounds_of(self, number: str, opened: Record) -> list[str]:

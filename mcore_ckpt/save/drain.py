@@ -15,16 +15,16 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest, WrittenFile
 from mcore_ckpt.fast.transaction import committed_manifest
 from mcore_ckpt.io import tuning
+from mcore_ckpt.io.disk_space import Need
 from mcore_ckpt.io.file_copies import copy_checked
 from mcore_ckpt.io.files import make_folders, sync_names
-from mcore_ckpt.io.room import Need
 from mcore_ckpt.io.threads import for_each
 from mcore_ckpt.ranks.rounds import Agreement, Record
 from mcore_ckpt.save.context import SaveContext
 from mcore_ckpt.save.root_commit import commit_to_root, old_steps, upload
 from mcore_ckpt.state.trainer import Trainer
 from mcore_ckpt.steps import commit, tracker
-from mcore_ckpt.steps.room import Saving
+from mcore_ckpt.steps.space_watch import Saving
 from mcore_ckpt.steps.transaction import Attempt, check_seen, open_together, opening_of
 from mcore_ckpt.steps.upload_queue import UploadHandle
 
@@ -45,7 +45,7 @@ class Drain:
         agreement: connects this rank with the other ranks, for rounds on the thread that drains.
         attempt: the step in this node's folder.
         saving: what is saved to the root.
-        prepare: takes the root's lock and checks the room, on rank 0.
+        prepare: takes the root's lock and checks the free space, on rank 0.
     """
 
     context: SaveContext

@@ -16,8 +16,8 @@ from mcore_ckpt.fast.saves import FastSaves
 from mcore_ckpt.fast.tier import NodeTier
 from mcore_ckpt.fast.transaction import commit_on_nodes, make_staging, open_on_nodes
 from mcore_ckpt.io.access import top_mode
+from mcore_ckpt.io.disk_space import Need
 from mcore_ckpt.io.files import make_folder
-from mcore_ckpt.io.room import Need
 from mcore_ckpt.ranks.rounds import Record
 from mcore_ckpt.save.context import SaveContext
 from mcore_ckpt.save.destination import Following, Place
@@ -28,7 +28,7 @@ from mcore_ckpt.state.trainer import Trainer
 from mcore_ckpt.steps import tracker
 from mcore_ckpt.steps.commit import remove_folder, remove_if_empty
 from mcore_ckpt.steps.listing import step_status
-from mcore_ckpt.steps.room import Saving
+from mcore_ckpt.steps.space_watch import Saving
 from mcore_ckpt.steps.trainer_lock import TrainerLock
 from mcore_ckpt.steps.transaction import Attempt
 

@@ -12,7 +12,7 @@ from mcore_ckpt.events import Deleted
 from mcore_ckpt.save.context import SaveContext
 from mcore_ckpt.steps.listing import StepStatus, list_steps
 from mcore_ckpt.steps.retention import PreservationPolicy, delete_step, too_old
-from mcore_ckpt.steps.room import Saved
+from mcore_ckpt.steps.space_watch import Saved
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ class OldSteps:
     Attributes:
         context: what the saves of the manager share.
         found: the steps. Another process may delete or pin them meanwhile.
-        saved: what `RoomWatch` needs once they are deleted; None if it need not look.
+        saved: what `SpaceWatch` needs once they are deleted; None if it need not look.
     """
 
     context: SaveContext
@@ -32,7 +32,7 @@ class OldSteps:
     saved: Saved | None
 
     def delete(self) -> None:
-        """Deletes the steps. Then `RoomWatch` looks, on a thread of its own, whether the next save will fit."""
+        """Deletes the steps. Then `SpaceWatch` looks, on a thread of its own, whether the next save will fit."""
         for status in self.found:
             started = time.perf_counter()
             obstacle = delete_step(status)
@@ -41,7 +41,7 @@ class OldSteps:
             else:
                 self._tell(status, time.perf_counter() - started)
         if self.saved is not None:
-            self.context.room.foresee(self.saved)
+            self.context.space_watch.foresee(self.saved)
 
     def _tell(self, status: StepStatus, seconds: float) -> None:
         trainer = self.context.trainer
@@ -79,7 +79,7 @@ def find_old_steps(context: SaveContext, role_dir: Path, step: int, policy: Pres
         except OSError as error:
             logger.warning("the checkpoint is committed, but old steps could not be deleted: %s", error)
             deletes = True  # by the next save, or by another process
-    return OldSteps(context, found, context.room.committed(role_dir, step, deletes))
+    return OldSteps(context, found, context.space_watch.committed(role_dir, step, deletes))
 
 
 def _with_whole(statuses: Sequence[StepStatus], step: int) -> list[StepStatus]:

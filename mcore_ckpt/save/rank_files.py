@@ -17,9 +17,9 @@ from mcore_ckpt.formats.native.writer import FileWriter
 from mcore_ckpt.interrupts import is_interrupt
 from mcore_ckpt.io import _native
 from mcore_ckpt.io.device_waits import wait_for_gpu
+from mcore_ckpt.io.disk_space import Need
 from mcore_ckpt.io.disk_watch import Work
 from mcore_ckpt.io.files import sync_names
-from mcore_ckpt.io.room import Need
 from mcore_ckpt.ranks import deadlines
 from mcore_ckpt.ranks.rounds import Record
 from mcore_ckpt.save.capture import Capture, capture_in_place

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from mcore_ckpt.checkpoint.manifest import Manifest, WrittenFile
-from mcore_ckpt.io.room import Need
+from mcore_ckpt.io.disk_space import Need
 from mcore_ckpt.ranks import deadlines
 from mcore_ckpt.ranks.rounds import Record
 from mcore_ckpt.save.context import SaveContext
@@ -22,7 +22,7 @@ from mcore_ckpt.save.save_times import SaveTimes
 from mcore_ckpt.steps import leftovers, tracker
 from mcore_ckpt.steps.commit import discard
 from mcore_ckpt.steps.listing import check_one_spelling, heads_at
-from mcore_ckpt.steps.room import Saving
+from mcore_ckpt.steps.space_watch import Saving
 from mcore_ckpt.steps.trainer_lock import TrainerLock
 from mcore_ckpt.steps.transaction import Attempt, await_opening, is_committed, late_opening_of, open_together
 
@@ -83,7 +83,7 @@ class Root:
                 discard(attempt.staging)
 
     def prepare(self, saving: Saving, need: Need) -> None:
-        """Takes the role's trainer lock, removes leftovers of dead processes, and checks the room.
+        """Takes the role's trainer lock, removes leftovers of dead processes, and checks the free space.
 
         Rank 0 does it, while the other ranks wait.
 
@@ -110,7 +110,7 @@ class Root:
         if saving.policy is not None:
             check_one_spelling(self._trainer.root, saving.role_dir, saving.step)
         self._context.history.check_may_replace(saving.role_dir, heads_at(saving.role_dir))
-        self._context.room.check(saving, need, timeout_s / 4)
+        self._context.space_watch.check(saving, need, timeout_s / 4)
         # The steps above may take minutes. If another trainer has taken the lock over meanwhile, refuse the save now,
         # because the commit would refuse it only after all files are written.
         self._context.lock.take(patience_s=0)
@@ -124,8 +124,8 @@ class Root:
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            # It says how much is missing, or waits for deletions, after which there is room for the lock, too.
-            self._context.room.check(saving, need, timeout_s / 8)
+            # It says how much is missing, or waits for deletions, after which the lock fits, too.
+            self._context.space_watch.check(saving, need, timeout_s / 8)
             self._context.lock.take(patience_s=0)
 
 

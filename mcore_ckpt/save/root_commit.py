@@ -18,7 +18,7 @@ from mcore_ckpt.save.context import SaveContext
 from mcore_ckpt.save.hf_export import completed, export_together
 from mcore_ckpt.save.old_steps import OldSteps, find_old_steps
 from mcore_ckpt.save.save_times import SaveTimes, with_export
-from mcore_ckpt.steps.room import Saving
+from mcore_ckpt.steps.space_watch import Saving
 from mcore_ckpt.steps.transaction import Attempt, commit_together
 from mcore_ckpt.steps.upload_queue import UploadHandle
 

@@ -20,7 +20,7 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import Manifest
 from mcore_ckpt.errors import HungDiskError, NoRoomError
 from mcore_ckpt.interrupts import is_interrupt
-from mcore_ckpt.io.room import NOTHING
+from mcore_ckpt.io.disk_space import NOTHING
 from mcore_ckpt.processes import Home
 from mcore_ckpt.ranks.rounds import Record
 from mcore_ckpt.save.background import BackgroundSaves, SaveHandle
@@ -33,7 +33,7 @@ from mcore_ckpt.save.save_events import SaveEvents
 from mcore_ckpt.save.save_report import SaveReport
 from mcore_ckpt.save.save_times import SaveTimes, timeline_of
 from mcore_ckpt.steps.commit import discard
-from mcore_ckpt.steps.room import Saving
+from mcore_ckpt.steps.space_watch import Saving
 from mcore_ckpt.steps.transaction import Attempt
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.errors import InvalidArgumentError, NoRoomError
 from mcore_ckpt.io.access import FOLDER_MODE, mode_in
+from mcore_ckpt.io.disk_space import Need, space_of
 from mcore_ckpt.io.files import sync_dir
-from mcore_ckpt.io.room import Need, room_of
 from mcore_ckpt.steps import commit, leftovers
 
 logger = logging.getLogger(__name__)
@@ -82,15 +82,15 @@ def check_space(path: Path, sizes: Iterable[int]) -> None:
         NoRoomError: they do not fit.
         OSError: the folder cannot be opened.
     """
-    room = room_of(path.parent)
-    amount = room.taken_by(Need(tuple(sizes)))
-    limit = room.shortage(amount)
+    space = space_of(path.parent)
+    amount = space.taken_by(Need(tuple(sizes)))
+    limit = space.shortage(amount)
     if limit is None:
         return
     message = f"{path}: the files do not fit: {limit.describe(amount)}"
-    if room.is_certain:
-        raise NoRoomError(f"{message}. Nothing has been written. Free room, or name another folder")
-    logger.warning("%s. The file system may store them in less room, so it is tried", message)
+    if space.is_certain:
+        raise NoRoomError(f"{message}. Nothing has been written. Free space, or name another folder")
+    logger.warning("%s. The file system may store them in less space, so it is tried", message)
 
 
 def mode_as(*sources: Path) -> int:

@@ -44,7 +44,7 @@ from mcore_ckpt.steps.branches import commit_of
 
 logger = logging.getLogger(__name__)
 
-# No manager commits so often, and the number has room for two thousand million managers, one after the other.
+# No manager commits so often, and the number is large enough for two thousand million managers, one after the other.
 _RESERVED = 2**32
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
-from mcore_ckpt.io.room import Amount, Need, Room
+from mcore_ckpt.io.disk_space import Amount, DiskSpace, Need
 from mcore_ckpt.steps.listing import StepStatus
 from mcore_ckpt.steps.node_files import NodeFiles, files_of_node
 
@@ -120,5 +120,5 @@ def _read_size(role_dir: Path, mtime_ns: int, size: int, inode: int) -> _RoleSiz
     """Reads a manifest, and remembers what it says for as long as the file is the same."""
     manifest = read_manifest(role_dir)
     files = Need.of([(file_names.MANIFEST_FILE, size), *((file.path, file.size) for file in manifest.files)])
-    taken = Room((), block=4096).taken_by(files)
+    taken = DiskSpace((), block=4096).taken_by(files)
     return _RoleSize(manifest.nbytes, manifest.created, taken, manifest.placement is not None)

@@ -325,7 +325,7 @@ class ToolLocks:
 
 
 def _patience_s() -> float:
-    # With some room, so that the lock of a trainer that died on another host is taken over.
+    # With some margin, so that the lock of a trainer that died on another host is taken over.
     return TRAINER_LEASE_S + 2 * _LOOK_S
 
 

@@ -23,7 +23,7 @@ from mcore_ckpt.errors import (
     from_record,
 )
 from mcore_ckpt.interrupts import is_interrupt
-from mcore_ckpt.io.room import NOTHING, Need
+from mcore_ckpt.io.disk_space import NOTHING, Need
 from mcore_ckpt.ranks.rounds import Agreement, Record, Started, decide, same_everywhere
 from mcore_ckpt.steps import commit
 

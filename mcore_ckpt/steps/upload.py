@@ -29,8 +29,8 @@ from mcore_ckpt.checkpoint.reading import open_file, parse_manifest
 from mcore_ckpt.errors import CheckpointCorruptError, RemoteError
 from mcore_ckpt.io import limits, tuning
 from mcore_ckpt.io.checksums import crc32
+from mcore_ckpt.io.disk_space import NOTHING, Need
 from mcore_ckpt.io.files import drop_from_cache
-from mcore_ckpt.io.room import NOTHING, Need
 from mcore_ckpt.io.store import Store
 from mcore_ckpt.io.threads import for_each
 from mcore_ckpt.steps.choice import newest
@@ -77,20 +77,20 @@ class Upload:
         It first looks whether all files are here, and sends nothing if they are not.
 
         Raises:
-            RemoteError: the store failed after all retries, has too little room, or `stop` was set.
+            RemoteError: the store failed after all retries, has too little space, or `stop` was set.
             CheckpointCorruptError: a local file is missing or differs from the manifest.
         """
         lack = lack_of(self._role_dir)
         if lack is not None:
             raise CheckpointCorruptError(str(lack))
-        self._check_room()
+        self._check_space()
         # The largest first, so that the threads do not end up waiting for one large file.
         missing = [file for file in self.manifest.files if file.path not in self._arrived]
         for_each(sorted(missing, key=lambda file: -file.size), self._send, tuning.UPLOAD_FILES)
         self._check_all_there()
         self._persist(f"writing the manifest of {self.key}", self._finish)
 
-    def _check_room(self) -> None:
+    def _check_space(self) -> None:
         """Checks that the files that have not arrived fit into the store, before the first byte is sent."""
         files = [(file.path, file.size) for file in self.manifest.files if file.path not in self._arrived]
         need = Need.of([*files, (file_names.MANIFEST_FILE, len(self._manifest_bytes))])
@@ -104,7 +104,7 @@ class Upload:
         if shortage is not None:
             raise RemoteError(
                 f"{self._store.url_of(self.key)}: the checkpoint does not fit into the remote store: {shortage}. "
-                "Nothing has been sent, and the local checkpoint is intact. Free room there: the upload is "
+                "Nothing has been sent, and the local checkpoint is intact. Free space there: the upload is "
                 "tried again after the next commit"
             )
 
@@ -196,13 +196,13 @@ def shortage_of(store: Store, need: Need, overwritten: Need = NOTHING) -> str | 
     `overwritten` are files that are already in the store and that the new ones replace.
     """
     try:
-        room = store.room()
+        space = store.space()
     except OSError:
         return None  # sending the files will show what is wrong
-    if room is None or not room.is_certain:
+    if space is None or not space.is_certain:
         return None
-    amount = room.taken_by(need) - room.taken_by(overwritten)
-    limit = room.shortage(amount)
+    amount = space.taken_by(need) - space.taken_by(overwritten)
+    limit = space.shortage(amount)
     return None if limit is None else limit.describe(amount)
 
 

@@ -33,7 +33,7 @@ from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.delivery import Delivery
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, RemoteError
 from mcore_ckpt.events import Deleted, ErrorText, Failed, Uploaded
-from mcore_ckpt.io.room import Need
+from mcore_ckpt.io.disk_space import Need
 from mcore_ckpt.io.threads import NewestOnly
 from mcore_ckpt.processes import OwnEvent, emptied_in_child
 from mcore_ckpt.ranks import deadlines
@@ -112,7 +112,7 @@ class UploadQueue:
         self._latest = -1
         self._asked = False
         self._warned = False
-        self._looks_at_room = NewestOnly("mcore_ckpt room")
+        self._looks_at_space = NewestOnly("mcore_ckpt room")
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
 
@@ -140,14 +140,14 @@ class UploadQueue:
         It looks on a thread of its own, because a network file system that hangs must not hold up the training. At most
         one such thread runs. If it still looks for an earlier save, it then looks once more, for the newest one.
         """
-        self._looks_at_room.call(partial(self._look_at_room, need))
+        self._looks_at_space.call(partial(self._look_at_space, need))
 
-    def _look_at_room(self, need: Need) -> None:
+    def _look_at_space(self, need: Need) -> None:
         shortage = shortage_of(self._remote.store, need)
         if shortage is not None and not self._warned:
             logger.warning(
                 "%s: the checkpoint that is being saved will not fit into the remote store: %s. It is saved "
-                "locally. Free room in the store",
+                "locally. Free space in the store",
                 self._remote.store.url,
                 shortage,
             )

@@ -18,7 +18,7 @@ LIMIT_S = 300.0
 # Each capture is open for some milliseconds, so that calls of other threads fall into it.
 OPERATIONS = 2000
 LEAST_CAPTURES = 30
-# How long the host memory of the state below is prepared, with room for a slow machine.
+# How long the host memory of the state below is prepared, with a margin for a slow machine.
 PREPARATION_S = 15.0
 GIGABYTES = 1.0
 

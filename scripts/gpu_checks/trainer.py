@@ -39,14 +39,14 @@ def fitting(gigabytes: float) -> float:
             free host memory, or of its share of the disk is less.
 
     Raises:
-        NotPossible: there is room for less than a tenth of a gigabyte per rank.
+        NotPossible: less than a tenth of a gigabyte per rank is free.
     """
     world = dist.get_world_size()
     host = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / world
     disk = shutil.disk_usage(tempfile.gettempdir()).free / world
     fits = same_everywhere(min(gigabytes, min(torch.cuda.mem_get_info()[0], host, disk) / 4e9))
     if fits < 0.1:
-        raise NotPossible(f"GPU, host memory or {tempfile.gettempdir()} have room for {fits:.2f} GB only")
+        raise NotPossible(f"GPU, host memory or {tempfile.gettempdir()} have space for {fits:.2f} GB only")
     return fits * world
 
 

@@ -131,7 +131,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureF
     assert "cannot write here: Permission denied" in capsys.readouterr().err
 
 
-def test_too_little_room(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_too_little_space(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with tmpfs(tmp_path / "small", "8m") as small:
         assert main(["bench", str(small), "--megabytes", "5"]) == 1
         assert "bytes are needed, but only" in capsys.readouterr().err

@@ -172,7 +172,7 @@ def test_exit_status(
     assert not (folder / "out").exists()
 
 
-def test_too_little_room_is_said_before_anything_is_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_space_is_said_before_anything_is_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: Path, sizes: Any) -> None:
         raise NoRoomError(f"{path}: {sum(sizes)} bytes")
 

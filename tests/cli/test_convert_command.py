@@ -14,7 +14,7 @@ from tiny_models import make_hf_folder
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.cli.main import main
-from mcore_ckpt.io.room import Limit, Room
+from mcore_ckpt.io.disk_space import DiskSpace, Limit
 from mcore_ckpt.steps import commit, new_folder, tracker
 from mcore_ckpt.steps import listing as steps
 from mcore_ckpt.steps.owner import Owner
@@ -197,11 +197,11 @@ def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_too_little_room_is_told_before_a_byte_is_written(
+def test_too_little_space_is_told_before_a_byte_is_written(
     form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make_hf_folder(tmp_path / "hf", "qwen3")
-    monkeypatch.setattr(new_folder, "room_of", lambda folder: Room((Limit("nbytes", 1000, "tmpfs"),)))
+    monkeypatch.setattr(new_folder, "space_of", lambda folder: DiskSpace((Limit("nbytes", 1000, "tmpfs"),)))
     assert convert(folder, tmp_path / "out", "--format", form) == 1
     assert "but only 1,000 bytes are free" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -25,7 +25,7 @@ from mcore_ckpt.formats.huggingface import elements as filling
 from mcore_ckpt.formats.huggingface import writer as writing
 from mcore_ckpt.io import _native, tuning
 from mcore_ckpt.io import streams as streaming
-from mcore_ckpt.io.room import Limit, Room
+from mcore_ckpt.io.disk_space import DiskSpace, Limit
 from mcore_ckpt.ranks.rounds import Agreement
 from mcore_ckpt.steps import commit, new_folder
 from mcore_ckpt.steps.role_files import files_manifest
@@ -499,7 +499,7 @@ def test_a_full_disk(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(CheckpointError, match="No space left on device"):
         merge(MergeRequest(saved, tmp_path / "out" / "merged"))
     assert nothing_left(tmp_path / "out")
-    monkeypatch.setattr(new_folder, "room_of", lambda folder: Room((Limit("nbytes", 1000, "tmpfs"),)))
+    monkeypatch.setattr(new_folder, "space_of", lambda folder: DiskSpace((Limit("nbytes", 1000, "tmpfs"),)))
     with pytest.raises(CheckpointError, match="but only 1,000 bytes are free"):
         merge(MergeRequest(saved, tmp_path / "new" / "merged"))
     assert not (tmp_path / "new").exists()

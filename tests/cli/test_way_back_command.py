@@ -18,7 +18,7 @@ from mcore_ckpt.formats.locate import read_regions
 from mcore_ckpt.formats.torch_dist.files import TorchDistFiles, WantedPart
 from mcore_ckpt.formats.torch_dist.reader import open_torch_dist
 from mcore_ckpt.io import tuning
-from mcore_ckpt.io.room import Limit, Room
+from mcore_ckpt.io.disk_space import DiskSpace, Limit
 from mcore_ckpt.sharding.cuts import Cut
 from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.steps import new_folder, tracker
@@ -69,11 +69,11 @@ def back(source: Path, output: Path, *more: str) -> int:
     return main(["convert", str(source), "--format", "torch_dist", "--output_path", str(output), *more])
 
 
-def test_too_little_room_is_told_before_a_byte_is_written(
+def test_too_little_space_is_told_before_a_byte_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = saved(tmp_path, tensors_of())
-    monkeypatch.setattr(new_folder, "room_of", lambda folder: Room((Limit("nbytes", 1000, "tmpfs"),)))
+    monkeypatch.setattr(new_folder, "space_of", lambda folder: DiskSpace((Limit("nbytes", 1000, "tmpfs"),)))
     assert back(source, tmp_path / "theirs") == 1
     assert "but only 1,000 bytes are free" in capsys.readouterr().err
     assert not (tmp_path / "theirs").exists()

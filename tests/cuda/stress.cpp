@@ -101,10 +101,10 @@ void finish(WriteJob& job) {
 void write_while_training(DeviceCopier& copier, std::mt19937_64& random, const std::string& path) {
     auto tensors = random_tensors(random);
     const Image image(tensors);
-    const std::size_t room = image.bytes.size() + 1;
-    std::shared_ptr<HostBuffer> buffer = HostBuffer::reserve(room, DEVICE, HostBuffer::ANY_NODE);
-    buffer->pin(random() % room);
-    buffer->pin(room);
+    const std::size_t space = image.bytes.size() + 1;
+    std::shared_ptr<HostBuffer> buffer = HostBuffer::reserve(space, DEVICE, HostBuffer::ANY_NODE);
+    buffer->pin(random() % space);
+    buffer->pin(space);
     WriteJob::Range range{path, image.layout, 0, image.bytes.size()};
     for (auto& [count, event] : copier.start(buffer, image.copies, 0, 50'000)) {
         const bool last = count == image.copies.size();

@@ -7,9 +7,9 @@ import pytest
 from small_model import STEP, make, tensors_of
 from test_errors import manager_of
 
+from mcore_ckpt.io.disk_space import Amount, DiskSpace, Limit
 from mcore_ckpt.io.mounts import parse_mount
-from mcore_ckpt.io.room import Amount, Limit, Room
-from mcore_ckpt.tools.examine.doctor import free_room, start_line
+from mcore_ckpt.tools.examine.doctor import free_space, start_line
 
 LOGGER = start_line.logger.name
 
@@ -45,7 +45,7 @@ def test_a_manager_logs_one_line_and_makes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_room_in_saves(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_space_in_saves(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, "ext4 /dev/sda1 rw")
     make(tmp_path, tensors_of())
     manager_of(tmp_path).close()
@@ -81,12 +81,12 @@ def test_a_file_system_that_was_not_tried(
     assert f"`mcore-ckpt doctor {tmp_path}`" in line.getMessage()
 
 
-def test_little_room_is_a_warning(
+def test_little_space_is_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend(monkeypatch, "ext4 /dev/sda1 rw")
-    room = free_room.FreeRoom(Room((Limit("nbytes", 10, "disk"),)), 5, Amount(100, 1))
-    monkeypatch.setattr(start_line, "free_room", lambda folder: room)
+    space = free_space.FreeSpace(DiskSpace((Limit("nbytes", 10, "disk"),)), 5, Amount(100, 1))
+    monkeypatch.setattr(start_line, "free_space", lambda folder: space)
     manager_of(tmp_path).close()
     (line,) = lines(caplog)
     assert line.levelno == logging.WARNING

@@ -1,4 +1,4 @@
-"""What a node's folder has already, when the fast tier looks whether there is room for it."""
+"""What a node's folder has already, when the fast tier looks whether there is space for it."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.fast.tier import _held_bytes
 
 
-def test_what_saves_that_died_have_left_counts_as_room(tmp_path: Path) -> None:
+def test_what_saves_that_died_have_left_counts_as_space(tmp_path: Path) -> None:
     """Else a run could not start again where it has fitted until it died in a save."""
     attempt = "a" * 32
     for step, role in ((1, "actor"), (2, "actor"), (2, "critic")):

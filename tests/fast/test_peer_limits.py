@@ -140,7 +140,7 @@ def test_descriptors_are_left_to_the_training(
     assert "too many files are open: raise ulimit -n" in caplog.text
 
 
-def test_the_longest_idle_connection_makes_room(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_longest_idle_connection_makes_way(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_server, "_MOST_KNOWN", 2)
     with closing(PeerServer(folder, SECRET, HOST)) as server, ExitStack() as stack:
         connections = [stack.enter_context(raw(server)) for _ in range(2)]

@@ -305,7 +305,7 @@ def test_a_read_from_a_broken_server(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["nothing", "half an answer", "silence", "huge", "a huge reason", "endless"])
 def test_other_questions_to_a_broken_server(name: str) -> None:
-    """They do not know the length before, and must not make room for what a server only claims."""
+    """They do not know the length before, and must not allocate what a server only claims."""
     talk, _ = BROKEN[name]
     tracemalloc.start()
     try:

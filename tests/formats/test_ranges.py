@@ -53,9 +53,9 @@ class Written:
     def path(self) -> Path:
         return self.folder / PATH
 
-    def read(self, start: int, stop: int, destination: int = 0, room: int | None = None) -> torch.Tensor:
+    def read(self, start: int, stop: int, destination: int = 0, space: int | None = None) -> torch.Tensor:
         """The poisoned target after a read."""
-        target = poisoned(room if room is not None else stop - start + destination)
+        target = poisoned(space if space is not None else stop - start + destination)
         self.read_into(target, start, stop, destination)
         return target
 
@@ -120,10 +120,10 @@ ends = st.one_of(
 @given(ends=st.lists(ends, min_size=2, max_size=2).map(sorted), destination=st.integers(0, 5), after=st.integers(0, 5))
 def test_any_range(unharmed: Written, ends: list[int], destination: int, after: int) -> None:
     start, stop = ends
-    room = destination + stop - start + after
-    expected = poisoned(room)
-    expected[destination * ITEM : (room - after) * ITEM] = unharmed.tensor[start:stop].view(torch.uint8)
-    assert torch.equal(unharmed.read(start, stop, destination, room), expected)
+    space = destination + stop - start + after
+    expected = poisoned(space)
+    expected[destination * ITEM : (space - after) * ITEM] = unharmed.tensor[start:stop].view(torch.uint8)
+    assert torch.equal(unharmed.read(start, stop, destination, space), expected)
 
 
 def test_only_blocks_of_the_range_are_read(unharmed: Written) -> None:

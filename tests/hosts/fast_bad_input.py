@@ -116,7 +116,7 @@ def settings(stage: Stage) -> dict[str, Any]:
         "too many replicas": {"replicas": dist.get_world_size()},
         "one failure domain": {"domain": lambda: "rack 7"},
         "different settings": {"keep": 2 + rank},
-        "no room": {},
+        "no space": {},
     }
     stage.ask("fill")
     found: dict[str, Any] = {name: error_of(lambda of=fast: stage.manager(**of)) for name, fast in refused.items()}  # type: ignore[misc]

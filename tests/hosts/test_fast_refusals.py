@@ -135,7 +135,7 @@ def play(tmp_path: Path, job_server: JobServer) -> Iterator[Play]:
         ("one failure domain", "InvalidArgumentError", "only 0 nodes are outside the failure domain 'rack 7' of host0"),
         ("different settings", "InvalidArgumentError", "rank 0 has .*'keep': 2.*, rank 1 has .*'keep': 3"),
         (
-            "no room",
+            "no space",
             "NoRoomError",
             rf"on host1 would have to hold \d+ bytes of memory, but only {LEFT_BYTES} can be had: 5 steps",
         ),

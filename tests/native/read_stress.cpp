@@ -93,8 +93,8 @@ Wanted make_read(const std::vector<Stored>& files) {
     rows.destination_stride = rows.nbytes + (below(4) ? below(100) : 0);
     rows.count = rows.nbytes == 0 ? below(2) : 1 + below((left - rows.nbytes) / rows.source_stride + 1);
     const bool empty = rows.nbytes == 0 || rows.count == 0;
-    const std::size_t room = empty ? 0 : (rows.count - 1) * rows.destination_stride + rows.nbytes;
-    const auto destination = std::make_shared<Bytes>(room, POISON);
+    const std::size_t space = empty ? 0 : (rows.count - 1) * rows.destination_stride + rows.nbytes;
+    const auto destination = std::make_shared<Bytes>(space, POISON);
     rows.destination = destination->data();
     rows.owner = destination;
     read.destination = destination;

@@ -214,7 +214,7 @@ class Rows:
         starts = [self.start + k * self.source_stride for k in range(self.rows)]
         return [(start, start + self.row_bytes) for start in starts if self.row_bytes]
 
-    def room(self) -> int:
+    def extent(self) -> int:
         return self.rows * max(self.destination_stride, self.row_bytes)
 
     def add(self, job: _native.ReadJob, file: StoredFile, destination: int) -> int:
@@ -249,7 +249,7 @@ class RowReads:
     """Reads of rows into one poisoned buffer, the expected bytes copied one row at a time."""
 
     def __init__(self, job: _native.ReadJob, files: list[StoredFile], reads: list[Rows]) -> None:
-        size = sum(read.room() + 3 for read in reads) + 1
+        size = sum(read.extent() + 3 for read in reads) + 1
         self.memory = torch.full((size,), POISON, dtype=torch.uint8)
         self.expected = torch.full((size,), POISON, dtype=torch.uint8).numpy()
         self.places: list[list[int]] = []  # of each read, of each row
@@ -263,7 +263,7 @@ class RowReads:
                 row = file.data[offset + start : offset + stop]
                 self.expected[place : place + len(row)] = bytearray(row)
             self.places.append(places)
-            end += read.room() + 3
+            end += read.extent() + 3
 
     def check(self) -> None:
         assert self.memory.numpy().tobytes() == self.expected.tobytes()

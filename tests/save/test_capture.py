@@ -90,9 +90,9 @@ def test_every_tensor_is_row_major_at_its_offset_and_nothing_else_is_touched(
     rank = data.draw(st.integers(0, world - 1))
     plans = [plan_of(tensors, world, rank, f"{number}.pt") for number, tensors in enumerate(files)]
     arena = HostMemory()
-    room = arena_bytes(plans) + PAGE_BYTES
-    buffer = arena.take(room, torch.cuda.current_device() if device == "cuda" else None)
-    ctypes.memset(buffer.address, POISON, room)
+    reserved = arena_bytes(plans) + PAGE_BYTES
+    buffer = arena.take(reserved, torch.cuda.current_device() if device == "cuda" else None)
+    ctypes.memset(buffer.address, POISON, reserved)
 
     copies = DeviceCopies(torch.cuda.current_device(), 60.0) if device == "cuda" else None
     capture = capture_copies(plans, list(map(FileTensors.of, files)), buffer, copies)
@@ -112,7 +112,7 @@ def test_every_tensor_is_row_major_at_its_offset_and_nothing_else_is_touched(
         expected += bytes([POISON]) * (lead - plan.head) + head + bytes(image[plan.start : plan.stop])
         expected += bytes([POISON]) * (page_ceil(plan.nbytes) - plan.nbytes)
         assert device == "cuda" or write.ready == []
-    assert memory(buffer.address, room) == expected + bytes([POISON]) * PAGE_BYTES
+    assert memory(buffer.address, reserved) == expected + bytes([POISON]) * PAGE_BYTES
 
 
 @settings(deadline=None, max_examples=20)

@@ -49,7 +49,7 @@ from mcore_ckpt.steps.transaction import Attempt
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "ROOM_SETTLES_S", 0.0)
+    monkeypatch.setattr(tuning, "SPACE_SETTLES_S", 0.0)
 
 
 class Job:
@@ -526,7 +526,7 @@ def test_a_folder_that_cannot_hold_the_steps_is_refused_with_numbers(job: Job, s
     job.save(1)
 
 
-def test_room_is_counted_again_in_the_next_life(job: Job, small_memory: Path) -> None:
+def test_space_is_counted_again_in_the_next_life(job: Job, small_memory: Path) -> None:
     """What the last life has left will be replaced."""
     job.node = small_memory / "run"
     subprocess.run(["mount", "-o", "remount,size=2m", str(small_memory)], check=True)

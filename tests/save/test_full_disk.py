@@ -23,9 +23,9 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.errors import CommitError, LockedError, NoRoomError
 from mcore_ckpt.io import tuning
 from mcore_ckpt.save.old_steps import OldSteps
-from mcore_ckpt.steps import commit, room, trainer_lock
+from mcore_ckpt.steps import commit, space_watch, trainer_lock
 from mcore_ckpt.steps.listing import StepStatus, complete_steps
-from mcore_ckpt.steps.room import RoomWatch
+from mcore_ckpt.steps.space_watch import SpaceWatch
 from mcore_ckpt.steps.step_sizes import StepNeed
 
 BLOCK = 4096
@@ -47,7 +47,7 @@ class Model(torch.nn.Module):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "ROOM_SETTLES_S", 0.0)
+    monkeypatch.setattr(tuning, "SPACE_SETTLES_S", 0.0)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -145,7 +145,7 @@ def test_the_last_byte_decides(disk: Path, step: int) -> None:
         manager.close()
 
 
-def test_a_first_save_on_a_disk_without_any_room(tmp_path: Path) -> None:
+def test_a_first_save_on_a_disk_without_any_space(tmp_path: Path) -> None:
     """Even the trainer's lock does not fit. Nothing could be deleted, and the message says so."""
     with tmpfs(tmp_path / "disk", "1m") as disk:
         manager = manager_in(disk / "root")
@@ -235,7 +235,7 @@ def test_an_asynchronous_save(tmp_path: Path, warns: bool, caplog: pytest.LogCap
 
 
 def test_several_roles(tmp_path: Path) -> None:
-    """The second role is refused when the first has taken the room, and its step can be completed later."""
+    """The second role is refused when the first has taken the space, and its step can be completed later."""
     with tmpfs(tmp_path / "disk") as disk:
         roles = ("actor", "critic")
         actor, critic = (manager_in(disk / "root", role, roles=roles) for role in roles)
@@ -267,7 +267,7 @@ class HeldDeletions:
         monkeypatch.setattr(OldSteps, "delete", held)
 
 
-def test_deletions_under_way_make_room_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deletions_under_way_free_space_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with tmpfs(tmp_path / "disk", "2500k") as disk:
         deletions = HeldDeletions(monkeypatch)
         manager = manager_in(disk / "root", max_to_keep=1)
@@ -287,7 +287,7 @@ def test_deletions_under_way_make_room_in_time(tmp_path: Path, monkeypatch: pyte
 def test_a_deletion_that_takes_too_long_does_not_refuse_a_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It may still make room in time. Here it does not, and the disk's own error ends the save."""
+    """It may still free enough in time. Here it does not, and the disk's own error ends the save."""
     with tmpfs(tmp_path / "disk", "2500k") as disk:
         deletions = HeldDeletions(monkeypatch)
         manager = manager_in(disk / "root", max_to_keep=1, timeout_s=1.0)
@@ -315,13 +315,13 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return folders
 
 
-def test_whose_lock_is_taken_over_while_it_waits_for_room_opens_no_save(
+def test_whose_lock_is_taken_over_while_it_waits_for_space_opens_no_save(
     tmp_path: Path, opened: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manager = manager_in(tmp_path)
     save(manager, 1)
     lock = file_names.trainer_file(tmp_path, "actor")
-    check = RoomWatch.check
+    check = SpaceWatch.check
 
     def check_late(*arguments: Any) -> None:
         check(*arguments)
@@ -329,7 +329,7 @@ def test_whose_lock_is_taken_over_while_it_waits_for_room_opens_no_save(
         lock.write_text(json.dumps(record | {"host": "node7 boot pid:[1]", "claim": "0"}))
 
     with monkeypatch.context() as patch:
-        patch.setattr(RoomWatch, "check", check_late)
+        patch.setattr(SpaceWatch, "check", check_late)
         with pytest.raises(LockedError, match="on node7 saves actor here"):
             save(manager, 2)
     assert [folder.parent.name for folder in opened] == ["global_steps_1"]
@@ -342,7 +342,7 @@ def test_whose_lock_is_taken_over_while_it_waits_for_room_opens_no_save(
 def test_a_disk_that_is_full_only_for_a_moment_takes_the_lock_later(
     tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A deletion makes room while the save waits for it. Another error of the disk ends the save."""
+    """A deletion frees space while the save waits for it. Another error of the disk ends the save."""
     claim, errors = trainer_lock.claim_file, iter([OSError(number, os.strerror(number))])
 
     def claim_late(path: Path, data: bytes) -> None:
@@ -426,8 +426,8 @@ def test_a_warning_is_repeated_only_after_a_change(tmp_path: Path, caplog: pytes
 def test_saves_without_a_pause_are_warned_of_one_save_earlier(
     tmp_path: Path, is_async: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each begins as soon as the last one is committed, so no look after it could wait for room."""
-    monkeypatch.setattr(tuning, "ROOM_SETTLES_S", 0.5)
+    """Each begins as soon as the last one is committed, so no look after it could wait for space."""
+    monkeypatch.setattr(tuning, "SPACE_SETTLES_S", 0.5)
     with tmpfs(tmp_path / "disk") as disk:
         manager = manager_in(disk / "root", async_save=is_async)
         for step in range(1, 20):
@@ -445,11 +445,11 @@ def test_saves_without_a_pause_are_warned_of_one_save_earlier(
 def test_a_disk_for_just_so_many_steps_is_not_warned_about(
     tmp_path: Path, roles: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Three steps fit, and two are kept. Each commit leaves no room until the oldest step is deleted.
+    """Three steps fit, and two are kept. Each commit leaves no space until the oldest step is deleted.
 
     What the actor leaves for the smaller critic would not be enough for the actor again.
     """
-    monkeypatch.setattr(tuning, "ROOM_SETTLES_S", 0.5)  # the critic's deletion begins a moment after its commit
+    monkeypatch.setattr(tuning, "SPACE_SETTLES_S", 0.5)  # the critic's deletion begins a moment after its commit
     with tmpfs(tmp_path / "disk", "16m") as disk:
         managers = [manager_in(disk / "root", role, roles=roles, max_to_keep=2) for role in roles]
         for smaller in managers[1:]:
@@ -475,14 +475,14 @@ class HeldLook:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun, self.may_go_on = threading.Event(), threading.Event()
-        need_of = room.need_of
+        need_of = space_watch.need_of
 
         def held(status: StepStatus) -> StepNeed:
             self.begun.set()
             assert self.may_go_on.wait(LONG_S)
             return need_of(status)
 
-        monkeypatch.setattr(room, "need_of", held)
+        monkeypatch.setattr(space_watch, "need_of", held)
 
     def end(self) -> None:
         self.may_go_on.set()
@@ -534,5 +534,5 @@ def test_a_disk_that_compresses(tmp_path: Path, caplog: pytest.LogCaptureFixture
         with pytest.raises(CommitError, match="No space left on device") as caught:
             save(manager, 1)
         assert not isinstance(caught.value, NoRoomError)
-        assert "may store the files in less room" in caplog.text
+        assert "may store the files in less space" in caplog.text
         manager.close()

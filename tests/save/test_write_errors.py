@@ -93,14 +93,14 @@ def test_a_full_disk(small_disk: Path, save: Save) -> None:
 
 
 def test_a_full_disk_under_an_existing_step(small_disk: Path, save: Save) -> None:
-    """The old one is not destroyed to make room."""
+    """The old one is not destroyed to free space."""
     assert save(small_disk, 1) == [None] * WORLD
     assert_refused(save(small_disk, 1), errno.ENOSPC)
     assert checkpoints(small_disk) == {1: 1}
     assert remains(small_disk) == []
 
 
-def test_a_disk_that_has_room_again(small_disk: Path, save: Save) -> None:
+def test_a_disk_that_has_space_again(small_disk: Path, save: Save) -> None:
     """Training goes on after a failed save, and so do saves."""
     ballast = small_disk / "ballast"
     ballast.write_bytes(bytes(3 << 20))
@@ -112,7 +112,7 @@ def test_a_disk_that_has_room_again(small_disk: Path, save: Save) -> None:
     assert remains(small_disk) == []
 
 
-def test_a_disk_without_room_for_the_manifest(tmp_path: Path, save: Save, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_without_space_for_the_manifest(tmp_path: Path, save: Save, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 alone meets it, when all files are there."""
     assert save(tmp_path, 1) == [None] * WORLD
     opened = os.open
@@ -254,7 +254,7 @@ def test_a_folder_that_cannot_be_written(without_rights: Path, save: Save, folde
 def test_a_folder_that_is_deleted_under_a_save(
     tmp_path: Path, save: Save, gone: str, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a person who makes room, or a program that cleans up."""
+    """By a person who frees space, or a program that cleans up."""
     root = tmp_path / "root"
     assert save(root, 1) == [None] * WORLD
     saved = tmp_path / "saved"
@@ -282,16 +282,16 @@ def test_a_folder_that_is_deleted_under_a_save(
 
 
 def test_a_disk_that_fills_up_anywhere(small_disk: Path, save: Save) -> None:
-    """With no room at all, with room for some of the files, for all but the manifest or the tracker, and for all."""
+    """With no space at all, with space for some of the files, for all but the manifest or the tracker, and for all."""
     assert save(small_disk, 1) == [None] * WORLD
     subprocess.run(["mount", "-o", f"remount,{TWICE_THE_SPACE}", str(small_disk)], check=True)
     ballast = small_disk / "ballast"
     space = os.statvfs(small_disk)
     needed = sum(path.stat().st_blocks * 512 for path in small_disk.rglob("*")) // space.f_frsize
     ends = set[bool]()
-    for room in [*range(0, needed - 24, 53), *range(needed - 24, needed + 15, 3)]:
+    for left in [*range(0, needed - 24, 53), *range(needed - 24, needed + 15, 3)]:
         with ballast.open("wb") as file:
-            os.posix_fallocate(file.fileno(), 0, (space.f_bfree - room) * space.f_frsize)
+            os.posix_fallocate(file.fileno(), 0, (space.f_bfree - left) * space.f_frsize)
         errors = save(small_disk, 2)
         ends.add(errors == [None] * WORLD)
         if errors == [None] * WORLD:

@@ -32,8 +32,8 @@ def boxes_in(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
 def regions(draw: st.DrawFn) -> Region:
     """A local tensor of one piece, or of two pieces along axis 0 as in fused gate/up, anywhere in the global tensor."""
     local = draw(st.lists(st.integers(0, 4), min_size=1, max_size=3).map(tuple))
-    room = draw(st.tuples(*[st.integers(0, 4) for _ in local]))
-    whole = tuple(n + r for n, r in zip(local, room, strict=True))
+    margin = draw(st.tuples(*[st.integers(0, 4) for _ in local]))
+    whole = tuple(n + r for n, r in zip(local, margin, strict=True))
     cuts = draw(st.sampled_from([[0, local[0]], [0, local[0] // 2, local[0]]]))
     pieces = []
     for low, high in pairwise(cuts):

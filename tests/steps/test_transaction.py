@@ -1,4 +1,4 @@
-"""A save is opened by all ranks or by none: busy ranks, failures that nobody was told yet, too little room."""
+"""A save is opened by all ranks or by none: busy ranks, failures that nobody was told yet, too little space."""
 
 import threading
 from collections.abc import Sequence
@@ -11,9 +11,9 @@ from checkpoints import remains
 from small_disks import tmpfs
 
 from mcore_ckpt.errors import BusyError, CheckpointCorruptError, NoRoomError, to_record
-from mcore_ckpt.io.room import Need
+from mcore_ckpt.io.disk_space import Need
 from mcore_ckpt.ranks.rounds import Agreement
-from mcore_ckpt.steps.room import RoomWatch, Saving
+from mcore_ckpt.steps.space_watch import Saving, SpaceWatch
 from mcore_ckpt.steps.transaction import Attempt, EarlierSaveError, open_together
 
 WORLD = 3
@@ -96,7 +96,7 @@ def test_a_busy_rank_comes_before_a_failure_which_is_told_later(role_dir: Path) 
 def test_the_files_of_all_ranks_must_fit_together(tmp_path: Path) -> None:
     """Each rank has other files. Those of each rank alone would fit, those of all do not, and all ranks are told."""
     with tmpfs(tmp_path / "disk", "1m") as disk:
-        watch = RoomWatch(disk, lambda: False)
+        watch = SpaceWatch(disk, lambda: False)
         role_dir = disk / "global_steps_7" / "actor"
         saving = Saving(role_dir, 7, None)
         needs = {rank: Need.of([(f"optim/{rank}.pt", (rank + 1) * 200_000)]) for rank in range(WORLD)}

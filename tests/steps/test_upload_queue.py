@@ -25,7 +25,7 @@ from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.errors import CheckpointCorruptError, RemoteError
 from mcore_ckpt.formats.native.remote_folder import RemoteFolder
 from mcore_ckpt.io import retries, tuning
-from mcore_ckpt.io.room import Need
+from mcore_ckpt.io.disk_space import Need
 from mcore_ckpt.io.store import Store
 from mcore_ckpt.steps import leftovers, upload_queue
 from mcore_ckpt.steps.remote_steps import RemoteSteps
@@ -584,11 +584,11 @@ def test_the_stage_of_a_save_is_no_checkpoint_to_upload(remote: RemoteSteps, roo
     assert files(remote) == []
 
 
-# -- too little room --------------------------------------------------------------------------------------------
+# -- too little space -------------------------------------------------------------------------------------------
 
 
 def test_an_upload_that_does_not_fit_sends_no_byte(tmp_path: Path, root: Path) -> None:
-    """The next commit tries it again, when there may be room."""
+    """The next commit tries it again, when there may be space."""
     with tmpfs(tmp_path / "disk", "1m") as disk:
         remote = RemoteSteps(Store(f"file://{disk}/remote"))
         uploads = uploads_of(remote, root)
@@ -606,7 +606,7 @@ def test_an_upload_that_does_not_fit_sends_no_byte(tmp_path: Path, root: Path) -
 
 
 def test_what_an_earlier_try_has_sent_in_part_is_overwritten(tmp_path: Path, root: Path) -> None:
-    """So it takes no room beside the new file."""
+    """So it takes no space beside the new file."""
     save(root, 1, version=1)
     manifest = read_manifest(role_dir(root, 1))
     with tmpfs(tmp_path / "disk", str(manifest.nbytes + (64 << 10))) as disk:
@@ -619,18 +619,18 @@ def test_what_an_earlier_try_has_sent_in_part_is_overwritten(tmp_path: Path, roo
         assert versions(remote) == {1: 1}
 
 
-def room_threads() -> list[threading.Thread]:
+def space_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "mcore_ckpt room"]
 
 
-def test_a_store_without_room_is_warned_about_once_before_the_save(
+def test_a_store_without_space_is_warned_about_once_before_the_save(
     tmp_path: Path, root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with tmpfs(tmp_path / "disk", "1m") as disk:
         uploads = uploads_of(RemoteSteps(Store(f"file://{disk}/remote")), root)
         for size, warnings in ((2 << 20, 1), (2 << 20, 1), (1000, 1), (2 << 20, 2)):
             uploads.expect(Need((size,)))
-            wait_for(lambda: not room_threads())
+            wait_for(lambda: not space_threads())
             assert caplog.text.count("will not fit into the remote store: 2,097,152 bytes are needed") == warnings
 
 
@@ -650,16 +650,16 @@ def test_one_thread_at_most_looks_at_a_store_that_hangs(
     for size in range(5):
         uploads.expect(Need((size,)))
         wait_for(lambda: asked)
-        assert len(room_threads()) == 1
+        assert len(space_threads()) == 1
     answers.release()
     wait_for(lambda: len(asked) == 2)
     answers.release()
-    wait_for(lambda: not room_threads())
+    wait_for(lambda: not space_threads())
     assert asked == [Need((0,)), Need((4,))]
     assert len(threads) == 1
     uploads.expect(Need((5,)))
     answers.release()
-    wait_for(lambda: len(asked) == 3 and not room_threads())
+    wait_for(lambda: len(asked) == 3 and not space_threads())
 
 
 def test_where_no_thread_is_allowed_the_next_save_looks(
@@ -672,5 +672,5 @@ def test_where_no_thread_is_allowed_the_next_save_looks(
         limit_threads(patch, 0)
         uploads.expect(Need((1,)))
     uploads.expect(Need((2,)))
-    wait_for(lambda: not room_threads())
+    wait_for(lambda: not space_threads())
     assert asked == [Need((2,))]

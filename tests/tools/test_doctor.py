@@ -21,8 +21,8 @@ from mcore_ckpt.checkpoint.manifest import encode_manifest
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.errors import CheckpointCorruptError, InvalidArgumentError
 from mcore_ckpt.io import files
+from mcore_ckpt.io.disk_space import Amount, DiskSpace, Limit, Need, space_of
 from mcore_ckpt.io.mounts import Mount, mount_of, parse_mount
-from mcore_ckpt.io.room import Amount, Limit, Need, Room, room_of
 from mcore_ckpt.ranks.meeting import single_process_agreement
 from mcore_ckpt.steps import commit
 from mcore_ckpt.steps.leftovers import find_leftovers, remove_leftovers
@@ -31,7 +31,7 @@ from mcore_ckpt.steps.owner import Owner
 from mcore_ckpt.steps.trainer_lock import TORN_LEASE_S
 from mcore_ckpt.steps.work_folders import TRIAL_LASTS_S
 from mcore_ckpt.tools.examine.doctor import examine as examination
-from mcore_ckpt.tools.examine.doctor import free_room, known, probes, speed, trial
+from mcore_ckpt.tools.examine.doctor import free_space, known, probes, speed, trial
 from mcore_ckpt.tools.examine.doctor.examine import Report, examine
 from mcore_ckpt.tools.examine.doctor.findings import Finding, Severity, fine, merged, worst
 
@@ -59,7 +59,7 @@ def test_a_sound_folder_is_left_as_it_was(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [before]
     topics = [finding.topic for finding in report.findings]
     wanted = {topic for topic, _ in probes._PROBES} | {known.FILE_SYSTEM, trial.FOLDER, speed.WRITE, speed.READ}
-    assert wanted | {speed.SYNC_TIME, speed.SMALL_FILES, free_room.ROOM} <= set(topics)
+    assert wanted | {speed.SYNC_TIME, speed.SMALL_FILES, free_space.FREE_SPACE} <= set(topics)
     values = finding_of(report, speed.WRITE).values
     assert values["file_bytes"] == 7 << 20
     assert values["ratio"] > 0
@@ -281,7 +281,7 @@ def test_a_full_disk(tmp_path: Path, stack: ExitStack) -> None:
         files.write_file(root / "file", [bytes(1 << 20)])
     report = report_on(root)
     assert not report.is_usable
-    assert finding_of(report, free_room.ROOM).fact == "no byte is free"
+    assert finding_of(report, free_space.FREE_SPACE).fact == "no byte is free"
 
 
 def test_a_small_disk_is_not_filled(tmp_path: Path, stack: ExitStack) -> None:
@@ -381,31 +381,31 @@ def test_an_unknown_mount_is_no_error() -> None:
     assert known.abilities_of(Mount("newfs", "a", "/")) is None
 
 
-# -- room
+# -- space
 
 
-def test_room_in_saves(tmp_path: Path) -> None:
+def test_space_in_saves(tmp_path: Path) -> None:
     """In whole blocks, with folders, as a save counts them."""
     make(tmp_path, tensors_of())
     (tmp_path / file_names.step_name(STEP + 1) / ROLE).mkdir(parents=True)  # a newer step that is not complete
-    room = free_room.free_room(tmp_path)
+    space = free_space.free_space(tmp_path)
     step_path = file_names.step_dir(tmp_path, STEP)
     below = list(step_path.rglob("*"))
-    assert room.step == STEP
-    block = room_of(tmp_path).block
+    assert space.step == STEP
+    block = space_of(tmp_path).block
     sizes = [path.stat().st_size for path in below if path.is_file()]
     folders = 1 + sum(path.is_dir() for path in below)
-    assert room.taken == Amount(
-        sum(-(-size // block) for size in [*sizes, 1]) * block + folders * room_of(tmp_path).folder_bytes,
+    assert space.taken == Amount(
+        sum(-(-size // block) for size in [*sizes, 1]) * block + folders * space_of(tmp_path).folder_bytes,
         len(sizes) + 1 + folders,
     ), "with the step's own folder and the owner file"
-    assert room.saves == room.room.times(room.taken)
-    assert f"more saves like step {STEP}" in str(room)
+    assert space.saves == space.disk.times(space.taken)
+    assert f"more saves like step {STEP}" in str(space)
 
 
 @pytest.mark.parametrize("keeps_model", [True, False])
-def test_what_a_save_deletes_before_its_commit_takes_room_once(keeps_model: bool, tmp_path: Path) -> None:
-    """The model's own files, where only HuggingFace's are kept. They need room in the last save that fits."""
+def test_what_a_save_deletes_before_its_commit_takes_space_once(keeps_model: bool, tmp_path: Path) -> None:
+    """The model's own files, where only HuggingFace's are kept. They need space in the last save that fits."""
     make(tmp_path, tensors_of())
     role_dir = file_names.step_dir(tmp_path, STEP) / ROLE
     manifest = read_manifest(role_dir)
@@ -417,11 +417,11 @@ def test_what_a_save_deletes_before_its_commit_takes_room_once(keeps_model: bool
     )
     (role_dir / exported.path).parent.mkdir(exist_ok=True)
     os.link(role_dir / largest.path, role_dir / exported.path)  # a step counts only with all of its files
-    room = free_room.free_room(tmp_path)
-    assert room.passing == (0 if keeps_model else largest.size)
-    assert ("more until it is committed" in str(room)) is not keeps_model
-    limits = (Limit("nbytes", 2 * room.taken.nbytes, "disk"),)
-    assert replace(room, room=Room(limits)).saves == (2 if keeps_model else 1)
+    space = free_space.free_space(tmp_path)
+    assert space.passing == (0 if keeps_model else largest.size)
+    assert ("more until it is committed" in str(space)) is not keeps_model
+    limits = (Limit("nbytes", 2 * space.taken.nbytes, "disk"),)
+    assert replace(space, disk=DiskSpace(limits)).saves == (2 if keeps_model else 1)
 
 
 def test_a_damaged_newest_step_is_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -431,17 +431,17 @@ def test_a_damaged_newest_step_is_not_counted(tmp_path: Path, monkeypatch: pytes
     def fail(status: StepStatus) -> Need:
         raise CheckpointCorruptError("damaged")
 
-    monkeypatch.setattr(free_room, "need_of", fail)
-    assert free_room.free_room(tmp_path).saves is None
+    monkeypatch.setattr(free_space, "need_of", fail)
+    assert free_space.free_space(tmp_path).saves is None
 
 
-def left(nbytes: int, entries: int = 1000, is_certain: bool = True) -> free_room.FreeRoom:
+def left(nbytes: int, entries: int = 1000, is_certain: bool = True) -> free_space.FreeSpace:
     limits = (Limit("nbytes", nbytes, "disk"), Limit("entries", entries, "inodes"))
-    return free_room.FreeRoom(Room(limits, is_certain=is_certain), 5, Amount(100, 10))
+    return free_space.FreeSpace(DiskSpace(limits, is_certain=is_certain), 5, Amount(100, 10))
 
 
 @pytest.mark.parametrize(
-    ("room", "severity", "cost"),
+    ("space", "severity", "cost"),
     [
         (left(99), Severity.BAD, "the next save fails"),
         (left(150), Severity.RISK, "after the next one fails"),
@@ -453,12 +453,12 @@ def left(nbytes: int, entries: int = 1000, is_certain: bool = True) -> free_room
         (left(0, is_certain=False), Severity.RISK, "saves may fail"),
     ],
 )
-def test_too_little_room(room: free_room.FreeRoom, severity: Severity, cost: str) -> None:
+def test_too_little_space(space: free_space.FreeSpace, severity: Severity, cost: str) -> None:
     """Where a save would be tried nevertheless, the folder stays usable."""
-    finding = free_room.of_room(room)
+    finding = free_space.finding_of_space(space)
     assert finding.severity is severity
     assert cost in finding.cost
-    assert ("or more" in finding.fact) is not room.room.is_certain or room.nbytes == 0
+    assert ("or more" in finding.fact) is not space.disk.is_certain or space.nbytes == 0
 
 
 # -- several hosts

@@ -40,7 +40,7 @@ def begin(root: Path, step: int, role: str = ROLE) -> tuple[Path, str]:
 
 
 def write_part(staging: Path, before: Path, part: float) -> None:
-    """What a save has written when it is that far: each file has all its room, and the beginning of its bytes."""
+    """Writes what a save has written when it is that far: each file has its full size, and the first of its bytes."""
     for file in read_manifest(before).files:
         path = staging / file.path
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -161,7 +161,7 @@ def test_a_save_that_fails_and_steps_that_go(tmp_path: Path) -> None:
     assert [step.step for step in after.steps] == [1, 2]
 
 
-def test_a_step_that_makes_room_is_not_deleted(tmp_path: Path) -> None:
+def test_a_step_that_frees_space_is_not_deleted(tmp_path: Path) -> None:
     make(folder(tmp_path, 1), 1)
     watch = Watch(tmp_path, last=1)
     before = watch.look()

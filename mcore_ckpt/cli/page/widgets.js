@@ -103,7 +103,7 @@ class VirtualList {
   }
 }
 
-// A name of which, if there is little room, the end is seen.
+// A name. If the column is too narrow, only the end of the name is shown.
 const nameCell = (name) => make('span', { className: 'name', title: name }, make('bdi', { textContent: name }));
 
 function meter(share) {

@@ -3,7 +3,7 @@
 It only reads: names, manifests, and how much of some files is written. So it may run on any host that sees the root.
 
 How far a save is follows from the holes of its files (`io/written.py`). Sizes and allocated blocks are those of the
-whole file from the first byte on, because the writer reserves the room. The total is that of the role's newest
+whole file from the first byte on, because the writer reserves its space. The total is that of the role's newest
 checkpoint, and its manifest names the files to look at, so that no folder is walked: a look at 5 steps and 2 saves is
 some 100 calls, most of them `stat`, and at most 128 files of a save are opened, however many ranks there are.
 """
@@ -222,7 +222,7 @@ def changes(before: Look | None, after: Look) -> list[Change]:
         if step.counts and (new_roles or old is None or not old.counts):
             found.append(Change("complete", step))
     there = {step.step for step in after.steps}
-    # A step that is older than all others, or comes before them because it is abandoned now, may only have made room.
+    # A step that is older than all others, or comes before them because it is abandoned now, may only have freed space.
     gone = [step for step in before.steps if step.roles and step.step not in there]
     oldest = min(map(after.order, after.steps), default=(False, -1, -1))
     found += (Change("deleted", step.step) for step in gone if after.order(step) > oldest)

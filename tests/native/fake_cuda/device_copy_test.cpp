@@ -375,9 +375,9 @@ void every_copy_is_checked() {
         REQUIRE(start(i, {offset, large + 50, 51}) == not_there);
         REQUIRE(start(i, {offset, elsewhere, 100}) == copy + "the tensor is on GPU 2, and this copier is for GPU 1");
         REQUIRE(start(i, {offset, nullptr, 100}) == copy + "the tensor has no memory at its address");
-        const std::string no_room = "do not fit into the 301 pinned bytes of a buffer";
-        REQUIRE(start(i, {offset, large, SIZE_MAX}).find(no_room) != std::string::npos);
-        REQUIRE(start(i, {202, large, 100}) == copy + "100 bytes at offset 202 " + no_room);
+        const std::string too_small = "do not fit into the 301 pinned bytes of a buffer";
+        REQUIRE(start(i, {offset, large, SIZE_MAX}).find(too_small) != std::string::npos);
+        REQUIRE(start(i, {202, large, 100}) == copy + "100 bytes at offset 202 " + too_small);
         REQUIRE(start(i, {SIZE_MAX - 10, large, 100}).find("do not fit") != std::string::npos);
     }
     REQUIRE(start(1, {99, large, 100}) ==

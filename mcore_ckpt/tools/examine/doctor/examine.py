@@ -20,7 +20,7 @@ from mcore_ckpt.ranks.rounds import Agreement, Record, decide
 from mcore_ckpt.steps.commit import remove_folder
 from mcore_ckpt.tools.examine.doctor import between_hosts, speed
 from mcore_ckpt.tools.examine.doctor.findings import Finding, Severity, fine, merged, worst
-from mcore_ckpt.tools.examine.doctor.free_room import free_bytes, free_room, of_room
+from mcore_ckpt.tools.examine.doctor.free_space import FREE_SPACE, finding_of_space, free_bytes, free_space
 from mcore_ckpt.tools.examine.doctor.known import known_of
 from mcore_ckpt.tools.examine.doctor.probes import has_direct, try_all
 from mcore_ckpt.tools.examine.doctor.stored_replicas import stored_replicas
@@ -29,7 +29,7 @@ from mcore_ckpt.tools.examine.doctor.trial import owner_of, trial_folder, unusab
 RANKS = "ranks"
 # How much longer than for anything else a rank waits while others measure their speed, in seconds.
 _MEASURING_S = 180.0
-_TOPIC = "examining the file system"
+_FREE_SPACE = "examining the file system"
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def examine(
         root: an existing folder.
         agreement: connects this rank with the others.
         megabytes: the size of the files with which the speed is measured; 0 to measure only small files. It is reduced
-            if the room is small.
+            if little space is free.
         missing: why the other ranks of the job do not take part; None if they do, or if there are none.
         progress: called while this rank measures the speed, with the number of bytes done and of all.
 
@@ -146,7 +146,7 @@ class _Examination:
         """Puts together what was found. Only rank 0 calls it."""
         hosts = tuple(seat["host"] for seat in self._seats) or (socket.gethostname(),)
         findings = merged(speed.of_hosts(self._by_leader))
-        findings = [*self._ranks(), *self._together, *findings, *self._room(), *stored_replicas(self._root)]
+        findings = [*self._ranks(), *self._together, *findings, *self._space(), *stored_replicas(self._root)]
         return Report(self._root, self._mount, self._agreement.world_size, hosts, tuple(findings))
 
     def _ranks(self) -> list[Finding]:
@@ -178,7 +178,7 @@ class _Examination:
                 self._together.append(_missing(self._root, missing))
             return {"trial": None if self._trial is None else self._trial.name, "leaders": sorted(leaders.values())}
 
-        return decide(self._agreement, _TOPIC, work, combine)
+        return decide(self._agreement, _FREE_SPACE, work, combine)
 
     def _open_trial(self, stack: ExitStack) -> None:
         self._trial, self._error = None, None
@@ -213,14 +213,14 @@ class _Examination:
             advice = "look at the system's log, or use another file system"
             findings.append(Finding(speed.WRITE, Severity.BAD, f"failed: {failure}", "saves fail", advice))
 
-    def _room(self) -> list[Finding]:
+    def _space(self) -> list[Finding]:
         try:
-            return [of_room(free_room(self._root))]
+            return [finding_of_space(free_space(self._root))]
         except OSError as error:
-            return [Finding("free room", Severity.BAD, f"cannot be asked for: {error}", "", "look at the file system")]
+            return [Finding(FREE_SPACE, Severity.BAD, f"cannot be asked for: {error}", "", "look at the file system")]
 
     def _measured_bytes(self) -> int:
-        """Returns the size of the files to measure with: two of them take at most an eighth of the room."""
+        """Returns the size of the files to measure with: two of them take at most an eighth of the free space."""
         free = free_bytes(self._root)
         most = self._megabytes * 10**6 if free is None else min(self._megabytes * 10**6, free // 16)
         return most >> 20 << 20

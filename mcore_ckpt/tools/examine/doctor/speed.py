@@ -47,7 +47,7 @@ def measure(folder: Path, nbytes: int, direct: bool, progress: Progress = lambda
     """Measures the speed of a file system in an empty folder.
 
     Args:
-        folder: where to write. Its file system should have room for twice `nbytes`.
+        folder: where to write. Its file system should have space for twice `nbytes`.
         nbytes: the size of the files, a multiple of 1 MiB; 0 to measure only small files.
         direct: whether the plain system calls use O_DIRECT.
         progress: called with the number of bytes that have been written and read, and the most that will be.

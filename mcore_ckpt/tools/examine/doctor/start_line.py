@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mcore_ckpt.io.mounts import Mount, mount_of
 from mcore_ckpt.tools.examine.doctor.findings import Finding, Severity
-from mcore_ckpt.tools.examine.doctor.free_room import free_room, of_room
+from mcore_ckpt.tools.examine.doctor.free_space import finding_of_space, free_space
 from mcore_ckpt.tools.examine.doctor.known import abilities_of, known_of
 
 logger = logging.getLogger(__name__)
@@ -36,15 +36,15 @@ def start_line(root: Path) -> tuple[int, str]:
     """Returns the level and the text of the line. Raises OSError, or CheckpointError for a damaged step."""
     folder = next(each for each in (root, *root.parents) if each.is_dir())
     mount = mount_of(folder)
-    room = free_room(folder)
+    space = free_space(folder)
     findings = known_of(mount)
     if folder == root and not os.access(root, os.W_OK | os.X_OK):
         findings.append(Finding("folder", Severity.RISK, "this user cannot write here", "saves fail"))
-    findings.append(of_room(room))
+    findings.append(finding_of_space(space))
     noted = [finding for finding in findings if finding.severity is not Severity.FINE]
     parts = [_told(findings[0]), _ability(mount), *(_told(finding) for finding in findings[1:] if finding in noted)]
     if findings[-1] not in noted:
-        parts.append(str(room))
+        parts.append(str(space))
     text = f"checkpoints in {root}: {'; '.join(parts)}"
     return (logging.WARNING if noted else logging.INFO), f"{text}. `mcore-ckpt doctor {root}` tries all of it"
 

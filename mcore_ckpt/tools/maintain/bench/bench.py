@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_ckpt.errors import CheckpointError, InvalidArgumentError, NoRoomError
+from mcore_ckpt.io.disk_space import Need, space_of
 from mcore_ckpt.io.mounts import Mount, mount_of
-from mcore_ckpt.io.room import Need, room_of
 from mcore_ckpt.tools.examine.doctor.trial import trial_folder, unusable
 from mcore_ckpt.tools.maintain.bench.predict import Prediction, predict
 from mcore_ckpt.tools.maintain.bench.size import SaveSize
@@ -96,12 +96,12 @@ def bench(
 
     Raises:
         InvalidArgumentError: a size is too small, or larger than the memory allows.
-        NoRoomError: there is too little room below the root.
+        NoRoomError: there is too little space below the root.
         CheckpointError: checkpoints cannot be saved below the root.
     """
     for each in (nbytes, *real):
         _check_size(each)
-    _check_room(root, 2 * max(nbytes, *real, 0))
+    _check_space(root, 2 * max(nbytes, *real, 0))
     try:
         with trial_folder(root) as trial:
             speeds = measure(trial, nbytes, ranks, lambda done: progress("measuring", done))
@@ -145,10 +145,10 @@ def _compare(trial: Path, nbytes: int, speeds: Speeds, progress: Progress) -> Re
 
 
 def _fitting(root: Path, size: SaveSize) -> int | None:
-    room = room_of(root)
+    space = space_of(root)
     # The sizes of the files do not matter, only that each ends within a block.
     per_file = -(-size.total_bytes // size.files)
-    return room.times(room.taken_by(Need((per_file,) * size.files)))
+    return space.times(space.taken_by(Need((per_file,) * size.files)))
 
 
 def _check_size(nbytes: int) -> None:
@@ -162,9 +162,9 @@ def _check_size(nbytes: int) -> None:
         )
 
 
-def _check_room(root: Path, nbytes: int) -> None:
-    room = room_of(root)
-    amount = room.taken_by(Need((nbytes,)))
-    limit = room.shortage(amount)
-    if limit is not None and room.is_certain:
+def _check_space(root: Path, nbytes: int) -> None:
+    space = space_of(root)
+    amount = space.taken_by(Need((nbytes,)))
+    limit = space.shortage(amount)
+    if limit is not None and space.is_certain:
         raise NoRoomError(f"{root}: {limit.describe(amount)}: free space, or use smaller sizes")

@@ -102,7 +102,7 @@ class Speeds:
 
 
 def measure(folder: Path, nbytes: int, ranks: int, progress: Progress = lambda nbytes: None) -> Speeds:
-    """Measures in an empty folder. Takes twice `nbytes` of room, and eight times of memory, or what is free.
+    """Measures in an empty folder. Takes twice `nbytes` of space, and eight times of memory, or what is free.
 
     Args:
         folder: where to write.

@@ -28,10 +28,10 @@ from mcore_ckpt.formats.native.file_plan import FilePlan, FileWrite, StructureCa
 from mcore_ckpt.formats.native.write_requests import TensorWrite, WriteRequest
 from mcore_ckpt.formats.native.writer import FileWriter
 from mcore_ckpt.io import _native
+from mcore_ckpt.io.disk_space import Need
 from mcore_ckpt.io.files import sync_dir, sync_names
 from mcore_ckpt.io.host_memory import HostMemory
 from mcore_ckpt.io.pages import page_ceil
-from mcore_ckpt.io.room import Need
 from mcore_ckpt.io.tuning import HOST_THREADS
 from mcore_ckpt.ranks.meeting import single_process_agreement
 from mcore_ckpt.ranks.rounds import Record
@@ -40,7 +40,7 @@ from mcore_ckpt.sharding.plan import MODEL, PARAM, ShardKey, runs
 from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.steps import commit, leftovers
 from mcore_ckpt.steps.retention import PreservationPolicy
-from mcore_ckpt.steps.room import RoomWatch, Saving
+from mcore_ckpt.steps.space_watch import Saving, SpaceWatch
 from mcore_ckpt.steps.tracker import move_tracker
 from mcore_ckpt.steps.trainer_lock import TrainerLock
 from mcore_ckpt.steps.transaction import check_seen, commit_together, open_together
@@ -63,7 +63,7 @@ class SaveTimes:
     """How long the parts of a trial save took, in seconds.
 
     Attributes:
-        open_s: until the staging folder was there: lock, look at the room, first round.
+        open_s: until the staging folder was there: lock, look at the free space, first round.
         copy_s: until the state was copied into images; 0 if it was written in place.
         write_s: until all files were on the disk.
         commit_s: until the checkpoint was in its place and the tracker named it.
@@ -126,7 +126,7 @@ class TrialSaves:
         )
         self._opening, self._commits = (single_process_agreement(name, TIMEOUT_S) for name in ("opening", "commits"))
         self._lock = TrainerLock(root, ROLE)
-        self._room = RoomWatch(root, lambda: False)
+        self._space = SpaceWatch(root, lambda: False)
         self._images = HostMemory()
         self._steps = itertools.count(1)
 
@@ -248,7 +248,7 @@ class TrialSaves:
         """Does what `CheckpointManager` does on rank 0 before a save."""
         self._lock.take(patience_s=0)
         leftovers.remove_leftovers_beside(saving.role_dir)
-        self._room.check(saving, need, patience_s=0)
+        self._space.check(saving, need, patience_s=0)
         self._lock.take(patience_s=0)
 
     def _write(self, staging: Path, writes: Sequence[Sequence[FileWrite]]) -> list[tuple[int, WrittenFile]]:

@@ -52,7 +52,7 @@ def assert_bound(manager: CheckpointManager, role_dir: Path) -> None:
 def test_an_export_and_optimizer_that_do_not_fit(
     layout: Layout, shared_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tuning, "ROOM_SETTLES_S", 0.0)
+    monkeypatch.setattr(tuning, "SPACE_SETTLES_S", 0.0)
     with ExitStack() as stack, parallel(layout):
         disk = shared_path / "disk"
         mounted_by_rank_0(stack, disk)

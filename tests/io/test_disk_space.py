@@ -1,4 +1,4 @@
-"""How much room there is, and what fits: the decision, what systems tell that cannot be true, and quotas."""
+"""How much space there is, and what fits: the decision, what systems tell that cannot be true, and quotas."""
 
 import ctypes
 import os
@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_disks import mounted
 
-from mcore_ckpt.io import quotas, room
+from mcore_ckpt.io import disk_space, quotas
+from mcore_ckpt.io.disk_space import Amount, DiskSpace, Limit, Need, space_of
 from mcore_ckpt.io.quotas import Usage
-from mcore_ckpt.io.room import Amount, Limit, Need, Room, room_of
 
 SIZES = st.lists(st.integers(0, 1 << 40), max_size=8).map(tuple)
 NEEDS = st.builds(Need, SIZES, st.frozensets(st.sampled_from("abcdef")), st.integers(0, 1 << 40))
@@ -22,20 +22,20 @@ BLOCKS = st.sampled_from([1, 512, 4096, 65536])
 
 
 @given(NEEDS, BLOCKS, st.sampled_from([0, 4096]))
-def test_the_exact_room_is_enough_and_one_less_is_not(need: Need, block: int, folder: int) -> None:
-    amount = Room((), block, folder).taken_by(need)
+def test_the_exact_space_is_enough_and_one_less_is_not(need: Need, block: int, folder: int) -> None:
+    amount = DiskSpace((), block, folder).taken_by(need)
     for spare in (0, 1, 1 << 50):
         limits = (Limit("nbytes", amount.nbytes + spare, "disk"), Limit("entries", amount.entries + spare, "disk"))
-        assert Room(limits).shortage(amount) is None
+        assert DiskSpace(limits).shortage(amount) is None
     for kind in ("nbytes", "entries"):
         wide = Limit("nbytes" if kind == "entries" else "entries", 1 << 60, "disk")
         short = Limit(kind, getattr(amount, kind) - 1, "disk")  # type: ignore[arg-type]
-        assert Room((wide, short)).shortage(amount) is short
+        assert DiskSpace((wide, short)).shortage(amount) is short
 
 
 @given(NEEDS, BLOCKS)
 def test_what_is_taken_is_no_less_than_the_bytes_and_whole_blocks(need: Need, block: int) -> None:
-    amount = Room((), block).taken_by(need)
+    amount = DiskSpace((), block).taken_by(need)
     least = sum(need.sizes) + need.loose
     assert least <= amount.nbytes < least + block * len(need.sizes) + 1
     assert (amount.nbytes - need.loose) % block == 0
@@ -44,14 +44,14 @@ def test_what_is_taken_is_no_less_than_the_bytes_and_whole_blocks(need: Need, bl
 
 @given(st.lists(NEEDS, max_size=4), BLOCKS)
 def test_a_sum_is_what_its_parts_take_with_each_folder_once(needs: list[Need], block: int) -> None:
-    place = Room((), block, folder_bytes=4096)
+    place = DiskSpace((), block, folder_bytes=4096)
     whole, parts = place.taken_by(Need.sum(needs)), [place.taken_by(need) for need in needs]
     again = sum(len(need.folders) for need in needs) - len(frozenset().union(*(need.folders for need in needs)))
     assert whole.nbytes == sum(part.nbytes for part in parts) - 4096 * again
     assert whole.entries == sum(part.entries for part in parts) - again
 
 
-def test_no_room_is_described_with_numbers() -> None:
+def test_no_space_is_described_with_numbers() -> None:
     amount = Amount(2_000_000, 12)
     assert Limit("nbytes", 1_500, "disk").describe(amount) == (
         "2,000,000 bytes are needed, but only 1,500 bytes are free (disk)"
@@ -84,7 +84,7 @@ def told(monkeypatch: pytest.MonkeyPatch, folder: Path, **numbers: int) -> dict[
     there = os.statvfs(folder)
     values = [numbers.get(name, getattr(there, name)) for name in FIELDS]
     monkeypatch.setattr(os, "fstatvfs", lambda descriptor: os.statvfs_result(values))
-    return {limit.kind: limit.free for limit in room_of(folder).limits}
+    return {limit.kind: limit.free for limit in space_of(folder).limits}
 
 
 HUGE = (1 << 64) - 5
@@ -103,7 +103,7 @@ HUGE = (1 << 64) - 5
 def test_bytes_that_a_system_tells(
     tmp_path: Path, numbers: dict[str, int], expected: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room, "_magic_of", lambda descriptor: 0x6969)  # NFS
+    monkeypatch.setattr(disk_space, "_magic_of", lambda descriptor: 0x6969)  # NFS
     assert told(monkeypatch, tmp_path, f_frsize=4096, **numbers).get("nbytes") == expected
 
 
@@ -141,9 +141,9 @@ INEXACT = {
 @pytest.mark.parametrize("name", [*EXACT, *INEXACT])
 def test_only_exact_file_systems_are_certain(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Others may compress, or count in units of their own: NFS in megabytes, of which no file takes a whole one."""
-    monkeypatch.setattr(room, "_magic_of", lambda descriptor: (EXACT | INEXACT)[name])
+    monkeypatch.setattr(disk_space, "_magic_of", lambda descriptor: (EXACT | INEXACT)[name])
     told(monkeypatch, tmp_path, f_frsize=8192)
-    found = room_of(tmp_path)
+    found = space_of(tmp_path)
     assert (found.block, found.is_certain) == ((8192, True) if name in EXACT else (1, False))
 
 
@@ -154,13 +154,13 @@ def test_overlay_is_not_certain_though_its_upper_layer_would_be(tmp_path: Path) 
             (disk / name).mkdir()
         options = f"lowerdir={disk}/lower,upperdir={disk}/upper,workdir={disk}/work"
         with mounted(tmp_path / "overlay", "-t", "overlay", "-o", options, "overlay") as overlay:
-            found, of_upper = room_of(overlay), room_of(disk)
+            found, of_upper = space_of(overlay), space_of(disk)
             assert [limit.free for limit in found.limits] == [limit.free for limit in of_upper.limits]
             assert (found.is_certain, of_upper.is_certain) == (False, True)
 
 
-def test_a_folder_that_is_not_there_yet_has_the_room_of_the_one_above(tmp_path: Path) -> None:
-    assert room_of(tmp_path / "a" / "b").block == room_of(tmp_path).block
+def test_a_folder_that_is_not_there_yet_has_the_space_of_the_one_above(tmp_path: Path) -> None:
+    assert space_of(tmp_path / "a" / "b").block == space_of(tmp_path).block
 
 
 # -- quotas. tests/save/test_full_disk.py has real ones where the kernel has them ------------------------------------
@@ -218,6 +218,6 @@ def test_processes_that_may_exceed_quotas(
 ) -> None:
     limits = {(0, os.geteuid()): (8, 0, 1024, 100, 0, 1, 0, 0, 0)}
     monkeypatch.setattr(quotas, "_quotactl", answering(0b11, limits))
-    rights = room._Rights(os.geteuid(), frozenset(), may_exceed_quotas=exempt)
-    monkeypatch.setattr(room._Rights, "of_this_thread", lambda: rights)
-    assert {limit.kind for limit in room_of(tmp_path).limits if "quota of user" in limit.where} == kinds
+    rights = disk_space._Rights(os.geteuid(), frozenset(), may_exceed_quotas=exempt)
+    monkeypatch.setattr(disk_space._Rights, "of_this_thread", lambda: rights)
+    assert {limit.kind for limit in space_of(tmp_path).limits if "quota of user" in limit.where} == kinds

@@ -3,9 +3,9 @@
 Three things limit a folder: the free bytes of its file system, the number of files (inodes) that can still be made, and
 the quotas of the user, group or project that the files will belong to.
 
-Nothing that would have fitted may be called too large. So the size of what is to be written is a lower bound, a limit
-that the system does not tell is no limit, and where files may take less room than their bytes, `Room.is_certain` is
-False. Only the types of file systems that `io/file_systems.py` calls exact are certain.
+A save that would have fitted is never refused. So the size of what is to be written is a lower bound, and a limit that
+the system does not tell is no limit. `DiskSpace.is_certain` is False where files may take less space than their bytes:
+it is True only for the types of file systems that `io/file_systems.py` calls exact.
 """
 
 from __future__ import annotations
@@ -121,14 +121,14 @@ class Limit:
 
 
 @dataclass(frozen=True)
-class Room:
+class DiskSpace:
     """How much can be written into a folder.
 
     Attributes:
         limits: the limits that the system tells.
         block: each file takes a multiple of this many bytes.
         folder_bytes: how many bytes a new folder takes.
-        is_certain: False if files may take less room than their bytes, as where they are compressed. Then files that
+        is_certain: False if files may take less space than their bytes, as where they are compressed. Then files that
             seem too large are written nevertheless, after a warning.
     """
 
@@ -150,14 +150,14 @@ class Room:
         """Returns how many times an amount fits; None if the system tells no limit of what it consists of.
 
         Example:
-            >>> Room((Limit("nbytes", 100, "disk"),)).times(Amount(30, 1))
+            >>> DiskSpace((Limit("nbytes", 100, "disk"),)).times(Amount(30, 1))
             3
         """
         parts = [(limit.free, getattr(amount, limit.kind)) for limit in self.limits]
         return min((free // part for free, part in parts if part), default=None)
 
-    def without(self, nbytes: int) -> Room:
-        """Returns the room that is left while so many bytes of it are in use."""
+    def without(self, nbytes: int) -> DiskSpace:
+        """Returns the free space that is left while so many bytes of it are in use."""
         limits = (
             replace(limit, free=max(0, limit.free - nbytes)) if limit.kind == "nbytes" else limit
             for limit in self.limits
@@ -178,22 +178,22 @@ def existing(folder: Path) -> Path:
     return next(each for each in (folder, *folder.parents) if each.exists())
 
 
-def room_of(folder: Path) -> Room:
+def space_of(folder: Path) -> DiskSpace:
     """Returns how much can be written into a folder, or where it would be made. Raises OSError.
 
     Example:
-        >>> room_of(Path("/")).shortage(Amount(0, 0)) is None
+        >>> space_of(Path("/")).shortage(Amount(0, 0)) is None
         True
     """
     folder = existing(folder)
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        return _room_of(descriptor, folder)
+        return _space_of(descriptor, folder)
     finally:
         os.close(descriptor)
 
 
-def _room_of(descriptor: int, folder: Path) -> Room:
+def _space_of(descriptor: int, folder: Path) -> DiskSpace:
     space, status, magic = os.fstatvfs(descriptor), os.fstat(descriptor), _magic_of(descriptor)
     is_exact = of_magic(magic).is_exact
     rights = _Rights.of_this_thread()
@@ -202,7 +202,7 @@ def _room_of(descriptor: int, folder: Path) -> Room:
     quotas = list(quotas_of(descriptor, options, without_0=magic == XFS_MAGIC))
     project = next((quota for quota in quotas if quota.kind == "project"), None)
     limits: list[Limit] = []
-    # Where a project has a quota, the system shows what is left of it in place of the disk's own free room. It takes
+    # Where a project has a quota, the system shows what is left of it in place of the disk's own free space. It takes
     # the soft limit, which may be exceeded for some days.
     if project is None or not project.is_shown_by(space):
         limits += _disk_limits(space, status.st_dev, magic, folder, rights, options)
@@ -214,7 +214,7 @@ def _room_of(descriptor: int, folder: Path) -> Room:
                 limits.append(Limit("nbytes", quota.nbytes.free, where))
             if quota.entries.free is not None:
                 limits.append(Limit("entries", quota.entries.free, f"inodes, {where}"))
-    return Room(
+    return DiskSpace(
         tuple(limits),
         block=space.f_frsize if is_exact else 1,
         # A small folder is in its inode on most file systems, and on ext4 with `inline_data`.

@@ -5,7 +5,7 @@ its beginning counts for it.
 
 Whether the next one will fit shows at the commit, if no step will be deleted: then it is too late for another look when
 the next save begins at once. If steps will be deleted, it shows when they are gone. That look may take long (manifests,
-and room that grows late), so it has a thread of its own: neither saves nor deletions wait for it.
+and space that is freed late), so it has a thread of its own: neither saves nor deletions wait for it.
 
 The need of a save is the sum of all files in whole blocks, with folders, owner file, manifest and the in-line export.
 CRCs, the manifest, the headers of the export and, at a manager's first save, the tokenizer's files are not known yet,
@@ -30,7 +30,7 @@ from pathlib import Path
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, NoRoomError
 from mcore_ckpt.io import tuning
-from mcore_ckpt.io.room import NOTHING, Amount, Limit, Need, Room, existing, room_of
+from mcore_ckpt.io.disk_space import NOTHING, Amount, DiskSpace, Limit, Need, existing, space_of
 from mcore_ckpt.io.threads import NewestOnly, results_of
 from mcore_ckpt.steps.listing import StepStatus, list_steps
 from mcore_ckpt.steps.retention import PreservationPolicy, too_old
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 _MANIFEST_BYTES_PER_FILE = 60
 # If so many saves of one role fit, nothing has to be foreseen, whatever the other roles of the step need.
 _PLENTY_OF_SAVES = 64
-_MAY_FIT = "The file system may store the files in less room, so the save is tried"
+_MAY_FIT = "The file system may store the files in less space, so the save is tried"
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,8 @@ class Saved:
     there: frozenset[int] | None = None
 
 
-class RoomWatch:
-    """Checks the room for each save of one role. Only rank 0 uses it.
+class SpaceWatch:
+    """Checks the free space for each save of one role. Only rank 0 uses it.
 
     Args:
         root: the folder of all steps.
@@ -100,8 +100,8 @@ class RoomWatch:
     def check(self, saving: Saving, need: Need, patience_s: float) -> None:
         """Refuses a save whose files do not fit.
 
-        If there is too little room now, it first waits for deletions that are under way. If one still goes on after
-        `patience_s`, the save may begin, because the room may suffice.
+        If there is too little space now, it first waits for deletions that are under way. If one still goes on after
+        `patience_s`, the save may begin, because what is freed may suffice.
 
         Args:
             saving: the save.
@@ -117,15 +117,15 @@ class RoomWatch:
         with suppress(OSError):  # the system does not tell, or the folder cannot be made, which its making will show
             need += _files_of_rank_0(role_dir, need)
             self._checked = need
-            room = _settled_room(
-                role_dir.parent, self._root, lambda room: room.taken_by(need), patience_s, self._is_deleting
+            space = _settled_space(
+                role_dir.parent, self._root, lambda space: space.taken_by(need), patience_s, self._is_deleting
             )
-            if room is None:
-                logger.warning("%s: too little room, but old steps are still being deleted: the save begins", role_dir)
+            if space is None:
+                logger.warning("%s: too little space, but old steps are still being deleted: the save begins", role_dir)
                 return
-            amount = room.taken_by(need)
-            limit = room.shortage(amount)
-            if limit is not None and room.is_certain:
+            amount = space.taken_by(need)
+            limit = space.shortage(amount)
+            if limit is not None and space.is_certain:
                 raise NoRoomError(self._refusal(role_dir, limit, amount, deadline - time.monotonic()))
             if self._tried.is_new(limit) and limit is not None:
                 logger.warning("%s: %s. %s", role_dir, limit.describe(amount), _MAY_FIT)
@@ -137,7 +137,7 @@ class RoomWatch:
             role_dir: the role's folder, of the save that was checked last.
             step: its step.
             deletes: whether retention deletes steps after this commit, or after those of the step's other roles. One
-                step makes room for about one save, so nothing is said then.
+                step frees the space of about one save, so nothing is said then.
 
         Returns:
             What `foresee` needs when old steps have been deleted. None if it need not look.
@@ -148,13 +148,13 @@ class RoomWatch:
                 self._foreseen.is_new(None)
                 return None
             saved = replace(saved, there=frozenset(file_names.step_dirs(self._root)))
-            # Look at the room last: a deletion that ends meanwhile has then made room already.
+            # Look at the free space last: a deletion that ends meanwhile has then freed its space already.
             if not (deletes or self._is_deleting() or _has_deleted_steps(self._root)):
-                room = room_of(self._root)
-                amount = room.taken_by(saved.need)
-                limit = room.shortage(amount)
+                space = space_of(self._root)
+                amount = space.taken_by(saved.need)
+                limit = space.shortage(amount)
                 if limit is not None:
-                    self._warn_of_next(saved, room, limit, amount)
+                    self._warn_of_next(saved, space, limit, amount)
                     return None
         return saved
 
@@ -162,7 +162,7 @@ class RoomWatch:
         """Warns once if a save like a committed one will not fit. Call it when old steps have been deleted.
 
         Returns immediately, and looks on a thread of its own. It looks only if the step is complete, and it says
-        nothing if another save begins meanwhile, because that takes room and has a check of its own.
+        nothing if another save begins meanwhile, because that takes space and has a check of its own.
         """
         self._looks.call(partial(self._foresee, saved))
 
@@ -175,10 +175,10 @@ class RoomWatch:
                 return
             kept = need_of(status).kept
 
-            def amount_in(room: Room) -> Amount:
-                return room.taken_by(kept).at_least(room.taken_by(saved.need))
+            def amount_in(space: DiskSpace) -> Amount:
+                return space.taken_by(kept).at_least(space.taken_by(saved.need))
 
-            room = _settled_room(
+            space = _settled_space(
                 self._root,
                 self._root,
                 amount_in,
@@ -186,30 +186,30 @@ class RoomWatch:
                 self._is_deleting,
                 lambda: self._is_overtaken(saved),
             )
-            if room is None or self._is_overtaken(saved) or _is_saving(self._root, saved):
+            if space is None or self._is_overtaken(saved) or _is_saving(self._root, saved):
                 return
-            amount = amount_in(room)
-            self._warn_of_next(saved, room, room.shortage(amount), amount)
+            amount = amount_in(space)
+            self._warn_of_next(saved, space, space.shortage(amount), amount)
 
     def _is_overtaken(self, saved: Saved) -> bool:
-        """True if a newer save has been checked. It has taken room since, so a look says nothing about the next one."""
+        """True if a newer save has been checked. It has taken space, so a look says nothing about the next one."""
         return saved.check != self._checks
 
-    def _warn_of_next(self, saved: Saved, room: Room, limit: Limit | None, amount: Amount) -> None:
+    def _warn_of_next(self, saved: Saved, space: DiskSpace, limit: Limit | None, amount: Amount) -> None:
         if self._foreseen.is_new(limit) and limit is not None:
             logger.warning(
-                "%s: this save fits, but after it and the deletion of old steps the next one will not: %s. Free room, "
+                "%s: this save fits, but after it and the deletion of old steps the next one will not: %s. Free space, "
                 "or keep fewer steps (max_to_keep); %s%s",
                 saved.role_dir,
                 limit.describe(amount),
                 self._prune_shows(),
-                "" if room.is_certain else f". {_MAY_FIT}",
+                "" if space.is_certain else f". {_MAY_FIT}",
             )
 
     def _has_plenty(self) -> bool:
-        """True if there is far more room than the last save has taken. Only system calls: manifests can be large."""
-        room = room_of(self._root)
-        times = room.times(room.taken_by(self._checked))
+        """True if far more is free than the last save has taken. Only system calls: manifests can be large."""
+        space = space_of(self._root)
+        times = space.times(space.taken_by(self._checked))
         return times is not None and times >= _PLENTY_OF_SAVES
 
     def _refusal(self, role_dir: Path, limit: Limit, amount: Amount, look_s: float) -> str:
@@ -261,37 +261,37 @@ class _Warned:
         return self._reason is not None and self._reason != before
 
 
-def _settled_room(
+def _settled_space(
     folder: Path,
     root: Path,
-    amount_in: Callable[[Room], Amount],
+    amount_in: Callable[[DiskSpace], Amount],
     patience_s: float,
     is_deleting: Callable[[], bool],
     is_overtaken: Callable[[], bool] = lambda: False,
-) -> Room | None:
-    """Returns the room of a folder, as soon as it is enough or no deletion below the root can be seen any more.
+) -> DiskSpace | None:
+    """Returns the free space of a folder, as soon as it is enough or no deletion below the root can be seen any more.
 
     Returns None if a deletion can still be seen after `patience_s`, and as soon as `is_overtaken` is true. Raises
     OSError.
     """
     began = last_growth = time.monotonic()
-    # In this order: a deletion that ends between the two looks has made room already.
-    deletes, room, most = is_deleting(), room_of(folder), dict[str, int]()
-    while room.is_certain and (short := room.shortages(amount_in(room))):
+    # In this order: a deletion that ends between the two looks has freed its space already.
+    deletes, space, most = is_deleting(), space_of(folder), dict[str, int]()
+    while space.is_certain and (short := space.shortages(amount_in(space))):
         now = time.monotonic()
         if _has_grown(short, most):
             last_growth = now
         # Some file systems free the bytes of a deleted file a moment later. And a process on another host may be
-        # deleting a step, which shows only in the step's name and in the growing room.
-        settles_s = tuning.DELETION_SHOWS_S if _has_deleted_steps(root) else tuning.ROOM_SETTLES_S
+        # deleting a step, which shows only in the step's name and in the growing free space.
+        settles_s = tuning.DELETION_SHOWS_S if _has_deleted_steps(root) else tuning.SPACE_SETTLES_S
         goes_on = deletes or began < last_growth > now - settles_s
         if not goes_on and now - last_growth >= min(settles_s, patience_s):
             break
         if now - began >= patience_s or is_overtaken():
             return None
-        time.sleep(tuning.ROOM_POLL_S)
-        deletes, room = is_deleting(), room_of(folder)
-    return room
+        time.sleep(tuning.SPACE_POLL_S)
+        deletes, space = is_deleting(), space_of(folder)
+    return space
 
 
 def _has_grown(short: Sequence[Limit], most: dict[str, int]) -> bool:
@@ -338,7 +338,7 @@ def _has_deleted_steps(root: Path) -> bool:
 def _is_saving(root: Path, saved: Saved) -> bool:
     """True if a save is under way, as far as the root and the folders of the last steps show it.
 
-    Also if a step was added since a save was committed: its save may have ended after the look at the room.
+    Also if a step was added since a save was committed: its save may have ended after the look at the free space.
     """
     folders = file_names.step_dirs(root)
     if saved.there is None or not folders.keys() <= saved.there:

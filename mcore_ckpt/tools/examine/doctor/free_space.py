@@ -1,4 +1,4 @@
-"""Says how much room is left below a root, and how many saves that is, by the rules by which a save is refused."""
+"""Says how much space is left below a root, and how many saves that is, by the rules by which a save is refused."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
-from mcore_ckpt.io.room import Amount, Room, room_of
+from mcore_ckpt.io.disk_space import Amount, DiskSpace, space_of
 from mcore_ckpt.steps.listing import newest_complete
 from mcore_ckpt.steps.step_sizes import NO_FILES, need_of
 from mcore_ckpt.tools.examine.doctor.findings import Finding, Severity, fine
 
-ROOM = "free room"
+FREE_SPACE = "free room"  # scripts of users look for this name
 
 
 @dataclass(frozen=True)
-class FreeRoom:
-    """The room below a root.
+class FreeSpace:
+    """The free space below a root.
 
     Attributes:
-        room: what can still be written.
+        disk: what can still be written.
         step: the newest complete step; None if there is none.
         taken: what a save like it takes here.
         passing: how many bytes it takes besides until it is committed.
     """
 
-    room: Room
+    disk: DiskSpace
     step: int | None = None
     taken: Amount = NO_FILES
     passing: int = 0
@@ -34,12 +34,12 @@ class FreeRoom:
     @property
     def nbytes(self) -> int | None:
         """How many bytes can still be written; None if the system does not tell."""
-        return self.room.free("nbytes")
+        return self.disk.free("nbytes")
 
     @property
     def saves(self) -> int | None:
         """How many further saves of the newest step's size fit; None if that is unknown."""
-        return self.room.without(self.passing).times(self.taken)
+        return self.disk.without(self.passing).times(self.taken)
 
     def __str__(self) -> str:
         if self.nbytes is None:
@@ -49,41 +49,41 @@ class FreeRoom:
             word = "save" if self.saves == 1 else "saves"
             more = f", and {self.passing / 1e9:.3g} GB more until it is committed" if self.passing else ""
             text += f": {self.saves} more {word} like step {self.step} ({self.taken.nbytes / 1e9:.3g} GB{more})"
-        return text if self.room.is_certain else f"{text}, or more, because it may store files in less room"
+        return text if self.disk.is_certain else f"{text}, or more, because it may store files in less space"
 
 
-def free_room(root: Path) -> FreeRoom:
-    """Returns the room below an existing root. Raises OSError."""
-    room, newest = room_of(root), newest_complete(root)
+def free_space(root: Path) -> FreeSpace:
+    """Returns the free space below an existing root. Raises OSError."""
+    disk, newest = space_of(root), newest_complete(root)
     # A step whose manifest cannot be read as a whole says nothing about the next save.
     with suppress(CheckpointNotFoundError, CheckpointCorruptError):
         if newest is not None:
             need = need_of(newest)
-            return FreeRoom(room, newest.step, room.taken_by(need.kept), need.passing)
-    return FreeRoom(room)
+            return FreeSpace(disk, newest.step, disk.taken_by(need.kept), need.passing)
+    return FreeSpace(disk)
 
 
 def free_bytes(root: Path) -> int | None:
     """Returns how many bytes this user can still write; None if the file system does not tell. Raises OSError."""
-    return room_of(root).free("nbytes")
+    return space_of(root).free("nbytes")
 
 
-def of_room(room: FreeRoom) -> Finding:
-    """Says how much room is left, and whether it is enough. Where saves are tried nevertheless, it is only a risk."""
-    if room.nbytes is None:
-        return fine(ROOM, str(room))
-    values = {"bytes": float(room.nbytes)}
-    if room.saves is not None:
-        values |= {"saves": float(room.saves), "step_bytes": float(room.taken.nbytes)}
-    is_certain = room.room.is_certain
+def finding_of_space(space: FreeSpace) -> Finding:
+    """Says how much space is free, and whether it is enough. Where saves are tried nevertheless, it is only a risk."""
+    if space.nbytes is None:
+        return fine(FREE_SPACE, str(space))
+    values = {"bytes": float(space.nbytes)}
+    if space.saves is not None:
+        values |= {"saves": float(space.saves), "step_bytes": float(space.taken.nbytes)}
+    is_certain = space.disk.is_certain
     too_little = Severity.BAD if is_certain else Severity.RISK
-    if room.nbytes == 0:
+    if space.nbytes == 0:
         cost = "no checkpoint can be saved" if is_certain else "saves may fail"
-        return Finding(ROOM, too_little, "no byte is free", cost, "free space", values)
-    if room.saves is not None and room.saves < 2:
-        severity = too_little if room.saves == 0 else Severity.RISK
-        which = "the next save" if room.saves == 0 else "the save after the next one"
+        return Finding(FREE_SPACE, too_little, "no byte is free", cost, "free space", values)
+    if space.saves is not None and space.saves < 2:
+        severity = too_little if space.saves == 0 else Severity.RISK
+        which = "the next save" if space.saves == 0 else "the save after the next one"
         cost = f"{which} fails" if is_certain else f"{which} may fail"
         advice = "free space, or set max_to_keep: an old step is deleted only when the new one is committed"
-        return Finding(ROOM, severity, str(room), cost, advice, values)
-    return fine(ROOM, str(room), **values)
+        return Finding(FREE_SPACE, severity, str(space), cost, advice, values)
+    return fine(FREE_SPACE, str(space), **values)

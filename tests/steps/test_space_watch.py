@@ -14,9 +14,9 @@ from waiting import LONG_S, join_threads
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.errors import NoRoomError
 from mcore_ckpt.io import tuning
-from mcore_ckpt.io.room import Limit, Need, Room
-from mcore_ckpt.steps import room
-from mcore_ckpt.steps.room import RoomWatch, Saved, Saving
+from mcore_ckpt.io.disk_space import DiskSpace, Limit, Need
+from mcore_ckpt.steps import space_watch
+from mcore_ckpt.steps.space_watch import Saved, Saving, SpaceWatch
 
 STEP = 1
 NEEDED = 1_000_000
@@ -25,17 +25,17 @@ ONLY_NAMED = r"prune .* --max-to-keep 1 --dry-run' shows which steps could be"
 
 
 class Disk:
-    """A file system whose free room changes from look to look, and a clock that only sleeping moves."""
+    """A file system whose free space changes from look to look, and a clock that only sleeping moves."""
 
     def __init__(self, free: Iterator[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.free, self.is_certain = 0.0, free, True
-        monkeypatch.setattr(room, "room_of", self.room_of)
-        monkeypatch.setattr(room, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep))
+        monkeypatch.setattr(space_watch, "space_of", self.space_of)
+        monkeypatch.setattr(space_watch, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep))
 
-    def room_of(self, folder: Path) -> Room:
+    def space_of(self, folder: Path) -> DiskSpace:
         nbytes, entries = next(self.free)
         limits = (Limit("nbytes", nbytes, "disk"), Limit("entries", entries, "inodes"))
-        return Room(limits, is_certain=self.is_certain)
+        return DiskSpace(limits, is_certain=self.is_certain)
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
@@ -57,7 +57,7 @@ def saving_in(root: Path) -> Saving:
 
 
 def check(root: Path) -> None:
-    RoomWatch(root, lambda: False).check(saving_in(root), Need((NEEDED,)), PATIENCE_S)
+    SpaceWatch(root, lambda: False).check(saving_in(root), Need((NEEDED,)), PATIENCE_S)
 
 
 OTHERS = {
@@ -74,19 +74,19 @@ def test_only_growth_of_what_is_short_is_a_sign_of_a_deletion(
     disk = Disk(changing(free), monkeypatch)
     with pytest.raises(NoRoomError):
         check(tmp_path)
-    assert disk.now < 2 * tuning.ROOM_SETTLES_S
+    assert disk.now < 2 * tuning.SPACE_SETTLES_S
 
 
 def test_a_deletion_of_another_host_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It frees a little at each look, and others write meanwhile. Inodes are short, too, and come last."""
     disk = Disk(changing(lambda look: (NEEDED // 2 + 10_000 * (look - look % 3), look // 4)), monkeypatch)
     check(tmp_path)
-    assert 2 * tuning.ROOM_SETTLES_S < disk.now < PATIENCE_S
+    assert 2 * tuning.SPACE_SETTLES_S < disk.now < PATIENCE_S
 
 
-def test_a_deletion_that_ends_during_a_look_has_made_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The look came too early to see the room, so there is another one, even where room does not grow late."""
-    monkeypatch.setattr(tuning, "ROOM_SETTLES_S", 0.0)
+def test_a_deletion_that_ends_during_a_look_has_freed_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The look came too early to see the freed space, so there is another one, even where space is not freed late."""
+    monkeypatch.setattr(tuning, "SPACE_SETTLES_S", 0.0)
     deletes = [True]
 
     def free(look: int) -> tuple[int, int]:
@@ -94,11 +94,11 @@ def test_a_deletion_that_ends_during_a_look_has_made_room(tmp_path: Path, monkey
         return (10 * NEEDED if look else 0, 1000)
 
     Disk(changing(free), monkeypatch)
-    RoomWatch(tmp_path, lambda: deletes[0]).check(saving_in(tmp_path), Need((NEEDED,)), PATIENCE_S)
+    SpaceWatch(tmp_path, lambda: deletes[0]).check(saving_in(tmp_path), Need((NEEDED,)), PATIENCE_S)
 
 
 def test_a_folder_that_cannot_be_looked_at_is_left_to_its_making(tmp_path: Path) -> None:
-    RoomWatch(tmp_path, lambda: False).check(Saving(tmp_path / ("x" * 300) / ROLE, 1, None), Need((1,)), 0.0)
+    SpaceWatch(tmp_path, lambda: False).check(Saving(tmp_path / ("x" * 300) / ROLE, 1, None), Need((1,)), 0.0)
 
 
 def fail(*args: Any, **more: Any) -> Any:
@@ -110,7 +110,7 @@ def test_a_save_that_may_fit_looks_at_no_step(certain: bool, tmp_path: Path, mon
     """Not even if the next one will not fit: that is found out when this one is committed."""
     commit_step(tmp_path, STEP)
     for name in ("list_steps", "taken_by", "need_of"):
-        monkeypatch.setattr(room, name, fail)
+        monkeypatch.setattr(space_watch, name, fail)
     free = NEEDED * 3 // 2 if certain else NEEDED // 2
     Disk(changing(lambda look: (free, 1000)), monkeypatch).is_certain = certain
     check(tmp_path)
@@ -127,7 +127,7 @@ class SlowLooks:
             commit_step(root, step)
         self.may_go_on, self.names, self._slow = threading.Event(), list[str](), slow
         for name in ("list_steps", "taken_by"):
-            monkeypatch.setattr(room, name, self._look(name, getattr(room, name)))
+            monkeypatch.setattr(space_watch, name, self._look(name, getattr(space_watch, name)))
 
     def _look(self, name: str, look: Callable[..., Any]) -> Callable[..., Any]:
         def slowly(*args: Any) -> Any:
@@ -160,7 +160,7 @@ def test_a_refusal_does_not_wait_for_thousands_of_old_steps(
 def test_looks_of_refused_saves_do_not_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looks = SlowLooks(tmp_path, "list_steps", monkeypatch)
     monkeypatch.setattr(tuning, "OLD_STEPS_LOOK_S", 0.05)
-    watch = RoomWatch(tmp_path, lambda: False)
+    watch = SpaceWatch(tmp_path, lambda: False)
     with monkeypatch.context() as patch:
         Disk(changing(lambda look: (0, 0)), patch)
         for _ in range(3):
@@ -174,15 +174,17 @@ def test_looks_of_refused_saves_do_not_pile_up(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_refusal_takes_no_longer_than_the_patience(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other ranks would give up. The wait for the room has taken all but 0.1 s of it."""
+    """The other ranks would give up. The wait for free space has taken all but 0.1 s of it."""
     looks = SlowLooks(tmp_path, "list_steps", monkeypatch)
     monkeypatch.setattr(tuning, "OLD_STEPS_LOOK_S", LONG_S)
     with monkeypatch.context() as patch:
         disk = Disk(changing(lambda look: (0, 0)), patch)
         began = time.monotonic()
         with pytest.raises(NoRoomError, match=ONLY_NAMED):
-            RoomWatch(tmp_path, lambda: False).check(saving_in(tmp_path), Need((NEEDED,)), tuning.ROOM_SETTLES_S + 0.1)
-        assert tuning.ROOM_SETTLES_S <= disk.now < tuning.ROOM_SETTLES_S + 0.1
+            SpaceWatch(tmp_path, lambda: False).check(
+                saving_in(tmp_path), Need((NEEDED,)), tuning.SPACE_SETTLES_S + 0.1
+            )
+        assert tuning.SPACE_SETTLES_S <= disk.now < tuning.SPACE_SETTLES_S + 0.1
     assert time.monotonic() - began < LONG_S / 2
     looks.end()
 
@@ -196,7 +198,7 @@ class Saves:
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.root, self.free, self.is_deleting = root, NEEDED, False
         self.disk = Disk(changing(lambda look: (self.free, 10**6)), monkeypatch)
-        self.watch = RoomWatch(root, lambda: self.is_deleting)
+        self.watch = SpaceWatch(root, lambda: self.is_deleting)
 
     def commit(self, free: int, deletes: bool = True, need: int = NEEDED) -> Saved | None:
         """Commits a save that fits, after which so many bytes are free."""
@@ -243,7 +245,7 @@ def test_the_next_save_is_foreseen_once(
 def test_nothing_is_said_while_steps_are_being_deleted(
     who: str, saves: Saves, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """When they are gone, there is room."""
+    """When they are gone, there is space."""
     saves.is_deleting = who == "this process"
     if who == "another host":
         file_names.deleted_dir(saves.root / "global_steps_0", "0" * 16).mkdir()
@@ -287,17 +289,17 @@ def checked(saves: Saves) -> None:
 
 
 def checked_meanwhile(saves: Saves) -> None:
-    look = room.room_of
+    look = space_watch.space_of
 
-    def then_begin(folder: Path) -> Room:
+    def then_begin(folder: Path) -> DiskSpace:
         checked(saves)
         return look(folder)
 
-    room.room_of = then_begin  # restored with what Disk has replaced
+    space_watch.space_of = then_begin  # restored with what Disk has replaced
 
 
 @pytest.mark.parametrize("prepare", [incomplete, staged, committed, checked, checked_meanwhile])
-def test_nothing_is_foreseen_while_another_save_takes_room(
+def test_nothing_is_foreseen_while_another_save_takes_space(
     prepare: Callable[[Saves], None], saves: Saves, caplog: pytest.LogCaptureFixture
 ) -> None:
     saved = saves.commit(free=0)
@@ -306,7 +308,7 @@ def test_nothing_is_foreseen_while_another_save_takes_room(
     assert caplog.text == ""
 
 
-def test_a_look_waits_for_no_room_once_a_newer_save_is_checked(saves: Saves) -> None:
+def test_a_look_waits_for_no_space_once_a_newer_save_is_checked(saves: Saves) -> None:
     saved = saves.commit(free=0)
     before = saves.disk.now
     checked_meanwhile(saves)
@@ -314,12 +316,12 @@ def test_a_look_waits_for_no_room_once_a_newer_save_is_checked(saves: Saves) -> 
     assert saves.disk.now == before
 
 
-def test_where_there_is_plenty_of_room_no_manifest_is_read(
+def test_where_there_is_plenty_of_space_no_manifest_is_read(
     saves: Saves, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A manifest of thousands of ranks takes rank 0 long."""
     with monkeypatch.context() as patch:
-        patch.setattr(room, "need_of", fail)
+        patch.setattr(space_watch, "need_of", fail)
         saves.look(saves.commit(free=NEEDED * 1000))
     saves.look(saves.commit(free=10))
     assert WILL_NOT in caplog.text
