@@ -40,7 +40,7 @@ from mcore_ckpt.fast.tier import NodeTier
 from mcore_ckpt.fast.transport import TcpTransport
 from mcore_ckpt.load.candidates import candidates_of
 from mcore_ckpt.ranks.key_value_store import pack, unpack
-from mcore_ckpt.ranks.nodes import Nodes
+from mcore_ckpt.ranks.node_map import NodeMap
 from mcore_ckpt.save.new_manifest import place_files
 from mcore_ckpt.sharding.plan import runs
 from mcore_ckpt.steps.choice import choose
@@ -73,7 +73,7 @@ def _numbers(text: str) -> list[int]:
 def figures(model: Model, count: int, ranks_per_node: int) -> dict[str, Any]:
     world = count * ranks_per_node
     hosts = [f"node{rank // ranks_per_node}" for rank in range(world)]
-    nodes = Nodes.of(hosts, hosts)
+    nodes = NodeMap.of(hosts, hosts)
     plain, written = manifest_of(model, world)
     (_, placement), first_place_s = timed(lambda: place_files(written, nodes, 1, 7))
     _, place_s = timed(lambda: place_files(written, nodes, 1, 8))
@@ -132,7 +132,7 @@ def manifest_of(model: Model, world: int) -> tuple[Manifest, list[tuple[int, Wri
     return manifest, [(file.rank, WrittenFile(file.path, file.kind, file.size, file.crc32)) for file in files]
 
 
-def choice(nodes: Nodes, manifest: Manifest) -> dict[str, Any]:
+def choice(nodes: NodeMap, manifest: Manifest) -> dict[str, Any]:
     """The round in which all ranks agree on the step to load."""
     assert manifest.placement is not None
     by_node: list[list[int]] = [[] for _ in nodes.all]
@@ -173,9 +173,9 @@ def _held(manifest: Manifest, positions: Sequence[int]) -> list[list[Any]]:
     return [HeldRole(head, len(manifest.files), tuple(runs(positions)), True, 7).to_record() for head in heads]
 
 
-def _tier(nodes: Nodes) -> NodeTier:
+def _tier(nodes: NodeMap) -> NodeTier:
     folder = Path("/dev/shm/run")
-    addressed = Nodes(tuple(replace(node, address="10.0.0.1:4000") for node in nodes.all))
+    addressed = NodeMap(tuple(replace(node, address="10.0.0.1:4000") for node in nodes.all))
     lock = TrainerLock(folder, "actor")
     return NodeTier(FastTier(folder), "actor", addressed, 1, 8, folder, TcpTransport(b"secret", 60.0), None, lock)
 

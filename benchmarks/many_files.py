@@ -95,7 +95,7 @@ def again(places: Places) -> None:
         shutil.copytree(copy, places.role_dir, copy_function=os.link)
 
 
-def publish_in_place(places: Places) -> None:
+def replace_old_checkpoint(places: Places) -> None:
     """As a save of a step that exists: the old checkpoint of as many files is removed."""
     staging = file_names.staging_dir(places.role_dir, "b" * 32)
     commit.publish(staging, places.role_dir, "b" * 32)
@@ -119,7 +119,7 @@ class Operation:
     prepare: Callable[[Places], object] = lambda places: None
 
 
-def _exists_beside(places: Places) -> None:
+def _stage_copy(places: Places) -> None:
     again(places)
     shutil.copytree(places.files / "copy", file_names.staging_dir(places.role_dir, "b" * 32), copy_function=os.link)
 
@@ -165,7 +165,7 @@ OPERATIONS = (
         lambda places, files: LocalFolder(places.role_dir).check(files),  # type: ignore
         prepare=lambda places: LocalFolder(places.role_dir).manifest().files,
     ),
-    Operation("rename over an old checkpoint", lambda places, _: publish_in_place(places), prepare=_exists_beside),
+    Operation("rename over an old checkpoint", lambda places, _: replace_old_checkpoint(places), prepare=_stage_copy),
     Operation(
         "deletion of the step",
         lambda places, status: retention.delete_step(status),  # type: ignore

@@ -187,7 +187,7 @@ class CheckpointManager:
         uploads = _upload_queue(trainer, remote, self._delivery)
         space_watch = SpaceWatch(trainer.root, is_deleting_here)
         history = _history(trainer, remote, fast)
-        commits = agreement.beside("saves")
+        commits = agreement.for_thread("saves")
         # Saves read the state on the trainer's thread, unless it is copied. Then CUDA is none of their business.
         commits.runner = DiskWatch(config.timeout_s, who=who, beside=self._disk) if config.async_save else self._disk
         self._context = SaveContext(trainer, commits, images, lock, uploads, space_watch, self._delivery, history)

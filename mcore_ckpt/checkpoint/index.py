@@ -250,7 +250,7 @@ def decode_index(data: bytes, file: str, payload_end: int, regions: Regions | No
     _check_names(shards, aliases)
     _check_places(shards, payload_end)
     _check_codings(shards)
-    _check_beside(shards, aliases)
+    _check_bound_state(shards, aliases)
     return FileIndex(shards, aliases)
 
 
@@ -359,12 +359,12 @@ def _check_codings(shards: Sequence[StoredShard]) -> None:
             )
 
 
-def _check_beside(shards: Sequence[StoredShard], aliases: Sequence[Alias]) -> None:
-    beside = [(shard, shard.beside) for shard in shards if shard.beside is not None]
-    if not beside:
+def _check_bound_state(shards: Sequence[StoredShard], aliases: Sequence[Alias]) -> None:
+    bound = [(shard, shard.beside) for shard in shards if shard.beside is not None]
+    if not bound:
         return
     keys = {shard.key for shard in shards if shard.beside is None} | {alias.key for alias in aliases}
-    for shard, kind in beside:
+    for shard, kind in bound:
         if ShardKey(shard.key.name, kind) not in keys or shard.region != Region.whole(shard.region.local_shape):
             raise fields.FieldError(f"tensor {shard.key}: cannot belong to {shard.beside}, or is only a part")
 

@@ -206,7 +206,7 @@ def open_fast_saves(trainer: Trainer, config: FastTier) -> FastSaves:
 
 def _opened(trainer: Trainer, tier: NodeTier) -> FastSaves:
     config = tier.config
-    agreements = trainer.agreement.beside("copies"), trainer.agreement.beside("drains")
+    agreements = trainer.agreement.for_thread("copies"), trainer.agreement.for_thread("drains")
     for agreement in agreements:
         agreement.runner = DiskWatch(agreement.timeout_s, who=f"rank {agreement.rank}: ")
     if config.durable_every is None and not config.replicas and trainer.agreement.is_coordinator:

@@ -25,7 +25,7 @@ from mcore_ckpt.io.node_memory import bytes_free, is_memory
 from mcore_ckpt.ranks import deadlines
 from mcore_ckpt.ranks.addresses import own_address
 from mcore_ckpt.ranks.hosts import this_host
-from mcore_ckpt.ranks.nodes import Node, Nodes
+from mcore_ckpt.ranks.node_map import Node, NodeMap
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide, same_everywhere
 from mcore_ckpt.steps.node_steps import FastCheckpoint, HeldRole, held_roles
 from mcore_ckpt.steps.runs import Ownership, RootRun, elsewhere, whose
@@ -69,7 +69,7 @@ class NodeTier:
 
     config: FastTier
     role: str
-    nodes: Nodes
+    nodes: NodeMap
     number: int
     rank: int
     folder: Path
@@ -198,7 +198,7 @@ def open_tier(agreement: Agreement, fast: FastTier, role: str, root: Path, share
     def combine(records: Sequence[Record]) -> Record:
         same_everywhere([record["fast"] for record in records], "the fast tier", InvalidArgumentError)
         same_secrets(records)
-        nodes = Nodes.of([record["host"] for record in records], [record["domain"] for record in records])
+        nodes = NodeMap.of([record["host"] for record in records], [record["domain"] for record in records])
         _check_copies(nodes, fast.replicas)
         seen_by_all = _seen_by_all(fast, folder, root, len(nodes))
         offers.append(SecretOffer.make(own[0].secret, seen_by_all, role, top_mode(shared)))
@@ -232,7 +232,7 @@ def open_tier(agreement: Agreement, fast: FastTier, role: str, root: Path, share
     members: list[list[int]] = [[] for _ in found["nodes"]]
     for rank, number in enumerate(found["of_ranks"]):
         members[number].append(rank)
-    nodes = Nodes(
+    nodes = NodeMap(
         tuple(Node(name, domain, tuple(ranks)) for (name, domain), ranks in zip(found["nodes"], members, strict=True))
     )
     number = found["of_ranks"][agreement.rank]
@@ -263,7 +263,7 @@ def open_tier(agreement: Agreement, fast: FastTier, role: str, root: Path, share
     return NodeTier(
         fast,
         role,
-        Nodes(tuple(at)),
+        NodeMap(tuple(at)),
         number,
         agreement.rank,
         folder,
@@ -289,7 +289,7 @@ def _seen_by_all(fast: FastTier, folder: Path, root: Path, nodes: int) -> Path |
     return folder if nodes == 1 else None
 
 
-def _check_copies(nodes: Nodes, replicas: int) -> None:
+def _check_copies(nodes: NodeMap, replicas: int) -> None:
     if replicas >= len(nodes):
         there = ", ".join(node.name for node in nodes.all[:4])
         raise InvalidArgumentError(

@@ -66,7 +66,7 @@ class RegionRead:
     memory: torch.Tensor
 
 
-Fill: TypeAlias = "Iterable[tuple[ReadRange, torch.Tensor]]"
+ReadTargets: TypeAlias = "Iterable[tuple[ReadRange, torch.Tensor]]"
 """Ranges of stored shards, each with the tensor to fill: contiguous, of the stored dtype, on the CPU or on a GPU."""
 
 Read: TypeAlias = "Callable[[Sequence[tuple[ReadRange, torch.Tensor]]], int]"
@@ -119,7 +119,7 @@ class CheckpointReader(Protocol):
         Readers of other programs' checkpoints return 1.
         """
 
-    def read(self, ranges: Fill, check: bool = True) -> int:
+    def read(self, ranges: ReadTargets, check: bool = True) -> int:
         """Fills tensors with ranges of stored shards, on several threads, and returns the number of bytes read.
 
         Args:

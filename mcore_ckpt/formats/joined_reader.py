@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from mcore_ckpt.errors import UnsupportedError
-from mcore_ckpt.formats.contract import CheckpointReader, Fill, RankPosition, TensorInfo
+from mcore_ckpt.formats.contract import CheckpointReader, RankPosition, ReadTargets, TensorInfo
 from mcore_ckpt.sharding.plan import MODEL, ReadRange, ShardKey, StoredShard
 
 
@@ -52,7 +52,7 @@ class JoinedReader:
     def tp_size(self, expert: bool) -> int:
         return self._readers[0].tp_size(expert)
 
-    def read(self, ranges: Fill, check: bool = True) -> int:
+    def read(self, ranges: ReadTargets, check: bool = True) -> int:
         by_reader: tuple[list[tuple[ReadRange, torch.Tensor]], ...] = ([], [])
         for read in ranges:
             by_reader[self._readers.index(self._of(read[0].stored.key.name))].append(read)

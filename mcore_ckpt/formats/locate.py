@@ -16,7 +16,7 @@ from mcore_ckpt.sharding.names import is_expert
 from mcore_ckpt.sharding.plan import OPAQUE, PARAM, ReadRange, ShardKey, StoredShard, plan_reads
 from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.sharding.synonyms import found_as
-from mcore_ckpt.sharding.vocabulary import has_vocabulary_rows, only_padding_differs
+from mcore_ckpt.sharding.vocabulary import has_vocabulary_rows, may_be_same_vocabulary
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,9 @@ class Locator:
         self._counterparts = Counterparts({}) if layers is None else find_counterparts(layers, layers_of(reader.names))
 
     @property
-    def unlike(self) -> str | None:
+    def layer_mismatch(self) -> str | None:
         """Why the checkpoint's layers cannot be matched with those that read. For messages about missing tensors."""
-        return self._counterparts.unlike
+        return self._counterparts.layer_mismatch
 
     def stored_key(self, key: ShardKey) -> ShardKey | None:
         """Returns the key with the checkpoint's name of the tensor, or None if the checkpoint has no such tensor."""
@@ -143,19 +143,19 @@ class Locator:
             raise CheckpointMismatchError(
                 f"{shard.file}: tensor {wanted.key}: {described}: build the model that was saved, with the same sizes"
             )
-        if not self._only_padding_differs(wanted, theirs[0]):
+        if not self._may_be_same_vocabulary(wanted, theirs[0]):
             known = "" if self._vocab_size is None else f" (vocab_size is {self._vocab_size})"
             raise CheckpointMismatchError(
                 f"{shard.file}: tensor {wanted.key}: {described}: the vocabularies seem to differ by more than padding"
                 f"{known}. If only their padding differs, set CheckpointConfig.vocab_size to the number of tokens"
             )
 
-    def _only_padding_differs(self, wanted: Wanted, rows: int) -> bool:
+    def _may_be_same_vocabulary(self, wanted: Wanted, rows: int) -> bool:
         if self._position is None:
             return True
         expert = is_expert(wanted.key.name)
         sizes = (self.reader.tp_size(expert), self._position.topology.tp)
-        return only_padding_differs((rows, wanted.region.global_shape[0]), sizes, self._vocab_size)
+        return may_be_same_vocabulary((rows, wanted.region.global_shape[0]), sizes, self._vocab_size)
 
 
 def read_regions(reader: CheckpointReader, regions: Iterable[RegionRead]) -> int:

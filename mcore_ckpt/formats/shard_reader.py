@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mcore_ckpt.checkpoint.dtypes import dtype_name
 from mcore_ckpt.errors import UnsupportedError
-from mcore_ckpt.formats.contract import Fill, RankPosition, TensorInfo
+from mcore_ckpt.formats.contract import RankPosition, ReadTargets, TensorInfo
 from mcore_ckpt.formats.native.ranges import read_stored
 from mcore_ckpt.formats.torch_save_files import PtTensor
 from mcore_ckpt.sharding.plan import MODEL, ShardKey, StoredShard
@@ -56,7 +56,7 @@ class ShardReader:
     def tp_size(self, expert: bool) -> int:
         return 1
 
-    def read(self, ranges: Fill, check: bool = True) -> int:
+    def read(self, ranges: ReadTargets, check: bool = True) -> int:
         """Does the same as `CheckpointReader.read`, but ignores `check`, because the files have no CRCs."""
         wanted = list(ranges)
         # Shards name their files by absolute paths, because one checkpoint can have several folders.

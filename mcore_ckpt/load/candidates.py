@@ -206,7 +206,7 @@ def _at_path(path: Path, lost: Sequence[str]) -> Record:
     # On file systems that cannot exchange folders, a crash may have left the checkpoint under another name. This call
     # renames it back. It does not if the process that crashed may be alive: then the checkpoint is read where it is.
     if not path.is_dir():
-        leftovers.remove_leftovers_beside(path)
+        leftovers.remove_sibling_leftovers(path)
     foreign = kinds.kind_of(path)
     moved = None if foreign else find_moved_aside(path)
     if foreign is None and moved is None:

@@ -20,7 +20,7 @@ from mcore_ckpt.load.tensor_fills import describe_rounding, refuse_rounding
 from mcore_ckpt.ranks.rounds import Record, decide
 from mcore_ckpt.sharding.plan import PARAM
 from mcore_ckpt.state import optimizer as optimizer_state
-from mcore_ckpt.state.common import write_common
+from mcore_ckpt.state.common_state import write_common
 from mcore_ckpt.state.main_weights import write_mains
 from mcore_ckpt.state.model import forget_caches, model_shards
 from mcore_ckpt.state.optimizers.chain import optimizer_parts

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from mcore_ckpt.errors import CheckpointMismatchError
-from mcore_ckpt.sharding.adapters import is_adapter, peft_matrix
+from mcore_ckpt.sharding.adapter_names import is_adapter, peft_matrix
 from mcore_ckpt.state.trainer import Trainer
 
 logger = logging.getLogger(__name__)

@@ -45,15 +45,15 @@ from mcore_ckpt.models.stated_facts import IN_CONFIG, check_model, check_rows
 from mcore_ckpt.ranks.meeting import rendezvous
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide, same_everywhere
 from mcore_ckpt.ranks.topology import RankCoordinates, Replicas, Topology, read_replicas, read_topology
-from mcore_ckpt.sharding.adapters import is_adapter
+from mcore_ckpt.sharding.adapter_names import is_adapter
 from mcore_ckpt.sharding.counterparts import Layers
 from mcore_ckpt.sharding.patterns import compiled
 from mcore_ckpt.sharding.plan import MODEL
 from mcore_ckpt.sharding.regions import Shape
 from mcore_ckpt.sharding.synonyms import synonyms
 from mcore_ckpt.sharding.towers import in_tower
-from mcore_ckpt.sharding.vocabulary import has_vocabulary_rows, may_be_padded
-from mcore_ckpt.state.adapters import adapter_settings, own_adapters
+from mcore_ckpt.sharding.vocabulary import has_vocabulary_rows, padding_is_plausible
+from mcore_ckpt.state.adapter_settings import adapter_settings, own_adapters
 from mcore_ckpt.state.live_facts import read_facts
 from mcore_ckpt.state.main_weights import write_weights
 from mcore_ckpt.state.megatron_versions import check_megatron
@@ -467,8 +467,8 @@ def _replicas(here: _Here, expert: bool) -> tuple[int, ...]:
 
 def _hint(name: str, reader: HuggingFaceReader, locator: Locator) -> str:
     ignore = ". List in `ignore` the tensors that may keep their values"
-    if locator.unlike is not None and ".layers." in name:
-        return f": {locator.unlike}{ignore}"
+    if locator.layer_mismatch is not None and ".layers." in name:
+        return f": {locator.layer_mismatch}{ignore}"
     if name == reader.model.mcore_head and reader.model.is_tied:
         return ": its embeddings are tied: build the model with share_embeddings_and_output_weights=True"
     return ignore
@@ -479,7 +479,7 @@ def _check_vocabulary(shard: LocalShard, reader: HuggingFaceReader, topology: To
     stored = reader.info(shard.key)
     if not has_vocabulary_rows(shard.key.name) or (stored is not None and stored.shape[0] == rows):
         return
-    if not may_be_padded(tokens, rows, topology.tp):
+    if not padding_is_plausible(tokens, rows, topology.tp):
         raise CheckpointMismatchError(
             f"{reader.place}: tensor {shard.key}: {reader.model.describe()} has {tokens} tokens, but this model has "
             f"{rows} rows, which padding for tp = {topology.tp} does not explain"
@@ -491,7 +491,7 @@ def _check_all_used(plan: _Plan, used: Sequence[Runs]) -> None:
     if left:
         stored = plan.reader.parts_of(left[0])[0]
         more = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
-        layers = "" if plan.locator.unlike is None else f" ({plan.locator.unlike})"
+        layers = "" if plan.locator.layer_mismatch is None else f" ({plan.locator.layer_mismatch})"
         raise CheckpointMismatchError(
             f"{plan.reader.place / stored.file}: {plan.reader.model.describe()} has tensor {left[0]}, "
             f"{stored.region.describe()}{more}, which no rank of this model has{layers}. List in `ignore` the "

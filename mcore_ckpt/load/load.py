@@ -44,7 +44,7 @@ from mcore_ckpt.load.together import fill_together, plan_together
 from mcore_ckpt.ranks.rounds import Record, decide, same_everywhere
 from mcore_ckpt.ranks.topology import Topology
 from mcore_ckpt.state import optimizer as optimizer_state
-from mcore_ckpt.state.common import write_common
+from mcore_ckpt.state.common_state import write_common
 from mcore_ckpt.state.main_weights import write_weights
 from mcore_ckpt.state.model import forget_caches, gather_parameters
 from mcore_ckpt.state.optimizers.chain import optimizer_parts

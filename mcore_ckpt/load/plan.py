@@ -233,7 +233,7 @@ def check_all_used(trainer: Trainer, plan: LoadPlan, used: Sequence[dict[str, Ru
 
 
 def _note(trainer: Trainer, manifest: Manifest, locator: Locator) -> str:
-    layers = "" if locator.unlike is None else f"; {locator.unlike}"
+    layers = "" if locator.layer_mismatch is None else f"; {locator.layer_mismatch}"
     return f" (saved on {manifest.topology}, this is {trainer.topology}{layers})"
 
 

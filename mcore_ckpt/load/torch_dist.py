@@ -45,7 +45,7 @@ from mcore_ckpt.load.foreign_state import (
     step_missing,
 )
 from mcore_ckpt.load.fresh_adapters import choice_of
-from mcore_ckpt.models.stated_facts import facts_beside
+from mcore_ckpt.models.stated_facts import facts_of_folder
 from mcore_ckpt.ranks.rounds import Record, same_everywhere
 from mcore_ckpt.sharding.plan import PARAM
 from mcore_ckpt.sharding.synonyms import synonyms
@@ -81,9 +81,9 @@ class _Source:
         try:
             yield
         except CheckpointMismatchError as error:
-            if self.keys.unlike is None:
+            if self.keys.layer_mismatch is None:
                 raise
-            raise CheckpointMismatchError(f"{error} ({self.keys.unlike})") from error
+            raise CheckpointMismatchError(f"{error} ({self.keys.layer_mismatch})") from error
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,7 +144,7 @@ def _read(trainer: Trainer, source: _Source) -> ForeignState:
             weights = tuple(_read_weight(source, entry) for entry in entries)
     step = files.common.get("iteration")
     step = step if isinstance(step, int) else step_of(files.path)
-    facts = facts_of_arguments(arguments_in(files.common)) or facts_beside(files.path)
+    facts = facts_of_arguments(arguments_in(files.common)) or facts_of_folder(files.path)
     state = ForeignState(step, 0, weights, was_quantized=_was_quantized(files), model=facts)
     if "optimizer" in contents:
         state = _with_optimizer(trainer, source, entries, state)

@@ -35,7 +35,7 @@ from mcore_ckpt.load.foreign_state import (
     rng_from_megatron,
     step_missing,
 )
-from mcore_ckpt.models.stated_facts import facts_beside
+from mcore_ckpt.models.stated_facts import facts_of_folder
 from mcore_ckpt.ranks.rounds import Record, decide
 from mcore_ckpt.ranks.topology import RankCoordinates, Topology
 from mcore_ckpt.state.model import unwrap
@@ -111,7 +111,7 @@ def _read(trainer: Trainer, path: Path, writers: _Writers) -> ForeignState:
         rng = _read_rng(trainer, path)
     nbytes = sum(tensor.loaded.nbytes for tensor in weights)
     nbytes += sum(tensor.nbytes for parameter in parameters for tensor in parameter.tensors.values())
-    return ForeignState(step_of(path), nbytes, weights, parameters, parts, scheduler, rng, model=facts_beside(path))
+    return ForeignState(step_of(path), nbytes, weights, parameters, parts, scheduler, rng, model=facts_of_folder(path))
 
 
 # -- layout ------------------------------------------------------------------------------------------------

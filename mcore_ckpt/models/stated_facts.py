@@ -32,7 +32,7 @@ def facts_of_model(model: HfModel) -> Facts:
     return config_facts(stated.fields, stated.gpt)
 
 
-def facts_beside(path: Path) -> Facts:
+def facts_of_folder(path: Path) -> Facts:
     """Returns the facts that the `config.json` in a checkpoint's folder, or beside it, states. There may be none."""
     folder = config_dir(path)
     try:

@@ -227,7 +227,7 @@ class Agreement:
             raise CommitError(f"{key}: rank {rank} has submitted without giving its part: look at its log")
         return unpack(self._store.get(given))
 
-    def beside(self, name: str) -> Agreement:
+    def for_thread(self, name: str) -> Agreement:
         """Returns an agreement of the same ranks with a client of its own, for rounds on another thread."""
         place = f"{self._namespace}/{name}"
         return Agreement(self._store.clone(), self.rank, self.world_size, place, self._timeout_s, self._host)

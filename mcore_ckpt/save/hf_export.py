@@ -33,21 +33,27 @@ from mcore_ckpt.formats.native.write_requests import TensorWrite
 from mcore_ckpt.io import tuning
 from mcore_ckpt.io.files import make_folder, new_folder, sync_names, write_file
 from mcore_ckpt.models.accounting import account
-from mcore_ckpt.models.adapters import Beside, no_place_in_peft, peft_tensors, trained_beside, with_adapters
 from mcore_ckpt.models.architecture import HfModel
 from mcore_ckpt.models.mapping import HfTensor, hf_tensors
+from mcore_ckpt.models.peft_adapters import (
+    FullyTrained,
+    fully_trained_in_peft,
+    no_place_in_peft,
+    peft_tensors,
+    with_adapters,
+)
 from mcore_ckpt.models.reconcile import reconcile, with_mtp_of, with_tokens, with_tower_of
 from mcore_ckpt.models.registry import model_from_config
 from mcore_ckpt.models.stated_facts import check_rows
 from mcore_ckpt.models.table import MCORE_EMBEDDING
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide
 from mcore_ckpt.ranks.topology import Topology
-from mcore_ckpt.sharding.adapters import is_adapter
+from mcore_ckpt.sharding.adapter_names import is_adapter
 from mcore_ckpt.sharding.counterparts import find_counterparts, layers_of
 from mcore_ckpt.sharding.plan import MODEL, OPAQUE
 from mcore_ckpt.sharding.regions import Shape
 from mcore_ckpt.sharding.synonyms import found_as
-from mcore_ckpt.sharding.vocabulary import has_vocabulary_rows, may_be_padding
+from mcore_ckpt.sharding.vocabulary import has_vocabulary_rows, padding_is_plausible
 from mcore_ckpt.state.shards import LocalShard
 from mcore_ckpt.state.trainer import Trainer
 from mcore_ckpt.steps import commit
@@ -73,10 +79,10 @@ def check_exportable(trainer: Trainer, model: Sequence[LocalShard]) -> None:
     wanted = {slab.mcore: slab.region.global_shape for tensor in hf_tensors(described) for slab in tensor.slabs}
     # A HybridModel has the same parts in other layers.
     counterparts = find_counterparts(trainer.layers, layers_of(wanted))
-    if counterparts.unlike is not None:
+    if counterparts.layer_mismatch is not None:
         raise CheckpointMismatchError(
-            f"hf_config describes {described.describe()}, another model than the one to save: {counterparts.unlike}: "
-            "pass the model's own hf_config, or leave 'hf_model' out of save_contents"
+            f"hf_config describes {described.describe()}, another model than the one to save: "
+            f"{counterparts.layer_mismatch}: pass the model's own hf_config, or leave 'hf_model' out of save_contents"
         )
     _check_adapters(trainer, described, model)
     for shard in model:
@@ -118,17 +124,17 @@ def _check_adapters(trainer: Trainer, described: HfModel, model: Sequence[LocalS
             _in_peft(described, adapted, beside)
 
 
-def _in_peft(described: HfModel, adapted: Sequence[HfTensor], weights: Iterable[str]) -> Beside:
+def _in_peft(described: HfModel, adapted: Sequence[HfTensor], weights: Iterable[str]) -> FullyTrained:
     """Returns PEFT's form of the weights that skip_frozen has saved beside adapters. Refuses those without one."""
     names = set(weights)
-    beside = trained_beside(described, adapted, names, names)
+    beside = fully_trained_in_peft(described, adapted, names, names)
     account(sorted(names), beside.sources, [], no_place_in_peft)
     return beside
 
 
 def _is_padded(name: str, shape: Shape, wanted: Shape) -> bool:
     # Accept only padding. The export would refuse any other difference, too, but then the save would fail.
-    return has_vocabulary_rows(name) and shape[1:] == wanted[1:] and may_be_padding(wanted[0], shape[0])
+    return has_vocabulary_rows(name) and shape[1:] == wanted[1:] and padding_is_plausible(wanted[0], shape[0])
 
 
 _MODEL_KINDS = ("model", "experts")

@@ -16,7 +16,7 @@ from mcore_ckpt.checkpoint.plain_files import pickle_plain, write_plain
 from mcore_ckpt.checkpoint.versions import package_versions
 from mcore_ckpt.errors import CommitError
 from mcore_ckpt.io.files import sync_dir
-from mcore_ckpt.ranks.nodes import Nodes
+from mcore_ckpt.ranks.node_map import NodeMap
 from mcore_ckpt.ranks.rounds import Record
 from mcore_ckpt.ranks.topology import RankCoordinates
 from mcore_ckpt.save.group_lists import add_members
@@ -155,7 +155,7 @@ Written = tuple[int, WrittenFile]
 
 
 def place_files(
-    written: Sequence[Written], nodes: Nodes, replicas: int, save_count: int
+    written: Sequence[Written], nodes: NodeMap, replicas: int, save_count: int
 ) -> tuple[list[Written], Placement]:
     """Chooses the nodes of each file.
 
@@ -192,7 +192,7 @@ def place_files(
     return list(first.values()), Placement(names, by_file, save_count)
 
 
-def _with_copies(nodes: Nodes, holders: Sequence[int], replicas: int) -> tuple[int, ...]:
+def _with_copies(nodes: NodeMap, holders: Sequence[int], replicas: int) -> tuple[int, ...]:
     found = list(dict.fromkeys(holders))
     for other in nodes.preferred(found[0]):
         if len(found) > replicas:

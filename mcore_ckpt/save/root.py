@@ -106,7 +106,7 @@ class Root:
         if not self._has_opened:
             leftovers.remove_leftovers(self._trainer.root, self._trainer.role, alone=True)
         self._has_opened = True
-        leftovers.remove_leftovers_beside(saving.role_dir)
+        leftovers.remove_sibling_leftovers(saving.role_dir)
         if saving.policy is not None:
             check_one_spelling(self._trainer.root, saving.role_dir, saving.step)
         self._context.history.check_may_replace(saving.role_dir, heads_at(saving.role_dir))

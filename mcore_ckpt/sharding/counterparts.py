@@ -98,11 +98,11 @@ class Counterparts:
     Attributes:
         stored: by the wanted layer and its part (attention, mlp or mamba), the stored layer. Empty if both models have
             the same layers, or cannot be matched.
-        unlike: why the models cannot be matched, with the layers of both; None if they can.
+        layer_mismatch: why the models cannot be matched, with the layers of both; None if they can.
     """
 
     stored: Mapping[tuple[str, str], str]
-    unlike: str | None = None
+    layer_mismatch: str | None = None
 
     def stored_name(self, name: str) -> str:
         """Returns the name that a tensor of the wanted model has in the stored model.

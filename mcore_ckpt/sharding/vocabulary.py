@@ -14,12 +14,12 @@ def has_vocabulary_rows(name: str) -> bool:
     return name.endswith(_TENSORS)
 
 
-def only_padding_differs(rows: tuple[int, int], tp: tuple[int, int], vocab_size: int | None) -> bool:
+def may_be_same_vocabulary(rows: tuple[int, int], tp: tuple[int, int], vocab_size: int | None) -> bool:
     """Returns True if two numbers of rows can belong to one vocabulary with different padding.
 
     If the vocabulary's size is known, both numbers must be at least that size. If the size is unknown, the numbers must
-    differ by less than the largest padding that the larger number can include (see `may_be_padded`). If the size is
-    unknown and the tensor-parallel sizes are equal, the numbers must be equal, because the padding is equal.
+    differ by less than the largest padding that the larger number can include (see `padding_is_plausible`). If the size
+    is unknown and the tensor-parallel sizes are equal, the numbers must be equal, because the padding is equal.
 
     Args:
         rows: the number of rows of the saved tensor, and that of the wanted tensor.
@@ -27,7 +27,7 @@ def only_padding_differs(rows: tuple[int, int], tp: tuple[int, int], vocab_size:
         vocab_size: the number of tokens without padding. None if it is unknown.
 
     Example:
-        >>> only_padding_differs((131, 136), (1, 2), None), only_padding_differs((131, 264), (1, 2), None)
+        >>> may_be_same_vocabulary((131, 136), (1, 2), None), may_be_same_vocabulary((131, 264), (1, 2), None)
         (True, False)
     """
     if rows[0] == rows[1]:
@@ -37,35 +37,34 @@ def only_padding_differs(rows: tuple[int, int], tp: tuple[int, int], vocab_size:
     if tp[0] == tp[1]:
         return False
     larger, its_tp = max(zip(rows, tp, strict=True))
-    return may_be_padded(min(rows), larger, its_tp)
+    return padding_is_plausible(min(rows), larger, its_tp)
 
 
-def may_be_padded(tokens: int, rows: int, tp: int) -> bool:
-    """Returns True if a vocabulary of `tokens` tokens can have `rows` rows under the tensor-parallel size `tp`.
+def padding_is_plausible(tokens: int, rows: int, tp: int | None = None) -> bool:
+    """Returns True if megatron can have padded a vocabulary of `tokens` tokens to `rows` rows.
 
     Megatron pads to a multiple of `divisor * tp`. The divisor is unknown here. It is assumed to be the largest power of
     two, up to 128, for which `rows` is a multiple of `divisor * tp`.
 
+    Args:
+        tokens: the number of tokens.
+        rows: the number of rows.
+        tp: the tensor-parallel size. None if it is unknown: then one plausible size is enough.
+
     Example:
-        >>> may_be_padded(131, 136, 2), may_be_padded(131, 264, 2), may_be_padded(131, 131, 1)
+        >>> padding_is_plausible(131, 136, 2), padding_is_plausible(131, 264, 2), padding_is_plausible(131, 131, 1)
         (True, False, True)
+        >>> padding_is_plausible(131, 136), padding_is_plausible(131, 384), padding_is_plausible(131, 200)
+        (True, True, False)
     """
+    if tp is None:
+        return any(padding_is_plausible(tokens, rows, each) for each in _SOME_TP)
     if rows < tokens or rows % tp:
         return False
     divisor = 1
     while divisor < _LARGEST_DIVISOR and rows % (2 * divisor * tp) == 0:
         divisor *= 2
     return rows - tokens < divisor * tp
-
-
-def may_be_padding(tokens: int, rows: int) -> bool:
-    """Returns True if a vocabulary of `tokens` tokens can have `rows` rows under any plausible tensor-parallel size.
-
-    Example:
-        >>> may_be_padding(131, 136), may_be_padding(131, 384), may_be_padding(131, 200)
-        (True, True, False)
-    """
-    return any(may_be_padded(tokens, rows, tp) for tp in _SOME_TP)
 
 
 def padded_rows(saved: int, tp: int, vocab_size: int | None, divisor: int | None) -> int:

@@ -16,7 +16,7 @@ from mcore_ckpt.errors import InvalidTypeError, UnsupportedError
 from mcore_ckpt.ranks.process_groups import ProcessGroups, find_process_groups
 from mcore_ckpt.ranks.rounds import Record
 from mcore_ckpt.ranks.topology import RankCoordinates
-from mcore_ckpt.sharding.adapters import (
+from mcore_ckpt.sharding.adapter_names import (
     PeftMatrix,
     is_adapter,
     is_magnitude,

@@ -12,7 +12,7 @@ from mcore_ckpt.checkpoint.manifest import AdapterSettings, StageRecord
 from mcore_ckpt.checkpoint.model_facts import Facts
 from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.io.access import mode_below
-from mcore_ckpt.ranks.nodes import Nodes
+from mcore_ckpt.ranks.node_map import NodeMap
 from mcore_ckpt.ranks.rounds import Agreement
 from mcore_ckpt.ranks.topology import RankCoordinates, Replicas, Topology
 from mcore_ckpt.sharding.counterparts import Layers
@@ -68,7 +68,7 @@ class Trainer:
     adapters: AdapterSettings | None = None
     group_keys: tuple[tuple[str, ...], ...] = ()
     source_files: dict[str, bytes] = field(default_factory=dict)
-    nodes: Nodes | None = None
+    nodes: NodeMap | None = None
 
     def folder_mode(self, role_dir: Path) -> int:
         """Returns the mode of the folders that are made for a role's folder, before the umask is applied."""

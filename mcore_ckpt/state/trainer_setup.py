@@ -18,7 +18,7 @@ from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.errors import InvalidArgumentError, InvalidTypeError
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide, same_everywhere
 from mcore_ckpt.ranks.topology import is_first_optimizer_instance, read_replicas, read_topology
-from mcore_ckpt.state.adapters import adapter_settings, own_adapters, own_trained
+from mcore_ckpt.state.adapter_settings import adapter_settings, own_adapters, own_trained
 from mcore_ckpt.state.live_facts import read_facts
 from mcore_ckpt.state.megatron_versions import check_megatron
 from mcore_ckpt.state.model import chunk_layers, model_shards, own_layers, process_groups_of, whole_layers

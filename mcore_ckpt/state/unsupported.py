@@ -20,10 +20,10 @@ from mcore_ckpt.ranks.topology import Topology
 from mcore_ckpt.sharding.counterparts import Layers, decoder_layers
 from mcore_ckpt.sharding.names import expert_of
 from mcore_ckpt.sharding.plan import MODEL
-from mcore_ckpt.state.adapters import is_peft_layer
+from mcore_ckpt.state.adapter_settings import is_peft_layer
 from mcore_ckpt.state.model import language_model_of, unwrap
 from mcore_ckpt.state.optimizers.chain import optimizer_parts
-from mcore_ckpt.state.optimizers.kinds import KINDS, find_kind
+from mcore_ckpt.state.optimizers.optimizer_kinds import KINDS, find_kind
 from mcore_ckpt.state.optimizers.part import OptimizerPart
 from mcore_ckpt.state.quantized import has_quantized, is_quantized
 from mcore_ckpt.state.shards import LocalShard

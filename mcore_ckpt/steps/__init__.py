@@ -16,7 +16,7 @@ Public names, for integrations and commands:
 - locks: `TrainerLock` lets only one trainer at a time save a role, and `reading` prevents the deletion of steps while
   they are read;
 - saves that have not committed: `RunningSave`, `running_saves`;
-- what crashed processes left: `remove_leftovers`, `remove_leftovers_beside`.
+- what crashed processes left: `remove_leftovers`, `remove_sibling_leftovers`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mcore_ckpt.public_names import lazy_names
 if TYPE_CHECKING:
     from mcore_ckpt.steps.choice import oldest_first
     from mcore_ckpt.steps.history import RunHistory
-    from mcore_ckpt.steps.leftovers import remove_leftovers, remove_leftovers_beside
+    from mcore_ckpt.steps.leftovers import remove_leftovers, remove_sibling_leftovers
     from mcore_ckpt.steps.listing import (
         StepStatus,
         check_own_step,
@@ -79,7 +79,7 @@ __all__ = [
     "read_tracker",
     "reading",
     "remove_leftovers",
-    "remove_leftovers_beside",
+    "remove_sibling_leftovers",
     "remove_tracker",
     "roles_begun",
     "running_saves",
@@ -95,7 +95,7 @@ __getattr__ = lazy_names(
     {
         "choice": ("oldest_first",),
         "history": ("RunHistory",),
-        "leftovers": ("remove_leftovers", "remove_leftovers_beside"),
+        "leftovers": ("remove_leftovers", "remove_sibling_leftovers"),
         "listing": (
             "StepStatus",
             "check_own_step",

@@ -152,13 +152,13 @@ class RunHistory:
 
         Args:
             manifest: the manifest.
-            role_dir: where it will be. Beside it may be other roles of the step.
+            role_dir: where it will be. The step may have other roles.
         """
         with self._lock:
             run = self._settled()
             others = [
                 head.commit.number
-                for head in _beside(role_dir)
+                for head in _manifests_of_step(role_dir)
                 if head.role != self._role and head.commit is not None and _id(head) == run.id
             ]
             commit = self._position.next(max(others, default=None))
@@ -199,7 +199,7 @@ def _is_below(folder: Path, place: Path | str) -> bool:
     return isinstance(place, Path) and folder.resolve() in place.resolve().parents
 
 
-def _beside(role_dir: Path) -> list[ManifestSummary]:
+def _manifests_of_step(role_dir: Path) -> list[ManifestSummary]:
     step_path = role_dir.parent
     return [] if file_names.parse_step(step_path.name) is None else step_status(step_path).heads
 

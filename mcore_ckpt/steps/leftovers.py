@@ -64,7 +64,7 @@ def remove_leftovers(root: Path, role: str, alone: bool) -> None:
         _remove_in_if_allowed(step_path, role, alone)
 
 
-def remove_leftovers_beside(folder: Path) -> None:
+def remove_sibling_leftovers(folder: Path) -> None:
     """Removes the leftovers beside one folder that is committed like a role's folder."""
     if folder.parent.is_dir():
         _remove_in(folder.parent, folder.name, alone=False)

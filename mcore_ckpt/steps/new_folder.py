@@ -116,7 +116,7 @@ def open_new_folder(path: Path, sizes: Iterable[int], replaceable: Replaceable, 
         mode: the mode of new folders (`mode_as`).
 
     Returns:
-        The id of the attempt, which `put_in_place` needs.
+        The id of the attempt, which `publish_folder` needs.
 
     Raises:
         InvalidArgumentError: there is a file, or a folder that the tool must not replace.
@@ -124,14 +124,14 @@ def open_new_folder(path: Path, sizes: Iterable[int], replaceable: Replaceable, 
         OSError: the staging folder cannot be made.
     """
     check_may_replace(path, replaceable)
-    leftovers.remove_leftovers_beside(path)
+    leftovers.remove_sibling_leftovers(path)
     check_space(path, sizes)
     attempt = commit.new_attempt()
     commit.open_staging(path, attempt, mode)
     return attempt
 
 
-def put_in_place(staging: Path, path: Path, attempt: str, replaceable: Replaceable) -> None:
+def publish_folder(staging: Path, path: Path, attempt: str, replaceable: Replaceable) -> None:
     """Renames a staging folder, all of which is durable, to the new folder.
 
     A folder that is replaced stays whole until then, and goes with everything in it.

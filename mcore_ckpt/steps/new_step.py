@@ -27,7 +27,7 @@ from mcore_ckpt.steps.new_folder import check_not_pinned, check_space
 from mcore_ckpt.steps.read_lock import unread
 from mcore_ckpt.steps.trainer_lock import ToolLocks
 
-_BESIDE = "beside"
+_COMPANIONS_DIR = "beside"
 
 
 class NewStep:
@@ -74,7 +74,7 @@ class NewStep:
         self._run = run
         self._mode = mode
         self._staged: dict[Path, Path] = {}
-        self._beside: list[Path] = []
+        self._companions_staging: list[Path] = []
         self._exit = ExitStack()
         self._locks = ToolLocks(self._root, self._roles, mode)
         self.attempt = commit.new_attempt()
@@ -105,7 +105,7 @@ class NewStep:
         self._staged[role_dir] = commit.open_staging(role_dir, self.attempt, self._mode)
         return self._staged[role_dir]
 
-    def add_beside(self, companions: Mapping[str, Path]) -> None:
+    def add_companions(self, companions: Mapping[str, Path]) -> None:
         """Copies what a trainer keeps in a step beside its roles, by name. It is put in place with the roles.
 
         Raises InvalidArgumentError if the step has such an entry already and `force` is not set, and OSError.
@@ -118,9 +118,9 @@ class NewStep:
                 )
         if companions:
             staging = commit.open_staging(step_path / self._roles[0], commit.new_attempt(), self._mode)
-            self._beside.append(staging)
+            self._companions_staging.append(staging)
         for name, source in companions.items():
-            copy_durably(source, self._beside[0] / _BESIDE / name)
+            copy_durably(source, self._companions_staging[0] / _COMPANIONS_DIR / name)
 
     def write_manifest(self, manifest: Manifest) -> None:
         """Writes the manifest of an opened role, durably.
@@ -145,15 +145,15 @@ class NewStep:
         self._check()
         with self._unread():
             self._locks.keep()
-            self._publish_beside()
+            self._publish_companions()
             for role_dir, staging in self._staged.items():
                 commit.publish(staging, role_dir, self.attempt)
         self._staged.clear()
         tracker.move_tracker(self._root)
 
-    def _publish_beside(self) -> None:
+    def _publish_companions(self) -> None:
         step_path = file_names.step_dir(self._root, self._step)
-        for new in (path for staging in self._beside for path in (staging / _BESIDE).iterdir()):
+        for new in (path for staging in self._companions_staging for path in (staging / _COMPANIONS_DIR).iterdir()):
             old = step_path / new.name
             remove_tree(old) if old.is_dir() and not old.is_symlink() else old.unlink(missing_ok=True)
             new.rename(old)
@@ -176,7 +176,7 @@ class NewStep:
         check_may_write(self._root, self._step, self._roles, self._force, self._run)
 
     def __exit__(self, *error: object) -> None:
-        for staging in (*self._beside, *self._staged.values()):
+        for staging in (*self._companions_staging, *self._staged.values()):
             commit.discard(staging)
         self._exit.close()
 

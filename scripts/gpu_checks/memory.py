@@ -76,11 +76,11 @@ def peak_of_saves(kind: str) -> dict[str, Any]:
                 manager.save(1).wait()
                 allocated = torch.cuda.memory_allocated()
                 saves[mode] = _peak(lambda manager=manager: manager.save(2).wait()) - allocated
-                after = max(after, _peak(lambda manager=manager: _steps_beside(manager, state)))
+                after = max(after, _peak(lambda manager=manager: _train_under_saves(manager, state)))
     return {"weights": weights, "saves": saves, "before": before, "after": after}
 
 
-def _steps_beside(manager: Any, state: Any) -> None:
+def _train_under_saves(manager: Any, state: Any) -> None:
     from gpu_checks import trainer
 
     for step in (3, 4, 5):

@@ -265,7 +265,7 @@ def test_what_a_killed_conversion_left_is_not_in_place(
     folder, output = make_hf_folder(tmp_path / "hf", "qwen3"), tmp_path / "out"
     with monkeypatch.context() as patched:
         patched.setattr(commit, "publish", die)
-        patched.setattr(to_torch_dist, "put_in_place", die)
+        patched.setattr(to_torch_dist, "publish_folder", die)
         patched.setattr(commit, "discard", lambda _: None)  # a killed process tidies nothing up
         with pytest.raises(Killed):
             convert(folder, output, "--format", form)

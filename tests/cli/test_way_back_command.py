@@ -266,7 +266,7 @@ def test_a_failing_rename_leaves_the_tracker(
     def fail(*args: object) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(convert, "put_in_place", fail)
+    monkeypatch.setattr(convert, "publish_folder", fail)
     assert back(source, tmp_path / "theirs", "--force") == 1
     assert "no space left" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "theirs").iterdir()] == ["latest_checkpointed_iteration.txt"]

@@ -287,16 +287,16 @@ def capture_while_memory_is_prepared() -> None:
 
 
 @case
-def capture_beside_lazy() -> None:
-    capture_beside("lazy")
+def capture_under_training_lazy() -> None:
+    capture_under_training("lazy")
 
 
 @case
-def capture_beside_snapshot() -> None:
-    capture_beside("snapshot")
+def capture_under_training_snapshot() -> None:
+    capture_under_training("snapshot")
 
 
-def capture_beside(mode: str) -> None:
+def capture_under_training(mode: str) -> None:
     manager = run.manager(mode + "-capture", async_save=True, async_mode=mode)
     handle = manager.save(1)
     with emulation.capturing() as capture:

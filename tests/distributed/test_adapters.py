@@ -35,7 +35,7 @@ from mcore_ckpt.errors import CheckpointMismatchError, InvalidArgumentError, Uns
 from mcore_ckpt.integrations.verl import MegatronCheckpointManager
 from mcore_ckpt.load.huggingface import Source
 from mcore_ckpt.ranks import single_process_agreement
-from mcore_ckpt.sharding.adapters import is_adapter
+from mcore_ckpt.sharding.adapter_names import is_adapter
 from mcore_ckpt.state.model import model_shards
 from mcore_ckpt.tools.convert.merge import MergeRequest, merge
 from mcore_ckpt.tools.convert.reshard.reshard import reshard
@@ -222,7 +222,7 @@ BESIDE_IN_PEFT = {
 }
 
 
-def trained_beside(chunks: Model) -> list[tuple[str, torch.nn.Parameter]]:
+def trained_in_full(chunks: Model) -> list[tuple[str, torch.nn.Parameter]]:
     endings = tuple(BESIDE_IN_PEFT.values())
     return [item for chunk in chunks for item in chunk.named_parameters() if item[0].endswith(endings)]
 
@@ -239,7 +239,7 @@ def test_a_save_writes_what_a_merge_writes(shared_path: Path) -> None:
     with parallel(shape.layout):
         chunks = adapted_model(folder, shape, "LoRA")
         with torch.no_grad():
-            for _, parameter in trained_beside(chunks):
+            for _, parameter in trained_in_full(chunks):
                 parameter.requires_grad_().mul_(1.5)
         alone = shared_path / "global_step_1" / "actor"
         options = SimpleNamespace(save_contents=contents, load_contents=["model"], async_save=False)
@@ -263,7 +263,7 @@ def test_a_save_writes_what_a_merge_writes(shared_path: Path) -> None:
         # And back: into a model whose values are lost.
         poison_adapters(chunks)
         with torch.no_grad():
-            for _, parameter in trained_beside(chunks):
+            for _, parameter in trained_in_full(chunks):
                 parameter.fill_(float("nan"))
         load_hf(chunks, alone / "huggingface" / "adapter", base=folder)
         manager = CheckpointManager(shared_path / "again", chunks, hf_config=hf_config, config=config)

@@ -14,8 +14,8 @@ from resuming import loaded
 from training import Layout, build, parallel, train
 
 from mcore_ckpt.errors import UnsupportedError
-from mcore_ckpt.state.optimizers import chain, kinds
-from mcore_ckpt.state.optimizers.kinds import Kind
+from mcore_ckpt.state.optimizers import chain, optimizer_kinds
+from mcore_ckpt.state.optimizers.optimizer_kinds import OptimizerKind
 from mcore_ckpt.state.optimizers.part import OptimizerPart
 
 LAYOUT = Layout(2, precision="bf16", optimizer="sgd", distributed_optimizer=False, padded_vocab=144)
@@ -62,7 +62,8 @@ def heavy_ball(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def add(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kinds, "KINDS", (*kinds.KINDS, Kind("HeavyBall", ("HeavyBall",), ("velocity",), has_step=True)))
+    added = OptimizerKind("HeavyBall", ("HeavyBall",), ("velocity",), has_step=True)
+    monkeypatch.setattr(optimizer_kinds, "KINDS", (*optimizer_kinds.KINDS, added))
     monkeypatch.setitem(chain._PARTS, "velocities", HeavyBallPart)
 
 

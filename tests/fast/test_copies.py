@@ -28,7 +28,7 @@ from mcore_ckpt.fast.peer_store import PeerStore
 from mcore_ckpt.fast.tier import NodeTier
 from mcore_ckpt.fast.transport import TcpTransport
 from mcore_ckpt.io import files, tuning
-from mcore_ckpt.ranks.nodes import Node, Nodes
+from mcore_ckpt.ranks.node_map import Node, NodeMap
 from mcore_ckpt.ranks.rounds import Agreement
 from mcore_ckpt.steps.node_steps import files_here
 from mcore_ckpt.steps.trainer_lock import TrainerLock
@@ -58,7 +58,7 @@ class Job:
         for folder in folders:
             folder.mkdir(parents=True)
         self.servers = [stack.enter_context(closing(PeerServer(folder, b"secret", "127.0.0.1"))) for folder in folders]
-        nodes = Nodes(tuple(Node(f"n{n}", f"n{n}", (n,), self.servers[n].address) for n in range(NODES)))
+        nodes = NodeMap(tuple(Node(f"n{n}", f"n{n}", (n,), self.servers[n].address) for n in range(NODES)))
         self.tiers = [
             NodeTier(
                 FastTier(folders[n], replicas=1, **fast),

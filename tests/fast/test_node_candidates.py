@@ -18,7 +18,7 @@ from mcore_ckpt.fast.transport import TcpTransport
 from mcore_ckpt.formats.native.folder import LocalFolder
 from mcore_ckpt.formats.native.remote_folder import RemoteFolder
 from mcore_ckpt.load.candidates import AnyStep, candidates_of, folder_of
-from mcore_ckpt.ranks.nodes import Node, Nodes
+from mcore_ckpt.ranks.node_map import Node, NodeMap
 from mcore_ckpt.steps.choice import choose
 from mcore_ckpt.steps.listing import step_status
 from mcore_ckpt.steps.node_steps import FastCheckpoint, HeldRole, node_steps
@@ -32,7 +32,7 @@ FILES = 4
 @pytest.fixture
 def tier(tmp_path: Path) -> Iterator[NodeTier]:
     """Node 1 of three nodes of two ranks. Their servers do not answer."""
-    nodes = Nodes(tuple(Node(f"n{n}", f"n{n}", (2 * n, 2 * n + 1), "127.0.0.1:1") for n in range(3)))
+    nodes = NodeMap(tuple(Node(f"n{n}", f"n{n}", (2 * n, 2 * n + 1), "127.0.0.1:1") for n in range(3)))
     folder = tmp_path / "node"
     lock = TrainerLock(folder, "actor")
     with closing(

@@ -29,7 +29,7 @@ from mcore_ckpt.fast.transaction import (
     remove_staging,
     rename_committed,
 )
-from mcore_ckpt.ranks.nodes import Nodes
+from mcore_ckpt.ranks.node_map import NodeMap
 from mcore_ckpt.steps.node_steps import HeldRole, files_here, held_roles
 from mcore_ckpt.steps.runs import Ownership
 from mcore_ckpt.steps.trainer_lock import TrainerLock
@@ -57,7 +57,7 @@ class Node:
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         role_dir = file_names.step_dir(folder, STEP) / "actor"
         self.attempt = Attempt(manifest.attempt, file_names.staging_dir(role_dir, manifest.attempt), role_dir)
-        node = Nodes.of(["n0", "n1"], ["n0", "n1"]).all[1]
+        node = NodeMap.of(["n0", "n1"], ["n0", "n1"]).all[1]
         self.tier: Any = SimpleNamespace(
             node=node,
             folder=folder,
@@ -296,7 +296,7 @@ def test_rank_0_looks_at_its_own_folder_when_its_round_fails(
     whole: Path, manifest: Manifest, has_renamed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = Node(tmp_path, manifest)
-    node.tier.node, node.tier.number, node.tier.is_lead = Nodes.of(["n0", "n1"], ["n0", "n1"]).all[0], 0, True
+    node.tier.node, node.tier.number, node.tier.is_lead = NodeMap.of(["n0", "n1"], ["n0", "n1"]).all[0], 0, True
     node.tier.publish = lambda attempt, data: None
     agreement: Any = SimpleNamespace(is_coordinator=True, timeout_s=1.0)
 

@@ -25,7 +25,7 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.dtypes import dtype_name
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError, UnsupportedError
-from mcore_ckpt.formats.contract import CheckpointReader, Fill, RankPosition, TensorInfo, weights_of
+from mcore_ckpt.formats.contract import CheckpointReader, RankPosition, ReadTargets, TensorInfo, weights_of
 from mcore_ckpt.formats.huggingface import writer as writing
 from mcore_ckpt.formats.huggingface.export_plan import ExportPlan, plan_export, plan_tensors
 from mcore_ckpt.formats.huggingface.safetensors_files import read_file
@@ -34,7 +34,7 @@ from mcore_ckpt.formats.native.folder import LocalFolder
 from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.io import tuning
 from mcore_ckpt.models.mapping import HfTensor, Slab
-from mcore_ckpt.sharding.placement import share_of
+from mcore_ckpt.sharding.assignment import share_of
 from mcore_ckpt.sharding.plan import MODEL, PARAM, ShardKey, StoredShard
 from mcore_ckpt.sharding.regions import Region
 
@@ -68,7 +68,7 @@ class Memory:
     def tp_size(self, expert: bool) -> int:
         return 1
 
-    def read(self, ranges: Fill, check: bool = True) -> int:
+    def read(self, ranges: ReadTargets, check: bool = True) -> int:
         nbytes = 0
         for wanted, memory in ranges:
             held, rows = self.held[wanted.stored.file].view(-1), wanted.rows

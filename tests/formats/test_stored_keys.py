@@ -30,7 +30,7 @@ def test_layers_that_are_alike_share_a_tensor() -> None:
         chained_0__optimizer__state__exp_avg__decoder__layers__mlp__linear_fc1__weight=(2, 8, 4),
         embedding__word_embeddings__weight=(9, 4),
     )
-    assert (keys.unlike, keys.are_other_layers) == (None, True)
+    assert (keys.layer_mismatch, keys.are_other_layers) == (None, True)
     assert keys.place(QKV) == Place("decoder.layers.self_attention.linear_qkv.weight", (1,), (2,))
     state = "chained_0.optimizer.state.exp_avg."
     assert keys.place(state + FC1) == Place(state + "decoder.layers.mlp.linear_fc1.weight", (1,), (2,))

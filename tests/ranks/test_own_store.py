@@ -41,7 +41,7 @@ def test_it_answers_as_torchs_does() -> None:
     assert everything(OwnStore()) == everything(dist.HashStore())  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("beside", [lambda agreement: agreement, lambda agreement: agreement.beside("export")])
+@pytest.mark.parametrize("beside", [lambda agreement: agreement, lambda agreement: agreement.for_thread("export")])
 def test_a_process_agrees_with_itself(beside: Callable[[Any], Any]) -> None:
     agreement = beside(single_process_agreement("test", 1.0))
     for number in range(3):

@@ -225,7 +225,7 @@ def test_the_last_rank_that_closes_deletes_what_is_left() -> None:
     for order in ((0, 1, 2), (2, 1, 0), (1, 0, 2)):
         agreements = [Agreement(host.clone(), rank, WORLD, f"test{order}", FAR_S) for rank in range(WORLD)]
         together(agreements)
-        beside = [each.beside("more") for each in agreements]
+        beside = [each.for_thread("more") for each in agreements]
         together(beside)
         agreements[1].fail_next_round("a round that nobody comes to", CommitError("bad"))
         for rank in order:

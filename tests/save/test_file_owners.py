@@ -13,15 +13,15 @@ from unsharded_model import trainer_of
 from mcore_ckpt.checkpoint.manifest import WrittenFile
 from mcore_ckpt.config import CheckpointConfig, FastTier
 from mcore_ckpt.formats.native.write_requests import WriteRequest
-from mcore_ckpt.ranks.nodes import Nodes
+from mcore_ckpt.ranks.node_map import NodeMap
 from mcore_ckpt.save.new_manifest import Written, place_files
 from mcore_ckpt.save.plan import _with_writers
 
 
-def nodes_of(*sizes: int, domains: str = "") -> Nodes:
+def nodes_of(*sizes: int, domains: str = "") -> NodeMap:
     """Nodes of so many ranks each; of the domains if they are given, one letter for each node."""
     hosts = [f"n{number}" for number, size in enumerate(sizes) for _ in range(size)]
-    return Nodes.of(hosts, [domains[int(host[1:])] for host in hosts] if domains else hosts)
+    return NodeMap.of(hosts, [domains[int(host[1:])] for host in hosts] if domains else hosts)
 
 
 def file(path: str, crc: int = 7, size: int = 10) -> WrittenFile:
@@ -29,7 +29,7 @@ def file(path: str, crc: int = 7, size: int = 10) -> WrittenFile:
 
 
 @st.composite
-def saves(draw: st.DrawFn) -> tuple[Nodes, list[Written]]:
+def saves(draw: st.DrawFn) -> tuple[NodeMap, list[Written]]:
     """Files that some ranks have written, each of the same bytes wherever it is."""
     sizes = draw(st.lists(st.integers(1, 3), min_size=1, max_size=6))
     domains = draw(st.sampled_from(["", "xxyyzz", "xyxyxy", "xyyyyy"]))
@@ -41,7 +41,7 @@ def saves(draw: st.DrawFn) -> tuple[Nodes, list[Written]]:
 
 @given(saves(), st.integers(0, 4), st.integers(0, 100))
 def test_every_file_is_on_as_many_nodes_as_there_can_be(
-    save: tuple[Nodes, list[Written]], replicas: int, save_count: int
+    save: tuple[NodeMap, list[Written]], replicas: int, save_count: int
 ) -> None:
     nodes, written = save
     files, placement = place_files(written, nodes, replicas, save_count)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mcore_ckpt.sharding.adapters import adapters_among, peft_matrix, without_peft
+from mcore_ckpt.sharding.adapter_names import adapters_among, peft_matrix, without_peft
 from mcore_ckpt.sharding.cuts import axes_of
 
 LAYER = "decoder.layers.3.self_attention.linear_proj"

@@ -99,7 +99,7 @@ def test_other_parts_another_number_or_another_order_are_refused(
 ) -> None:
     found = find_counterparts(decoder(wanted), decoder(stored))
     assert found.stored == {}
-    assert re.search(said, found.unlike or "")
+    assert re.search(said, found.layer_mismatch or "")
 
 
 def test_the_depth_of_other_parts_is_named() -> None:
@@ -108,7 +108,7 @@ def test_the_depth_of_other_parts_is_named() -> None:
         for stack, parts in ((GPT[1], [("attention", "mlp")]), (HYBRID[1], [("mamba",), ("mlp",)]))
     )
     found = find_counterparts(two, one)
-    assert found.unlike == "wanted the layers mamba, mlp in mtp.layers.1, found attention + mlp"
+    assert found.layer_mismatch == "wanted the layers mamba, mlp in mtp.layers.1, found attention + mlp"
 
 
 def test_layers_are_described_shortly() -> None:

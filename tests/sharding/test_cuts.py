@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mcore_ckpt.sharding.assignment import PipelineAssignment, even_ranges
 from mcore_ckpt.sharding.cuts import Cut, axes_of, find_cut
 from mcore_ckpt.sharding.pipeline import StageLayers, parse_layout, parse_pattern
-from mcore_ckpt.sharding.placement import PipelinePlacement, even_ranges
 from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.sharding.vocabulary import padded_rows
 
@@ -188,7 +188,7 @@ def test_even_ranges_have_each_element_once(sizes: list[int], parts: int) -> Non
 
 def test_where_tensors_are_in_a_pipeline() -> None:
     stages = {(0, 0): StageLayers((0, 1), ()), (1, 0): StageLayers((2,), ()), (2, 0): StageLayers((), ())}
-    placement = PipelinePlacement(stages)
+    placement = PipelineAssignment(stages)
     assert placement.rank_of("embedding.word_embeddings.weight") == 0
     assert placement.rank_of("decoder.layers.2.mlp.linear_fc1.weight") == 1
     assert placement.rank_of("decoder.layers.7.mlp.linear_fc1.weight") is None
@@ -201,7 +201,7 @@ def test_where_tensors_are_in_a_pipeline() -> None:
     assert placement.rank_of("vision_model.decoder.final_layernorm.weight") == 0
     assert placement.rank_of("visual.blocks.2.norm1.weight") == 0
     # With MTP the norm follows the last decoder layer.
-    with_mtp = PipelinePlacement({**stages, (2, 0): StageLayers((), (0,))})
+    with_mtp = PipelineAssignment({**stages, (2, 0): StageLayers((), (0,))})
     assert with_mtp.rank_of("decoder.final_layernorm.weight") == 1
     assert with_mtp.rank_of("mtp.layers.0.eh_proj.weight") == 2
 

@@ -15,7 +15,7 @@ from torch.optim import lr_scheduler
 
 from mcore_ckpt.checkpoint.plain_files import pickle_plain
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError
-from mcore_ckpt.state.common import write_common
+from mcore_ckpt.state.common_state import write_common
 from mcore_ckpt.state.param_groups import SavedPart
 from mcore_ckpt.state.scheduler import (
     GroupOrder,

@@ -368,7 +368,7 @@ def test_the_old_checkpoint_of_a_killed_exchange_is_removed_without_a_trainer(
             commit.publish(staging, folder, attempt)
     assert (staging / file_names.OWNER_FILE).exists(), "nobody could tell whose it was"
     own(staging, dead_owner(2**22 + 1))
-    leftovers.remove_leftovers_beside(folder)
+    leftovers.remove_sibling_leftovers(folder)
     assert read_version(folder) == 2
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 

@@ -17,7 +17,7 @@ from mcore_ckpt.formats.kinds import is_hf_folder
 from mcore_ckpt.ranks.hosts import this_host
 from mcore_ckpt.steps import commit, owner, pins, runs, tracker, trainer_lock
 from mcore_ckpt.steps.listing import complete_steps
-from mcore_ckpt.steps.new_folder import Replaceable, check_may_replace, put_in_place
+from mcore_ckpt.steps.new_folder import Replaceable, check_may_replace, publish_folder
 from mcore_ckpt.steps.new_step import NewStep
 from mcore_ckpt.steps.owner import Owner
 from mcore_ckpt.steps.read_lock import reading
@@ -240,6 +240,6 @@ def test_a_replaced_folder_goes_as_a_whole(exchanges: bool, tmp_path: Path, monk
     (target / "model-00002-of-00002.safetensors").write_text("of another division")
     staging = commit.open_staging(target, attempt)
     (staging / "config.json").write_text("new")
-    put_in_place(staging, target, attempt, Replaceable(True, "a HuggingFace model", is_hf_folder))
+    publish_folder(staging, target, attempt, Replaceable(True, "a HuggingFace model", is_hf_folder))
     assert os.listdir(target) == ["config.json"]
     assert os.listdir(tmp_path) == ["hf"]

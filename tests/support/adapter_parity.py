@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from tiny_models import make_hf_folder, read_config
 
 from mcore_ckpt.cli.demo.megatron_on_cpu import enable_cpu
-from mcore_ckpt.models.adapters import PEFT_PREFIX
+from mcore_ckpt.models.peft_adapters import PEFT_PREFIX
 from mcore_ckpt.models.registry import model_from_config
 
 

@@ -22,9 +22,9 @@ from mcore_ckpt.formats.huggingface.export_plan import ExportPlan, plan_tensors
 from mcore_ckpt.formats.huggingface.writer import KIND, write_weights
 from mcore_ckpt.io.checksums import crc32
 from mcore_ckpt.io.files import write_file
-from mcore_ckpt.models.adapters import Beside, peft_config, peft_tensors
 from mcore_ckpt.models.architecture import HfModel
 from mcore_ckpt.models.mapping import HfTensor
+from mcore_ckpt.models.peft_adapters import FullyTrained, peft_config, peft_tensors
 
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG_FILE = "adapter_config.json"
@@ -53,13 +53,13 @@ def plan_adapter_folder(
     *,
     dtype: torch.dtype | None = None,
     base: str | None = None,
-    beside: Beside | None = None,
+    beside: FullyTrained | None = None,
 ) -> AdapterFolder:
     """Plans the folder of an adapter.
 
     Args:
         model: the model that has the adapters.
-        adapted: HuggingFace tensors with the adapters of their slabs (`models.adapters.with_adapters`).
+        adapted: HuggingFace tensors with the adapters of their slabs (`models.peft_adapters.with_adapters`).
         tensors: the tensors of the source by name.
         settings: the adapters' settings.
         dtype: the dtype to write; None keeps the stored dtypes.
@@ -69,7 +69,7 @@ def plan_adapter_folder(
     Raises:
         UnsupportedError: PEFT has no name for an adapter, or safetensors files cannot store its dtype.
     """
-    beside = beside or Beside()
+    beside = beside or FullyTrained()
     plan = plan_tensors([*peft_tensors(adapted), *beside.tensors], tensors, dtype=dtype, max_shard_bytes=_ALL_IN_ONE)
     plan = replace(plan, files=(replace(plan.files[0], name=ADAPTER_FILE),))
     return AdapterFolder(plan, peft_config(model, adapted, settings.dropout, base, beside.modules))

@@ -23,14 +23,14 @@ from mcore_ckpt.formats.contract import TensorInfo
 from mcore_ckpt.formats.huggingface.fp8_blocks import CODES, SCALE_SUFFIX, Fp8Blocks
 from mcore_ckpt.formats.huggingface.safetensors_files import file_name, has_name
 from mcore_ckpt.models.accounting import LeftOut, account, of_states, padding_of, together
-from mcore_ckpt.models.adapters import with_adapters
 from mcore_ckpt.models.architecture import HfModel
 from mcore_ckpt.models.mapping import HfTensor, hf_tensors, is_mtp
-from mcore_ckpt.sharding.adapters import is_adapter
+from mcore_ckpt.models.peft_adapters import with_adapters
+from mcore_ckpt.sharding.adapter_names import is_adapter
 from mcore_ckpt.sharding.counterparts import find_counterparts, layers_of
 from mcore_ckpt.sharding.regions import Shape
 from mcore_ckpt.sharding.synonyms import found_as
-from mcore_ckpt.sharding.vocabulary import has_vocabulary_rows, may_be_padding
+from mcore_ckpt.sharding.vocabulary import has_vocabulary_rows, padding_is_plausible
 
 MAX_SHARD_BYTES = 5_000_000_000
 """The default size limit of one file, equal to that of transformers 4 (`PreTrainedModel.save_pretrained`)."""
@@ -278,19 +278,19 @@ def _resolve(
     needed = dict.fromkeys(slab.mcore for tensor in wanted for slab in tensor.slabs if slab.mcore)
     # A HybridModel has the same parts in other layers.
     counterparts = find_counterparts(layers_of(needed), layers_of(tensors))
-    unlike = "" if counterparts.unlike is None else f" ({counterparts.unlike})"
+    why = "" if counterparts.layer_mismatch is None else f" ({counterparts.layer_mismatch})"
     found = {name: found_as(counterparts.stored_name(name), tensors) for name in needed}
     missing = [name for name, stored in found.items() if stored is None]
     if missing:
         raise CheckpointMismatchError(
-            f"the checkpoint lacks {_some(missing)}, which a {model.describe()} has{unlike}: use the config.json of "
+            f"the checkpoint lacks {_some(missing)}, which a {model.describe()} has{why}: use the config.json of "
             "this model"
         )
     resolved = {name: stored for name, stored in found.items() if stored is not None}
 
     def unknown(names: list[str]) -> UnknownTensorsError:
         return UnknownTensorsError(
-            f"the checkpoint has {_some(names)}, which a {model.describe()} does not have{unlike}: use the "
+            f"the checkpoint has {_some(names)}, which a {model.describe()} does not have{why}: use the "
             "config.json of this model"
         )
 
@@ -311,7 +311,7 @@ def _check_shapes(wanted: Iterable[HfTensor], tensors: Mapping[str, TensorInfo])
                     # A value head has the output layer's name, but one row per output, so it is not padded.
                     and 1 < shape[0] < there[0]
                     # More rows than padding can explain are tokens, which would be lost silently.
-                    and may_be_padding(shape[0], there[0])
+                    and padding_is_plausible(shape[0], there[0])
                 )
                 if padded:
                     found[stored] = padding_of(stored, there[0], shape[0])

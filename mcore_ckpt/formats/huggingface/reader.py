@@ -14,7 +14,7 @@ import torch
 from mcore_ckpt import json_bounds
 from mcore_ckpt.checkpoint.dtypes import torch_dtype
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError, UnsupportedError
-from mcore_ckpt.formats.contract import Fill, RankPosition, TensorInfo
+from mcore_ckpt.formats.contract import RankPosition, ReadTargets, TensorInfo
 from mcore_ckpt.formats.huggingface.safetensors_files import HfStored, dtype_of, name_of, read_folder
 from mcore_ckpt.formats.huggingface.stored_weights import DequantizingReader, StoredWeights
 from mcore_ckpt.formats.locate import same_bytes
@@ -219,7 +219,7 @@ class HuggingFaceReader:
     def tp_size(self, expert: bool) -> int:
         return 1
 
-    def read(self, ranges: Fill, check: bool = True) -> int:
+    def read(self, ranges: ReadTargets, check: bool = True) -> int:
         """Does the same as `CheckpointReader.read`, but ignores `check`, because the files have no CRCs.
 
         To convert values it needs memory for one HuggingFace tensor at a time.
@@ -232,7 +232,7 @@ class HuggingFaceReader:
         nbytes = self._weights.read(as_stored) if as_stored else 0
         return nbytes + sum(self._read_changed(self._changed[place], same) for place, same in changed.items())
 
-    def read_numbers(self, ranges: Fill, check: bool = True) -> int:
+    def read_numbers(self, ranges: ReadTargets, check: bool = True) -> int:
         """Does the same as `read`, but raises CheckpointCorruptError for NaN, because NaN would ruin the training."""
         wanted = list(ranges)
         nbytes = self.read(wanted)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from mcore_ckpt.formats.contract import Fill, TensorInfo
+from mcore_ckpt.formats.contract import ReadTargets, TensorInfo
 from mcore_ckpt.formats.huggingface.quantized import ACTIVATION_SCALES, CodeKind, QuantizedTensor, logical_tensors
 from mcore_ckpt.formats.huggingface.safetensors_files import HfStored
 from mcore_ckpt.formats.native.ranges import read_stored
@@ -134,7 +134,7 @@ class DequantizingReader(ShardReader):
         infos = {name: TensorInfo(tensor.dtype, tensor.shape) for name, tensor in weights.tensors.items()}
         super().__init__(folder, infos, lambda name: (weights.whole(name),))
 
-    def read(self, ranges: Fill, check: bool = True) -> int:
+    def read(self, ranges: ReadTargets, check: bool = True) -> int:
         return self._weights.read(list(ranges))
 
 

@@ -12,7 +12,7 @@ from mcore_ckpt.checkpoint.dtypes import torch_dtype
 from mcore_ckpt.checkpoint.manifest import Manifest
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.errors import CheckpointCorruptError
-from mcore_ckpt.formats.contract import Fill, RankPosition, TensorInfo
+from mcore_ckpt.formats.contract import RankPosition, ReadTargets, TensorInfo
 from mcore_ckpt.formats.native.coded import Partners, read_coded
 from mcore_ckpt.formats.native.folder import Folder, LocalFolder
 from mcore_ckpt.formats.native.stored_tensors import StoredTensors
@@ -57,7 +57,7 @@ class NativeReader(StoredTensors):
             return None
         return TensorInfo(torch_dtype(shard.dtype), shard.region.global_shape)
 
-    def read(self, ranges: Fill, check: bool = True) -> int:
+    def read(self, ranges: ReadTargets, check: bool = True) -> int:
         plain: list[tuple[ReadRange, torch.Tensor]] = []
         coded: list[tuple[ReadRange, torch.Tensor]] = []
         for part in ranges:

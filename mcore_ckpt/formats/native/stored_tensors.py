@@ -63,7 +63,7 @@ class _Opened:
     aliases: dict[ShardKey, ShardKey]
     kinds: tuple[str, ...]
     alias_regions: dict[ShardKey, Region]
-    beside: dict[ShardKey, tuple[StoredShard, ...]]
+    bound_state: dict[ShardKey, tuple[StoredShard, ...]]
 
     def region(self, key: ShardKey) -> Region | None:
         shard = self.shards.get(key)
@@ -155,8 +155,8 @@ class StoredTensors:
 
     def bound_kinds(self, key: ShardKey) -> tuple[str, ...]:
         """Returns the kinds of the tensors that belong to shards of the key as a whole."""
-        found = (shard.key.kind for file in self.files(key) for shard in self._open(file, key.name).beside.get(key, ()))
-        return tuple(dict.fromkeys(found))
+        opened = (self._open(file, key.name) for file in self.files(key))
+        return tuple(dict.fromkeys(shard.key.kind for each in opened for shard in each.bound_state.get(key, ())))
 
     def bound_to(self, key: ShardKey, region: Region) -> dict[str, StoredShard] | None:
         """Returns the tensors that belong to the key's shard of a region as a whole, by kind.
@@ -167,8 +167,8 @@ class StoredTensors:
             return {}  # without reading the indexes of all ranks
         for file in self.files(key):
             opened = self._open(file, key.name)
-            if opened.beside.get(key) and opened.region(key) == region:
-                return {shard.key.kind: shard for shard in opened.beside[key]}
+            if opened.bound_state.get(key) and opened.region(key) == region:
+                return {shard.key.kind: shard for shard in opened.bound_state[key]}
         return None if self.bound_kinds(key) else {}
 
     # -- files ---------------------------------------------------------------------------------------------
@@ -252,9 +252,9 @@ class StoredTensors:
         if now == self.manifest.topology:
             own = [file for file in near if file.path == file_names.optimizer_file(*at.place)]
             sets = [own, *sets] if own and len(near) > 1 else sets
-        return [self._in_place(sets[0], position), *sets] if key.kind == OPAQUE and expert else sets
+        return [self._of_saving_expert_rank(sets[0], position), *sets] if key.kind == OPAQUE and expert else sets
 
-    def _in_place(self, files: Sequence[FileRecord], position: RankPosition) -> list[FileRecord]:
+    def _of_saving_expert_rank(self, files: Sequence[FileRecord], position: RankPosition) -> list[FileRecord]:
         """Returns the files of the expert-parallel rank that, when saving, held the reading rank's first expert.
 
         A module of grouped experts stores one `_extra_state` per expert-parallel rank, all under the same name.
@@ -271,7 +271,7 @@ class StoredTensors:
             aliases = {alias.key: ShardKey(alias.key.name, alias.same_as) for alias in index.aliases}
             regions = {alias.key: alias.region for alias in index.aliases}
             shards = {shard.key: shard for shard in index.shards}
-            opened = _Opened(shards, aliases, _kinds(index.shards), regions, _beside(index.shards))
+            opened = _Opened(shards, aliases, _kinds(index.shards), regions, _bound_state(index.shards))
             self._opened[file.path, name] = opened
         return opened
 
@@ -283,7 +283,7 @@ def _kinds(shards: Sequence[StoredShard]) -> tuple[str, ...]:
     return tuple(shard.key.kind for shard in shards if shard.key.kind not in partners and shard.beside is None)
 
 
-def _beside(shards: Sequence[StoredShard]) -> dict[ShardKey, tuple[StoredShard, ...]]:
+def _bound_state(shards: Sequence[StoredShard]) -> dict[ShardKey, tuple[StoredShard, ...]]:
     """Returns, for each shard that others belong to, these others."""
     found: dict[ShardKey, tuple[StoredShard, ...]] = {}
     for shard in shards:

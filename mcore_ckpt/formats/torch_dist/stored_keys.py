@@ -31,14 +31,14 @@ class StoredKeys:
         layers: the layers of the whole model that reads.
 
     Attributes:
-        unlike: why the layers of the checkpoint and of the model cannot be matched; None if they can.
+        layer_mismatch: why the layers of the checkpoint and of the model cannot be matched; None if they can.
         are_other_layers: True if the same parts are in other layers.
     """
 
     def __init__(self, files: TorchDistFiles, layers: Layers) -> None:
         self._files = files
         self._counterparts = find_counterparts(layers, layers_of(_numbered_names(files)))
-        self.unlike = self._counterparts.unlike
+        self.layer_mismatch = self._counterparts.layer_mismatch
         self.are_other_layers = bool(self._counterparts.stored)
 
     def has(self, key: str) -> bool:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from mcore_ckpt.checkpoint import HUGGINGFACE_DIR
 from mcore_ckpt.io import sync_dir
 from mcore_ckpt.manager import CheckpointManager
-from mcore_ckpt.steps import remove_leftovers_beside
+from mcore_ckpt.steps import remove_sibling_leftovers
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ def _finish_earlier(root: Path) -> None:
 
 def _finish(entry: Path, what: str, path: Path) -> None:
     if what.startswith("export.staging"):
-        remove_leftovers_beside(path.with_name(f".{path.name}.export"))
+        remove_sibling_leftovers(path.with_name(f".{path.name}.export"))
         return
     if what == "replaced" and not path.exists():
         os.rename(entry, path)

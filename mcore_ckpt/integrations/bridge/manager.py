@@ -11,7 +11,7 @@ from mcore_ckpt.checkpoint import step_dir
 from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.integrations.bridge import after_commit, data_loader
 from mcore_ckpt.integrations.bridge.hf_config import PublishedConfig
-from mcore_ckpt.integrations.bridge.offloaded import KeptMains
+from mcore_ckpt.integrations.bridge.kept_mains import KeptMains
 from mcore_ckpt.integrations.bridge.options import (
     arguments,
     overridden_config,

@@ -134,7 +134,7 @@ MTP = (
 )
 
 
-def beside_tower(renamed: Callable[[str], str]) -> tuple[Row, ...]:
+def language_model_rows(renamed: Callable[[str], str]) -> tuple[Row, ...]:
     """Returns the rows of `MODEL` for the language model of a vision-language model, which is never a value model.
 
     `renamed` turns HuggingFace's usual names into those of the model.

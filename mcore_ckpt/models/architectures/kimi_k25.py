@@ -13,7 +13,7 @@ from typing import Any
 
 from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.models.architecture import Architecture, ModelFacts, language_config
-from mcore_ckpt.models.architectures.common import beside_tower, first_integer, integer, vision_of
+from mcore_ckpt.models.architectures.common import first_integer, integer, language_model_rows, vision_of
 from mcore_ckpt.models.architectures.deepseek import DEEPSEEK_RULES, DEEPSEEK_TABLE, read_deepseek
 from mcore_ckpt.models.config_fields import HfConfig
 from mcore_ckpt.models.table import Row
@@ -46,7 +46,7 @@ _TOWER = (
     *_same(f"{PROJECTOR}proj.0", "v_merged v_merged", "v_merged"),
     *_same(f"{PROJECTOR}proj.2", "hidden v_merged", "hidden"),
 )
-_DECODER = beside_tower(lambda name: f"language_model.{name}")
+_DECODER = language_model_rows(lambda name: f"language_model.{name}")
 _MTP = tuple(replace(row, mcore=LANGUAGE_MODEL + row.mcore) if row.is_copy else row for row in DEEPSEEK_TABLE.mtp)
 # transformers (5.23) reads the published names, but begins some of those that it writes in other ways.
 _SPELLINGS = (

@@ -32,9 +32,9 @@ from mcore_ckpt.models.architectures.common import (
     QK_NORMS,
     ROUTER,
     STACKED_EXPERTS,
-    beside_tower,
     facts_of,
     integer,
+    language_model_rows,
     moe_layers,
     sizes_of,
     uniform_layers,
@@ -170,7 +170,7 @@ def _table(layer: tuple[Row, ...], tower: Iterable[Row], hf: str, **more: Any) -
     `hf` is the beginning of the decoder's names in HuggingFace.
     """
     beginning = hf.removesuffix("language_model.") if hf != "model." else ""
-    decoder = beside_tower(lambda name: name.replace("model.", hf, 1))
+    decoder = language_model_rows(lambda name: name.replace("model.", hf, 1))
     model = (*decoder, *_tower(tower, f"{beginning}visual."))
     return Table(model, layer, mcore=LANGUAGE_MODEL, hf=hf, **more)
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from mcore_ckpt.state.group_fields import IMPLEMENTATION
-from mcore_ckpt.state.optimizers.kinds import Kind, find_kind, kind_name, kind_name_of
+from mcore_ckpt.state.optimizers.optimizer_kinds import OptimizerKind, find_kind, kind_name, kind_name_of
 from mcore_ckpt.state.optimizers.part import MainParameter, OptimizerPart, steps_of, write_steps_of
 from mcore_ckpt.state.quantized import is_quantized
 
@@ -50,7 +50,7 @@ class HybridDevicePart(OptimizerPart):
         return names.pop() if len(names) == 1 else f"HybridDeviceOptimizer of {', '.join(sorted(names))}"
 
     @property
-    def kind(self) -> Kind | None:
+    def kind(self) -> OptimizerKind | None:
         return next(map(find_kind, self.inner.sub_optimizers), None)
 
     @property

@@ -14,7 +14,7 @@ import torch
 from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.io.device_waits import wait_before_reading
 from mcore_ckpt.sharding.plan import PARAM
-from mcore_ckpt.state.optimizers.kinds import Kind, Shapes, find_kind, kind_name
+from mcore_ckpt.state.optimizers.optimizer_kinds import OptimizerKind, Shapes, find_kind, kind_name
 from mcore_ckpt.state.quantized import is_quantized
 
 STEP = "step"
@@ -121,7 +121,7 @@ class OptimizerPart:
         return kind_name(self.inner)
 
     @property
-    def kind(self) -> Kind | None:
+    def kind(self) -> OptimizerKind | None:
         """The kind of state that the optimizer keeps; None if it has no parameters."""
         return find_kind(self.inner)
 

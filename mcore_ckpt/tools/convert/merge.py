@@ -54,11 +54,11 @@ from mcore_ckpt.models.registry import model_from_config
 from mcore_ckpt.models.stated_facts import IN_CONFIG, check_rows, other_facts
 from mcore_ckpt.models.table import MCORE_EMBEDDING
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide, same_everywhere
-from mcore_ckpt.sharding.placement import share_of
+from mcore_ckpt.sharding.assignment import share_of
 from mcore_ckpt.sharding.plan import PARAM
 from mcore_ckpt.sharding.synonyms import found_as
 from mcore_ckpt.steps import commit, leftovers
-from mcore_ckpt.steps.new_folder import Replaceable, check_may_replace, check_space, mode_as, put_in_place
+from mcore_ckpt.steps.new_folder import Replaceable, check_may_replace, check_space, mode_as, publish_folder
 from mcore_ckpt.steps.read_lock import reading
 from mcore_ckpt.tools.convert.merge_adapters import (
     AdapterMerge,
@@ -331,7 +331,7 @@ def _open(
 
     def combine(records: Sequence[Record]) -> Record:
         same_everywhere(records, "the files to write", CommitError)
-        leftovers.remove_leftovers_beside(target)
+        leftovers.remove_sibling_leftovers(target)
         check_space(target, (file.nbytes for file in jobs[0].plan.files))
         commit.open_staging(target, attempt, mode_as(found.path))
         return {"attempt": attempt}
@@ -519,7 +519,7 @@ def _replaceable(request: MergeRequest) -> Replaceable:
 
 def _publish(staging: Path, target: Path, attempt: str, replaceable: Replaceable) -> None:
     try:
-        put_in_place(staging, target, attempt, replaceable)
+        publish_folder(staging, target, attempt, replaceable)
     except (InvalidArgumentError, OSError) as error:
         raise CommitError(
             f"{target}: could not be put in place: {error}. The target is as it was: empty it, or name another folder"

@@ -38,18 +38,18 @@ from mcore_ckpt.models.accounting import (
     matching,
     together,
 )
-from mcore_ckpt.models.adapters import (
-    Beside,
+from mcore_ckpt.models.architecture import HfModel
+from mcore_ckpt.models.mapping import HfTensor, Slab, hf_tensors, hf_tensors_in
+from mcore_ckpt.models.peft_adapters import (
+    FullyTrained,
+    fully_trained_in_peft,
     has_adapted_weights,
     has_adapter,
     no_place_in_peft,
     of_modules,
-    trained_beside,
     with_adapters,
 )
-from mcore_ckpt.models.architecture import HfModel
-from mcore_ckpt.models.mapping import HfTensor, Slab, hf_tensors, hf_tensors_in
-from mcore_ckpt.sharding.adapters import is_adapter, is_changed_buffer, permuted_in_bridge
+from mcore_ckpt.sharding.adapter_names import is_adapter, is_changed_buffer, permuted_in_bridge
 from mcore_ckpt.sharding.plan import ShardKey
 from mcore_ckpt.sharding.regions import Region, Shape
 from mcore_ckpt.sharding.synonyms import found_as
@@ -218,7 +218,7 @@ def _adapter_folder(
         beside = of_modules(saved_modules(tensors).values())
     else:
         # The weights are in the folder of the model if the adapters are written beside it.
-        beside = trained_beside(model, adapted, changed, weights) if job.how == "only" else Beside()
+        beside = fully_trained_in_peft(model, adapted, changed, weights) if job.how == "only" else FullyTrained()
     folder = plan_adapter_folder(
         model, adapted, tensors, job.settings, dtype=job.options["dtype"], base=base, beside=beside
     )

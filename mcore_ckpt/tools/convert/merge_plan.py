@@ -12,7 +12,7 @@ from mcore_ckpt.formats.huggingface.export_plan import ExportOptions, ExportPlan
 from mcore_ckpt.models.accounting import together
 from mcore_ckpt.models.architecture import HfModel
 from mcore_ckpt.models.mapping import HfTensor, hf_mtp_prefix
-from mcore_ckpt.sharding.adapters import is_adapter
+from mcore_ckpt.sharding.adapter_names import is_adapter
 from mcore_ckpt.tools.examine.find import FoundCheckpoint
 
 

@@ -23,7 +23,7 @@ from mcore_ckpt.io.files import new_folder, sync_folders_below
 from mcore_ckpt.models.stated_facts import facts_of_model
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide
 from mcore_ckpt.ranks.topology import Topology
-from mcore_ckpt.sharding.placement import share_of
+from mcore_ckpt.sharding.assignment import share_of
 from mcore_ckpt.sharding.plan import MODEL, ShardKey
 from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.steps import commit

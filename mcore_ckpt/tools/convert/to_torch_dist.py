@@ -33,12 +33,12 @@ from mcore_ckpt.formats.torch_dist.writer import (
 from mcore_ckpt.io.files import new_folder, sync_folders
 from mcore_ckpt.models.mcore_config import to_mcore_config
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide
+from mcore_ckpt.sharding.assignment import share_of
 from mcore_ckpt.sharding.names import expert_of
-from mcore_ckpt.sharding.placement import share_of
 from mcore_ckpt.sharding.plan import MODEL, ShardKey, plan_reads
 from mcore_ckpt.sharding.regions import Piece, Region, Shape
 from mcore_ckpt.steps import commit
-from mcore_ckpt.steps.new_folder import Replaceable, mode_as, open_new_folder, put_in_place
+from mcore_ckpt.steps.new_folder import Replaceable, mode_as, open_new_folder, publish_folder
 from mcore_ckpt.tools.convert.from_huggingface import (
     ConversionReport,
     Progress,
@@ -112,7 +112,7 @@ def convert_to_torch_dist(
             f"putting {path} in place",
             dict,
             lambda _: {},
-            act=lambda: put_in_place(staging, path, attempt, replaceable),
+            act=lambda: publish_folder(staging, path, attempt, replaceable),
         )
     except BaseException:
         if agreement.is_coordinator:

@@ -23,7 +23,7 @@ from mcore_ckpt.models.config_fields import HfConfig
 from mcore_ckpt.models.mapping import hf_tensors
 from mcore_ckpt.models.reconcile import with_mtp_of
 from mcore_ckpt.models.registry import model_from_config
-from mcore_ckpt.models.stated_facts import facts_beside
+from mcore_ckpt.models.stated_facts import facts_of_folder
 from mcore_ckpt.steps.listing import find_moved_aside, read_tracker
 from mcore_ckpt.tools.examine.select import select
 from mcore_ckpt.tools.examine.what_is import what_is
@@ -130,7 +130,7 @@ def open_reader(found: FoundCheckpoint, config: HfConfig) -> CheckpointReader:
 
 def facts_of_checkpoint(found: FoundCheckpoint, reader: CheckpointReader) -> Facts:
     """Returns what a checkpoint says of what its model computes: itself, or else by the `config.json` that is there."""
-    return _recorded_facts(found, reader) or facts_beside(found.path)
+    return _recorded_facts(found, reader) or facts_of_folder(found.path)
 
 
 def _recorded_facts(found: FoundCheckpoint, reader: CheckpointReader) -> Facts:

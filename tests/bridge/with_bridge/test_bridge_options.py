@@ -29,7 +29,7 @@ from mcore_ckpt.errors import (
 from mcore_ckpt.integrations.bridge import McoreCheckpointManager, data_loader, options, settings
 from mcore_ckpt.integrations.bridge import manager as bridge_manager
 from mcore_ckpt.integrations.bridge.hf_config import PublishedConfig
-from mcore_ckpt.integrations.bridge.offloaded import KeptMains
+from mcore_ckpt.integrations.bridge.kept_mains import KeptMains
 from mcore_ckpt.integrations.bridge.unsupported import refuse_load, refuse_save
 from mcore_ckpt.integrations.kit.loop import Loaded, Training
 

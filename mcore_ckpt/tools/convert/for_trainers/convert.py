@@ -25,9 +25,9 @@ from mcore_ckpt.formats.torch_dist.writer import Slice, file_name, write_rest, w
 from mcore_ckpt.io.file_copies import pieces_of
 from mcore_ckpt.io.files import inside, make_folders, replace_file, sync_folders, write_file
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide, same_everywhere
-from mcore_ckpt.sharding.placement import share_of
+from mcore_ckpt.sharding.assignment import share_of
 from mcore_ckpt.steps import commit
-from mcore_ckpt.steps.new_folder import Replaceable, check_may_replace, mode_as, open_new_folder, put_in_place
+from mcore_ckpt.steps.new_folder import Replaceable, check_may_replace, mode_as, open_new_folder, publish_folder
 from mcore_ckpt.steps.read_lock import reading
 from mcore_ckpt.steps.trainer_lock import ToolLocks
 from mcore_ckpt.tools.convert.for_trainers.layouts import Export, Layout, Plan, Role, Tree, plan_for
@@ -352,7 +352,7 @@ def _publish(
 ) -> None:
     def act() -> None:
         locks.keep()
-        put_in_place(staging, path, attempt, replaceable)
+        publish_folder(staging, path, attempt, replaceable)
         try:
             for name, data in plan.trackers.items():
                 replace_file(path.parent / name, data)

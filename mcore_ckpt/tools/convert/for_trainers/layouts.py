@@ -29,7 +29,7 @@ from mcore_ckpt.models.architecture import HfModel, read_config
 from mcore_ckpt.models.registry import model_from_config
 from mcore_ckpt.models.stated_facts import check_rows
 from mcore_ckpt.models.table import MCORE_HEAD
-from mcore_ckpt.sharding.adapters import is_adapter
+from mcore_ckpt.sharding.adapter_names import is_adapter
 from mcore_ckpt.sharding.names import is_expert
 from mcore_ckpt.sharding.plan import MODEL, PARAM, ShardKey
 from mcore_ckpt.tools.convert.for_trainers.random_states import rng_objects

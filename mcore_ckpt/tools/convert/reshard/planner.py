@@ -16,9 +16,9 @@ from mcore_ckpt.formats.contract import CheckpointReader, RankPosition
 from mcore_ckpt.formats.locate import Located, Locator, Wanted
 from mcore_ckpt.formats.native.write_requests import TensorWrite, WriteRequest
 from mcore_ckpt.ranks.topology import RankCoordinates, Topology, coordinates_of
+from mcore_ckpt.sharding.assignment import PipelineAssignment, even_ranges
 from mcore_ckpt.sharding.cuts import Cut, find_cut
 from mcore_ckpt.sharding.names import expert_of
-from mcore_ckpt.sharding.placement import PipelinePlacement, even_ranges
 from mcore_ckpt.sharding.plan import MODEL, OPAQUE, PARAM, ReadRange, ShardKey
 from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.sharding.towers import split_language_model
@@ -347,7 +347,7 @@ def _by_stage(saved: SavedLayout, tensors: Iterable[SavedTensor], target: Target
     """Groups the tensors by the pipeline rank of the new layout that holds them."""
     stages = {(stage.pp, stage.vp): (stage.decoder, stage.mtp) for stage in saved.stages}
     as_saved = stages == {place: (stage.decoder, stage.mtp) for place, stage in target.stages.items()}
-    placement = PipelinePlacement(target.stages)
+    placement = PipelineAssignment(target.stages)
     by_stage: dict[int, list[SavedTensor]] = defaultdict(list)
     for tensor in tensors:
         pp = tensor.pp if as_saved else placement.rank_of(tensor.name)

@@ -220,7 +220,7 @@ def _write_all(
     mode = mode_as(*(job.source for job in jobs), *(copy.source for copy in copies))
     with NewStep(root, step, roles, force, mode=mode) as new:
         new.check_space(_sizes(jobs, copies, beside.values()))
-        new.add_beside(beside)
+        new.add_companions(beside)
         for copy in copies:
             staging = new.open(copy.manifest.role)
             _copy_files(copy, staging)

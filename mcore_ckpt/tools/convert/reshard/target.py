@@ -9,8 +9,8 @@ from math import lcm
 from mcore_ckpt.checkpoint.manifest import Manifest, StageRecord
 from mcore_ckpt.errors import CheckpointMismatchError, InvalidArgumentError
 from mcore_ckpt.ranks.topology import Topology
+from mcore_ckpt.sharding.assignment import Stages
 from mcore_ckpt.sharding.pipeline import PipelineSplit, StageLayers, parse_layout, parse_pattern
-from mcore_ckpt.sharding.placement import Stages
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from mcore_ckpt.models.architecture import read_config
 from mcore_ckpt.models.mapping import hf_tensors
 from mcore_ckpt.models.registry import model_from_config
 from mcore_ckpt.ranks.topology import Topology
+from mcore_ckpt.sharding.assignment import PipelineAssignment, Stages
 from mcore_ckpt.sharding.names import is_expert
-from mcore_ckpt.sharding.placement import PipelinePlacement, Stages
-from mcore_ckpt.state.optimizers.kinds import KINDS
+from mcore_ckpt.state.optimizers.optimizer_kinds import KINDS
 from mcore_ckpt.tools.convert.reshard.target import SavedLayout, WantedLayout, resolve
 
 MODEL_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -150,7 +150,7 @@ def size_of_model(folder: Path, training: Training) -> SaveSize:
     numels.pop("", None)  # zeros, which no mcore tensor has
     layers = len(model.layers), model.mtp_depths
     topology, stages = _resolved(training.layout, layers, any(map(is_expert, numels)))
-    placement = PipelinePlacement(stages)
+    placement = PipelineAssignment(stages)
     held: list[list[tuple[str, int]]] = [[] for _ in range(topology.pp)]
     for name, numel in numels.items():
         held[placement.rank_of(name) or 0].append((name, numel))

@@ -168,7 +168,7 @@ class TrialSaves:
         prepare = lambda need: self._take_place(saving, need)  # noqa: E731
         attempt = open_together(self._opening, _TOPIC, saving.role_dir, prepare=prepare, need=self._need)
         opened = time.perf_counter()
-        writes = self._in_place() if buffer is None else self._copy(buffer)
+        writes = self._write_from_state() if buffer is None else self._copy(buffer)
         captured = written = time.perf_counter()
         files: list[tuple[int, WrittenFile]] = []
 
@@ -215,7 +215,7 @@ class TrialSaves:
 
     # -- capture ----------------------------------------------------------------------------------------------
 
-    def _in_place(self) -> list[list[FileWrite]]:
+    def _write_from_state(self) -> list[list[FileWrite]]:
         return [
             [
                 FileWrite(plan, list(sources), owner=self._state)
@@ -247,7 +247,7 @@ class TrialSaves:
     def _take_place(self, saving: Saving, need: Need) -> None:
         """Does what `CheckpointManager` does on rank 0 before a save."""
         self._lock.take(patience_s=0)
-        leftovers.remove_leftovers_beside(saving.role_dir)
+        leftovers.remove_sibling_leftovers(saving.role_dir)
         self._space.check(saving, need, patience_s=0)
         self._lock.take(patience_s=0)
 

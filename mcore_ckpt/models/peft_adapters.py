@@ -17,7 +17,7 @@ from mcore_ckpt.errors import CheckpointMismatchError, UnsupportedError
 from mcore_ckpt.models.architecture import HfModel
 from mcore_ckpt.models.low_rank import Factor, LowRank
 from mcore_ckpt.models.mapping import HfTensor, Slab, hf_tensors, is_mtp
-from mcore_ckpt.sharding.adapters import LINEAR_IN, LINEAR_OUT, MAGNITUDE, AdapterKey, adapters_among
+from mcore_ckpt.sharding.adapter_names import LINEAR_IN, LINEAR_OUT, MAGNITUDE, AdapterKey, adapters_among
 from mcore_ckpt.sharding.names import expert_of
 from mcore_ckpt.sharding.regions import Piece, Region, Shape
 from mcore_ckpt.sharding.synonyms import found_as
@@ -189,8 +189,8 @@ def has_adapter(tensor: HfTensor) -> bool:
 
 
 @dataclass(frozen=True)
-class Beside:
-    """What was trained beside adapters, in PEFT's form.
+class FullyTrained:
+    """The weights that were trained in full, not through an adapter, in PEFT's form.
 
     Attributes:
         tensors: the tensors with PEFT's names. `mcore` in their slabs is the name in the source.
@@ -207,13 +207,13 @@ class Beside:
         return {slab.mcore for tensor in self.tensors for slab in tensor.slabs if slab.mcore}
 
 
-def trained_beside(
+def fully_trained_in_peft(
     model: HfModel, adapted: Sequence[HfTensor], changed: Container[str], there: Container[str]
-) -> Beside:
-    """Finds PEFT's form of what training has changed beside the adapters.
+) -> FullyTrained:
+    """Finds PEFT's form of the weights that training has changed and that have no adapter.
 
     It has none for a tensor that also has an adapter, nor for experts and multi-token prediction, of which
-    transformers has no module for each tensor. `Beside.sources` lacks these.
+    transformers has no module for each tensor. `FullyTrained.sources` lacks these.
 
     Args:
         model: the model.
@@ -241,18 +241,18 @@ def trained_beside(
         is_whole = None not in parts.values() and not (model.is_tied and _is_embedding(model, module))
         whole += [module] if is_whole else []
         tensors += [p for name, p in parts.items() if p is not None and (is_whole or is_changed[name])]
-    return Beside(tuple(tensors), tuple(whole))
+    return FullyTrained(tuple(tensors), tuple(whole))
 
 
-def of_modules(tensors: Iterable[HfTensor]) -> Beside:
+def of_modules(tensors: Iterable[HfTensor]) -> FullyTrained:
     """Returns PEFT's form of tensors that are all of the tensors of some modules."""
     found = tuple(tensors)
     modules = dict.fromkeys(_module_of(tensor.name) for tensor in found)
-    return Beside(tuple(replace(tensor, name=PEFT_PREFIX + tensor.name) for tensor in found), tuple(modules))
+    return FullyTrained(tuple(replace(tensor, name=PEFT_PREFIX + tensor.name) for tensor in found), tuple(modules))
 
 
 def no_place_in_peft(names: Sequence[str]) -> UnsupportedError:
-    """Returns the error for tensors that were trained beside adapters, and that `trained_beside` finds no form for."""
+    """Returns the error for weights that were trained in full and that PEFT's form has no place for."""
     more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
     return UnsupportedError(
         f"tensor {names[0]}{more}: was trained beside the adapters, but PEFT's form has no place for it: merge the "

@@ -18,7 +18,7 @@ _FIRST = ("embedding.",)
 _LAST = ("output_layer.", "decoder.final_layernorm.", "decoder.final_norm.")
 
 
-class PipelinePlacement:
+class PipelineAssignment:
     """The placement of tensors on pipeline ranks, derived from their global names.
 
     Args:

@@ -36,11 +36,11 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Nodes:
+class NodeMap:
     """All nodes of the job, in the order of their leads.
 
     Example:
-        >>> nodes = Nodes.of(["a", "a", "b", "b"], ["a", "a", "b", "b"])
+        >>> nodes = NodeMap.of(["a", "a", "b", "b"], ["a", "a", "b", "b"])
         >>> nodes.number_of(3), nodes.preferred(1)
         (1, (0,))
     """
@@ -48,12 +48,12 @@ class Nodes:
     all: tuple[Node, ...]
 
     @staticmethod
-    def of(hosts: Sequence[str], domains: Sequence[str]) -> Nodes:
+    def of(hosts: Sequence[str], domains: Sequence[str]) -> NodeMap:
         """Groups the ranks by host. `hosts[rank]` and `domains[rank]` are those of each world rank."""
         ranks: dict[str, list[int]] = {}
         for rank, host in enumerate(hosts):
             ranks.setdefault(host, []).append(rank)
-        return Nodes(tuple(Node(host, domains[members[0]], tuple(members)) for host, members in ranks.items()))
+        return NodeMap(tuple(Node(host, domains[members[0]], tuple(members)) for host, members in ranks.items()))
 
     def __len__(self) -> int:
         return len(self.all)

@@ -11,7 +11,7 @@ import torch
 from mcore_ckpt.checkpoint.manifest import AdapterSettings
 from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.ranks.rounds import Record
-from mcore_ckpt.sharding.adapters import is_adapter
+from mcore_ckpt.sharding.adapter_names import is_adapter
 from mcore_ckpt.sharding.plan import MODEL
 from mcore_ckpt.state.shards import LocalShard
 

@@ -18,7 +18,7 @@ def _none(inner: Any, shape: tuple[int, ...]) -> Shapes:
 
 
 @dataclass(frozen=True)
-class Kind:
+class OptimizerKind:
     """A kind of state.
 
     Attributes:
@@ -61,22 +61,22 @@ def _bound_of_soap(inner: Any, shape: tuple[int, ...]) -> Shapes:
 
 _ADAM = ("exp_avg", "exp_avg_sq")
 KINDS = (
-    Kind("Adam", ("Adam", "AdamW", "FusedAdam"), _ADAM, optional=("max_exp_avg_sq",), has_step=True),
-    Kind("SGD", ("SGD",), ("momentum_buffer",)),
-    Kind("FusedSGD", ("FusedSGD",), ("momentum_buffer",)),
-    Kind("Lion", ("Lion",), ("exp_avg",)),
-    Kind(
+    OptimizerKind("Adam", ("Adam", "AdamW", "FusedAdam"), _ADAM, optional=("max_exp_avg_sq",), has_step=True),
+    OptimizerKind("SGD", ("SGD",), ("momentum_buffer",)),
+    OptimizerKind("FusedSGD", ("FusedSGD",), ("momentum_buffer",)),
+    OptimizerKind("Lion", ("Lion",), ("exp_avg",)),
+    OptimizerKind(
         "AdaptiveMuon",
         ("AdaptiveMuon", "TensorParallelAdaptiveMuon"),
         ("momentum_buffer", "moment2_buffer"),
         bound=_bound_of_adaptive_muon,
     ),
-    Kind("Muon", ("Muon", "TensorParallelMuon"), ("momentum_buffer",)),
-    Kind("SOAP", ("SOAP",), (), bound=_bound_of_soap, has_step=True, step_is_int=True),
+    OptimizerKind("Muon", ("Muon", "TensorParallelMuon"), ("momentum_buffer",)),
+    OptimizerKind("SOAP", ("SOAP",), (), bound=_bound_of_soap, has_step=True, step_is_int=True),
 )
 
 
-def find_kind(inner: Any) -> Kind | None:
+def find_kind(inner: Any) -> OptimizerKind | None:
     """Returns the kind of a torch-like optimizer, or None if it is not known."""
     return _kind_of(type(inner))
 
@@ -95,5 +95,5 @@ def kind_name_of(cls: type) -> str:
     return kind.name if kind is not None and cls.__name__ in kind.classes else cls.__name__
 
 
-def _kind_of(cls: type) -> Kind | None:
+def _kind_of(cls: type) -> OptimizerKind | None:
     return next((kind for base in cls.__mro__ for kind in KINDS if base.__name__ in kind.classes), None)

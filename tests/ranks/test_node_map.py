@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from mcore_ckpt.ranks.nodes import Node, Nodes
+from mcore_ckpt.ranks.node_map import Node, NodeMap
 
 
 @st.composite
@@ -20,7 +20,7 @@ def jobs(draw: st.DrawFn) -> tuple[list[str], list[str]]:
 @given(jobs())
 def test_each_rank_is_on_the_node_of_its_host(job: tuple[list[str], list[str]]) -> None:
     hosts, domains = job
-    nodes = Nodes.of(hosts, domains)
+    nodes = NodeMap.of(hosts, domains)
     assert len(nodes) == len(set(hosts))
     for rank, host in enumerate(hosts):
         node = nodes.all[nodes.number_of(rank)]
@@ -35,7 +35,7 @@ def test_each_rank_is_on_the_node_of_its_host(job: tuple[list[str], list[str]]) 
 
 @given(jobs())
 def test_copies_go_to_other_domains_and_to_new_ones_first(job: tuple[list[str], list[str]]) -> None:
-    nodes = Nodes.of(*job)
+    nodes = NodeMap.of(*job)
     for number, node in enumerate(nodes.all):
         chosen = nodes.preferred(number)
         outside = {other for other, there in enumerate(nodes.all) if there.domain != node.domain}
@@ -51,7 +51,7 @@ def test_copies_go_to_other_domains_and_to_new_ones_first(job: tuple[list[str], 
 def test_without_domains_the_next_nodes_are_chosen(count: int, data: st.DataObject) -> None:
     names = [f"n{number}" for number in range(count)]
     number = data.draw(st.integers(0, count - 1))
-    assert Nodes.of(names, names).preferred(number) == tuple((number + step) % count for step in range(1, count))
+    assert NodeMap.of(names, names).preferred(number) == tuple((number + step) % count for step in range(1, count))
 
 
 @pytest.mark.parametrize(("domains", "size"), [(7, 1), (4, 3), (3, 4), (2, 6)])
@@ -59,7 +59,7 @@ def test_without_domains_the_next_nodes_are_chosen(count: int, data: st.DataObje
 def test_every_node_gets_the_copies_of_as_many_others(domains: int, size: int, in_turn: bool) -> None:
     """With any number of replicas. Otherwise one node's memory would fill while another's is empty."""
     racks = [f"r{n % domains if in_turn else n // size}" for n in range(domains * size)]
-    nodes = Nodes.of([f"n{n}" for n in range(len(racks))], racks)
+    nodes = NodeMap.of([f"n{n}" for n in range(len(racks))], racks)
     for replicas in range(1, domains):
         given_to = Counter(other for number in range(len(racks)) for other in nodes.preferred(number)[:replicas])
         assert given_to == dict.fromkeys(range(len(racks)), replicas)
@@ -69,7 +69,7 @@ def test_every_node_gets_the_copies_of_as_many_others(domains: int, size: int, i
 def test_racks_of_different_sizes_get_as_many_copies_as_they_send(sizes: list[int]) -> None:
     racks = [f"r{rack}" for rack, size in enumerate(sizes) for _ in range(size)]
     assume(max(sizes) * 2 <= len(racks))  # otherwise the other racks have too few nodes
-    nodes = Nodes.of([f"n{n}" for n in range(len(racks))], racks)
+    nodes = NodeMap.of([f"n{n}" for n in range(len(racks))], racks)
     assert sorted(nodes.preferred(number)[0] for number in range(len(racks))) == list(range(len(racks)))
 
 
@@ -85,12 +85,12 @@ def test_racks_of_different_sizes_get_as_many_copies_as_they_send(sizes: list[in
     ],
 )
 def test_preferred_nodes_of_racks(domains: str, number: int, expected: tuple[int, ...]) -> None:
-    assert Nodes.of([f"n{n}" for n in range(len(domains))], domains).preferred(number) == expected
+    assert NodeMap.of([f"n{n}" for n in range(len(domains))], domains).preferred(number) == expected
 
 
 @given(jobs(), st.data())
 def test_some_ranks_by_node(job: tuple[list[str], list[str]], data: st.DataObject) -> None:
-    nodes = Nodes.of(*job)
+    nodes = NodeMap.of(*job)
     some = data.draw(st.lists(st.integers(0, len(job[0]) - 1), unique=True))
     grouped = nodes.by_node(some)
     assert [rank for rank in some if nodes.number_of(rank) in grouped] == some

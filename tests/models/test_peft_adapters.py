@@ -6,11 +6,11 @@ import pytest
 from tiny_models import make_config
 
 from mcore_ckpt.errors import CheckpointMismatchError, UnsupportedError
-from mcore_ckpt.models.adapters import peft_config, peft_tensors, with_adapters
 from mcore_ckpt.models.architecture import HfModel
 from mcore_ckpt.models.mapping import HfTensor, hf_tensors
+from mcore_ckpt.models.peft_adapters import peft_config, peft_tensors, with_adapters
 from mcore_ckpt.models.registry import model_from_config
-from mcore_ckpt.sharding.adapters import adapters_among, permuted_in_bridge
+from mcore_ckpt.sharding.adapter_names import adapters_among, permuted_in_bridge
 from mcore_ckpt.sharding.regions import Shape
 
 LAYER = "decoder.layers.{}."
