@@ -24,9 +24,9 @@ from ours import Ours
 from references import bytes_of_all_ranks
 from training_state import TrainingState, build, shape_of_size
 
-sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
-from fused_adam import fused_adam
-from simulated_device import simulated_device
+sys.path.append(str(Path(__file__).parents[1]))
+from tests.support.fused_adam import fused_adam
+from tests.support.simulated_device import simulated_device
 
 AWARE = {"use_precision_aware_optimizer": True, "store_param_remainders": False}
 HALVES = {"exp_avg_dtype": torch.float16, "exp_avg_sq_dtype": torch.float16}

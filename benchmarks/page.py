@@ -63,8 +63,8 @@ def _timeline(nbytes: list[int]) -> SaveTimeline:
 
 def measure(folder: Path) -> dict[str, float]:
     """Returns the figures. Times are in seconds."""
-    sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
-    import browser
+    sys.path.append(str(Path(__file__).parents[1]))
+    from tests.support import browser
 
     role_dir, page = write_large(folder), folder / "page.html"
     start, cpu = time.perf_counter(), time.process_time()

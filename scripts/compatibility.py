@@ -16,8 +16,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
-from compatibility import COLUMNS, FOLDER, PACKAGES, PAGE, RECORDS, REPOSITORY
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.support.compatibility import COLUMNS, FOLDER, PACKAGES, PAGE, RECORDS, REPOSITORY
 
 BEGIN, END = "<!-- written by scripts/compatibility.py -->", "<!-- end -->"
 # The files with the tests of each framework. Some of them start a pytest of their own beside the framework's package.

@@ -14,8 +14,8 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "hostile"))
-from fuzzing import TARGETS, Escaped, Sample, fuzz
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.hostile.fuzzing import TARGETS, Escaped, Sample, fuzz
 
 # More than any reader takes for a few kilobytes, and than torch has mapped.
 _MOST_BYTES = 24 << 30

@@ -13,8 +13,8 @@ import tempfile
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
-from megatron_cases import CASES, REPOSITORY, VERSIONS, Cases, packages
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.support.megatron_cases import CASES, REPOSITORY, VERSIONS, Cases, packages
 
 BEGIN, END = "<!-- written by scripts/versions_table.py -->", "<!-- end -->"
 RING = "loads what each version saved"

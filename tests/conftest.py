@@ -17,10 +17,11 @@ from typing import Any
 import hypothesis
 import pytest
 
-REPOSITORY = Path(__file__).parent.parent
-sys.path.append(str(REPOSITORY / "tests" / "support"))
+from tests.support import compatibility
 
-import compatibility  # noqa: E402
+REPOSITORY = Path(__file__).parent.parent
+# The processes that tests start import the tests' modules as this one does. First, because verl brings `tests`, too.
+os.environ["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 # By default an example may take 200 ms, and making the examples some seconds, which a busy machine does not keep to.
 hypothesis.settings.register_profile(
@@ -195,12 +196,12 @@ def ctrl_c() -> Iterator[None]:
 def run_python(record_property: Callable[[str, object], None]) -> Callable[..., str]:
     """Runs Python in a process of its own, and returns its output. It fails the test if the process fails.
 
-    `run_python("tests/x.py", folder, path=[package])`: `path` goes in front of PYTHONPATH. The durations of tests that
-    a pytest reports there are in the summary of this pytest, too.
+    `run_python("tests/x.py", folder, path=[package])`: `path` goes in front of what else PYTHONPATH has. The durations
+    of tests that a pytest reports there are in the summary of this pytest, too.
     """
 
     def run(*command: object, path: Iterable[object] = ()) -> str:
-        folders = [*path, REPOSITORY, *filter(None, [os.environ.get("PYTHONPATH")])]
+        folders = [REPOSITORY, *path, os.environ["PYTHONPATH"]]
         # The processes share two cores, and may not share a GPU.
         environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         done = subprocess.run(
@@ -223,7 +224,7 @@ def run_python(record_property: Callable[[str, object], None]) -> Callable[..., 
 @pytest.fixture(scope="session")
 def job_server() -> Iterator[Any]:
     """Runs ranks on simulated hosts (tests/support/host_jobs.py)."""
-    from host_jobs import JobServer
+    from tests.support.host_jobs import JobServer
 
     server = JobServer()
     yield server

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from walk import REPOSITORY, all_blocks
+
+from tests.support.walk import REPOSITORY, all_blocks
 
 DOCUMENTS = (REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").rglob("*.md")))
 # Of other frameworks, and of megatron's training loop, which the wheels have since 0.17.

@@ -14,12 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import small_model
 import torch
-from mcore_checkpoints import make_checkpoint
-from shells import Ended, in_this_process
-from tiny_models import make_hf_folder
-from walk import REPOSITORY, all_blocks, commands
 
 from mcore_ckpt.checkpoint.file_names import MANIFEST_FILE
 from mcore_ckpt.checkpoint.manifest import AdapterSettings
@@ -27,6 +22,11 @@ from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.sharding.cuts import Cut
 from mcore_ckpt.steps import commit
 from mcore_ckpt.tools.maintain.bench import bench, speeds
+from tests.support import small_model
+from tests.support.mcore_checkpoints import make_checkpoint
+from tests.support.shells import Ended, in_this_process
+from tests.support.tiny_models import make_hf_folder
+from tests.support.walk import REPOSITORY, all_blocks, commands
 
 DOCUMENTS = (REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").rglob("*.md")))
 
@@ -61,7 +61,7 @@ RUN_BY = {
     r"scripts/fast_chaos\.sh .*": ("scripts/test.sh", "tests/hosts/test_fast_chaos.py", HERE),
     r"scripts/power_loss\.sh .*": ("tests/power/test_power_loss.py", HERE),
     r"scripts/soak\.sh .*": ("scripts/test.sh", "tests/soak/test_soak.py", HERE),
-    r"python tests/soak/publish\.py .*": ("tests/soak/test_soak.py",),
+    r"python -m tests\.soak\.publish .*": ("tests/soak/test_soak.py",),
     r"torchrun .* mcore-ckpt doctor .*": ("tests/faults/test_doctor_ranks.py",),
     r"torchrun .* -m mcore_ckpt\.integrations\.bridge .*": ("tests/bridge/with_bridge/test_more_runs.py",),
     r"uv run python -m mcore_ckpt\.integrations\.nemo_rl .*": ("tests/bridge/with_bridge/test_nemo_rl.py",),

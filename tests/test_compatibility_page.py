@@ -1,6 +1,6 @@
 """docs/compatibility.md has a row for each framework that has tests, and no failed cell."""
 
-import compatibility
+from tests.support import compatibility
 
 
 def rows() -> list[list[str]]:

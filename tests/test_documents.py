@@ -4,8 +4,9 @@ import os
 import re
 from pathlib import Path
 
-import document_examples
 import pytest
+
+from tests.support import document_examples
 
 REPOSITORY = Path(__file__).parent.parent
 DOCUMENTS = sorted(

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 REPOSITORY = Path(__file__).parents[1]
-# At the end, because tests have modules of the same names.
 sys.path += [str(REPOSITORY / "scripts"), str(REPOSITORY / "benchmarks")]
 
 from gpu_checks import __main__ as program  # noqa: E402
@@ -131,7 +130,7 @@ def test_processes_of_others_are_left(tmp_path: Path) -> None:
 
 
 def test_tests_do_not_see_the_modules_of_checks(tmp_path: Path) -> None:
-    """benchmarks/layouts.py is not tests/distributed/layouts.py."""
+    """They find the package and `tests`, and nothing of scripts/ and benchmarks/."""
     names = "import importlib.util as u; print(*(bool(u.find_spec(n)) for n in ('fakes', 'gpu_checks', 'layouts')))"
     (tmp_path / "fakes.py").write_text(
         "import sys; from gpu_checks import runner; from pathlib import Path\n"

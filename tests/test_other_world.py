@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-SUPPORT = Path(__file__).parent / "support"
-
 SAME: dict[str, Any] = {"padded_vocab": 144, "global_batch": 8, "dropout": 0.0}
 MOE = SAME | {"experts": 4, "expert_bias": True}
 
@@ -32,7 +30,7 @@ def test_a_training_moves_between_worlds(name: str, tmp_path: Path, run_python: 
     stops = [(first, "train", "-", "0")]
     for number, layout in enumerate([*others, first]):
         stops.append((layout, "resume" if layout is first else "load", str(number), str(number + 1)))
-    run_python("tests/distributed/move.py", tmp_path, json.dumps(stops), path=[SUPPORT])
+    run_python("tests/distributed/move.py", tmp_path, json.dumps(stops))
     begun, ended = (tensor_files(tmp_path / stop / "global_steps_2" / "actor") for stop in ("0", str(len(others) + 1)))
     assert begun.keys() == ended.keys()
     assert [path for path in begun if begun[path] != ended[path]] == []

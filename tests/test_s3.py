@@ -13,4 +13,4 @@ PACKAGES = Path(os.environ.get("MCORE_CKPT_REMOTE", REPOSITORY / ".venv" / "remo
 @pytest.mark.skipif(not PACKAGES.is_dir(), reason=f"no s3fs in {PACKAGES}")
 def test_s3(run_python: Callable[..., str], inner_pytest: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MCORE_CKPT_S3", "1")
-    run_python(*inner_pytest, "tests/s3", path=[PACKAGES, REPOSITORY / "tests" / "support"])
+    run_python(*inner_pytest, "tests/s3", path=[PACKAGES])

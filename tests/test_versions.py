@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from megatron_cases import CASES, REPOSITORY, VERSIONS, packages
 
-SUPPORT = REPOSITORY / "tests" / "support"
+from tests.support.megatron_cases import CASES, VERSIONS, packages
+
 LAYOUT: dict[str, Any] = {
     # One stage: Megatron itself mixes up the buckets of an embedding that two stages have (test_foreign.py).
     "world": 2,
@@ -43,7 +43,7 @@ def assert_same_bytes(first: Path, second: Path) -> None:
 
 def move(run_python: Callable[..., str], version: str, root: Path, *stops: Any) -> None:
     root.mkdir(exist_ok=True)
-    run_python("tests/distributed/move.py", root, json.dumps(stops), path=[*packages(version), SUPPORT])
+    run_python("tests/distributed/move.py", root, json.dumps(stops), path=packages(version))
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,11 @@ from unittest import mock
 
 import pytest
 from safetensors.torch import load_file
-from shells import Ended, QuickShell, Shell, StrangersShell
-from walk import REPOSITORY, all_blocks, assert_prints, blocks, commands
 
 from mcore_ckpt.integrations import megatron as drop_in
 from mcore_ckpt.tools.examine.diff import diff
+from tests.support.shells import Ended, QuickShell, Shell, StrangersShell
+from tests.support.walk import REPOSITORY, all_blocks, assert_prints, blocks, commands
 
 GET_STARTED = REPOSITORY / "docs" / "get_started"
 PAGE, MEGATRON_PAGE = ((GET_STARTED / name).read_text() for name in ("plain_loop.md", "megatron_lm.md"))

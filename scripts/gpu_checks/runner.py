@@ -18,7 +18,7 @@ from gpu_checks.outcome import Outcome
 
 SCRIPTS = Path(__file__).resolve().parents[1]
 REPOSITORY = SCRIPTS.parent
-# Where calls find their modules. Commands do not: the tests have modules of the same names.
+# Where calls find their modules. Commands do not: they find the package and `tests`.
 FOR_CALLS = (SCRIPTS, REPOSITORY / "benchmarks")
 
 # All processes that a command starts inherit this variable. Process groups would not do, because torchrun and tests

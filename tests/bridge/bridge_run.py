@@ -15,10 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import bridge_on_cpu
-import forked_ranks
 import torch
-from fused_adam import fused_adam
 from megatron.bridge.models.gpt_provider import GPTModelProvider, local_layer_spec
 from megatron.bridge.training.callbacks import Callback, CallbackContext
 from megatron.bridge.training.config import (
@@ -40,11 +37,14 @@ from megatron.bridge.training.pretrain import pretrain
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.transformer.enums import AttnBackend
 from modelopt.torch.opt import ModeloptStateManager
-from simulated_device import simulated_device
-from snapshot import Snapshot, poison, snapshot
-from walk import block, section
 
 from mcore_ckpt.steps import commit
+from tests.bridge import bridge_on_cpu
+from tests.distributed import forked_ranks
+from tests.distributed.snapshot import Snapshot, poison, snapshot
+from tests.support.fused_adam import fused_adam
+from tests.support.simulated_device import simulated_device
+from tests.support.walk import block, section
 
 ITERATIONS = 6
 SEQUENCE = 16

@@ -14,15 +14,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import bridge_on_cpu
-import forked_ranks
 import torch
 import torch.distributed as dist
-from bridge_run import SEQUENCE, _stand_in, configuration, training_of
 from megatron.bridge.training.config import CheckpointConfig
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
-from snapshot import Snapshot, poison, snapshot
+
+from tests.bridge import bridge_on_cpu
+from tests.bridge.bridge_run import SEQUENCE, _stand_in, configuration, training_of
+from tests.distributed import forked_ranks
+from tests.distributed.snapshot import Snapshot, poison, snapshot
 
 HERE = Path(__file__).parent
 STEPS = 5

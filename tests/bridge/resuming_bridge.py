@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bridge_run import ITERATIONS, BridgeRun
-from snapshot import assert_same
+from tests.bridge.bridge_run import ITERATIONS, BridgeRun
+from tests.distributed.snapshot import assert_same
 
 TRACKER = "latest_checkpointed_iteration.txt"
 

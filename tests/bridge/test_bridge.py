@@ -4,7 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from megatron_cases import packages
+
+from tests.support.megatron_cases import packages
 
 HERE = Path(__file__).parent
 BRIDGE = HERE.parent.parent / ".venv" / "bridge"

@@ -1,6 +1,6 @@
 """Kills trainings at random points and looks at what is left.
 
-    python tests/chaos/chaos.py --kills 200 --seed 1 [--chains 3] [--log FILE]
+    scripts/chaos.sh --kills 200 --seed 1 [--chains 3] [--log FILE]
 
 A chain is one folder of checkpoints and one training after the other: each loads what the killed one before it has
 left, bit for bit, or the run fails. torch and megatron are imported once; every rank of every life is a fork.
@@ -31,10 +31,10 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from life import ALARM_S, LAYOUT, TIMEOUT_S, WORLD, Life, ledger, run_rank
-from lives import (
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.steps import listing as steps
+from tests.chaos.life import ALARM_S, LAYOUT, TIMEOUT_S, WORLD, Life, ledger, run_rank
+from tests.support.lives import (
     bury,
     damage,
     end_store,
@@ -46,9 +46,6 @@ from lives import (
     swept,
     wait_until_ready,
 )
-
-from mcore_ckpt.checkpoint import file_names
-from mcore_ckpt.steps import listing as steps
 
 ROLE = "actor"
 # A rank that waits for a dead one has its deadline, and one more if rank 0 died while it acted; the rest is for a busy

@@ -7,7 +7,6 @@ import datetime
 import json
 import os
 import signal
-import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -17,16 +16,13 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from life import ALARM_S, KEEP, LAYOUT, STEPS, WORLD, Life, ledger
-from lives import connect, digest, note
-from snapshot import snapshot
-from training import build, parallel, train
-
 from mcore_ckpt import CheckpointConfig, CheckpointManager
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.io import tuning
+from tests.chaos.life import ALARM_S, KEEP, LAYOUT, STEPS, WORLD, Life, ledger
+from tests.distributed.snapshot import snapshot
+from tests.distributed.training import build, parallel, train
+from tests.support.lives import connect, digest, note
 
 TIMEOUT_S = 4.0
 # A hung call that has returned, and the sweep of what it has left, take a few calls.

@@ -1,6 +1,6 @@
 """Disturbs trainings at random moments without killing them, and looks at what they do and at what is left.
 
-    python tests/chaos/faults.py --faults 100 --seed 1 [--chains 3] [--log FILE]
+    scripts/fault_chaos.sh --faults 100 --seed 1 [--chains 3] [--log FILE]
 
 A rank is stopped and continued, the disk is frozen and thawed, connections are slow or cut, another user interferes.
 Each chain has a file system and a network of its own, so this needs root's rights. Exit status 1 if anything was lost,
@@ -32,15 +32,12 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from chaos import Chain, Outcome, Plan, reports_of, run_chains
-from disturbed_life import TIMEOUT_S, DisturbedLife, run_rank
-from life import ALARM_S, WORLD
-from lives import bury, end_store, fork_ranks, host_store, say, wait_until_ready
-from small_disks import NOBODY, ext4, frozen
-
 from mcore_ckpt.steps import listing as steps
+from tests.chaos.chaos import Chain, Outcome, Plan, reports_of, run_chains
+from tests.chaos.disturbed_life import TIMEOUT_S, DisturbedLife, run_rank
+from tests.chaos.life import ALARM_S, WORLD
+from tests.support.lives import bury, end_store, fork_ranks, host_store, say, wait_until_ready
+from tests.support.small_disks import NOBODY, ext4, frozen
 
 _CLONE_NEWNS, _CLONE_NEWNET = 0x20000, 0x40000000  # linux/sched.h
 IMPOSSIBLE = 77

@@ -10,7 +10,6 @@ import functools
 import json
 import os
 import signal
-import sys
 import threading
 import traceback
 from collections import Counter
@@ -21,18 +20,14 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-TESTS = Path(__file__).parent.parent
-sys.path[:0] = [str(TESTS / "distributed"), str(TESTS / "support")]
-
-from crash_worker import Watch, WatchedStore  # noqa: E402
-from lives import connect, digest, note  # noqa: E402
-from snapshot import snapshot  # noqa: E402
-from training import Layout, build, parallel, train  # noqa: E402
-
-from mcore_ckpt import CheckpointConfig, CheckpointManager  # noqa: E402
-from mcore_ckpt.io import tuning  # noqa: E402
-from mcore_ckpt.save import old_steps  # noqa: E402
-from mcore_ckpt.steps import commit  # noqa: E402
+from mcore_ckpt import CheckpointConfig, CheckpointManager
+from mcore_ckpt.io import tuning
+from mcore_ckpt.save import old_steps
+from mcore_ckpt.steps import commit
+from tests.distributed.snapshot import snapshot
+from tests.distributed.training import Layout, build, parallel, train
+from tests.support.crash_worker import Watch, WatchedStore
+from tests.support.lives import connect, digest, note
 
 WORLD = 2
 LAYOUT = Layout(WORLD, precision="bf16")

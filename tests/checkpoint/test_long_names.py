@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import write_alone
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import FileRecord
@@ -15,6 +14,7 @@ from mcore_ckpt.formats.native.write_requests import TensorWrite, WriteRequest
 from mcore_ckpt.sharding.overlap import Rows
 from mcore_ckpt.sharding.plan import ReadRange, ShardKey
 from mcore_ckpt.sharding.regions import Region
+from tests.support.checkpoints import write_alone
 
 NAMES = ("decoder." + "a" * 255, "b" * 4096, "../../up/and/away", "Weight", "weight", "ä ß 層 🙂")
 

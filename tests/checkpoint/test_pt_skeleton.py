@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import Alone, write_alone
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,6 +26,7 @@ from mcore_ckpt.io.host_memory import HostMemory
 from mcore_ckpt.save.capture import FileTensors, arena_bytes, capture_copies
 from mcore_ckpt.sharding.plan import ShardKey
 from mcore_ckpt.sharding.regions import Region
+from tests.support.checkpoints import Alone, write_alone
 
 PATH = "optim/state.pt"
 DESCRIPTOR = 0x08074B50  # the signature of a zip data descriptor: APPNOTE.TXT 4.3.9.3

@@ -4,7 +4,8 @@ import sys
 from collections.abc import Callable
 
 import pytest
-from checkpoint_fixtures import dead_pid
+
+from tests.support.checkpoint_fixtures import dead_pid
 
 __all__ = ["dead_pid"]
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from privileges import without_privileges
-from small_disks import tmpfs
 
 from mcore_ckpt.cli.main import main
 from mcore_ckpt.tools.maintain.bench import bench, speeds, trial_saves
+from tests.support.privileges import without_privileges
+from tests.support.small_disks import tmpfs
 
 FAST = ("--megabytes", "2")
 GIVEN_SPEEDS = speeds.Speeds(1, 10**6, ((10**6, 1e9), (4 * 10**6, 1e9)), *[1e9] * 5, "", *[0.01] * 4)

@@ -8,9 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import small_model
-from node_folders import divide
-from small_model import STEP, make, stored, tensors_of
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import encode_manifest
@@ -20,6 +17,9 @@ from mcore_ckpt.errors import NoRoomError
 from mcore_ckpt.steps import new_step, tracker
 from mcore_ckpt.tools.examine.verify import verify
 from mcore_ckpt.tools.maintain import collect as tool
+from tests.support import small_model
+from tests.support.node_folders import divide
+from tests.support.small_model import STEP, make, stored, tensors_of
 
 ROLE = Path(f"global_steps_{STEP}", "actor")
 LAST = file_names.optimizer_file(0, 3, 0, 0)

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import small_model
-from small_model import make, resharded, tensors_of
 
 from mcore_ckpt.cli.main import COMMANDS, build_parser, command_module, main
+from tests.support import small_model
+from tests.support.small_model import make, resharded, tensors_of
 
 
 def parsers() -> dict[str, argparse.ArgumentParser]:

@@ -7,10 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from forks import Start, forked, separate
-from quantized_folders import FP8_CONFIG, fp8, publish
 from safetensors.torch import load_file, save_file
-from tiny_models import make_hf_folder
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.cli.main import main
@@ -19,6 +16,9 @@ from mcore_ckpt.steps import commit, new_folder, tracker
 from mcore_ckpt.steps import listing as steps
 from mcore_ckpt.steps.owner import Owner
 from mcore_ckpt.tools.convert import to_native, to_torch_dist
+from tests.support.forks import Start, forked, separate
+from tests.support.quantized_folders import FP8_CONFIG, fp8, publish
+from tests.support.tiny_models import make_hf_folder
 
 REPOSITORY = Path(__file__).parent.parent.parent
 FORMATS = ("native", "torch_dist")

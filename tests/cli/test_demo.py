@@ -15,14 +15,14 @@ from types import SimpleNamespace
 from typing import IO, Any
 
 import pytest
-from forks import Launched, launch
 from rich.console import Console
 from torch.distributed.run import parse_args
-from waiting import wait_for
 
 from mcore_ckpt.cli.demo import runner
 from mcore_ckpt.cli.demo.report import LiveReport
 from mcore_ckpt.cli.main import main
+from tests.support.forks import Launched, launch
+from tests.support.waiting import wait_for
 
 REPOSITORY = Path(__file__).parents[2]
 TRANSFORMERS_4 = Path(os.environ.get("MCORE_CKPT_TRANSFORMERS4", REPOSITORY / ".venv" / "transformers4"))

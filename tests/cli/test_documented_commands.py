@@ -8,14 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import small_model
 import torch
-from document_examples import MERGE_FSDP, MERGE_MEGATRON, MERGE_USAGE, REPOSITORY, relocated, run_in_shell
-from forks import forked
-from mcore_checkpoints import make_checkpoint, weights
-from tiny_models import make_hf_folder
 
 from mcore_ckpt.cli.main import build_parser, main
+from tests.support import small_model
+from tests.support.document_examples import MERGE_FSDP, MERGE_MEGATRON, MERGE_USAGE, REPOSITORY, relocated, run_in_shell
+from tests.support.forks import forked
+from tests.support.mcore_checkpoints import make_checkpoint, weights
+from tests.support.tiny_models import make_hf_folder
 
 TARGET = re.compile(r" \\\n +--target_dir \S+")
 # A fork is in the folder of the process that it is a fork of.

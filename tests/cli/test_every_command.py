@@ -20,12 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import make as make_version
-from mcore_checkpoints import make_checkpoint
-from node_folders import divide
-from test_command_line import parsers
-from test_json_fields import FIELDS
-from tiny_models import make_hf_folder
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.cli.demo import command as demo
@@ -37,6 +31,12 @@ from mcore_ckpt.ranks.hosts import this_host
 from mcore_ckpt.steps import owner
 from mcore_ckpt.steps.owner import Owner
 from mcore_ckpt.tools.maintain.bench import bench, speeds
+from tests.cli.test_command_line import parsers
+from tests.cli.test_json_fields import FIELDS
+from tests.support.checkpoints import make as make_version
+from tests.support.mcore_checkpoints import make_checkpoint
+from tests.support.node_folders import divide
+from tests.support.tiny_models import make_hf_folder
 
 STYLE = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 COLOR = re.compile(r"\x1b\[(?:[0-9]+;)*(?:3[0-9]|9[0-7])m")

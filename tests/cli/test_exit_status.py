@@ -6,10 +6,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-import small_model
-from small_model import make, tensors_of
 
 from mcore_ckpt.cli.main import main
+from tests.support import small_model
+from tests.support.small_model import make, tensors_of
 
 BAD, UNUSABLE = 1, 2
 TO_OTHERS = "convert {path} --format torch_dist --output_path {out}"

@@ -11,10 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import sparse
 import torch
-from checkpoints import make as make_small
-from small_model import make, resharded, tensors_of
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import encode_manifest
@@ -27,8 +24,11 @@ from mcore_ckpt.ranks.topology import RankCoordinates, Topology
 from mcore_ckpt.tools.examine.diff import DifferentTensor, RoleDiff
 from mcore_ckpt.tools.examine.differences import DifferentValue
 from mcore_ckpt.tools.examine.overview import Overview, overview_of_role
+from tests.support import sparse
+from tests.support.checkpoints import make as make_small
+from tests.support.small_model import make, resharded, tensors_of
 
-browser = pytest.importorskip("browser", reason="needs selenium")
+browser = pytest.importorskip("tests.support.browser", reason="needs selenium")
 from selenium.webdriver.common.action_chains import ActionChains  # noqa: E402
 from selenium.webdriver.common.by import By  # noqa: E402
 

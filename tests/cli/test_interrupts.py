@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import ROLE, dead_owner, make, own, stage
-from mcore_checkpoints import make_checkpoint
-from node_folders import divide
 from rich.progress import Progress
-from tiny_models import make_hf_folder
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.cli.main import main
 from mcore_ckpt.io import removal, tuning
+from tests.support.checkpoints import ROLE, dead_owner, make, own, stage
+from tests.support.mcore_checkpoints import make_checkpoint
+from tests.support.node_folders import divide
+from tests.support.tiny_models import make_hf_folder
 
 
 @pytest.fixture(scope="module")

@@ -10,20 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import small_model
 import torch
-from checkpoints import dead_owner, own, stage
-from checkpoints import make as make_version
-from mcore_checkpoints import make_checkpoint
-from node_folders import divide
-from small_model import make, tensors_of
-from tiny_models import make_hf_folder
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.cli.demo.command import as_json as demo_as_json
 from mcore_ckpt.cli.demo.huggingface import Generated
 from mcore_ckpt.cli.demo.runner import Outcome, Plan, Training
 from mcore_ckpt.cli.main import main
+from tests.support import small_model
+from tests.support.checkpoints import dead_owner, own, stage
+from tests.support.checkpoints import make as make_version
+from tests.support.mcore_checkpoints import make_checkpoint
+from tests.support.node_folders import divide
+from tests.support.small_model import make, tensors_of
+from tests.support.tiny_models import make_hf_folder
 
 DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "command_line.md"
 TYPES = {
@@ -133,7 +133,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_command_is_documented() -> None:
-    from test_command_line import parsers
+    from tests.cli.test_command_line import parsers
 
     assert FIELDS.keys() == parsers().keys() - {"completion"}
     for name in parsers():

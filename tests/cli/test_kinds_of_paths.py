@@ -6,18 +6,18 @@ import shutil
 from pathlib import Path
 
 import pytest
-from checkpoints import make as make_version
-from mcore_checkpoints import make_checkpoint
-from node_folders import divide
-from privileges import protect, without_privileges
-from tiny_models import make_hf_folder
-from torch_dist_folder import make_torch_dist
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.cli.arguments import TAKES, taken
 from mcore_ckpt.cli.main import main
 from mcore_ckpt.errors import InvalidArgumentError
 from mcore_ckpt.tools.examine.find import find_checkpoint
+from tests.support.checkpoints import make as make_version
+from tests.support.mcore_checkpoints import make_checkpoint
+from tests.support.node_folders import divide
+from tests.support.privileges import protect, without_privileges
+from tests.support.tiny_models import make_hf_folder
+from tests.support.torch_dist_folder import make_torch_dist
 
 STEPS = ("list", "watch", "prune", "collect")
 MODELS = ("test", "test --reference", "convert --hf_model_path", "merge --hf_model_path", "bench --model")

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import ROLE, SHAPES, make
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.cli.main import main
 from mcore_ckpt.steps.pins import pin
+from tests.support.checkpoints import ROLE, SHAPES, make
 
 BOTH = ("actor", "critic")
 

@@ -13,10 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from forks import Start, forked, separate
-from hub_server import HubServer
-from mcore_checkpoints import make, make_checkpoint, mcore_tensors, pad_vocabulary, weights
-from tiny_models import make_hf_folder
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.cli.main import main
@@ -31,6 +27,10 @@ from mcore_ckpt.steps import commit, new_folder
 from mcore_ckpt.steps.role_files import files_manifest
 from mcore_ckpt.tools.convert import merge as merging
 from mcore_ckpt.tools.convert.merge import MergeRequest, merge
+from tests.support.forks import Start, forked, separate
+from tests.support.hub_server import HubServer
+from tests.support.mcore_checkpoints import make, make_checkpoint, mcore_tensors, pad_vocabulary, weights
+from tests.support.tiny_models import make_hf_folder
 
 ROOT = Path(__file__).parents[2]
 IMPORTS = ("mcore_ckpt.cli.main", "mcore_ckpt.tools.convert.merge")

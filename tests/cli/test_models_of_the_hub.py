@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from hub_server import HubServer
-from mcore_checkpoints import make_checkpoint, weights
-from rank_threads import on_threads
 from safetensors.torch import load_file, save
-from tiny_models import make_hf_folder
 
 from mcore_ckpt.cli.main import main
 from mcore_ckpt.ranks.rounds import Agreement
 from mcore_ckpt.tools.convert.merge import MergeReport, MergeRequest, merge
+from tests.support.hub_server import HubServer
+from tests.support.mcore_checkpoints import make_checkpoint, weights
+from tests.support.rank_threads import on_threads
+from tests.support.tiny_models import make_hf_folder
 
 NAME = "tiny/Qwen3-tiny"
 TOKENIZER = b'{"of": "the tokenizer"}'

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import ROLE, checkpoints, dead_owner, make, own, stage
-from privileges import without_privileges
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.cli.main import main
+from tests.support.checkpoints import ROLE, checkpoints, dead_owner, make, own, stage
+from tests.support.privileges import without_privileges
 
 
 def make_steps(root: Path, *numbers: int) -> None:

@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-from small_model import STEP, make, tensors_of
 
 from mcore_ckpt.cli.main import main
 from mcore_ckpt.steps import tracker
+from tests.support.small_model import STEP, make, tensors_of
 
 ROLE = Path(f"global_steps_{STEP}", "actor")
 

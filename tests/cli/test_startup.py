@@ -9,10 +9,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from small_model import make, tensors_of
 
 import mcore_ckpt
 from mcore_ckpt.cli.main import COMMANDS
+from tests.support.small_model import make, tensors_of
 
 # Each takes a second or more to import.
 SLOW = ("torch", "transformers", "megatron", "safetensors", "numpy")

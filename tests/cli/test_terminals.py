@@ -12,13 +12,13 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from checkpoints import ROLE, dead_owner, make, other_host, own, stage
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.cli.amounts import age_text, duration_text, size_text
 from mcore_ckpt.cli.main import main
 from mcore_ckpt.steps.pins import pin
+from tests.support.checkpoints import ROLE, dead_owner, make, other_host, own, stage
 
 STEPS = (10, 1_000_000)
 STYLE = re.compile(r"\x1b\[[0-9;]*m")

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_model import HIDDEN, LAYERS, STEP, VOCABULARY, Tensors, make, tensors_of
 
 from mcore_ckpt.cli.main import main
 from mcore_ckpt.formats.contract import RegionRead
@@ -23,6 +22,7 @@ from mcore_ckpt.sharding.cuts import Cut
 from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.steps import new_folder, tracker
 from mcore_ckpt.tools.convert.for_trainers import convert
+from tests.support.small_model import HIDDEN, LAYERS, STEP, VOCABULARY, Tensors, make, tensors_of
 
 ROLE = Path(f"global_steps_{STEP}", "actor")
 CONFIG: dict[str, Any] = {

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import crash_worker
 import pytest
 import torch.distributed as dist
-from checkpoints import ROLE, checkpoints, remains
-from crash_worker import LOCALHOST, SAVES, TIMEOUT_S, WORLD, Job
 
 from mcore_ckpt.steps import leftovers, tracker
+from tests.support import crash_worker
+from tests.support.checkpoints import ROLE, checkpoints, remains
+from tests.support.crash_worker import LOCALHOST, SAVES, TIMEOUT_S, WORLD, Job
 
 # Saves of this many scenarios wait for dead ranks at the same time.
 AT_ONCE = 16

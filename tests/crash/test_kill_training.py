@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forks import Start, forked, separate
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.steps import listing as steps
 from mcore_ckpt.steps import tracker
+from tests.support.forks import Start, forked, separate
 
 WORKER = Path(__file__).parent / "train_and_save.py"
 WORLD = 2

@@ -15,15 +15,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-TESTS = Path(__file__).parent.parent
-sys.path[:0] = [str(TESTS / "distributed"), str(TESTS / "support")]
-
-from crash_worker import Watch  # noqa: E402
-from training import Layout, Training, build, parallel, train  # noqa: E402
-
-from mcore_ckpt import CheckpointConfig, CheckpointManager  # noqa: E402
-from mcore_ckpt.errors import CheckpointError  # noqa: E402
-from mcore_ckpt.io import tuning  # noqa: E402
+from mcore_ckpt import CheckpointConfig, CheckpointManager
+from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.io import tuning
+from tests.distributed.training import Layout, Training, build, parallel, train
+from tests.support.crash_worker import Watch
 
 TIMEOUT_S = 4.0
 FIRST, SECOND = 2, 4

@@ -10,12 +10,15 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import emulation
 import torch
 import torch.distributed as dist
-from checkpointing import manager_of
-from snapshot import assert_same, chained, poison, snapshot
-from training import Layout, Training, build, parallel, train
+
+from tests.cuda import emulation
+
+# isort: split
+from tests.distributed.checkpointing import manager_of
+from tests.distributed.snapshot import assert_same, chained, poison, snapshot
+from tests.distributed.training import Layout, Training, build, parallel, train
 
 FOLDER = Path(sys.argv[1])
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -16,11 +16,13 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import emulation
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.cuda import emulation
+
+# isort: split
 from mcore_ckpt import CheckpointConfig, CheckpointManager, FastTier
 from mcore_ckpt.checkpoint.file_names import trainer_file
 from mcore_ckpt.cli.demo import training

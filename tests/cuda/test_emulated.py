@@ -53,9 +53,7 @@ class Programs:
         self, *cases: str, ranks: int = 1, status: int = 0, program: str = "program.py", **environment: str
     ) -> None:
         """Runs the cases one after the other in a process of each rank."""
-        folders = [HERE, HERE.parent / "distributed", HERE.parent / "support", REPOSITORY]
-        paths = os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])
-        with_native = {"EMULATED_NATIVE": str(self.native), "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+        with_native = {"EMULATED_NATIVE": str(self.native), "OMP_NUM_THREADS": "1"}
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks > 1 else []
         delay = {"EMULATED_DELAY_US": "20000"}
         done = subprocess.run(

@@ -1,16 +1,13 @@
 """Adapters on the tests' models: Megatron-Bridge's own, and those of PEFT as ROLL has them."""
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import training
 from megatron.core import parallel_state
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
-from bridge_peft import import_peft
+from tests.distributed import training
+from tests.support.bridge_peft import import_peft
 
 # Everything but adapters, as Megatron-Bridge's `PEFT.freeze_model` and PEFT do.
 FROZEN = r"^(?!.*(adapter|lora_))"
@@ -21,7 +18,7 @@ _MODULES = {"LoRA": "lora", "CanonicalLoRA": "canonical_lora", "DoRA": "dora"}
 def adapt(chunks: list[Any], kind: str = "LoRA", **arguments: Any) -> list[Any]:
     """Puts adapters on a model's linear layers, and freezes all else. Of kind "PEFT" they are as in ROLL."""
     if kind == "PEFT":
-        from roll_peft import adapted_by_peft
+        from tests.support.roll_peft import adapted_by_peft
 
         targets = {"target_modules": ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]} | arguments
         chunks = [adapted_by_peft(chunk, DIM, ALPHA, **targets) for chunk in chunks]

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from agreement import everywhere
-from snapshot import Snapshot, assert_same, poison, snapshot
-from training import Training
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager
+from tests.distributed.agreement import everywhere
+from tests.distributed.snapshot import Snapshot, assert_same, poison, snapshot
+from tests.distributed.training import Training
 
 # No wait of the tests is for a rank that has died; a deadline that passes is a defect to see soon.
 TIMEOUT_S = 40.0

@@ -42,7 +42,6 @@ class Server:
                 "OMP_NUM_THREADS": "1",
                 # The forked ranks would share what there is.
                 "CUDA_VISIBLE_DEVICES": "",
-                "PYTHONPATH": os.pathsep.join([str(config.rootpath), os.environ.get("PYTHONPATH", "")]),
             },
             pass_fds=[write],
             stdin=subprocess.PIPE,
@@ -167,7 +166,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "world(size): the number of ranks that this test runs on")
     if not _is_rank(config):
         return
-    import rank_setup
+    from tests.distributed import rank_setup
 
     for warning in rank_setup.QUIET:
         config.addinivalue_line("filterwarnings", warning)
@@ -184,8 +183,9 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     if server is not None:
         server.close()
     if UNDER_TORCHRUN:
-        import rank_setup
         import torch.distributed as dist
+
+        from tests.distributed import rank_setup
 
         # torchrun ends all ranks when one has failed: let rank 0 report first.
         dist.barrier(group=config.stash[rank_setup.AGREEMENT_GROUP])
@@ -206,7 +206,7 @@ def _alike(item: pytest.Item) -> Generator[None, None, None]:
     if not _is_rank(item.config):
         yield
         return
-    import rank_setup
+    from tests.distributed import rank_setup
 
     yield from rank_setup.alike(item)
 

@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from agreement import everywhere, gather
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from snapshot import chained
-from training import Training
 
 from mcore_ckpt.formats.kinds import ForeignKind
 from mcore_ckpt.ranks.topology import read_topology
 from mcore_ckpt.state.model import process_groups_of, unwrap
+from tests.distributed.agreement import everywhere, gather
+from tests.distributed.snapshot import chained
+from tests.distributed.training import Training
 
 STEP = 3
 

@@ -5,9 +5,6 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
-from agreement import gather
-from element_positions import positions
-from training import Step, Training
 
 from mcore_ckpt.formats.native.coded import decoded
 from mcore_ckpt.sharding.plan import OPAQUE
@@ -19,6 +16,9 @@ from mcore_ckpt.state.optimizers.chain import optimizer_parts
 from mcore_ckpt.state.optimizers.part import read_step
 from mcore_ckpt.state.quantized import is_quantized
 from mcore_ckpt.state.shards import ParameterState
+from tests.distributed.agreement import gather
+from tests.distributed.training import Step, Training
+from tests.support.element_positions import positions
 
 # By element size: numpy has no bfloat16.
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

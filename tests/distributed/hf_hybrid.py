@@ -4,7 +4,6 @@ import copy
 from itertools import pairwise
 from typing import Any
 
-from hybrid_model import mtp_block
 from megatron.core import parallel_state
 from megatron.core.models.hybrid import hybrid_block
 from megatron.core.models.hybrid.hybrid_model import HybridModel
@@ -15,6 +14,8 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
     TransformerLayerSubmodules,
 )
+
+from tests.distributed.hybrid_model import mtp_block
 
 _ATTENTION = ("input_layernorm", "self_attention", "self_attn_bda")
 _MLP = ("pre_mlp_layernorm", "mlp", "mlp_bda")

@@ -3,7 +3,6 @@
 import copy
 import math
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,6 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from safetensors import safe_open
-from training import ON_CPU, Layout, RMSNorm
 
 from mcore_ckpt.models.architecture import HfModel, read_config
 from mcore_ckpt.models.mcore_config import McoreConfig, to_mcore_config
@@ -27,11 +25,10 @@ from mcore_ckpt.models.registry import model_from_config
 from mcore_ckpt.sharding.plan import MODEL
 from mcore_ckpt.sharding.synonyms import synonyms
 from mcore_ckpt.state.model import model_shards, unwrap
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
-from element_positions import positions
-from global_tensors import to_mcore
-from parity import (
+from tests.distributed.training import ON_CPU, Layout, RMSNorm
+from tests.support.element_positions import positions
+from tests.support.global_tensors import to_mcore
+from tests.support.parity import (
     ValueHead,
     ZeroCentredNorm,
     block_spec,
@@ -151,7 +148,7 @@ def _chunk(hf_model: HfModel, wanted: McoreConfig, config: TransformerConfig, sh
         "post_process": parallel_state.is_pipeline_last_stage(ignore_virtual=False, **where),
     }
     if "hybrid_layer_pattern" in gpt:
-        from hybrid_model import build_hybrid
+        from tests.distributed.hybrid_model import build_hybrid
 
         pattern = _segmented(gpt.pop("hybrid_layer_pattern"), shape)
         return build_hybrid(config, RMSNorm, pattern, **gpt, **ends, **where).to(shape.dtype).eval()
@@ -179,7 +176,7 @@ def _chunk(hf_model: HfModel, wanted: McoreConfig, config: TransformerConfig, sh
     if config.mtp_num_layers and not shape.hybrid:
         mtp = mtp_spec(config, block, **where)
     if shape.hybrid:
-        from hf_hybrid import hybrid_chunk
+        from tests.distributed.hf_hybrid import hybrid_chunk
 
         norm = ZeroCentredNorm if config.experimental_attention_variant else RMSNorm
         model = hybrid_chunk(config, block, norm, gpt, **ends, **where)

@@ -3,10 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
-from training import SEQUENCE_LENGTH, VOCAB_SIZE, Layout
 from transformers import LlamaConfig, Qwen3MoeConfig
 
 from mcore_ckpt.models import Architecture, known_architectures, register_architecture
+from tests.distributed.training import SEQUENCE_LENGTH, VOCAB_SIZE, Layout
 
 
 class MixtureConfig(Qwen3MoeConfig):

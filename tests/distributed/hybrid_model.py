@@ -34,7 +34,8 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
     TransformerLayerSubmodules,
 )
-from parity import l2norm
+
+from tests.support.parity import l2norm
 
 # What a TransformerConfig needs for Mamba layers and gated delta nets.
 MIXERS: dict[str, Any] = {

@@ -5,7 +5,8 @@ from importlib.util import find_spec
 
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.transformer_config import TransformerConfig
-from training import Layout
+
+from tests.distributed.training import Layout
 
 # Whether megatron keeps the replicas of experts alike where ETP ≠ TP and EP = 1, as it does since 0.19. See
 # state/unsupported.py.

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from foreign_checkpoints import rng_object, set_random_states, sharded_chunks
 from megatron.core import dist_checkpointing, num_microbatches_calculator, parallel_state
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
-from snapshot import poison
-from training import MICRO_BATCH_SIZE, Layout, Training
+
+from tests.distributed.foreign_checkpoints import rng_object, set_random_states, sharded_chunks
+from tests.distributed.snapshot import poison
+from tests.distributed.training import MICRO_BATCH_SIZE, Layout, Training
 
 if not hasattr(typing, "override"):
     typing.override = lambda method: method  # 0.19 is written for Python 3.12

@@ -12,15 +12,16 @@ import sys
 from functools import partial
 from pathlib import Path
 
-import forked_ranks
 import torch
 import torch.distributed as dist
-from agreement import everywhere
-from checkpointing import manager_of, save
-from foreign_checkpoints import save_torch_dist
-from global_state import assert_same_state, global_state, loss_and_norm
-from snapshot import poison
-from training import Layout, Training, build, parallel, train
+
+from tests.distributed import forked_ranks
+from tests.distributed.agreement import everywhere
+from tests.distributed.checkpointing import manager_of, save
+from tests.distributed.foreign_checkpoints import save_torch_dist
+from tests.distributed.global_state import assert_same_state, global_state, loss_and_norm
+from tests.distributed.snapshot import poison
+from tests.distributed.training import Layout, Training, build, parallel, train
 
 
 def main(root: Path, what: str, source: str, target: str, layout: Layout) -> None:

@@ -19,8 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-import forked_ranks
 import pytest
+
+from tests.distributed import forked_ranks
 
 # The marks by which the other pytest selects tests.
 MARKS = ("full",)
@@ -101,7 +102,7 @@ class Pool:
 
     @classmethod
     def start(cls, world: int, config: pytest.Config, items: dict[str, pytest.Item], folder: Path) -> "Pool":
-        from rank_setup import COLLECTIVE_TIMEOUT
+        from tests.distributed.rank_setup import COLLECTIVE_TIMEOUT
 
         log = folder / "ranks.log"
         log.write_text("")
@@ -156,7 +157,8 @@ def serve(
 ) -> None:
     """Runs the tests that are asked for, on one rank."""
     from _pytest.runner import runtestprotocol
-    from rank_setup import set_up
+
+    from tests.distributed.rank_setup import set_up
 
     # Ranks that shared pytest's numbered folders would race.
     own = folder / f"rank{rank}"

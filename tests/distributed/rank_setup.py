@@ -5,12 +5,12 @@ import traceback
 from collections.abc import Generator
 from datetime import timedelta
 
-import emerging  # noqa: F401, before any test imports megatron
 import pytest
 import torch
 import torch.distributed as dist
 
 from mcore_ckpt.io import tuning
+from tests.support import emerging  # noqa: F401, before any test imports megatron
 
 # A rank that raises leaves the others in a collective until this has passed.
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)

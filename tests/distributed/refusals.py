@@ -5,12 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from agreement import error_of, everywhere, raised_everywhere
-from checkpointing import manager_of
-from snapshot import assert_same, snapshot
-from training import Training
-
 from mcore_ckpt.errors import CheckpointError
+from tests.distributed.agreement import error_of, everywhere, raised_everywhere
+from tests.distributed.checkpointing import manager_of
+from tests.distributed.snapshot import assert_same, snapshot
+from tests.distributed.training import Training
 
 
 def refused(training: Training, load: Callable[[], object], expected: type[CheckpointError]) -> list[str]:

@@ -4,14 +4,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from agreement import everywhere
-from checkpointing import files_of, manager_of, save
-from foreign_checkpoints import save_torch_dist, seed_replicas_alike
-from global_state import GlobalState, global_state, loss_and_norm
-from snapshot import assert_same, poison, snapshot
-from training import Layout, Training, build, device, parallel, train
-
 from mcore_ckpt.load.load import LoadReport
+from tests.distributed.agreement import everywhere
+from tests.distributed.checkpointing import files_of, manager_of, save
+from tests.distributed.foreign_checkpoints import save_torch_dist, seed_replicas_alike
+from tests.distributed.global_state import GlobalState, global_state, loss_and_norm
+from tests.distributed.snapshot import assert_same, poison, snapshot
+from tests.distributed.training import Layout, Training, build, device, parallel, train
 
 # Sizes under which every layout of two ranks has the same model and the same sequences.
 SIZES: dict[str, Any] = {"padded_vocab": 144, "global_batch": 4, "dropout": 0.0}

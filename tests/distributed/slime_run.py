@@ -17,15 +17,14 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
-import megatron_lm
 import pytest
 import torch.distributed as dist
-from training import Layout, Step, Training, build, train
+
+from tests.distributed import megatron_lm
+from tests.distributed.training import Layout, Step, Training, build, train
 
 STAND_INS = Path(__file__).parents[1] / "integrations"
-sys.path.append(str(STAND_INS.parent / "verl"))
-
-import absent  # noqa: E402
+from tests.verl import absent  # noqa: E402
 
 _NONE = "the wheel of megatron-core 0.16 has nothing of Megatron-LM, whose functions slime calls"
 async_utils = pytest.importorskip("megatron.training.async_utils", reason=_NONE)

@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from agreement import everywhere
 from megatron.core import tensor_parallel
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucket
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
-from quantized import QuantizedTensor
-from training import Training
 
 from mcore_ckpt.state.quantized import is_quantized
+from tests.distributed.agreement import everywhere
+from tests.distributed.training import Training
+from tests.support.quantized import QuantizedTensor
 
 Snapshot = dict[str, Any]
 

@@ -10,24 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from adapters import FROZEN, adapt, with_adapters
-from agreement import error_of, everywhere, raised_everywhere
-from checkpointing import manager_of, save
-from hf_models import (
-    Model,
-    Shape,
-    build_model,
-    logits_of,
-    read_tensors,
-    sample_tokens,
-    transformers_logits,
-)
 from megatron.core import parallel_state
-from refusals import assert_names
-from snapshot import assert_same, poison, snapshot
-from tiers import marks
-from tiny_models import make_hf_folder, read_config
-from training import Layout, build, parallel, train
 from transformers import AutoConfig
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager, load_hf
@@ -42,6 +25,23 @@ from mcore_ckpt.tools.convert.reshard.reshard import reshard
 from mcore_ckpt.tools.convert.reshard.target import WantedLayout
 from mcore_ckpt.tools.convert.to_native import convert_to_native
 from mcore_ckpt.tools.examine.select import select
+from tests.distributed.adapters import FROZEN, adapt, with_adapters
+from tests.distributed.agreement import error_of, everywhere, raised_everywhere
+from tests.distributed.checkpointing import manager_of, save
+from tests.distributed.hf_models import (
+    Model,
+    Shape,
+    build_model,
+    logits_of,
+    read_tensors,
+    sample_tokens,
+    transformers_logits,
+)
+from tests.distributed.refusals import assert_names
+from tests.distributed.snapshot import assert_same, poison, snapshot
+from tests.distributed.tiers import marks
+from tests.distributed.training import Layout, build, parallel, train
+from tests.support.tiny_models import make_hf_folder, read_config
 
 ALL = {"target_modules": ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]}
 
@@ -360,7 +360,7 @@ def test_what_does_not_fit_is_refused_by_all_and_changes_nothing(shared_path: Pa
 
 @pytest.mark.world(2)
 def test_what_peft_has_beside_one_adapter_for_each_layer_is_refused(shared_path: Path) -> None:
-    from roll_peft import BareLinear
+    from tests.support.roll_peft import BareLinear
 
     folder, shape = shared_path / "hf", Shape(2, tp=2)
     on_rank_0(lambda: make_hf_folder(folder, "qwen3"))

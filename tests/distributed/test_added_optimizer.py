@@ -7,16 +7,16 @@ from typing import Any
 import megatron.core.optimizer
 import pytest
 import torch
-from agreement import everywhere
-from checkpointing import manager_of, save
-from global_state import assert_same_state, global_state
-from resuming import loaded
-from training import Layout, build, parallel, train
 
 from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.state.optimizers import chain, optimizer_kinds
 from mcore_ckpt.state.optimizers.optimizer_kinds import OptimizerKind
 from mcore_ckpt.state.optimizers.part import OptimizerPart
+from tests.distributed.agreement import everywhere
+from tests.distributed.checkpointing import manager_of, save
+from tests.distributed.global_state import assert_same_state, global_state
+from tests.distributed.resuming import loaded
+from tests.distributed.training import Layout, build, parallel, train
 
 LAYOUT = Layout(2, precision="bf16", optimizer="sgd", distributed_optimizer=False, padded_vocab=144)
 

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from agreement import error_of, everywhere, gather, raised_everywhere
-from checkpointing import assert_loads, manager_of
-from layouts import LAYOUTS
-from snapshot import assert_same, chained, snapshot
-from training import Training, build, parallel, train
 
 from mcore_ckpt import CheckpointManager, SaveHandle
 from mcore_ckpt.errors import BusyError, CommitError, UnsupportedError
 from mcore_ckpt.formats.native.writer import FileWriter
 from mcore_ckpt.save.guards import changing_methods
+from tests.distributed.agreement import error_of, everywhere, gather, raised_everywhere
+from tests.distributed.checkpointing import assert_loads, manager_of
+from tests.distributed.layouts import LAYOUTS
+from tests.distributed.snapshot import assert_same, chained, snapshot
+from tests.distributed.training import Training, build, parallel, train
 
 DP2 = LAYOUTS["dp2-bf16"]
 

@@ -9,14 +9,6 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
-from agreement import error_of, everywhere, raised_everywhere
-from checkpointing import TIMEOUT_S, manager_of, position
-from global_state import GlobalState, assert_same_state, global_state, positions
-from hf_words import hf_config
-from layouts import LAYOUTS
-from refusals import assert_names, refused
-from tiers import marks
-from training import VOCAB_SIZE, Layout, Training, build, parallel, train
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager, FastTier
 from mcore_ckpt.checkpoint.reading import read_manifest
@@ -30,6 +22,14 @@ from mcore_ckpt.models import (
 )
 from mcore_ckpt.state.model import gather_parameters
 from mcore_ckpt.state.optimizer import copy_main_to_model
+from tests.distributed.agreement import error_of, everywhere, raised_everywhere
+from tests.distributed.checkpointing import TIMEOUT_S, manager_of, position
+from tests.distributed.global_state import GlobalState, assert_same_state, global_state, positions
+from tests.distributed.hf_words import hf_config
+from tests.distributed.layouts import LAYOUTS
+from tests.distributed.refusals import assert_names, refused
+from tests.distributed.tiers import marks
+from tests.distributed.training import VOCAB_SIZE, Layout, Training, build, parallel, train
 
 CONTENTS = ("model", "optimizer", "extra", "hf_model")
 

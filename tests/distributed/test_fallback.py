@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from agreement import error_of, everywhere, gather, raised_everywhere
-from checkpointing import manager_of, position
-from layouts import LAYOUTS
-from snapshot import assert_same, poison, snapshot
-from training import Training, build, parallel, train
 
 from mcore_ckpt.errors import CheckpointCorruptError
+from tests.distributed.agreement import error_of, everywhere, gather, raised_everywhere
+from tests.distributed.checkpointing import manager_of, position
+from tests.distributed.layouts import LAYOUTS
+from tests.distributed.snapshot import assert_same, poison, snapshot
+from tests.distributed.training import Training, build, parallel, train
 
 DP2 = LAYOUTS["dp2-bf16"]
 # Of rank 1 alone: rank 0 reads nothing that is bad.

@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from agreement import everywhere, gather
-from checkpointing import manager_of, save
-from layouts import LAYOUTS
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.utils import unwrap_model
-from tiers import marks
-from training import DTYPES, Layout, Training, build, parallel, train
+
+from tests.distributed.agreement import everywhere, gather
+from tests.distributed.checkpointing import manager_of, save
+from tests.distributed.layouts import LAYOUTS
+from tests.distributed.tiers import marks
+from tests.distributed.training import DTYPES, Layout, Training, build, parallel, train
 
 TRACKER = "latest_checkpointed_iteration.txt"
 

@@ -8,18 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import refusals
 import torch
 import torch.distributed as dist
-from agreement import everywhere, gather
-from checkpointing import manager_of
-from foreign_checkpoints import STEP, save_as, save_torch_dist, save_verl_ranks, seed_replicas_alike
-from global_state import assert_same_state, global_state
-from layouts import HAS_HYBRID, LAYOUTS
-from refusals import assert_names
-from snapshot import Snapshot, assert_same, poison, snapshot
-from tiers import marks, pairs
-from training import Layout, Training, build, parallel, train
 
 from mcore_ckpt.errors import (
     CheckpointCorruptError,
@@ -28,6 +18,16 @@ from mcore_ckpt.errors import (
     CheckpointNotFoundError,
     UnsupportedError,
 )
+from tests.distributed import refusals
+from tests.distributed.agreement import everywhere, gather
+from tests.distributed.checkpointing import manager_of
+from tests.distributed.foreign_checkpoints import STEP, save_as, save_torch_dist, save_verl_ranks, seed_replicas_alike
+from tests.distributed.global_state import assert_same_state, global_state
+from tests.distributed.layouts import HAS_HYBRID, LAYOUTS
+from tests.distributed.refusals import assert_names
+from tests.distributed.snapshot import Snapshot, assert_same, poison, snapshot
+from tests.distributed.tiers import marks, pairs
+from tests.distributed.training import Layout, Training, build, parallel, train
 
 END = STEP + 2
 BOTH_TYPES = ("dp_reshardable", "fully_reshardable")

@@ -6,13 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from agreement import everywhere
-from foreign_checkpoints import save_torch_dist, save_verl_ranks
-from global_state import global_state
-from layouts import HAS_HYBRID, LAYOUTS
 from megatron.core import dist_checkpointing
-from tiers import marks
-from training import Layout, Training, build, parallel, train
 
 from mcore_ckpt.errors import CheckpointMismatchError
 from mcore_ckpt.formats.contract import CheckpointReader, RegionRead, weights_of
@@ -22,6 +16,12 @@ from mcore_ckpt.formats.verl_ranks.reader import open_verl_ranks
 from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.sharding.synonyms import found_as
 from mcore_ckpt.state.model import unwrap
+from tests.distributed.agreement import everywhere
+from tests.distributed.foreign_checkpoints import save_torch_dist, save_verl_ranks
+from tests.distributed.global_state import global_state
+from tests.distributed.layouts import HAS_HYBRID, LAYOUTS
+from tests.distributed.tiers import marks
+from tests.distributed.training import Layout, Training, build, parallel, train
 
 NAMES = (
     "plain",

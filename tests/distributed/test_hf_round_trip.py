@@ -5,19 +5,19 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from agreement import everywhere
-from checkpointing import TIMEOUT_S
-from hf_models import Shape, assert_holds, build_model, global_tensors, read_tensors
-from layouts import HAS_HYBRID, HAS_SPARSE
-from tiers import marks
-from tiny_models import make_hf_folder, read_config
-from training import parallel
 from transformers import AutoConfig
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager
 from mcore_ckpt.io import tuning
 from mcore_ckpt.load.huggingface import load_hf
 from mcore_ckpt.models import model_from_config, to_mcore_config
+from tests.distributed.agreement import everywhere
+from tests.distributed.checkpointing import TIMEOUT_S
+from tests.distributed.hf_models import Shape, assert_holds, build_model, global_tensors, read_tensors
+from tests.distributed.layouts import HAS_HYBRID, HAS_SPARSE
+from tests.distributed.tiers import marks
+from tests.distributed.training import parallel
+from tests.support.tiny_models import make_hf_folder, read_config
 
 UNEVEN = {"pp": 2, "first_stage_layers": 1}
 

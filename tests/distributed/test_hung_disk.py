@@ -9,16 +9,6 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from agreement import error_of, everywhere, raised_everywhere
-from checkpointing import assert_loads
-from hf_models import Shape, assert_holds, build_model, global_tensors
-from layouts import LAYOUTS
-from refusals import assert_names
-from small_disks import ext4, frozen
-from snapshot import snapshot
-from tiny_models import make_hf_folder
-from training import build, parallel, train
-from waiting import LONG_S, wait_for, wait_for_hung_calls
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager
 from mcore_ckpt.errors import HungDiskError
@@ -27,6 +17,16 @@ from mcore_ckpt.integrations.kit.together import decided_by_rank_0
 from mcore_ckpt.io import disk_watch
 from mcore_ckpt.load import huggingface as loading
 from mcore_ckpt.load.huggingface import load_hf
+from tests.distributed.agreement import error_of, everywhere, raised_everywhere
+from tests.distributed.checkpointing import assert_loads
+from tests.distributed.hf_models import Shape, assert_holds, build_model, global_tensors
+from tests.distributed.layouts import LAYOUTS
+from tests.distributed.refusals import assert_names
+from tests.distributed.snapshot import snapshot
+from tests.distributed.training import build, parallel, train
+from tests.support.small_disks import ext4, frozen
+from tests.support.tiny_models import make_hf_folder
+from tests.support.waiting import LONG_S, wait_for, wait_for_hung_calls
 
 DP2 = LAYOUTS["dp2-bf16"]
 TIMEOUT_S = 2.0

@@ -5,16 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agreement import error_of, everywhere, raised_everywhere
-from checkpointing import files_of, manager_of, save
-from foreign_checkpoints import save_torch_dist, seed_replicas_alike
-from global_state import GlobalState, assert_same_state, global_state, loss_and_norm
-from layouts import HAS_HYBRID
-from refusals import assert_names, refused, refused_load
-from snapshot import poison
-from training import Layout, Training, build, parallel, train
 
 from mcore_ckpt.errors import CheckpointMismatchError, UnsupportedError
+from tests.distributed.agreement import error_of, everywhere, raised_everywhere
+from tests.distributed.checkpointing import files_of, manager_of, save
+from tests.distributed.foreign_checkpoints import save_torch_dist, seed_replicas_alike
+from tests.distributed.global_state import GlobalState, assert_same_state, global_state, loss_and_norm
+from tests.distributed.layouts import HAS_HYBRID
+from tests.distributed.refusals import assert_names, refused, refused_load
+from tests.distributed.snapshot import poison
+from tests.distributed.training import Layout, Training, build, parallel, train
 
 pytestmark = pytest.mark.skipif(not HAS_HYBRID, reason="this megatron-core has no HybridModel")
 

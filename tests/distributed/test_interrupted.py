@@ -8,10 +8,6 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from agreement import everywhere, gather
-from hf_words import hf_config
-from layouts import LAYOUTS
-from training import Training, build, parallel
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager, FastTier
 from mcore_ckpt.errors import CommitError
@@ -23,6 +19,10 @@ from mcore_ckpt.recover import recover
 from mcore_ckpt.save import rank_files
 from mcore_ckpt.save.rank_files import RankFiles
 from mcore_ckpt.state import trainer_setup
+from tests.distributed.agreement import everywhere, gather
+from tests.distributed.hf_words import hf_config
+from tests.distributed.layouts import LAYOUTS
+from tests.distributed.training import Training, build, parallel
 
 DP2 = LAYOUTS["dp2-bf16"]
 FULL = pytest.mark.full

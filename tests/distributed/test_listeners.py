@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from agreement import error_of, everywhere, raised_everywhere
-from checkpointing import manager_of
-from layouts import LAYOUTS
-from told_events import DISK_ERROR, broken_disk
-from training import build, parallel
 
 from mcore_ckpt import Event
 from mcore_ckpt.errors import CommitError
 from mcore_ckpt.events import Committed, Failed
+from tests.distributed.agreement import error_of, everywhere, raised_everywhere
+from tests.distributed.checkpointing import manager_of
+from tests.distributed.layouts import LAYOUTS
+from tests.distributed.training import build, parallel
+from tests.support.told_events import DISK_ERROR, broken_disk
 
 pytestmark = pytest.mark.world(2)
 

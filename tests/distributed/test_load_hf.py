@@ -5,37 +5,12 @@ from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 
-import hf_models
 import pytest
-import quantized_folders
 import torch
 import torch.distributed as dist
-from agreement import error_of, everywhere, raised_everywhere
-from document_examples import CONVERT, CONVERTED_MODEL, relocated, run_in_shell
-from global_tensors import to_mcore
-from hf_models import (
-    Model,
-    Shape,
-    assert_holds,
-    build_model,
-    global_tensors,
-    logits_of,
-    poison,
-    read_tensors,
-    sample_tokens,
-    transformers_logits,
-    wrap,
-)
-from hub_server import HubServer, use
-from layouts import HAS_HYBRID, HAS_SPARSE
 from megatron.core import dist_checkpointing
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from quantized_folders import FP8_CONFIG, fp8
-from refusals import assert_names
 from safetensors.torch import save_file
-from tiers import marks, pairs
-from tiny_models import make_hf_folder, read_config
-from training import parallel
 from transformers import AutoConfig
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager
@@ -56,6 +31,31 @@ from mcore_ckpt.state.model import model_shards, unwrap
 from mcore_ckpt.tools.convert.reshard.target import WantedLayout
 from mcore_ckpt.tools.convert.to_native import convert_to_native
 from mcore_ckpt.tools.convert.to_torch_dist import convert_to_torch_dist
+from tests.distributed import hf_models
+from tests.distributed.agreement import error_of, everywhere, raised_everywhere
+from tests.distributed.hf_models import (
+    Model,
+    Shape,
+    assert_holds,
+    build_model,
+    global_tensors,
+    logits_of,
+    poison,
+    read_tensors,
+    sample_tokens,
+    transformers_logits,
+    wrap,
+)
+from tests.distributed.layouts import HAS_HYBRID, HAS_SPARSE
+from tests.distributed.refusals import assert_names
+from tests.distributed.tiers import marks, pairs
+from tests.distributed.training import parallel
+from tests.support import quantized_folders
+from tests.support.document_examples import CONVERT, CONVERTED_MODEL, relocated, run_in_shell
+from tests.support.global_tensors import to_mcore
+from tests.support.hub_server import HubServer, use
+from tests.support.quantized_folders import FP8_CONFIG, fp8
+from tests.support.tiny_models import make_hf_folder, read_config
 
 UNEVEN = {"pp": 2, "first_stage_layers": 1}
 SOURCES = ("shared", "rank0")

@@ -14,16 +14,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from agreement import error_of, everywhere, raised_everywhere
-from commits import branch_in, came_from, is_fork_of
-from foreign_checkpoints import save_torch_dist, seed_replicas_alike
-from layouts import LAYOUTS
 from megatron.core import dist_checkpointing, num_microbatches_calculator, parallel_state
 from megatron.core import rerun_state_machine as machines
 from megatron.core.dist_checkpointing import validation
-from snapshot import assert_same, poison, snapshot
-from tiers import marks
-from training import Layout, Step, Training, build, parallel, train
 
 from mcore_ckpt import CheckpointConfig, FastTier
 from mcore_ckpt.errors import (
@@ -35,6 +28,13 @@ from mcore_ckpt.errors import (
 )
 from mcore_ckpt.integrations import megatron as drop_in
 from mcore_ckpt.steps import listing as steps
+from tests.distributed.agreement import error_of, everywhere, raised_everywhere
+from tests.distributed.foreign_checkpoints import save_torch_dist, seed_replicas_alike
+from tests.distributed.layouts import LAYOUTS
+from tests.distributed.snapshot import assert_same, poison, snapshot
+from tests.distributed.tiers import marks
+from tests.distributed.training import Layout, Step, Training, build, parallel, train
+from tests.support.commits import branch_in, came_from, is_fork_of
 
 SAMPLES, OPERATIONS = 8, 1.5e12  # of one iteration
 PLAIN, DP2 = LAYOUTS["plain"], LAYOUTS["dp2-bf16"]

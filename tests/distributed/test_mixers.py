@@ -13,17 +13,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from agreement import everywhere, gather
-from hf_models import Shape, assert_holds, build_model, global_tensors, read_tensors
-from layouts import HAS_HYBRID
 from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from tiers import pairs
-from tiny_models import VOCAB, make_hf_folder
-from training import Layout, parallel
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager
 from mcore_ckpt.load.huggingface import load_hf
@@ -36,6 +30,12 @@ from mcore_ckpt.tools.convert.merge import MergeRequest, merge
 from mcore_ckpt.tools.convert.reshard.reshard import reshard
 from mcore_ckpt.tools.convert.reshard.target import WantedLayout
 from mcore_ckpt.tools.examine.select import select
+from tests.distributed.agreement import everywhere, gather
+from tests.distributed.hf_models import Shape, assert_holds, build_model, global_tensors, read_tensors
+from tests.distributed.layouts import HAS_HYBRID
+from tests.distributed.tiers import pairs
+from tests.distributed.training import Layout, parallel
+from tests.support.tiny_models import VOCAB, make_hf_folder
 
 NAME = "qwen3_next"
 MODEL_ONLY = CheckpointConfig(load_contents=("model",), save_contents=("model",), vocab_size=VOCAB)

@@ -4,25 +4,32 @@ import inspect
 from dataclasses import replace
 from pathlib import Path
 
-import emerging
 import megatron.core.optimizer
 import pytest
 import torch
 import torch.distributed as dist
-from agreement import everywhere
-from checkpointing import manager_of, save
-from global_state import assert_same_state, global_state, loss_and_norm
 from megatron.core.optimizer import OptimizerConfig
-from resuming import SIZES, assert_chain_returns_the_same_bytes, assert_goes_on, loaded, saved_by_megatron, trained
-from snapshot import assert_same, poison, snapshot
-from tiers import marks
-from training import Layout, build, parallel, train
 
 from mcore_ckpt.errors import CheckpointMismatchError, UnsupportedError
 from mcore_ckpt.state.optimizers.chain import optimizer_parts
 from mcore_ckpt.tools.convert.reshard.reshard import reshard
 from mcore_ckpt.tools.convert.reshard.target import WantedLayout
 from mcore_ckpt.tools.examine.select import select
+from tests.distributed.agreement import everywhere
+from tests.distributed.checkpointing import manager_of, save
+from tests.distributed.global_state import assert_same_state, global_state, loss_and_norm
+from tests.distributed.resuming import (
+    SIZES,
+    assert_chain_returns_the_same_bytes,
+    assert_goes_on,
+    loaded,
+    saved_by_megatron,
+    trained,
+)
+from tests.distributed.snapshot import assert_same, poison, snapshot
+from tests.distributed.tiers import marks
+from tests.distributed.training import Layout, build, parallel, train
+from tests.support import emerging
 
 pytestmark = pytest.mark.skipif(not emerging.INSTALLED, reason="emerging-optimizers is not installed")
 

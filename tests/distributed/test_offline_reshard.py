@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from agreement import everywhere
-from checkpointing import manager_of, save
-from layouts import HAS_HYBRID, LAYOUTS, REDUCES_EXPERTS_APART
-from snapshot import Snapshot, assert_same, poison, snapshot
-from tiers import marks
-from training import Layout, build, parallel, train
 
 from mcore_ckpt.io import tuning
 from mcore_ckpt.tools.convert.reshard.reshard import reshard
 from mcore_ckpt.tools.convert.reshard.target import WantedLayout
 from mcore_ckpt.tools.examine.select import select
+from tests.distributed.agreement import everywhere
+from tests.distributed.checkpointing import manager_of, save
+from tests.distributed.layouts import HAS_HYBRID, LAYOUTS, REDUCES_EXPERTS_APART
+from tests.distributed.snapshot import Snapshot, assert_same, poison, snapshot
+from tests.distributed.tiers import marks
+from tests.distributed.training import Layout, build, parallel, train
 
 STEP = 2
 # Small enough that the files of these models are written in several parts.

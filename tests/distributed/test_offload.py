@@ -8,18 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from agreement import everywhere
-from checkpointing import files_of, manager_of, save
-from global_state import assert_same_state, global_state, loss_and_norm
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
-from resuming import SIZES, assert_goes_on, loaded, loaded_from, saved_by_megatron
-from simulated_device import is_on_host
-from snapshot import assert_same, chained, poison, snapshot
-from tiers import marks
-from training import Layout, Training, build, parallel, train
 
 from mcore_ckpt.state.optimizers.hybrid_device import HybridDevicePart
 from mcore_ckpt.state.optimizers.part import OptimizerPart
+from tests.distributed.agreement import everywhere
+from tests.distributed.checkpointing import files_of, manager_of, save
+from tests.distributed.global_state import assert_same_state, global_state, loss_and_norm
+from tests.distributed.resuming import SIZES, assert_goes_on, loaded, loaded_from, saved_by_megatron
+from tests.distributed.snapshot import assert_same, chained, poison, snapshot
+from tests.distributed.tiers import marks
+from tests.distributed.training import Layout, Training, build, parallel, train
+from tests.support.simulated_device import is_on_host
 
 DP2 = Layout(2, precision="bf16")
 FULL = pytest.mark.full

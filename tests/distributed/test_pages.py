@@ -6,14 +6,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hf_words import hf_config
-from layouts import LAYOUTS
-from training import build, parallel, train
-from walk import REPOSITORY, blocks
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager
 from mcore_ckpt.cli.demo.huggingface import byte_tokenizer
 from mcore_ckpt.steps import complete_steps
+from tests.distributed.hf_words import hf_config
+from tests.distributed.layouts import LAYOUTS
+from tests.distributed.training import build, parallel, train
+from tests.support.walk import REPOSITORY, blocks
 
 PLAIN = LAYOUTS["plain"]
 DOCUMENTS = (REPOSITORY / "README.md", *sorted((REPOSITORY / "docs" / "how_to").glob("*.md")))

@@ -7,23 +7,23 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from agreement import everywhere
-from checkpointing import manager_of, save
-from foreign_checkpoints import save_torch_dist
-from layouts import LAYOUTS
 from megatron.core.optimizer import get_megatron_optimizer
-from resuming import SIZES
-from snapshot import chained, poison
-from test_muon import LAYOUTS as MUON
-from test_muon import exists
-from tiers import marks
-from training import Layout, Training, _optimizer_config, build, parallel, train
 
 from mcore_ckpt.errors import CheckpointMismatchError
 from mcore_ckpt.load.load import LoadReport
 from mcore_ckpt.state.model import model_shards
 from mcore_ckpt.state.optimizer import read_optimizer
 from mcore_ckpt.state.optimizers.chain import optimizer_parts
+from tests.distributed.agreement import everywhere
+from tests.distributed.checkpointing import manager_of, save
+from tests.distributed.foreign_checkpoints import save_torch_dist
+from tests.distributed.layouts import LAYOUTS
+from tests.distributed.resuming import SIZES
+from tests.distributed.snapshot import chained, poison
+from tests.distributed.test_muon import LAYOUTS as MUON
+from tests.distributed.test_muon import exists
+from tests.distributed.tiers import marks
+from tests.distributed.training import Layout, Training, _optimizer_config, build, parallel, train
 
 Own = dict[str, dict[str, Any]]
 """By a pattern of names, the fields that a parameter's group has of its own."""
@@ -43,7 +43,7 @@ def build_with(layout: Layout, monkeypatch: pytest.MonkeyPatch, own: Own, seed: 
             pytest.skip("until 0.17, Muon takes no overrides")
         return get_megatron_optimizer(config, model, config_overrides=overrides, use_gloo_process_groups=False)
 
-    monkeypatch.setattr("training._build_optimizer", make)
+    monkeypatch.setattr("tests.distributed.training._build_optimizer", make)
     training = build(layout, seed)
     for name, value in scheduler.items():
         setattr(training.scheduler, name, value)
@@ -193,7 +193,7 @@ def test_a_scheduler_that_has_lists_by_group_gets_them_in_the_runs_order(
 ) -> None:
     import megatron.core.optimizer as megatron_optimizer
 
-    monkeypatch.setattr("training._scheduler", PerGroup)
+    monkeypatch.setattr("tests.distributed.training._scheduler", PerGroup)
     layout, own = LAYOUTS["plain"], {EMBEDDING: {"max_lr": 1e-3}, MATRICES: {"max_lr": 2e-3}}
     with parallel(layout):
         first = build_with(layout, monkeypatch, own)

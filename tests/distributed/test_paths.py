@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from agreement import everywhere
-from checkpointing import manager_of
-from layouts import LAYOUTS
-from snapshot import assert_same, poison, snapshot
-from tiers import pairs
-from training import build, parallel, train
 
 from mcore_ckpt.errors import CommitError
+from tests.distributed.agreement import everywhere
+from tests.distributed.checkpointing import manager_of
+from tests.distributed.layouts import LAYOUTS
+from tests.distributed.snapshot import assert_same, poison, snapshot
+from tests.distributed.tiers import pairs
+from tests.distributed.training import build, parallel, train
 
 TRACKER = "latest_checkpointed_iteration.txt"
 LAYOUT = LAYOUTS["dp2-bf16"]

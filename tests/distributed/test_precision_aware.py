@@ -10,16 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from agreement import everywhere
-from checkpointing import manager_of, save
-from foreign_checkpoints import save_torch_dist, save_verl_ranks, seed_replicas_alike
-from fused_adam import fused_adam
-from global_state import GlobalState, assert_same_state, global_state, loss_and_norm
-from resuming import SIZES, assert_chain_returns_the_same_bytes, assert_goes_on, loaded, loaded_from, trained
-from simulated_device import simulated_device
-from snapshot import assert_same, chained, snapshot
-from tiers import marks
-from training import Layout, build, parallel, train
 
 from mcore_ckpt.errors import CheckpointMismatchError, UnsupportedError
 from mcore_ckpt.state.optimizers.fused_adam import FusedAdamPart
@@ -27,6 +17,23 @@ from mcore_ckpt.tools.convert.reshard.reshard import reshard
 from mcore_ckpt.tools.convert.reshard.target import WantedLayout
 from mcore_ckpt.tools.examine.select import select
 from mcore_ckpt.tools.examine.verify import verify
+from tests.distributed.agreement import everywhere
+from tests.distributed.checkpointing import manager_of, save
+from tests.distributed.foreign_checkpoints import save_torch_dist, save_verl_ranks, seed_replicas_alike
+from tests.distributed.global_state import GlobalState, assert_same_state, global_state, loss_and_norm
+from tests.distributed.resuming import (
+    SIZES,
+    assert_chain_returns_the_same_bytes,
+    assert_goes_on,
+    loaded,
+    loaded_from,
+    trained,
+)
+from tests.distributed.snapshot import assert_same, chained, snapshot
+from tests.distributed.tiers import marks
+from tests.distributed.training import Layout, build, parallel, train
+from tests.support.fused_adam import fused_adam
+from tests.support.simulated_device import simulated_device
 
 FUSED = Layout(2, precision="bf16", precision_aware=True)
 LAYOUTS = {

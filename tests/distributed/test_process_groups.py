@@ -10,9 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from agreement import everywhere
-from checkpointing import manager_of, save
-from layouts import HAS_HYBRID, LAYOUTS
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -21,13 +18,16 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.transformer.transformer_config import TransformerConfig
-from snapshot import assert_same, poison, snapshot
-from tiers import marks
-from training import ON_CPU, Layout, build, parallel, train
 
 from mcore_ckpt import CheckpointManager
 from mcore_ckpt.state.model import model_shards
 from mcore_ckpt.state.optimizer import read_optimizer
+from tests.distributed.agreement import everywhere
+from tests.distributed.checkpointing import manager_of, save
+from tests.distributed.layouts import HAS_HYBRID, LAYOUTS
+from tests.distributed.snapshot import assert_same, poison, snapshot
+from tests.distributed.tiers import marks
+from tests.distributed.training import ON_CPU, Layout, build, parallel, train
 
 STEP = 2
 # MambaMixer.sharded_state_dict of 0.18 forgets to pass on the group that its caller gives, so such a model is refused.

@@ -12,20 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from agreement import everywhere
-from checkpointing import manager_of, save
-from foreign_checkpoints import save_torch_dist, seed_replicas_alike
-from global_state import GlobalState, assert_same_state, global_state, loss_and_norm
-from hf_words import hf_config
 from megatron.core import fp8_utils
 from megatron.core.optimizer import distrib_optimizer
-from quantized import computing
-from resuming import SIZES, assert_chain_returns_the_same_bytes, assert_goes_on, loaded, loaded_from, trained
-from snapshot import assert_same, chained, poison, snapshot
-from tiers import marks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from training import Layout, Training, build, parallel, train
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager, FastTier
 from mcore_ckpt.errors import CheckpointError, CheckpointMismatchError, UnsupportedError
@@ -39,6 +29,23 @@ from mcore_ckpt.state.main_weights import weights_to_save
 from mcore_ckpt.tools.convert.reshard.reshard import reshard
 from mcore_ckpt.tools.convert.reshard.target import WantedLayout
 from mcore_ckpt.tools.examine.select import select
+from tests.distributed.agreement import everywhere
+from tests.distributed.checkpointing import manager_of, save
+from tests.distributed.foreign_checkpoints import save_torch_dist, seed_replicas_alike
+from tests.distributed.global_state import GlobalState, assert_same_state, global_state, loss_and_norm
+from tests.distributed.hf_words import hf_config
+from tests.distributed.resuming import (
+    SIZES,
+    assert_chain_returns_the_same_bytes,
+    assert_goes_on,
+    loaded,
+    loaded_from,
+    trained,
+)
+from tests.distributed.snapshot import assert_same, chained, poison, snapshot
+from tests.distributed.tiers import marks
+from tests.distributed.training import Layout, Training, build, parallel, train
+from tests.support.quantized import computing
 
 FULL = pytest.mark.full
 EIGHT = Layout(2, precision="bf16", quantized="tensorwise")

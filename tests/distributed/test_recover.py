@@ -5,16 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from agreement import error_of, everywhere, raised_everywhere
-from checkpointing import manager_of, position
-from layouts import LAYOUTS
-from snapshot import assert_same, poison, snapshot
-from test_fallback import SHARD, flip_a_bit
-from training import build, parallel, train
 
 from mcore_ckpt import CheckpointManager
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
 from mcore_ckpt.recover import recover
+from tests.distributed.agreement import error_of, everywhere, raised_everywhere
+from tests.distributed.checkpointing import manager_of, position
+from tests.distributed.layouts import LAYOUTS
+from tests.distributed.snapshot import assert_same, poison, snapshot
+from tests.distributed.test_fallback import SHARD, flip_a_bit
+from tests.distributed.training import build, parallel, train
 
 DP2 = LAYOUTS["dp2-bf16"]
 ROLES = ("actor", "critic")

@@ -10,13 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from agreement import error_of, everywhere, gather, raised_everywhere
-from checkpointing import TIMEOUT_S, manager_of, save
-from layouts import HAS_HYBRID, LAYOUTS, REDUCES_EXPERTS_APART
 from megatron.core import parallel_state
-from refusals import assert_names, refused_load
-from tiers import pairs
-from training import Layout, build, build_chunks, parallel, train
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager
 from mcore_ckpt.errors import (
@@ -28,6 +22,12 @@ from mcore_ckpt.errors import (
     UnsupportedError,
 )
 from mcore_ckpt.state.model import unwrap
+from tests.distributed.agreement import error_of, everywhere, gather, raised_everywhere
+from tests.distributed.checkpointing import TIMEOUT_S, manager_of, save
+from tests.distributed.layouts import HAS_HYBRID, LAYOUTS, REDUCES_EXPERTS_APART
+from tests.distributed.refusals import assert_names, refused_load
+from tests.distributed.tiers import pairs
+from tests.distributed.training import Layout, build, build_chunks, parallel, train
 
 DP2 = LAYOUTS["dp2-bf16"]
 MODEL = "model/mp_rank_00_000/model_states.pt"

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from agreement import everywhere, gather, raised_everywhere
-from checkpointing import manager_of, position
-from layouts import LAYOUTS
-from snapshot import assert_same, assert_state, poison, snapshot
-from test_fallback import SHARD, flip_a_bit
-from training import Training, build, parallel, train
 
 from mcore_ckpt.errors import CheckpointNotFoundError, InvalidArgumentError, RemoteError
 from mcore_ckpt.io import retries
+from tests.distributed.agreement import everywhere, gather, raised_everywhere
+from tests.distributed.checkpointing import manager_of, position
+from tests.distributed.layouts import LAYOUTS
+from tests.distributed.snapshot import assert_same, assert_state, poison, snapshot
+from tests.distributed.test_fallback import SHARD, flip_a_bit
+from tests.distributed.training import Training, build, parallel, train
 
 DP2 = LAYOUTS["dp2-bf16"]
 

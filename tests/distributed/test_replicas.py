@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from agreement import everywhere, gather
-from checkpointing import manager_of
-from layouts import LAYOUTS
-from training import Layout, Training, build, parallel, train
 
 from mcore_ckpt.state.model import model_shards
 from mcore_ckpt.state.optimizer import read_optimizer
 from mcore_ckpt.state.optimizers.chain import optimizer_parts
 from mcore_ckpt.tools.examine.doctor.stored_replicas import stored_replicas
+from tests.distributed.agreement import everywhere, gather
+from tests.distributed.checkpointing import manager_of
+from tests.distributed.layouts import LAYOUTS
+from tests.distributed.training import Layout, Training, build, parallel, train
 
 
 def parameter(training: Training, end: str) -> torch.Tensor:

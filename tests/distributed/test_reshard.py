@@ -9,18 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from agreement import everywhere, gather
-from checkpointing import files_of, manager_of, save
-from global_state import GlobalState, assert_same_state, global_state, loss_and_norm
-from layouts import HAS_HYBRID, REDUCES_EXPERTS_APART
-from refusals import assert_names, refused
-from snapshot import poison
-from tiers import marks
-from training import VOCAB_SIZE, Layout, Step, Training, build, parallel, train
 
 from mcore_ckpt.errors import CheckpointMismatchError
 from mcore_ckpt.io import tuning
 from mcore_ckpt.state.optimizers.chain import optimizer_parts
+from tests.distributed.agreement import everywhere, gather
+from tests.distributed.checkpointing import files_of, manager_of, save
+from tests.distributed.global_state import GlobalState, assert_same_state, global_state, loss_and_norm
+from tests.distributed.layouts import HAS_HYBRID, REDUCES_EXPERTS_APART
+from tests.distributed.refusals import assert_names, refused
+from tests.distributed.snapshot import poison
+from tests.distributed.tiers import marks
+from tests.distributed.training import VOCAB_SIZE, Layout, Step, Training, build, parallel, train
 
 # The same model and the same sequences under every layout; no dropout, which draws for a rank.
 SAME: dict[str, Any] = {"padded_vocab": 144, "global_batch": 4, "dropout": 0.0, "num_layers": 4}

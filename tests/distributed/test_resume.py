@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from agreement import everywhere, gather
-from checkpointing import files_of, manager_of, position, save
-from layouts import LAYOUTS
-from snapshot import assert_same, chained, poison, snapshot
-from tiers import marks
-from training import Layout, build, parallel, train
+
+from tests.distributed.agreement import everywhere, gather
+from tests.distributed.checkpointing import files_of, manager_of, position, save
+from tests.distributed.layouts import LAYOUTS
+from tests.distributed.snapshot import assert_same, chained, poison, snapshot
+from tests.distributed.tiers import marks
+from tests.distributed.training import Layout, build, parallel, train
 
 
 @dataclass(frozen=True)

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from agreement import error_of, everywhere, gather, raised_everywhere
-from checkpointing import manager_of
-from layouts import LAYOUTS
-from snapshot import assert_same, poison, snapshot
-from test_fallback import save_twice
-from training import build, parallel
 
 from mcore_ckpt.errors import CheckpointCorruptError
 from mcore_ckpt.load import load as loading
 from mcore_ckpt.steps.retention import PreservationPolicy, delete_old_steps
+from tests.distributed.agreement import error_of, everywhere, gather, raised_everywhere
+from tests.distributed.checkpointing import manager_of
+from tests.distributed.layouts import LAYOUTS
+from tests.distributed.snapshot import assert_same, poison, snapshot
+from tests.distributed.test_fallback import save_twice
+from tests.distributed.training import build, parallel
 
 DP2 = LAYOUTS["dp2-bf16"]
 

@@ -14,14 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from adapters import ALPHA, DIM, FROZEN, with_adapters
-from agreement import error_of, everywhere, raised_everywhere
-from checkpointing import TIMEOUT_S
-from global_state import assert_same_state, global_state
-from layouts import LAYOUTS
-from snapshot import assert_same, assert_state, poison, snapshot
-from test_reshard import SAME
-from training import Layout, Training, build, parallel, train
 from transformers import LlamaConfig
 
 from mcore_ckpt.checkpoint.manifest import AdapterSettings
@@ -30,6 +22,14 @@ from mcore_ckpt.errors import CheckpointMismatchError, CommitError, LockedError
 from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.steps import listing as steps
 from mcore_ckpt.steps.trainer_lock import TrainerLock
+from tests.distributed.adapters import ALPHA, DIM, FROZEN, with_adapters
+from tests.distributed.agreement import error_of, everywhere, raised_everywhere
+from tests.distributed.checkpointing import TIMEOUT_S
+from tests.distributed.global_state import assert_same_state, global_state
+from tests.distributed.layouts import LAYOUTS
+from tests.distributed.snapshot import assert_same, assert_state, poison, snapshot
+from tests.distributed.test_reshard import SAME
+from tests.distributed.training import Layout, Training, build, parallel, train
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "integrations" / "roll_stand_in"))
 from mcore_ckpt.integrations.roll.pipeline import CheckpointUploader

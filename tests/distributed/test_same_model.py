@@ -6,12 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from agreement import error_of, everywhere, raised_everywhere
-from checkpointing import manager_of, save
-from hf_models import Shape, assert_holds, build_model, global_tensors
-from refusals import assert_names, refused
-from tiny_models import make_hf_folder
-from training import Layout, Training, build, parallel, train
 
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.errors import CheckpointMismatchError
@@ -22,6 +16,12 @@ from mcore_ckpt.tools.convert.reshard.reshard import reshard
 from mcore_ckpt.tools.convert.reshard.target import WantedLayout
 from mcore_ckpt.tools.examine.diff import diff
 from mcore_ckpt.tools.examine.select import select
+from tests.distributed.agreement import error_of, everywhere, raised_everywhere
+from tests.distributed.checkpointing import manager_of, save
+from tests.distributed.hf_models import Shape, assert_holds, build_model, global_tensors
+from tests.distributed.refusals import assert_names, refused
+from tests.distributed.training import Layout, Training, build, parallel, train
+from tests.support.tiny_models import make_hf_folder
 
 
 def with_other_model(training: Training) -> Training:

@@ -11,27 +11,27 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
-from adapters import FROZEN, with_adapters
-from agreement import everywhere
-from commits import came_from, is_fork_of
-from document_examples import run_in_shell
-from foreign_checkpoints import save_torch_dist, seed_replicas_alike
-from fused_adam import fused_adam
-from global_state import loss_and_norm
-from layouts import LAYOUTS
-from megatron_lm import poison_for_megatron, ready_to_load
-from slime_run import Run, arguments, installed
-from snapshot import assert_same, poison, snapshot
-from test_verl_manager import with_value_head
-from tiers import marks
-from training import Layout, build, parallel, train
-from walk import block, section
 
 from mcore_ckpt import CheckpointManager
 from mcore_ckpt.errors import CheckpointNotFoundError, InvalidArgumentError, UnsupportedError
 from mcore_ckpt.ranks import rendezvous
 from mcore_ckpt.steps import complete_steps
 from mcore_ckpt.tools.convert.for_trainers.convert import convert_back
+from tests.distributed.adapters import FROZEN, with_adapters
+from tests.distributed.agreement import everywhere
+from tests.distributed.foreign_checkpoints import save_torch_dist, seed_replicas_alike
+from tests.distributed.global_state import loss_and_norm
+from tests.distributed.layouts import LAYOUTS
+from tests.distributed.megatron_lm import poison_for_megatron, ready_to_load
+from tests.distributed.slime_run import Run, arguments, installed
+from tests.distributed.snapshot import assert_same, poison, snapshot
+from tests.distributed.test_verl_manager import with_value_head
+from tests.distributed.tiers import marks
+from tests.distributed.training import Layout, build, parallel, train
+from tests.support.commits import came_from, is_fork_of
+from tests.support.document_examples import run_in_shell
+from tests.support.fused_adam import fused_adam
+from tests.support.walk import block, section
 
 DP2 = LAYOUTS["dp2-bf16"]
 SWITCHES: dict[str, dict[str, Any]] = {

@@ -11,11 +11,6 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from agreement import error_of, everywhere, gather, raised_everywhere
-from checkpointing import assert_loads
-from layouts import LAYOUTS
-from snapshot import assert_same, snapshot
-from training import Training, build, parallel, train
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager
 from mcore_ckpt.checkpoint import file_names
@@ -23,6 +18,11 @@ from mcore_ckpt.errors import AgreementError, CheckpointError, CommitError
 from mcore_ckpt.formats.native.writer import FileWriter
 from mcore_ckpt.load import load as loading
 from mcore_ckpt.ranks import rounds as agreement
+from tests.distributed.agreement import error_of, everywhere, gather, raised_everywhere
+from tests.distributed.checkpointing import assert_loads
+from tests.distributed.layouts import LAYOUTS
+from tests.distributed.snapshot import assert_same, snapshot
+from tests.distributed.training import Training, build, parallel, train
 
 DP2 = LAYOUTS["dp2-bf16"]
 FULL = pytest.mark.full

@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agreement import everywhere, gather
-from checkpointing import manager_of
-from hf_words import hf_config
-from layouts import LAYOUTS
-from training import build, parallel, train
 
 from mcore_ckpt.checkpoint.reading import read_manifest
+from tests.distributed.agreement import everywhere, gather
+from tests.distributed.checkpointing import manager_of
+from tests.distributed.hf_words import hf_config
+from tests.distributed.layouts import LAYOUTS
+from tests.distributed.training import build, parallel, train
 
 pytestmark = pytest.mark.world(2)
 

@@ -5,12 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from agreement import error_of, everywhere, raised_everywhere
-from checkpointing import manager_of, position
-from layouts import Layout
-from small_disks import bytes_below, fill, free_bytes, tmpfs
-from test_export import CONTENTS, cases, hf_config, read_weights
-from training import build, parallel
 
 from mcore_ckpt import CheckpointManager
 from mcore_ckpt.checkpoint import file_names
@@ -18,6 +12,12 @@ from mcore_ckpt.errors import NoRoomError
 from mcore_ckpt.io import tuning
 from mcore_ckpt.save.hf_export import least_exported_bytes
 from mcore_ckpt.save.plan import SavePlanner
+from tests.distributed.agreement import error_of, everywhere, raised_everywhere
+from tests.distributed.checkpointing import manager_of, position
+from tests.distributed.layouts import Layout
+from tests.distributed.test_export import CONTENTS, cases, hf_config, read_weights
+from tests.distributed.training import build, parallel
+from tests.support.small_disks import bytes_below, fill, free_bytes, tmpfs
 
 # How many bytes the estimate may be too low: tokenizer files, headers of the export, manifest and CRCs.
 UNKNOWN = 10 * 4096

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from agreement import error_of, everywhere, raised_everywhere
-from checkpointing import manager_of
-from layouts import LAYOUTS
-from snapshot import assert_same, poison, snapshot
-from training import build, parallel, train
 
 from mcore_ckpt.errors import LockedError
 from mcore_ckpt.formats.native.writer import FileWriter
 from mcore_ckpt.steps.trainer_lock import TrainerLock
+from tests.distributed.agreement import error_of, everywhere, raised_everywhere
+from tests.distributed.checkpointing import manager_of
+from tests.distributed.layouts import LAYOUTS
+from tests.distributed.snapshot import assert_same, poison, snapshot
+from tests.distributed.training import build, parallel, train
 
 DP2 = LAYOUTS["dp2-bf16"]
 LOCK = ".actor.trainer.json"

@@ -8,12 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from agreement import everywhere
-from checkpointing import save
-from foreign_checkpoints import load_by_megatron
-from global_state import GlobalState, assert_same_state, global_state
-from resuming import SIZES, loaded, saved_by_megatron
-from training import Layout, build, device, parallel, train
+
+from tests.distributed.agreement import everywhere
+from tests.distributed.checkpointing import save
+from tests.distributed.foreign_checkpoints import load_by_megatron
+from tests.distributed.global_state import GlobalState, assert_same_state, global_state
+from tests.distributed.resuming import SIZES, loaded, saved_by_megatron
+from tests.distributed.training import Layout, build, device, parallel, train
 
 pytestmark = [pytest.mark.full, pytest.mark.world(2)]
 

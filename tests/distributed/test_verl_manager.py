@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from adapters import FROZEN, with_adapters
-from agreement import everywhere
-from commits import came_from, is_fork_of
-from layouts import LAYOUTS
-from snapshot import assert_same, assert_state, chained, poison, snapshot
-from tiers import marks
-from training import build, parallel, train
-from verl_words import (
+
+from mcore_ckpt.integrations.verl import MegatronCheckpointManager
+from tests.distributed.adapters import FROZEN, with_adapters
+from tests.distributed.agreement import everywhere
+from tests.distributed.layouts import LAYOUTS
+from tests.distributed.snapshot import assert_same, assert_state, chained, poison, snapshot
+from tests.distributed.tiers import marks
+from tests.distributed.training import build, parallel, train
+from tests.distributed.verl_words import (
     resume,
     step_folder,
     steps_in,
@@ -25,8 +26,7 @@ from verl_words import (
     write_ppo_data,
     write_sft_data_and_tracker,
 )
-
-from mcore_ckpt.integrations.verl import MegatronCheckpointManager
+from tests.support.commits import came_from, is_fork_of
 
 DP2 = LAYOUTS["dp2-bf16"]
 
@@ -105,7 +105,7 @@ def test_a_critic_with_a_value_head_comes_back_under_another_layout(
 
 
 def with_value_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    import training as of_tests
+    from tests.distributed import training as of_tests
 
     build_chunk = of_tests._build_chunk
 

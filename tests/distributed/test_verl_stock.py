@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from adapters import FROZEN, with_adapters
-from agreement import everywhere
-from foreign_checkpoints import save_torch_dist, seed_replicas_alike
-from hf_words import hf_config
-from layouts import LAYOUTS
-from snapshot import assert_state, chained, poison, snapshot
-from training import build, parallel, train
-from verl_words import resume, step_folder, verl_manager
 
 from mcore_ckpt.state.model import unwrap
+from tests.distributed.adapters import FROZEN, with_adapters
+from tests.distributed.agreement import everywhere
+from tests.distributed.foreign_checkpoints import save_torch_dist, seed_replicas_alike
+from tests.distributed.hf_words import hf_config
+from tests.distributed.layouts import LAYOUTS
+from tests.distributed.snapshot import assert_state, chained, poison, snapshot
+from tests.distributed.training import build, parallel, train
+from tests.distributed.verl_words import resume, step_folder, verl_manager
 
 DP2 = LAYOUTS["dp2-bf16"]
 

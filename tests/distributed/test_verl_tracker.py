@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from agreement import error_of, everywhere, raised_everywhere
-from layouts import LAYOUTS
-from snapshot import assert_state, poison, snapshot
-from test_async import full_disk
-from test_fallback import flip_a_bit
-from training import Training, build, parallel, train
-from verl_words import (
+
+from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
+from tests.distributed.agreement import error_of, everywhere, raised_everywhere
+from tests.distributed.layouts import LAYOUTS
+from tests.distributed.snapshot import assert_state, poison, snapshot
+from tests.distributed.test_async import full_disk
+from tests.distributed.test_fallback import flip_a_bit
+from tests.distributed.training import Training, build, parallel, train
+from tests.distributed.verl_words import (
     resume,
     step_folder,
     steps_in,
@@ -23,8 +25,6 @@ from verl_words import (
     write_ppo_data,
     write_sft_data_and_tracker,
 )
-
-from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
 
 DP2 = LAYOUTS["dp2-bf16"]
 MODEL_FILE = "actor/model/mp_rank_00_000/model_states.pt"

@@ -4,17 +4,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import vision_language
-from agreement import everywhere
-from checkpointing import manager_of, save
-from global_state import global_state
-from layouts import LAYOUTS
-from refusals import assert_names, refused_load
-from snapshot import poison
-from training import Layout, build, parallel, train
 
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.errors import CheckpointMismatchError
+from tests.distributed.agreement import everywhere
+from tests.distributed.checkpointing import manager_of, save
+from tests.distributed.global_state import global_state
+from tests.distributed.layouts import LAYOUTS
+from tests.distributed.refusals import assert_names, refused_load
+from tests.distributed.snapshot import poison
+from tests.distributed.training import Layout, build, parallel, train
+from tests.support import vision_language
 
 STEP = 2
 

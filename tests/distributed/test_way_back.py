@@ -7,20 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import megatron_lm
 import pytest
 import torch.distributed as dist
-from agreement import error_of, everywhere, raised_everywhere
-from fused_adam import fused_adam
-from global_state import assert_same_state, global_state, loss_and_norm
-from layouts import LAYOUTS
-from resuming import SIZES
-from snapshot import assert_same, poison, snapshot
-from test_muon import LAYOUTS as KINDS
-from test_muon import exists
-from test_param_groups import build_with
-from tiers import marks
-from training import Layout, Training, build, parallel, train
 
 from mcore_ckpt import CheckpointConfig
 from mcore_ckpt.errors import UnsupportedError
@@ -30,6 +18,18 @@ from mcore_ckpt.tools.convert.for_trainers.convert import WayBackReport, convert
 from mcore_ckpt.tools.convert.reshard.reshard import reshard
 from mcore_ckpt.tools.convert.reshard.target import WantedLayout
 from mcore_ckpt.tools.examine.select import select
+from tests.distributed import megatron_lm
+from tests.distributed.agreement import error_of, everywhere, raised_everywhere
+from tests.distributed.global_state import assert_same_state, global_state, loss_and_norm
+from tests.distributed.layouts import LAYOUTS
+from tests.distributed.resuming import SIZES
+from tests.distributed.snapshot import assert_same, poison, snapshot
+from tests.distributed.test_muon import LAYOUTS as KINDS
+from tests.distributed.test_muon import exists
+from tests.distributed.test_param_groups import build_with
+from tests.distributed.tiers import marks
+from tests.distributed.training import Layout, Training, build, parallel, train
+from tests.support.fused_adam import fused_adam
 
 STEP, END = 3, 5
 OPERATIONS = 1.5e12

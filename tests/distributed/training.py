@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import emerging  # noqa: F401, before megatron looks for emerging_optimizers
 import numpy as np
 import torch
 import torch.distributed as dist
-from fused_adam import fused_adam
+
+from tests.support import emerging  # noqa: F401, before megatron looks for emerging_optimizers
+from tests.support.fused_adam import fused_adam
 
 # Before megatron looks for mamba_ssm.
 sys.path.append(str(Path(__file__).parents[1] / "support" / "stand_ins"))
@@ -39,10 +40,10 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from quantized import computing, quantize_linears
-from simulated_device import simulated_device
 
 from mcore_ckpt.cli.demo.megatron_on_cpu import enable_cpu
+from tests.support.quantized import computing, quantize_linears
+from tests.support.simulated_device import simulated_device
 
 enable_cpu()
 
@@ -296,7 +297,7 @@ def _transformer_config(layout: Layout) -> TransformerConfig:
     if layout.tower:
         mixture |= {"mrope_section": [1, 2, 2]}
     if layout.pattern:
-        from hybrid_model import MIXERS
+        from tests.distributed.hybrid_model import MIXERS
 
         mixture |= {"is_hybrid_model": True, **MIXERS}
     return TransformerConfig(
@@ -367,7 +368,7 @@ def _build_chunk(layout: Layout, config: TransformerConfig, stage: int) -> Langu
         # The image's features take the place of embeddings before the sequence is cut.
         arguments["scatter_embedding_sequence_parallel"] = False
     if layout.pattern:
-        from hybrid_model import build_hybrid
+        from tests.distributed.hybrid_model import build_hybrid
 
         return build_hybrid(config, RMSNorm, layout.pattern, **arguments)
     block = _block_spec(config, **where)
@@ -379,7 +380,7 @@ def _build_chunk(layout: Layout, config: TransformerConfig, stage: int) -> Langu
 
 
 def _with_tower(layout: Layout, config: TransformerConfig, model: GPTModel) -> torch.nn.Module:
-    from vision_language import TOWER_2_5, TOWER_3, TOWER_NAMES, VisionLanguageModel, tower_of
+    from tests.support.vision_language import TOWER_2_5, TOWER_3, TOWER_NAMES, VisionLanguageModel, tower_of
 
     assert layout.tower is not None
     model_type, vision = ("qwen3_vl", TOWER_3) if layout.tower == "megatron" else ("qwen2_5_vl", TOWER_2_5)

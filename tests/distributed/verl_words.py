@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from checkpointing import TIMEOUT_S
 from megatron.core import parallel_state
-from training import DTYPES, Training
 
 from mcore_ckpt.integrations.verl import MegatronCheckpointManager
+from tests.distributed.checkpointing import TIMEOUT_S
+from tests.distributed.training import DTYPES, Training
 
 TRACKER = "latest_checkpointed_iteration.txt"
 

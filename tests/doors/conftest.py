@@ -1,5 +1,5 @@
 """Fixtures for the tests of the modules that a trainer calls."""
 
-from checkpoint_fixtures import small_knobs
+from tests.support.checkpoint_fixtures import small_knobs
 
 __all__ = ["small_knobs"]

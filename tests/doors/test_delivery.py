@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from endings import run_to_the_end
-from waiting import LONG_S, wait_for
 
 from mcore_ckpt import delivery
 from mcore_ckpt.delivery import Delivery
 from mcore_ckpt.events import Deleted, ErrorText, Event, Started
+from tests.support.endings import run_to_the_end
+from tests.support.waiting import LONG_S, wait_for
 
 # How long a test waits for what must not come.
 SHORT_S = 0.01

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from test_runs import Training
-from unsharded_model import Model
-from waiting import LONG_S
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.io.disk_watch import DiskWatch
 from mcore_ckpt.ranks.rounds import Agreement, decide, done_before
 from mcore_ckpt.save.rank_files import RankFiles
+from tests.doors.test_runs import Training
+from tests.support.unsharded_model import Model
+from tests.support.waiting import LONG_S
 
 
 class Held:

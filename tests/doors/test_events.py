@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_delivery import Held, held
-from test_errors import manager_of
-from told_events import DISK_ERROR, broken_disk
-from waiting import LONG_S
 
 from mcore_ckpt import CheckpointConfig, delivery
 from mcore_ckpt.errors import CheckpointError, CheckpointNotFoundError, CommitError, InvalidTypeError
 from mcore_ckpt.events import Captured, Committed, Deleted, ErrorText, Event, Failed, Loaded, Started, Uploaded, Written
 from mcore_ckpt.steps import upload_queue
+from tests.doors.test_delivery import Held, held
+from tests.doors.test_errors import manager_of
+from tests.support.told_events import DISK_ERROR, broken_disk
+from tests.support.waiting import LONG_S
 
 __all__ = ["held"]
 

@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_disks import ext4, frozen
-from test_runs import Training
-from waiting import LONG_S, wait_for_hung_calls
 
 from mcore_ckpt import FastTier, SaveHandle
 from mcore_ckpt.errors import BusyError, HungDiskError
 from mcore_ckpt.ranks import deadlines
 from mcore_ckpt.save.old_steps import OldSteps
 from mcore_ckpt.tools.examine.verify import verify
+from tests.doors.test_runs import Training
+from tests.support.small_disks import ext4, frozen
+from tests.support.waiting import LONG_S, wait_for_hung_calls
 
 TIMEOUT_S = 1.0
 

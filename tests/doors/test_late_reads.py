@@ -31,8 +31,8 @@ PROGRAM = """
 import os, sys
 from pathlib import Path
 import pytest, torch
-from test_runs import Training
-from waiting import wait_for
+from tests.doors.test_runs import Training
+from tests.support.waiting import wait_for
 from mcore_ckpt.errors import HungDiskError
 
 training, hangs = Training(Path(sys.argv[1]), timeout_s=1.0).save(1), Path(os.environ["HANGS"])
@@ -55,14 +55,12 @@ assert training.value == 1
 def test_a_load_that_was_given_up_changes_nothing_later(tmp_path: Path) -> None:
     if shutil.which("cc") is None:
         pytest.skip("no C compiler here")
-    library, support = tmp_path / "hangs.so", Path(__file__).parents[1] / "support"
+    library = tmp_path / "hangs.so"
     compiler = ["cc", "-shared", "-fPIC", "-w", "-x", "c", "-", "-o", str(library), "-ldl"]
     subprocess.run(compiler, input=HANGS, text=True, check=True)
-    paths = [Path(__file__).parent, support, os.environ.get("PYTHONPATH", "")]
     more = {
         "LD_PRELOAD": str(library),
         "HANGS": str(tmp_path / "hangs"),
-        "PYTHONPATH": os.pathsep.join(map(str, paths)),
     }
     command = [sys.executable, "-W", "ignore", "-c", PROGRAM, str(tmp_path / "run")]
     done = subprocess.run(command, env=os.environ | more, capture_output=True, text=True, timeout=100)

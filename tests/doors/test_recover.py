@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import alone_in_the_world, make, stage
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.errors import (
@@ -25,6 +24,7 @@ from mcore_ckpt.recover import Recovery, recover, resumable_steps
 from mcore_ckpt.steps.node_steps import NodeStep
 from mcore_ckpt.steps.remote_steps import RemoteRole, RemoteStep
 from mcore_ckpt.steps.retention import PreservationPolicy, delete_old_steps
+from tests.support.checkpoints import alone_in_the_world, make, stage
 
 BOTH = ("actor", "critic")
 

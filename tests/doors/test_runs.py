@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from commits import came_from, is_fork_of
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager
 from mcore_ckpt.checkpoint import file_names
@@ -33,6 +32,7 @@ from mcore_ckpt.steps.worth import Worth
 from mcore_ckpt.tools.examine.step_list import step_list_of
 from mcore_ckpt.tools.maintain.collect import find_steps
 from mcore_ckpt.tools.maintain.prune import prune
+from tests.support.commits import came_from, is_fork_of
 
 
 class Model(torch.nn.Module):

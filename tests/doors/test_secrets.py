@@ -11,9 +11,6 @@ from typing import Any
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
-from remote_store import Outage, failing
-from test_errors import manager_of
-from told_events import GOOD
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager, FastTier, pin
 from mcore_ckpt.cli.main import main
@@ -24,6 +21,9 @@ from mcore_ckpt.io.mounts import parse_mount
 from mcore_ckpt.io.store import Store
 from mcore_ckpt.save import rank_files
 from mcore_ckpt.steps.remote_steps import RemoteSteps
+from tests.doors.test_errors import manager_of
+from tests.support.remote_store import Outage, failing
+from tests.support.told_events import GOOD
 
 WORD = "S3CRET"
 URL = "simplecache::s3://key:S3CRET@bucket/run?sig=S3CRET"

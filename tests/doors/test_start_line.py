@@ -4,12 +4,12 @@ import logging
 from pathlib import Path
 
 import pytest
-from small_model import STEP, make, tensors_of
-from test_errors import manager_of
 
 from mcore_ckpt.io.disk_space import Amount, DiskSpace, Limit
 from mcore_ckpt.io.mounts import parse_mount
 from mcore_ckpt.tools.examine.doctor import free_space, start_line
+from tests.doors.test_errors import manager_of
+from tests.support.small_model import STEP, make, tensors_of
 
 LOGGER = start_line.logger.name
 

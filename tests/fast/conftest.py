@@ -5,12 +5,12 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from checkpoint_fixtures import dead_pid, role_dir, small_knobs
-from peer_talk import HOST, SECRET
-from waiting import LONG_S
 
 from mcore_ckpt.fast.peer_server import PeerServer
 from mcore_ckpt.fast.peer_store import PeerStore
+from tests.support.checkpoint_fixtures import dead_pid, role_dir, small_knobs
+from tests.support.peer_talk import HOST, SECRET
+from tests.support.waiting import LONG_S
 
 __all__ = ["dead_pid", "role_dir", "server", "small_knobs", "store"]
 

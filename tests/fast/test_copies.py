@@ -11,10 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import small_model
 import torch.distributed as dist
-from rank_threads import on_threads
-from waiting import LONG_S, wait_for
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import Manifest, encode_manifest
@@ -33,6 +30,9 @@ from mcore_ckpt.ranks.rounds import Agreement
 from mcore_ckpt.steps.node_steps import files_here
 from mcore_ckpt.steps.trainer_lock import TrainerLock
 from mcore_ckpt.steps.transaction import Attempt
+from tests.support import small_model
+from tests.support.rank_threads import on_threads
+from tests.support.waiting import LONG_S, wait_for
 
 STEP, NODES = small_model.STEP, 3
 

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from checkpoints import manifest_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,6 +21,7 @@ from mcore_ckpt.fast.saves import FastSaves
 from mcore_ckpt.steps.commit import remove_folder, remove_if_empty
 from mcore_ckpt.steps.runs import Ownership
 from mcore_ckpt.steps.transaction import Attempt
+from tests.support.checkpoints import manifest_of
 
 
 class StubTier:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import small_model
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import ManifestSummary
@@ -24,6 +23,7 @@ from mcore_ckpt.steps.listing import step_status
 from mcore_ckpt.steps.node_steps import FastCheckpoint, HeldRole, node_steps
 from mcore_ckpt.steps.remote_steps import RemoteRole, RemoteStep
 from mcore_ckpt.steps.trainer_lock import TrainerLock
+from tests.support import small_model
 
 STEP = small_model.STEP
 FILES = 4

@@ -10,8 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import small_model
-from waiting import LONG_S
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import Manifest, encode_manifest
@@ -34,6 +32,8 @@ from mcore_ckpt.steps.node_steps import HeldRole, files_here, held_roles
 from mcore_ckpt.steps.runs import Ownership
 from mcore_ckpt.steps.trainer_lock import TrainerLock
 from mcore_ckpt.steps.transaction import Attempt
+from tests.support import small_model
+from tests.support.waiting import LONG_S
 
 STEP = small_model.STEP
 

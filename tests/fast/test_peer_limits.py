@@ -9,8 +9,6 @@ from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 import pytest
-from peer_talk import HOST, SECRET, answer, broken, raw, request, says_and_waits, stranger
-from waiting import LONG_S, join_threads, wait_for
 
 from mcore_ckpt.errors import InvalidArgumentError
 from mcore_ckpt.fast import peer_protocol, peer_server, peer_store
@@ -18,6 +16,8 @@ from mcore_ckpt.fast.peer_protocol import HEADER, HERE, HandshakeError, introduc
 from mcore_ckpt.fast.peer_server import PeerServer
 from mcore_ckpt.fast.peer_store import PeerError, PeerStore
 from mcore_ckpt.fast.peer_tls import read_tls
+from tests.support.peer_talk import HOST, SECRET, answer, broken, raw, request, says_and_waits, stranger
+from tests.support.waiting import LONG_S, join_threads, wait_for
 
 
 @pytest.fixture

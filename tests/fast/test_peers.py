@@ -12,14 +12,25 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from peer_talk import HOST, SECRET, Talk, answer, broken, raw, request, says, says_and_waits, says_for_ever
-from waiting import LONG_S, join_threads, wait_for
 
 from mcore_ckpt.errors import CheckpointCorruptError
 from mcore_ckpt.fast import peer_server
 from mcore_ckpt.fast.peer_protocol import HEADER, HERE, MISSING, REFUSED, REQUEST_BYTES
 from mcore_ckpt.fast.peer_server import PeerServer
 from mcore_ckpt.fast.peer_store import PeerError, PeerStore
+from tests.support.peer_talk import (
+    HOST,
+    SECRET,
+    Talk,
+    answer,
+    broken,
+    raw,
+    request,
+    says,
+    says_and_waits,
+    says_for_ever,
+)
+from tests.support.waiting import LONG_S, join_threads, wait_for
 
 
 @pytest.fixture

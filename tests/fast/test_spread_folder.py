@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import small_model
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from waiting import LONG_S
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.dtypes import torch_dtype
@@ -30,6 +28,8 @@ from mcore_ckpt.formats.native.folder import Folder, LocalFolder
 from mcore_ckpt.formats.native.remote_folder import RemoteFolder
 from mcore_ckpt.sharding.overlap import Rows
 from mcore_ckpt.sharding.plan import ReadRange, runs
+from tests.support import small_model
+from tests.support.waiting import LONG_S
 
 KEY = f"global_steps_{small_model.STEP}/actor"
 

@@ -15,14 +15,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
-
-from checkpoints import SMALL_KNOBS, checkpoints, remains, save_together
-
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.io import tuning
 from mcore_ckpt.ranks.rounds import Agreement
 from mcore_ckpt.steps import tracker
+from tests.support.checkpoints import SMALL_KNOBS, checkpoints, remains, save_together
 
 WORLD = 2
 

@@ -10,13 +10,13 @@ from typing import NoReturn
 
 import pytest
 import torch.distributed as dist
-from mounting import shown_by
-from test_one_file_system import see_another_disk
 
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.ranks.meeting import rendezvous_at
 from mcore_ckpt.tools.examine.doctor import between_hosts, examine, known, speed
 from mcore_ckpt.tools.examine.doctor.findings import Finding, Severity
+from tests.faults.test_one_file_system import see_another_disk
+from tests.support.mounting import shown_by
 
 TIMEOUT_S = 30.0
 SHORT_S = 2.0  # for the tests in which a rank is dead

@@ -9,10 +9,10 @@ from typing import NoReturn
 
 import pytest
 import torch.distributed as dist
-from checkpoints import SMALL_KNOBS, save_together
 
 from mcore_ckpt.io import tuning
 from mcore_ckpt.ranks.rounds import Agreement
+from tests.support.checkpoints import SMALL_KNOBS, save_together
 
 WORLD = 2
 CLONE_NEWNS = 0x00020000

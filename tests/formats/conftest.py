@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
-from checkpoint_fixtures import small_knobs
 
 from mcore_ckpt.checkpoint.manifest import FileRecord
 from mcore_ckpt.formats.native import stored_tensors
+from tests.support.checkpoint_fixtures import small_knobs
 
 __all__ = ["opened", "small_knobs"]
 

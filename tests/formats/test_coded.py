@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import manifest_of, write_alone
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,6 +23,7 @@ from mcore_ckpt.io.json_fields import FieldError
 from mcore_ckpt.sharding.overlap import Rows
 from mcore_ckpt.sharding.plan import MODEL, PARAM, Coding, ReadRange, ShardKey, StoredShard
 from mcore_ckpt.sharding.regions import Piece, Region
+from tests.support.checkpoints import manifest_of, write_alone
 
 NAME = "decoder.layers.0.mlp.linear_fc1.weight"
 ROWS, ROW = 6, 10

@@ -11,10 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from fsdp_training import KINDS, WORLD, model_of
-from global_tensors import to_mcore
 from safetensors.torch import load_file
-from tiny_models import make_hf_folder, make_hf_model, read_config
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -34,6 +31,9 @@ from mcore_ckpt.models.accounting import COMPUTED, COPIES
 from mcore_ckpt.models.architecture import HfModel
 from mcore_ckpt.models.mapping import hf_mtp_prefix
 from mcore_ckpt.sharding.regions import Region
+from tests.support.fsdp_training import KINDS, WORLD, model_of
+from tests.support.global_tensors import to_mcore
+from tests.support.tiny_models import make_hf_folder, make_hf_model, read_config
 
 TESTS = Path(__file__).parents[1]
 
@@ -42,10 +42,9 @@ TESTS = Path(__file__).parents[1]
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four ranks have saved under each kind of placement."""
     folder = tmp_path_factory.mktemp("fsdp")
-    path = os.pathsep.join([str(TESTS / "distributed"), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, str(TESTS / "support" / "fsdp_training.py"), str(folder)],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

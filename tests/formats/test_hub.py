@@ -16,10 +16,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from forks import forked
-from hub_server import HubServer
-from rank_threads import on_threads
-from tiny_models import make_hf_folder
 
 from mcore_ckpt.errors import (
     AgreementError,
@@ -36,6 +32,10 @@ from mcore_ckpt.formats.huggingface.hub_names import HubModel, with_revision
 from mcore_ckpt.formats.huggingface.reader import HuggingFaceReader, read_contents
 from mcore_ckpt.formats.huggingface.side_files import copy_side_files
 from mcore_ckpt.ranks.rounds import Agreement
+from tests.support.forks import forked
+from tests.support.hub_server import HubServer
+from tests.support.rank_threads import on_threads
+from tests.support.tiny_models import make_hf_folder
 
 huggingface_hub = pytest.importorskip("huggingface_hub")
 HERE = Path(__file__).parent
@@ -87,7 +87,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def sharded(published: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same, with the weights in several files that an index lists."""
-    from tiny_models import make_hf_model
+    from tests.support.tiny_models import make_hf_model
 
     folder = tmp_path_factory.mktemp("sharded") / "folder"
     shutil.copytree(published, folder)
@@ -559,8 +559,7 @@ def test_a_download_that_hangs_ends_with_the_deadline(
 
 PROGRAM = """
 import os, socket, sys
-sys.path.insert(0, {support!r})
-import hub_server
+from tests.support import hub_server
 rank = int(os.environ["RANK"])
 socket.gethostname = lambda: f"node-{{rank // 2}}"
 hub_server.use({variables!r} | {{"HF_HOME": f"{{sys.argv[1]}}/node-{{rank // 2}}"}})
@@ -573,7 +572,7 @@ def test_processes_of_two_nodes_download_once_for_each(hub: HubServer, sharded: 
     """Four processes as torchrun starts them, with a cache on each of two nodes."""
     hub.add(NAME, sharded)
     program = tmp_path / "program.py"
-    program.write_text(PROGRAM.format(support=str(REPOSITORY / "tests" / "support"), variables=hub.variables(tmp_path)))
+    program.write_text(PROGRAM.format(variables=hub.variables(tmp_path)))
     command = [program, tmp_path, "--hf_model_path", NAME, "--output_path", tmp_path / "out", "--test"]
     imports = ("mcore_ckpt.cli.main", "mcore_ckpt.tools.convert.to_native")
     done = forked(command, ranks=4, imports=imports)
@@ -597,7 +596,7 @@ def find_cached(home: Path) -> Path:
 @pytest.mark.full
 @pytest.mark.skipif(IS_OLD or not TRANSFORMERS_4.exists(), reason="runs itself with huggingface_hub 0.36")
 def test_with_huggingface_hub_0(inner_pytest: list[str]) -> None:
-    path = os.pathsep.join([str(TRANSFORMERS_4), str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(REPOSITORY), str(TRANSFORMERS_4), os.environ["PYTHONPATH"]])
     done = subprocess.run(
         [sys.executable, *inner_pytest, __file__, "-k", "not processes"],
         env=os.environ | {"PYTHONPATH": path},

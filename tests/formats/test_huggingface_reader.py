@@ -11,7 +11,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from tiny_models import AS_TRANSFORMERS_WRITES_KIMI, make_config, make_hf_folder
 
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError, UnsupportedError
 from mcore_ckpt.formats.huggingface.reader import FolderContents, HuggingFaceReader, read_contents
@@ -23,6 +22,7 @@ from mcore_ckpt.models.registry import model_from_config
 from mcore_ckpt.sharding.cuts import Cut
 from mcore_ckpt.sharding.plan import MODEL, ReadRange, ShardKey
 from mcore_ckpt.sharding.regions import Region
+from tests.support.tiny_models import AS_TRANSFORMERS_WRITES_KIMI, make_config, make_hf_folder
 
 GPT_OSS = {
     "model_type": "gpt_oss",

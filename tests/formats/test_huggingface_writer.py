@@ -8,18 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from global_tensors import to_hf
 from hypothesis import given
 from hypothesis import strategies as st
-from mcore_checkpoints import (
-    as_transformer_engine,
-    make_checkpoint,
-    mcore_tensors,
-    model_of,
-    pad_vocabulary,
-    weights,
-)
-from tiny_models import NAMES, make_hf_folder
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.dtypes import dtype_name
@@ -37,6 +27,16 @@ from mcore_ckpt.models.mapping import HfTensor, Slab
 from mcore_ckpt.sharding.assignment import share_of
 from mcore_ckpt.sharding.plan import MODEL, PARAM, ShardKey, StoredShard
 from mcore_ckpt.sharding.regions import Region
+from tests.support.global_tensors import to_hf
+from tests.support.mcore_checkpoints import (
+    as_transformer_engine,
+    make_checkpoint,
+    mcore_tensors,
+    model_of,
+    pad_vocabulary,
+    weights,
+)
+from tests.support.tiny_models import NAMES, make_hf_folder
 
 
 class Memory:

@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from sparse import rows, shard, write
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.index import Alias
@@ -17,6 +16,7 @@ from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.ranks.topology import RankCoordinates, Topology
 from mcore_ckpt.sharding.plan import OPAQUE, ShardKey, StoredShard
 from mcore_ckpt.sharding.regions import Region
+from tests.support.sparse import rows, shard, write
 
 NORM = "decoder.layers.0.input_layernorm.weight"
 WEIGHT = "decoder.layers.0.self_attention.linear_qkv.weight"

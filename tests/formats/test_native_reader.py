@@ -3,8 +3,6 @@
 from pathlib import Path
 
 import pytest
-from checkpoints import ROLE
-from sparse import shard, write
 
 from mcore_ckpt.checkpoint.index import Alias
 from mcore_ckpt.checkpoint.manifest import Manifest
@@ -14,6 +12,8 @@ from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.ranks.topology import RankCoordinates, Topology
 from mcore_ckpt.sharding.plan import OPAQUE, ShardKey
 from mcore_ckpt.sharding.regions import Region
+from tests.support.checkpoints import ROLE
+from tests.support.sparse import shard, write
 
 WHOLE = Region.whole((4, 3))
 HALVES = (WHOLE.with_flat(0, 5), WHOLE.with_flat(5, 12))

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from element_positions import positions
 from safetensors import safe_open
 
 from mcore_ckpt.checkpoint import file_names
@@ -29,6 +28,7 @@ from mcore_ckpt.sharding.overlap import Rows
 from mcore_ckpt.sharding.plan import MODEL, OPAQUE, ReadRange, ShardKey
 from mcore_ckpt.steps.remote_steps import RemoteSteps
 from mcore_ckpt.tools.examine.verify import verify
+from tests.support.element_positions import positions
 
 DATA = Path(__file__).parents[1] / "data" / "before_rooms"
 STEP, ROLE, WORLD = 2, "actor", 2

@@ -7,13 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import quantized_folders as published
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from quantized_folders import Parts, dequantize_with_transformers, needs_accelerate, publish
 from safetensors.torch import load_file, save_file
-from tiny_models import make_hf_folder
 
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError, UnsupportedError
 from mcore_ckpt.formats.contract import RegionRead
@@ -26,6 +23,9 @@ from mcore_ckpt.models.quantization import quantization_of, without_quantization
 from mcore_ckpt.sharding.cuts import Cut
 from mcore_ckpt.sharding.plan import MODEL, ReadRange, ShardKey
 from mcore_ckpt.sharding.regions import Region
+from tests.support import quantized_folders as published
+from tests.support.quantized_folders import Parts, dequantize_with_transformers, needs_accelerate, publish
+from tests.support.tiny_models import make_hf_folder
 
 SMALL_FP8 = {**published.FP8_CONFIG, "weight_block_size": [8, 8]}
 SMALL_INT4 = published.compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=8)

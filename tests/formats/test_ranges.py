@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import write_alone
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -30,6 +29,7 @@ from mcore_ckpt.io.pages import PAGE_BYTES
 from mcore_ckpt.sharding.overlap import Rows
 from mcore_ckpt.sharding.plan import ReadRange, ShardKey, StoredShard
 from mcore_ckpt.sharding.regions import Region
+from tests.support.checkpoints import write_alone
 
 PATH = "optim/state.pt"
 NAME = "decoder.layers.3.weight"

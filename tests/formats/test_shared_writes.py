@@ -14,11 +14,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoints import write_alone
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from rank_threads import SLACK_S, on_threads
-from waiting import LONG_S
 
 from mcore_ckpt.checkpoint.index import BLOCK_BYTES
 from mcore_ckpt.checkpoint.manifest import WrittenFile
@@ -33,6 +30,9 @@ from mcore_ckpt.save.capture import FileTensors, arena_bytes, capture_copies, ca
 from mcore_ckpt.sharding.plan import ShardKey
 from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.steps.commit import check_structures
+from tests.support.checkpoints import write_alone
+from tests.support.rank_threads import SLACK_S, on_threads
+from tests.support.waiting import LONG_S
 
 PATH = "model/mp_rank_00_000/model_states.pt"
 TOPIC = "saving step 7"

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch_dist_folder import make_torch_dist
 
 from mcore_ckpt.errors import CheckpointCorruptError
 from mcore_ckpt.formats.torch_dist.files import TorchDistFiles, WantedPart
+from tests.support.torch_dist_folder import make_torch_dist
 
 
 def test_the_file_of_old_versions_comes_first(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import io
 import json
 import random
 import struct
-import sys
 import time
 import zipfile
 import zlib
@@ -22,10 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-from checkpoints import ROLE, make, tensors
-from torch_dist_folder import make_torch_dist
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.dtypes import torch_dtype
@@ -53,6 +48,8 @@ from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.steps import listing as steps
 from mcore_ckpt.steps import tracker
 from mcore_ckpt.steps.owner import Life, read_owner, write_owner
+from tests.support.checkpoints import ROLE, make, tensors
+from tests.support.torch_dist_folder import make_torch_dist
 
 SLOWEST_S = 10.0
 

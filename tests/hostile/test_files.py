@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fuzzing import CONFIG, Sample
-from torch_dist_folder import make_torch_dist
 
 from mcore_ckpt import json_bounds
 from mcore_ckpt.checkpoint import file_names
@@ -38,6 +36,8 @@ from mcore_ckpt.steps import pins, retention, tracker, work_folders
 from mcore_ckpt.steps.remote_steps import RemoteSteps
 from mcore_ckpt.steps.trainer_lock import TrainerLock
 from mcore_ckpt.steps.upload_queue import UploadQueue
+from tests.hostile.fuzzing import CONFIG, Sample
+from tests.support.torch_dist_folder import make_torch_dist
 
 
 @pytest.fixture

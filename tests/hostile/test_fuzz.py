@@ -4,7 +4,8 @@ import os
 from pathlib import Path
 
 import pytest
-from fuzzing import TARGETS, Sample, fuzz
+
+from tests.hostile.fuzzing import TARGETS, Sample, fuzz
 
 CASES = int(os.environ.get("MCORE_CKPT_FUZZ_CASES", "60"))
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from fuzzing import PLAIN, archive_of, is_same, pt_of
 
 from mcore_ckpt.checkpoint.damage import Damage
 from mcore_ckpt.checkpoint.manifest import FileRecord, IndexPlace
@@ -24,6 +23,7 @@ from mcore_ckpt.errors import CheckpointCorruptError
 from mcore_ckpt.formats.foreign_pickles import load_metadata, load_safely
 from mcore_ckpt.formats.torch_save_files import read_pt
 from mcore_ckpt.tools.examine.verify_deep import as_torch_sees_it
+from tests.hostile.fuzzing import PLAIN, archive_of, is_same, pt_of
 
 READERS: dict[str, Callable[[Path], Any]] = {
     "ours": lambda path: read_plain(path.parent, record_of(path)),

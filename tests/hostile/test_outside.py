@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fuzzing import CONFIG, Sample, archive_of, pt_of
-from read_everything import BEGIN, END
 from safetensors.torch import save_file
-from test_files import sealed
-from test_hostile_pickles import PICKLES
-from torch_dist_folder import make_torch_dist
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import FileRecord
 from mcore_ckpt.models.mapping import hf_tensors
 from mcore_ckpt.models.registry import model_from_config
+from tests.hostile.fuzzing import CONFIG, Sample, archive_of, pt_of
+from tests.hostile.read_everything import BEGIN, END
+from tests.hostile.test_files import sealed
+from tests.hostile.test_hostile_pickles import PICKLES
+from tests.support.torch_dist_folder import make_torch_dist
 
 WORKER = Path(__file__).with_name("read_everything.py")
 CHANGES = re.compile(r"os\.(?!listdir|scandir|walk|fspath)|subprocess\.|socket\.|shutil\.|ctypes\.dlopen|import")

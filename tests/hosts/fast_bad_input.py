@@ -14,11 +14,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
-from checkpointing import position
-from fast_life import SIZES
-from fast_ranks import digest
-from snapshot import poison
-from training import Layout, Training, build, parallel, train
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager, FastTier
 from mcore_ckpt.errors import CheckpointError
@@ -28,6 +23,11 @@ from mcore_ckpt.io import tuning
 from mcore_ckpt.recover import recover
 from mcore_ckpt.save import new_manifest
 from mcore_ckpt.save.background import SaveHandle
+from tests.distributed.checkpointing import position
+from tests.distributed.snapshot import poison
+from tests.distributed.training import Layout, Training, build, parallel, train
+from tests.hosts.fast_life import SIZES
+from tests.hosts.fast_ranks import digest
 
 TIMEOUT_S = 4.0
 YEAR_S = 365 * 86400

@@ -1,6 +1,6 @@
 """Kills trainings in the fast tier, and hosts of theirs, at random points, and looks at what the next one recovers.
 
-    python tests/hosts/fast_chaos.py --kills 100 --seed 1 [--log FILE]
+    scripts/fast_chaos.sh --kills 100 --seed 1 [--log FILE]
 
 Each life is a job on four simulated hosts: it recovers what the life before has left, trains, and saves each step.
 Then all processes die, or those of one host, or a host is lost for good and replaced by an empty one; what is left of
@@ -34,13 +34,10 @@ from typing import Any
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[1] / "support"))
-
-from host_jobs import Job, JobServer
-from hosts import Host, Hosts
-from lives import say
-
 from mcore_ckpt.checkpoint.file_names import RUN_FILE
+from tests.support.host_jobs import Job, JobServer
+from tests.support.hosts import Host, Hosts
+from tests.support.lives import say
 
 LIFE = Path(__file__).with_name("fast_life.py")
 HOSTS = 4

@@ -17,10 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from checkpointing import position
-from fast_ranks import digest
-from lives import note
-from training import Layout, Training, build, parallel, train
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager, FastTier
 from mcore_ckpt.errors import CheckpointNotFoundError
@@ -28,6 +24,10 @@ from mcore_ckpt.fast import transaction as node_transaction
 from mcore_ckpt.recover import recover
 from mcore_ckpt.save.background import SaveHandle
 from mcore_ckpt.steps import commit, trainer_lock
+from tests.distributed.checkpointing import position
+from tests.distributed.training import Layout, Training, build, parallel, train
+from tests.hosts.fast_ranks import digest
+from tests.support.lives import note
 
 SIZES: dict[str, Any] = {"padded_vocab": 144, "global_batch": None, "dropout": 0.0}
 # Of a busy machine, too.

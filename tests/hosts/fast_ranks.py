@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from agreement import gather
-from checkpointing import manager_of, position
-from global_state import global_state
-from snapshot import poison
-from training import Layout, Training, build, parallel, train
 
 from mcore_ckpt import FastTier
 from mcore_ckpt.recover import recover
+from tests.distributed.agreement import gather
+from tests.distributed.checkpointing import manager_of, position
+from tests.distributed.global_state import global_state
+from tests.distributed.snapshot import poison
+from tests.distributed.training import Layout, Training, build, parallel, train
 
 SIZES: dict[str, Any] = {"padded_vocab": 144, "global_batch": 16, "dropout": 0.0}
 # How many steps a recovered training goes on, and the one that it is compared with.

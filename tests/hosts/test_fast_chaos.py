@@ -3,8 +3,9 @@
 from pathlib import Path
 
 import pytest
-from fast_chaos import Chain, Claim, Oracle, line_of
-from host_jobs import JobServer
+
+from tests.hosts.fast_chaos import Chain, Claim, Oracle, line_of
+from tests.support.host_jobs import JobServer
 
 
 # With seed 534, the processes of a host die in a save, and a host is lost while a step goes to the root.

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from host_jobs import Job, JobServer
-from hosts import Host, Hosts
+
+from tests.support.host_jobs import Job, JobServer
+from tests.support.hosts import Host, Hosts
 
 RANKS = Path(__file__).with_name("fast_bad_input.py")
 NODE_BYTES = 32 << 20

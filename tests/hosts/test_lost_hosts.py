@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from host_jobs import JobServer
-from hosts import Hosts
+
+from tests.support.host_jobs import JobServer
+from tests.support.hosts import Hosts
 
 RANKS = Path(__file__).with_name("fast_ranks.py")
 TP2_PP2: dict[str, Any] = {"tp": 2, "pp": 2}

@@ -17,20 +17,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-TESTS = Path(__file__).parents[1]
-sys.path[:0] = [str(TESTS / "integrations" / "roll_stand_in"), str(TESTS / "distributed"), str(TESTS / "support")]
+sys.path.insert(0, str(Path(__file__).parent / "roll_stand_in"))
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from crash_worker import Watch  # noqa: E402
-from roll.pipeline.rlvr import rlvr_pipeline  # noqa: E402
-from roll.utils import checkpoint_manager  # noqa: E402
-from snapshot import snapshot  # noqa: E402
-from training import Layout, Training, build, parallel, train  # noqa: E402
+import torch
+import torch.distributed as dist
+from roll.pipeline.rlvr import rlvr_pipeline
+from roll.utils import checkpoint_manager
 
-from mcore_ckpt.integrations import roll as integration  # noqa: E402
-from mcore_ckpt.integrations.roll import checkpoints  # noqa: E402
-from mcore_ckpt.steps import trainer_lock  # noqa: E402
+from mcore_ckpt.integrations import roll as integration
+from mcore_ckpt.integrations.roll import checkpoints
+from mcore_ckpt.steps import trainer_lock
+from tests.distributed.snapshot import snapshot
+from tests.distributed.training import Layout, Training, build, parallel, train
+from tests.support.crash_worker import Watch
 
 ROLES = ("actor_train", "critic")
 SAVE_STEPS, MAX_STEPS = 2, 5

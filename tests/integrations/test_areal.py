@@ -15,13 +15,13 @@ REPOSITORY = HERE.parents[2]
 def test_areal_in_one_process(run_python: Callable[..., str], inner_pytest: list[str]) -> None:
     names = ("contract", "recovering", "moving", "exporting", "killing", "several_ranks", "documented")
     files = [HERE / f"{name}.py" for name in names]
-    run_python("-W", "ignore", *inner_pytest, "-p", "with_areal", *files, path=[HERE])
+    run_python("-W", "ignore", *inner_pytest, "-p", "tests.integrations.areal.with_areal", *files)
 
 
 @pytest.mark.full
 def test_areal_on_several_ranks(tmp_path: Path, run_python: Callable[..., str]) -> None:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    run_python("-W", "ignore", *torchrun, HERE / "several_ranks.py", tmp_path, path=[HERE])
+    run_python("-W", "ignore", *torchrun, HERE / "several_ranks.py", tmp_path)
 
 
 def test_without_areal_it_says_what_is_missing() -> None:

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from forks import ENVIRONMENT, Launched, launch
 
 from mcore_ckpt.steps import complete_steps
+from tests.support.forks import ENVIRONMENT, Launched, launch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 IMPORTS = (

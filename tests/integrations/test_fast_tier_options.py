@@ -1,4 +1,4 @@
-"""The fast tier in a framework's configuration: read from nested options, or refused where it would not be resumed."""
+"""The fast tier in a framework's configuration: read from nested options."""
 
 import re
 from types import SimpleNamespace
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mcore_ckpt import CheckpointConfig, FastTier
-from mcore_ckpt.errors import InvalidArgumentError, UnsupportedError
+from mcore_ckpt.errors import InvalidArgumentError
 from mcore_ckpt.integrations.verl.options import read_options
 
 FAST: dict[str, Any] = {"folder": "/dev/shm/run", "durable_every": 5}
@@ -44,10 +44,3 @@ def test_the_function_of_domains_is_named() -> None:
 def test_a_mistake_is_named(fast: Any, words: str) -> None:
     with pytest.raises(InvalidArgumentError, match=re.escape(words)):
         read_options({"fast": fast})
-
-
-def test_it_is_refused_where_the_framework_resumes_from_a_shared_folder() -> None:
-    from mcore_ckpt.integrations.areal.checkpointer import Checkpointer
-
-    with pytest.raises(UnsupportedError, match=r"checkpoint_config has a fast tier, but .*: leave fast out"):
-        Checkpointer([], config=CheckpointConfig(fast=FastTier(**FAST)))

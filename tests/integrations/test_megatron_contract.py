@@ -6,11 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from source_facts import Facts, signature_of
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.integrations import megatron as drop_in
 from mcore_ckpt.integrations.kit import arguments, loop
+from tests.integrations.source_facts import Facts, signature_of
 
 REPOSITORY = Path(__file__).parents[2]
 

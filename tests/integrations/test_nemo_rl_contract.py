@@ -7,10 +7,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from source_facts import Facts, signature_in
 
 from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.integrations.nemo_rl import driver
+from tests.integrations.source_facts import Facts, signature_in
 
 REPOSITORY = Path(__file__).parents[2]
 STAND_IN = REPOSITORY / "tests" / "bridge" / "nemo_rl_stand_in"

@@ -12,8 +12,13 @@ from typing import Any
 
 import pytest
 import yaml
-from commits import branch_in
-from document_examples import (
+
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.steps import listing as steps
+from mcore_ckpt.steps import tracker
+from mcore_ckpt.tools.examine.verify import verify
+from tests.support.commits import branch_in
+from tests.support.document_examples import (
     ROLL_CHECKPOINTS,
     ROLL_COMPLETE,
     ROLL_NO_RESUME,
@@ -22,11 +27,6 @@ from document_examples import (
     ROLL_SAVE_STEPS,
     relocated,
 )
-
-from mcore_ckpt.checkpoint import file_names
-from mcore_ckpt.steps import listing as steps
-from mcore_ckpt.steps import tracker
-from mcore_ckpt.tools.examine.verify import verify
 
 HERE = Path(__file__).parent
 ROLES = {"actor_train", "critic", "pipeline"}

@@ -7,7 +7,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from source_facts import Facts, signature_in, signature_of
+
+from tests.integrations.source_facts import Facts, signature_in, signature_of
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]

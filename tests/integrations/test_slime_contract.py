@@ -6,11 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from source_facts import Facts, signature_in, signature_of
 
 from mcore_ckpt.integrations.miles.adapters import AdapterCheckpoints
 from mcore_ckpt.integrations.slime.data_position import data_file
 from mcore_ckpt.integrations.slime.replacing import ActorCheckpoints
+from tests.integrations.source_facts import Facts, signature_in, signature_of
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]

@@ -5,7 +5,8 @@ import os
 from pathlib import Path
 
 import pytest
-from source_facts import FACTS, Facts
+
+from tests.integrations.source_facts import FACTS, Facts
 
 REPOSITORY = Path(__file__).parents[2]
 NAMES = sorted(path.stem for path in FACTS.glob("*.json"))

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import make
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import ManifestSummary, encode_manifest
@@ -16,6 +15,7 @@ from mcore_ckpt.integrations.verl.place import Place
 from mcore_ckpt.integrations.verl.resume import bare_steps, remove_steps, send_back, step_to_go_back_to, why_not_whole
 from mcore_ckpt.steps import NodeStep, write_tracker
 from mcore_ckpt.steps.branches import Position
+from tests.support.checkpoints import make
 
 
 def write_data(root: Path, step: int) -> None:

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from small_disks import mounted
 
 from mcore_ckpt.io import disk_space, quotas
 from mcore_ckpt.io.disk_space import Amount, DiskSpace, Limit, Need, space_of
 from mcore_ckpt.io.quotas import Usage
+from tests.support.small_disks import mounted
 
 SIZES = st.lists(st.integers(0, 1 << 40), max_size=8).map(tuple)
 NEEDS = st.builds(Need, SIZES, st.frozensets(st.sampled_from("abcdef")), st.integers(0, 1 << 40))

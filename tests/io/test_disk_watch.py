@@ -11,12 +11,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from waiting import LONG_S, wait_for
 
 from mcore_ckpt.errors import HungDiskError
 from mcore_ckpt.io import _native, disk_watch
 from mcore_ckpt.io.disk_watch import DiskWatch, Work, in_job, wait_for_thread
 from mcore_ckpt.io.threads import for_each
+from tests.support.waiting import LONG_S, wait_for
 
 TIMEOUT_S = 0.3
 

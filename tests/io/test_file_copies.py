@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from small_disks import fill, tmpfs
 
 from mcore_ckpt.errors import CheckpointCorruptError
 from mcore_ckpt.io import tuning
 from mcore_ckpt.io.file_copies import copy_checked
+from tests.support.small_disks import fill, tmpfs
 
 DATA = bytes(range(251)) * 40
 

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
-from mounting import mounted
 
 from mcore_ckpt.io.mounts import Mount, mount_of, parse_mount
+from tests.support.mounting import mounted
 
 LINE = r"27 1 254:0 /a /my\040disk rw,noatime shared:1 master:2 - nfs4 server:/a\134b rw,vers=4.2,soft,local_lock=none"
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from small_disks import ext4, fill, tmpfs
 
 from mcore_ckpt.io import node_memory
 from mcore_ckpt.io.node_memory import bytes_free, is_memory
+from tests.support.small_disks import ext4, fill, tmpfs
 
 
 @pytest.fixture

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import fsspec
 import pytest
-from remote_store import Outage, failing
 
 from mcore_ckpt.errors import CheckpointError, RemoteError, UnsupportedError
 from mcore_ckpt.io import retries, tuning
 from mcore_ckpt.io.store import Store
 from mcore_ckpt.steps.remote_steps import RemoteSteps
 from mcore_ckpt.urls import public_url
+from tests.support.remote_store import Outage, failing
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,10 @@ import threading
 from functools import partial
 
 import pytest
-from few_threads import limit_threads
-from waiting import LONG_S, join_threads
 
 from mcore_ckpt.io.threads import NewestOnly, for_each, results_of
+from tests.support.few_threads import limit_threads
+from tests.support.waiting import LONG_S, join_threads
 
 
 @pytest.mark.parametrize("threads", [1, 4])

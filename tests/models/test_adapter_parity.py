@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from adapter_parity import CASES
-from bridge_peft import BRIDGE
+
+from tests.support.adapter_parity import CASES
+from tests.support.bridge_peft import BRIDGE
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -27,8 +28,7 @@ def differences(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFa
     names = [name for name, case in CASES.items() if case.in_ci or pytestconfig.getoption("full")]
     done = subprocess.run(
         [sys.executable, str(REPOSITORY / "tests" / "support" / "adapter_parity.py"), str(folder), *names],
-        env=os.environ
-        | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]), "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

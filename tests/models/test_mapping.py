@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from global_tensors import to_hf, to_mcore
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import NAMES, make_config
 
 from mcore_ckpt.errors import CheckpointMismatchError
 from mcore_ckpt.models import model_from_config
 from mcore_ckpt.models.mapping import HfTensor, check_names, hf_tensors, hf_tensors_in
+from tests.support.global_tensors import to_hf, to_mcore
+from tests.support.tiny_models import NAMES, make_config
 
 SMALL = st.integers(1, 4)
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import NAMES, flat, make_config
 
 from mcore_ckpt.errors import CheckpointMismatchError, UnsupportedError
 from mcore_ckpt.models import check_model, model_from_config, to_hf_config, to_mcore_config
 from mcore_ckpt.models.config_fields import MTP_FIELDS
 from mcore_ckpt.models.mcore_config import config_of_weights
+from tests.support.tiny_models import NAMES, flat, make_config
 
 
 def as_transformers_4(config: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny_models import NAMES, architecture_of, computes_images, megatron_has
+
+from tests.support.tiny_models import NAMES, architecture_of, computes_images, megatron_has
 
 REPOSITORY = Path(__file__).parents[2]
 DENSE = ("llama", "mistral", "qwen2", "qwen3", "seed_oss", "qwen2_5_vl", "qwen3_vl")
@@ -56,7 +57,7 @@ def differences(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFa
     names = [name for name in COMPUTED if name not in REPEATED or pytestconfig.getoption("full")]
     done = subprocess.run(
         [sys.executable, str(REPOSITORY / "tests" / "support" / "parity.py"), str(folder), *names],
-        env=os.environ | {"PYTHONPATH": f"{REPOSITORY}:{os.environ.get('PYTHONPATH', '')}", "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from tiny_models import make_config
 
 from mcore_ckpt.errors import CheckpointMismatchError, UnsupportedError
 from mcore_ckpt.models.architecture import HfModel
@@ -12,6 +11,7 @@ from mcore_ckpt.models.peft_adapters import peft_config, peft_tensors, with_adap
 from mcore_ckpt.models.registry import model_from_config
 from mcore_ckpt.sharding.adapter_names import adapters_among, permuted_in_bridge
 from mcore_ckpt.sharding.regions import Shape
+from tests.support.tiny_models import make_config
 
 LAYER = "decoder.layers.{}."
 

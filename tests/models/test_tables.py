@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from global_tensors import to_hf, to_mcore
 from safetensors.torch import load_file
-from tiny_models import EXPERTS, NAMES, make_config, make_hf_folder, make_hf_model
 
 from mcore_ckpt.errors import CheckpointMismatchError, UnsupportedError
 from mcore_ckpt.formats.huggingface.reader import HuggingFaceReader, read_contents, spelled_by_table
@@ -35,6 +33,8 @@ from mcore_ckpt.models.mapping import check_names, hf_tensors, hf_tensors_in
 from mcore_ckpt.models.reconcile import with_mtp_of
 from mcore_ckpt.models.registry import _architectures
 from mcore_ckpt.models.rope_rules import ROPE
+from tests.support.global_tensors import to_hf, to_mcore
+from tests.support.tiny_models import EXPERTS, NAMES, make_config, make_hf_folder, make_hf_model
 
 
 @pytest.fixture(scope="module")

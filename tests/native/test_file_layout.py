@@ -5,9 +5,9 @@ import zlib
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layouts import Reference, references
 
 from mcore_ckpt.io import _native
+from tests.native.layouts import Reference, references
 
 
 @settings(deadline=None)

@@ -18,10 +18,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from layouts import PAGE, Reference, page_cuts, references
 
 from mcore_ckpt.checkpoint.pt_skeleton import build_skeleton
 from mcore_ckpt.io import _native
+from tests.native.layouts import PAGE, Reference, page_cuts, references
 
 MEBIBYTE = 1 << 20
 HUGE_PAGE = 2 * MEBIBYTE

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from trace_of_files import PAGE, ROOT, Bytes, Change, Length, Mark, Names, Node, Sync, Trace, nodes_of
+from tests.power.trace_of_files import PAGE, ROOT, Bytes, Change, Length, Mark, Names, Node, Sync, Trace, nodes_of
 
 NEVER = 1 << 60
 

@@ -6,7 +6,6 @@ that was being saved, whole; and the next save must succeed and leave nothing be
 
 import contextlib
 import json
-import sys
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,26 +13,22 @@ from typing import Any
 
 import torch.distributed as dist
 
-TESTS = Path(__file__).parent.parent
-sys.path[:0] = [str(TESTS / "distributed"), str(TESTS / "support")]
-
-from checkpoints import remains  # noqa: E402
-from crash_states import Crashes, CrashState, empty  # noqa: E402
-from lives import digest  # noqa: E402
-from reboot import boot  # noqa: E402
-from recorded_saves import HIDDEN, ROOT  # noqa: E402
-from snapshot import poison, snapshot  # noqa: E402
-from trace_of_files import Mark  # noqa: E402
-from training import Layout, Training, build, parallel  # noqa: E402
-
-from mcore_ckpt import CheckpointConfig, CheckpointManager  # noqa: E402
-from mcore_ckpt.checkpoint import file_names  # noqa: E402
-from mcore_ckpt.checkpoint.reading import read_manifest  # noqa: E402
-from mcore_ckpt.recover import recover  # noqa: E402
-from mcore_ckpt.steps import tracker  # noqa: E402
-from mcore_ckpt.steps.listing import StepStatus, complete_steps, list_steps  # noqa: E402
-from mcore_ckpt.steps.runs import read_root_run  # noqa: E402
-from mcore_ckpt.tools.examine.verify import verify  # noqa: E402
+from mcore_ckpt import CheckpointConfig, CheckpointManager
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.reading import read_manifest
+from mcore_ckpt.recover import recover
+from mcore_ckpt.steps import tracker
+from mcore_ckpt.steps.listing import StepStatus, complete_steps, list_steps
+from mcore_ckpt.steps.runs import read_root_run
+from mcore_ckpt.tools.examine.verify import verify
+from tests.distributed.snapshot import poison, snapshot
+from tests.distributed.training import Layout, Training, build, parallel
+from tests.power.crash_states import Crashes, CrashState, empty
+from tests.power.reboot import boot
+from tests.power.recorded_saves import HIDDEN, ROOT
+from tests.power.trace_of_files import Mark
+from tests.support.checkpoints import remains
+from tests.support.lives import digest
 
 ALONE = Layout(1, hidden_size=HIDDEN, precision="bf16")
 ROLE = "actor"

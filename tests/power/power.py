@@ -38,11 +38,9 @@ from pathlib import Path
 from typing import Protocol
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "support"), str(HERE.parent / "distributed")]
-
-from crash_states import Crashes, CrashState, empty  # noqa: E402
-from lives import say  # noqa: E402
-from trace_of_files import Recording, Sync, Trace  # noqa: E402
+from tests.power.crash_states import Crashes, CrashState, empty  # noqa: E402
+from tests.power.trace_of_files import Recording, Sync, Trace  # noqa: E402
+from tests.support.lives import say  # noqa: E402
 
 REPORTED = 20
 
@@ -61,7 +59,7 @@ class Work:
 
 
 def hf_model(folder: Path) -> None:
-    from tiny_models import make_hf_folder
+    from tests.support.tiny_models import make_hf_folder
 
     model = make_hf_folder(folder / "in", "llama", num_hidden_layers=1, vocab_size=64)
     templates = model / "additional_chat_templates"
@@ -71,7 +69,7 @@ def hf_model(folder: Path) -> None:
 
 @contextmanager
 def judge_of_saves(crashes: Crashes, folder: Path) -> Iterator[Judge]:
-    import judge_saves
+    from tests.power import judge_saves
 
     with judge_saves.alone() as training:
         yield judge_saves.Judge(crashes, folder, training)
@@ -79,8 +77,7 @@ def judge_of_saves(crashes: Crashes, folder: Path) -> Iterator[Judge]:
 
 @contextmanager
 def judge_of_outputs(crashes: Crashes, folder: Path) -> Iterator[Judge]:
-    import judge_outputs
-    import reboot
+    from tests.power import judge_outputs, reboot
 
     reboot.boot()
     yield judge_outputs.Judge(crashes, folder)

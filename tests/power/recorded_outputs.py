@@ -11,12 +11,9 @@ from functools import partial
 from pathlib import Path
 
 TESTS = Path(__file__).parent.parent
-sys.path[:0] = [str(TESTS / "support"), str(TESTS / "power"), str(TESTS / "integrations" / "roll_stand_in")]
+sys.path.insert(0, str(TESTS / "integrations" / "roll_stand_in"))
 # Only to be found: what is imported here of this package for AReaL imports nothing of it.
 sys.path.append(str(TESTS.parent / ".venv" / "areal"))
-
-from checkpoints import make  # noqa: E402
-from recording import mark, name_syncs  # noqa: E402
 
 from mcore_ckpt.checkpoint import file_names  # noqa: E402
 from mcore_ckpt.cli.main import main as command_line  # noqa: E402
@@ -31,6 +28,8 @@ from mcore_ckpt.steps import tracker  # noqa: E402
 from mcore_ckpt.steps.remote_steps import RemoteSteps  # noqa: E402
 from mcore_ckpt.steps.retention import PreservationPolicy  # noqa: E402
 from mcore_ckpt.steps.upload_queue import UploadQueue  # noqa: E402
+from tests.power.recording import mark, name_syncs  # noqa: E402
+from tests.support.checkpoints import make  # noqa: E402
 
 TIMEOUT_S = 60.0
 ROLE = "actor"

@@ -9,22 +9,18 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-TESTS = Path(__file__).parent.parent
-sys.path[:0] = [str(TESTS / "distributed"), str(TESTS / "support"), str(TESTS / "power")]
-
-import forked_ranks  # noqa: E402
-from recording import mark, name_syncs  # noqa: E402
-from training import Layout, build, parallel, train  # noqa: E402
-
-from mcore_ckpt import CheckpointConfig, CheckpointManager  # noqa: E402
-from mcore_ckpt.checkpoint import file_names  # noqa: E402
-from mcore_ckpt.checkpoint.reading import read_manifest  # noqa: E402
-from mcore_ckpt.io import tuning  # noqa: E402
-from mcore_ckpt.io.files import sync_dir, write_file  # noqa: E402
-from mcore_ckpt.steps import commit  # noqa: E402
-from mcore_ckpt.steps.pins import pin, unpin  # noqa: E402
-from mcore_ckpt.steps.retention import PreservationPolicy  # noqa: E402
-from mcore_ckpt.tools.maintain.prune import prune  # noqa: E402
+from mcore_ckpt import CheckpointConfig, CheckpointManager
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.reading import read_manifest
+from mcore_ckpt.io import tuning
+from mcore_ckpt.io.files import sync_dir, write_file
+from mcore_ckpt.steps import commit
+from mcore_ckpt.steps.pins import pin, unpin
+from mcore_ckpt.steps.retention import PreservationPolicy
+from mcore_ckpt.tools.maintain.prune import prune
+from tests.distributed import forked_ranks
+from tests.distributed.training import Layout, build, parallel, train
+from tests.power.recording import mark, name_syncs
 
 WORLD = 2
 HIDDEN = 8

@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 
 import pytest
-from crash_states import Crashes, CrashState
 from hypothesis import given
 from hypothesis import strategies as st
-from trace_of_files import ROOT, Bytes, Change, Disk, Event, Length, Names, Sync, Trace
+
+from tests.power.crash_states import Crashes, CrashState
+from tests.power.trace_of_files import ROOT, Bytes, Change, Disk, Event, Length, Names, Sync, Trace
 
 OLD, NEW = 1, 2
 DATA = b"new"

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from test_rounds import LONG_S, SHORT_S, messages, together
 
 from mcore_ckpt.errors import AgreementError
 from mcore_ckpt.ranks.key_value_store import WaitLimit, poll
 from mcore_ckpt.ranks.meeting import rendezvous_at
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide
+from tests.ranks.test_rounds import LONG_S, SHORT_S, messages, together
 
 WORLD = 3
 NAME = "mcore_ckpt/actor"

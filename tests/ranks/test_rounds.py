@@ -13,13 +13,13 @@ import pytest
 import torch.distributed as dist
 from hypothesis import example, given
 from hypothesis import strategies as st
-from rank_threads import SLACK_S, on_threads
-from waiting import LONG_S
 
 from mcore_ckpt.errors import AgreementError, CheckpointCorruptError, CheckpointError, CommitError, UnsupportedError
 from mcore_ckpt.ranks import deadlines
 from mcore_ckpt.ranks.key_value_store import all_there
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide, missing, same_everywhere
+from tests.support.rank_threads import SLACK_S, on_threads
+from tests.support.waiting import LONG_S
 
 LOCALHOST = "127.0.0.1"
 WORLD = 3

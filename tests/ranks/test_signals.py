@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from rank_threads import on_threads
 
 from mcore_ckpt.errors import CommitError
 from mcore_ckpt.interrupts import interrupts_as_themselves, is_interrupt
 from mcore_ckpt.ranks.rounds import Agreement, Record, Round, decide
+from tests.support.rank_threads import on_threads
 
 WORLD = 3
 FAR_S = 600.0

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from host_jobs import JobServer
-from hosts import Hosts
-from link_speed import bytes_per_s
-from waiting import wait_for
+
+from tests.support.host_jobs import JobServer
+from tests.support.hosts import Hosts
+from tests.support.link_speed import bytes_per_s
+from tests.support.waiting import wait_for
 
 TRAIN = Path(__file__).with_name("train_on_hosts.py")
 MEGABIT = 1e6

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from training import Layout, build, parallel, train
 
 from mcore_ckpt.ranks.hosts import this_host
+from tests.distributed.training import Layout, build, parallel, train
 
 
 def main(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -8,12 +8,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import checkpoints
 import pytest
 import s3fs
-from conftest import BUCKET
-from proxy import Proxy
-from remote_store import LONG_S, role_dir, save, upload, version_at, versions
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.reading import read_manifest
@@ -22,6 +18,10 @@ from mcore_ckpt.io.store import Store
 from mcore_ckpt.steps.remote_steps import RemoteSteps
 from mcore_ckpt.steps.retention import PreservationPolicy
 from mcore_ckpt.steps.upload_queue import UploadQueue
+from tests.s3.conftest import BUCKET
+from tests.s3.proxy import Proxy
+from tests.support import checkpoints
+from tests.support.remote_store import LONG_S, role_dir, save, upload, version_at, versions
 
 SEED = 6
 
@@ -148,7 +148,7 @@ def test_only_what_is_wanted_is_fetched(
     assert version_at(remote, 1) == 1
     # Each byte of a tensor once: less than the files, which have a zip's directory and a pickle each.
     assert 0.99 * nbytes < sum(size for _, path, size in proxy.seen if path.endswith(".pt")) < nbytes
-    from remote_reading import read_rows
+    from tests.support.remote_reading import read_rows
 
     proxy.start_counting()
     read_rows(remote, 1, "embedding.weight", slice(500, 510))

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from endings import Ended, run_to_the_end
 
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, CommitError
 from mcore_ckpt.ranks.rounds import Agreement
 from mcore_ckpt.save.background import BackgroundSaves, SaveHandle
 from mcore_ckpt.save.destination import Following
 from mcore_ckpt.save.save_report import SaveReport
+from tests.support.endings import Ended, run_to_the_end
 
 LONG_S = 30.0
 REPORT = SaveReport(7, Path("steps/7"), 1000, 2.0, 0.5, 0.25, 0.25, 1.0, 0.0, 0.5)

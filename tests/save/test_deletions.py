@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from unsharded_model import Model
-from waiting import LONG_S, wait_for
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager
 from mcore_ckpt.save.old_steps import OldSteps
 from mcore_ckpt.steps.listing import complete_steps
+from tests.support.unsharded_model import Model
+from tests.support.waiting import LONG_S, wait_for
 
 
 class Deletions:

@@ -15,9 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from small_disks import fill, free_bytes, tmpfs
-from unsharded_model import Model
-from waiting import LONG_S, join_threads
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager
 from mcore_ckpt.checkpoint import file_names
@@ -45,6 +42,9 @@ from mcore_ckpt.steps.listing import complete_steps
 from mcore_ckpt.steps.node_steps import HeldRole
 from mcore_ckpt.steps.owner import Owner, _start_of
 from mcore_ckpt.steps.transaction import Attempt
+from tests.support.small_disks import fill, free_bytes, tmpfs
+from tests.support.unsharded_model import Model
+from tests.support.waiting import LONG_S, join_threads
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from unsharded_model import trainer_of
 
 from mcore_ckpt.checkpoint.manifest import WrittenFile
 from mcore_ckpt.config import CheckpointConfig, FastTier
@@ -16,6 +15,7 @@ from mcore_ckpt.formats.native.write_requests import WriteRequest
 from mcore_ckpt.ranks.node_map import NodeMap
 from mcore_ckpt.save.new_manifest import Written, place_files
 from mcore_ckpt.save.plan import _with_writers
+from tests.support.unsharded_model import trainer_of
 
 
 def nodes_of(*sizes: int, domains: str = "") -> NodeMap:

@@ -10,9 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from endings import Ended, run_to_the_end
-from unsharded_model import sharded_state_dict, trainer_of
-from waiting import LONG_S, wait_for
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager
 from mcore_ckpt.errors import UnsupportedError
@@ -23,6 +20,9 @@ from mcore_ckpt.io.host_memory import HostMemory
 from mcore_ckpt.save.plan import SavePlanner, _estimated_request_bytes, estimated_bytes
 from mcore_ckpt.sharding.plan import MODEL, ShardKey
 from mcore_ckpt.sharding.regions import Region
+from tests.support.endings import Ended, run_to_the_end
+from tests.support.unsharded_model import sharded_state_dict, trainer_of
+from tests.support.waiting import LONG_S, wait_for
 
 PIECE = tuning.PREPARE_BYTES
 

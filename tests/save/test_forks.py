@@ -12,9 +12,6 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from forked_children import ALARM_S, ends_normally
-from unsharded_model import Model
-from waiting import join_threads, wait_for
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager, FastTier
 from mcore_ckpt.checkpoint import file_names
@@ -25,6 +22,9 @@ from mcore_ckpt.ranks.rounds import Agreement
 from mcore_ckpt.steps import trainer_lock
 from mcore_ckpt.steps.read_lock import reading, unread
 from mcore_ckpt.steps.trainer_lock import TrainerLock
+from tests.support.forked_children import ALARM_S, ends_normally
+from tests.support.unsharded_model import Model
+from tests.support.waiting import join_threads, wait_for
 
 
 def config(**more: Any) -> CheckpointConfig:

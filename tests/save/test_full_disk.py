@@ -14,9 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from small_disks import NOBODY, as_nobody, bytes_below, ext4, fill, mounted, set_quota, tmpfs
-from unsharded_model import sharded_state_dict
-from waiting import LONG_S, join_threads
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager
 from mcore_ckpt.checkpoint import file_names
@@ -27,6 +24,9 @@ from mcore_ckpt.steps import commit, space_watch, trainer_lock
 from mcore_ckpt.steps.listing import StepStatus, complete_steps
 from mcore_ckpt.steps.space_watch import SpaceWatch
 from mcore_ckpt.steps.step_sizes import StepNeed
+from tests.support.small_disks import NOBODY, as_nobody, bytes_below, ext4, fill, mounted, set_quota, tmpfs
+from tests.support.unsharded_model import sharded_state_dict
+from tests.support.waiting import LONG_S, join_threads
 
 BLOCK = 4096
 # How many blocks the estimate may be too low: manifest and CRCs are known only when they are written.

@@ -4,12 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from unsharded_model import Model
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager, FastTier
 from mcore_ckpt.fast.copies import Copies, CopyHandle
 from mcore_ckpt.steps.listing import complete_steps
 from mcore_ckpt.steps.transaction import Attempt
+from tests.support.unsharded_model import Model
 
 
 def manager_of(tmp_path: Path, **fast: Any) -> CheckpointManager:

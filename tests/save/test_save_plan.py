@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from unsharded_model import sharded_state_dict, trainer_of
 
 from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.save.plan import SavePlan, SavePlanner
 from mcore_ckpt.state.model import model_shards
+from tests.support.unsharded_model import sharded_state_dict, trainer_of
 
 
 class Tiny(torch.nn.Module):

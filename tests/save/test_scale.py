@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from rank_threads import on_threads
 
 from mcore_ckpt.formats.native.replica_shares import Share
 from mcore_ckpt.save.rank_reports import TensorNames
+from tests.support.rank_threads import on_threads
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 WORLDS = (8, 64)

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from checkpoints import ROLE, checkpoints, remains, save_together
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.errors import CommitError
 from mcore_ckpt.ranks.rounds import Agreement
 from mcore_ckpt.steps import commit, tracker
 from mcore_ckpt.steps import listing as steps
+from tests.support.checkpoints import ROLE, checkpoints, remains, save_together
 
 WORLD = 2
 TIMEOUT_S = 30.0

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_sources import imported_from, public_names
 
-browser = pytest.importorskip("browser", reason="needs selenium")
+from tests.site.test_sources import imported_from, public_names
+
+browser = pytest.importorskip("tests.support.browser", reason="needs selenium")
 from selenium.webdriver.common.by import By  # noqa: E402
 from selenium.webdriver.support.ui import WebDriverWait  # noqa: E402
 

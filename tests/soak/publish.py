@@ -1,6 +1,6 @@
 """Writes a soak's result into docs/reliability.md, with its five curves as docs/soak.svg.
 
-python tests/soak/publish.py RESULT.json
+python -m tests.soak.publish RESULT.json
 """
 
 import json
@@ -9,11 +9,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from curves import Line, Panel, draw
-from flatness import TOLERANCES
-from usage import KINDS, Usage
+from tests.soak.curves import Line, Panel, draw
+from tests.soak.flatness import TOLERANCES
+from tests.soak.usage import KINDS, Usage
 
 DOCS = Path(__file__).parents[2] / "docs"
 BEGIN, END = "<!-- written by tests/soak/publish.py -->", "<!-- end -->"

@@ -1,6 +1,6 @@
 """Trains, saves, fails, dies and comes back for an hour, and looks whether anything grows.
 
-    python tests/soak/soak.py --minutes 60 --seed 1 [--log FILE] [--result FILE] [--leak KIND...]
+    scripts/soak.sh --minutes 60 --seed 1 [--log FILE] [--result FILE] [--leak KIND...]
 
 One training after the other, under changing layouts, loads what the one before it has left, bit for bit, or the run
 fails. Long lives, of minutes, alternate with short ones. torch and megatron are imported once; every rank of every life
@@ -39,13 +39,28 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-
-from arithmetic import compile_nothing
-from flatness import judge
-from interning import settle_interned_strings
-from lives import (
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.cli.main import main as command_line
+from mcore_ckpt.io import tuning
+from mcore_ckpt.steps import listing as steps
+from tests.soak.arithmetic import compile_nothing
+from tests.soak.flatness import judge
+from tests.soak.interning import settle_interned_strings
+from tests.soak.soaked_life import (
+    ALARM_S,
+    LAYOUTS,
+    LEAKS,
+    PAIR,
+    ROOTS,
+    SINGLE,
+    TIMEOUT_S,
+    SoakedLife,
+    ledger,
+    root_of,
+    run_rank,
+)
+from tests.soak.usage import Usage
+from tests.support.lives import (
     bury,
     damage,
     end_store,
@@ -57,13 +72,6 @@ from lives import (
     swept,
     wait_until_ready,
 )
-from soaked_life import ALARM_S, LAYOUTS, LEAKS, PAIR, ROOTS, SINGLE, TIMEOUT_S, SoakedLife, ledger, root_of, run_rank
-from usage import Usage
-
-from mcore_ckpt.checkpoint import file_names
-from mcore_ckpt.cli.main import main as command_line
-from mcore_ckpt.io import tuning
-from mcore_ckpt.steps import listing as steps
 
 # A rank that waits for a dead one has its deadline, and one more if rank 0 died while it acted; the rest is for a busy
 # machine.

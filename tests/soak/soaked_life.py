@@ -13,7 +13,6 @@ import logging
 import os
 import random
 import signal
-import sys
 import threading
 import time
 import traceback
@@ -24,29 +23,25 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-TESTS = Path(__file__).parent.parent
-sys.path[:0] = [str(TESTS / "distributed"), str(TESTS / "support")]
-
-from agreement import gather  # noqa: E402
-from global_state import global_state  # noqa: E402
-from hf_words import hf_config  # noqa: E402
-from lives import connect, digest, note, notes  # noqa: E402
-from snapshot import poison, snapshot  # noqa: E402
-from training import Layout, build, parallel, train  # noqa: E402
-from usage import Usage, usage  # noqa: E402
-
-from mcore_ckpt import CheckpointConfig, CheckpointManager, pin, unpin  # noqa: E402
-from mcore_ckpt.checkpoint import file_names  # noqa: E402
-from mcore_ckpt.errors import CheckpointError, CheckpointNotFoundError  # noqa: E402
-from mcore_ckpt.io import tuning  # noqa: E402
-from mcore_ckpt.load.load import LoadResult  # noqa: E402
-from mcore_ckpt.recover import recover  # noqa: E402
-from mcore_ckpt.save.background import SaveHandle  # noqa: E402
-from mcore_ckpt.steps import commit  # noqa: E402
-from mcore_ckpt.steps.listing import complete_steps  # noqa: E402
-from mcore_ckpt.steps.read_lock import reading  # noqa: E402
-from mcore_ckpt.steps.retention import PreservationPolicy  # noqa: E402
-from mcore_ckpt.tools.maintain.prune import prune  # noqa: E402
+from mcore_ckpt import CheckpointConfig, CheckpointManager, pin, unpin
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.errors import CheckpointError, CheckpointNotFoundError
+from mcore_ckpt.io import tuning
+from mcore_ckpt.load.load import LoadResult
+from mcore_ckpt.recover import recover
+from mcore_ckpt.save.background import SaveHandle
+from mcore_ckpt.steps import commit
+from mcore_ckpt.steps.listing import complete_steps
+from mcore_ckpt.steps.read_lock import reading
+from mcore_ckpt.steps.retention import PreservationPolicy
+from mcore_ckpt.tools.maintain.prune import prune
+from tests.distributed.agreement import gather
+from tests.distributed.global_state import global_state
+from tests.distributed.hf_words import hf_config
+from tests.distributed.snapshot import poison, snapshot
+from tests.distributed.training import Layout, build, parallel, train
+from tests.soak.usage import Usage, usage
+from tests.support.lives import connect, digest, note, notes
 
 # The same model and sequences under every layout.
 _SAME = Layout(

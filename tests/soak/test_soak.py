@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from arithmetic import compile_nothing
-from curves import Line, Panel, draw
-from flatness import LEAST_SAMPLES, TOLERANCES, judge
-from publish import picture, section
-from usage import KINDS, Usage, usage
+
+from tests.soak.arithmetic import compile_nothing
+from tests.soak.curves import Line, Panel, draw
+from tests.soak.flatness import LEAST_SAMPLES, TOLERANCES, judge
+from tests.soak.publish import picture, section
+from tests.soak.usage import KINDS, Usage, usage
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "soak.sh"
 SAVES = 120

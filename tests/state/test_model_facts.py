@@ -12,7 +12,6 @@ import torch
 from megatron.core.activations import squared_relu
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-from tiny_models import NAMES, make_config
 
 from mcore_ckpt.checkpoint.model_facts import _DEFAULTS, _TABLE, config_facts, different_facts
 from mcore_ckpt.formats.torch_dist.arguments import facts_of_arguments
@@ -20,6 +19,7 @@ from mcore_ckpt.load.same_model import differences_to_live
 from mcore_ckpt.models import model_from_config, to_mcore_config
 from mcore_ckpt.models.stated_facts import check_rows
 from mcore_ckpt.state.live_facts import read_facts
+from tests.support.tiny_models import NAMES, make_config
 
 # A model that each kind of facts is true of.
 BASE: dict[str, dict[str, Any]] = {

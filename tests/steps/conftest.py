@@ -1,5 +1,5 @@
 """Fixtures for the tests of steps."""
 
-from checkpoint_fixtures import dead_pid, role_dir, small_knobs
+from tests.support.checkpoint_fixtures import dead_pid, role_dir, small_knobs
 
 __all__ = ["dead_pid", "role_dir", "small_knobs"]

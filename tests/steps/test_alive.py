@@ -13,12 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from checkpoints import ROLE, dead_owner, make, own, read_version, stage
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.steps import commit, leftovers, owner, read_lock, trainer_watch, work_folders
 from mcore_ckpt.steps.owner import Life, Owner
 from mcore_ckpt.steps.trainer_watch import TrainerWatch
+from tests.support.checkpoints import ROLE, dead_owner, make, own, read_version, stage
 
 HERE = Owner.this_process()
 SYS_EXIT = 60  # of x86-64

@@ -10,7 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from checkpoints import (
+
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.reading import read_manifest
+from mcore_ckpt.errors import CommitError
+from mcore_ckpt.io import json_fields as fields
+from mcore_ckpt.io import limits
+from mcore_ckpt.steps import commit, leftovers, tracker
+from mcore_ckpt.steps.owner import Life, Owner, read_owner
+from tests.support.checkpoints import (
     ATTEMPT,
     ROLE,
     Alone,
@@ -29,14 +37,6 @@ from checkpoints import (
     stage,
     write_files,
 )
-
-from mcore_ckpt.checkpoint import file_names
-from mcore_ckpt.checkpoint.reading import read_manifest
-from mcore_ckpt.errors import CommitError
-from mcore_ckpt.io import json_fields as fields
-from mcore_ckpt.io import limits
-from mcore_ckpt.steps import commit, leftovers, tracker
-from mcore_ckpt.steps.owner import Life, Owner, read_owner
 
 
 @pytest.fixture(params=["exchange", "two renames"])

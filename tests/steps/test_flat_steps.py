@@ -6,7 +6,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from checkpoints import ROLE, dead_owner, make, own, read_version, remains, stage
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.errors import CheckpointNotFoundError, CommitError
@@ -20,6 +19,7 @@ from mcore_ckpt.steps.retention import PreservationPolicy, delete_old_steps
 from mcore_ckpt.tools.examine.select import select
 from mcore_ckpt.tools.examine.verify import verify
 from mcore_ckpt.tools.maintain.prune import prune
+from tests.support.checkpoints import ROLE, dead_owner, make, own, read_version, remains, stage
 
 ELSEWHERE = Owner("node7 another-boot pid:[1]", 4321, 99)
 NAMES = ("global_steps_{}", "global_step_{}", "checkpoint-{}")

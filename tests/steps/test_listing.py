@@ -8,14 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from checkpoints import (
-    ROLE,
-    alone_in_the_world,
-    checkpoints,
-    make,
-    save_together,
-)
-from privileges import protect, without_privileges
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import encode_manifest
@@ -26,6 +18,14 @@ from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.steps import leftovers, tracker
 from mcore_ckpt.steps import listing as steps
 from mcore_ckpt.steps.retention import PreservationPolicy, delete_old_steps
+from tests.support.checkpoints import (
+    ROLE,
+    alone_in_the_world,
+    checkpoints,
+    make,
+    save_together,
+)
+from tests.support.privileges import protect, without_privileges
 
 
 def test_a_step_counts_when_all_declared_roles_have_committed(tmp_path: Path) -> None:

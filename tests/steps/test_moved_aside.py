@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from checkpoints import ROLE, Crash, crash, dead_owner, make, own, read_version, remains, stage
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.cli.main import main
@@ -19,6 +18,7 @@ from mcore_ckpt.tools.examine.find import find_checkpoint
 from mcore_ckpt.tools.examine.select import select
 from mcore_ckpt.tools.examine.verify import verify
 from mcore_ckpt.tools.maintain.prune import prune
+from tests.support.checkpoints import ROLE, Crash, crash, dead_owner, make, own, read_version, remains, stage
 
 DEAD = dead_owner(2**22 + 1)
 # The two places of a role's folder: the step's own folder, and a folder in it.

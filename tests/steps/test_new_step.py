@@ -6,7 +6,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from checkpoints import make, read_version, stage
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import encode_manifest
@@ -22,6 +21,7 @@ from mcore_ckpt.steps.new_step import NewStep
 from mcore_ckpt.steps.owner import Owner
 from mcore_ckpt.steps.read_lock import reading
 from mcore_ckpt.steps.trainer_lock import ToolLocks, TrainerLock
+from tests.support.checkpoints import make, read_version, stage
 
 ANOTHER = Owner(this_host(), os.getppid(), owner._start_of(os.getppid()) or 0)
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from checkpoints import manifest_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,6 +27,7 @@ from mcore_ckpt.steps.node_steps import (
     whole_steps,
 )
 from mcore_ckpt.tools.maintain.collect import find_steps
+from tests.support.checkpoints import manifest_of
 
 FILES = 5
 

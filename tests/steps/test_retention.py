@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import ROLE, Crash, checkpoints, crash, dead_owner, make, own, read_version, remains, stage
 from hypothesis import given
 from hypothesis import strategies as st
-from privileges import without_privileges
 
 from mcore_ckpt import pin, unpin
 from mcore_ckpt.checkpoint import file_names
@@ -24,6 +22,19 @@ from mcore_ckpt.steps.listing import StepStatus, complete_steps, list_steps
 from mcore_ckpt.steps.read_lock import reading
 from mcore_ckpt.steps.retention import PreservationPolicy, delete_old_steps, judge
 from mcore_ckpt.tools.maintain.prune import prune
+from tests.support.checkpoints import (
+    ROLE,
+    Crash,
+    checkpoints,
+    crash,
+    dead_owner,
+    make,
+    own,
+    read_version,
+    remains,
+    stage,
+)
+from tests.support.privileges import without_privileges
 
 
 def test_retention_counts_what_is_on_disk(tmp_path: Path) -> None:

@@ -6,13 +6,13 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from checkpoints import make, read_version, remains, stage
-from role_program import run_together, save_role
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.steps import commit, tracker
 from mcore_ckpt.steps import listing as steps
 from mcore_ckpt.steps.retention import PreservationPolicy, delete_old_steps
+from tests.support.checkpoints import make, read_version, remains, stage
+from tests.support.role_program import run_together, save_role
 
 BOTH = ("actor", "critic")
 

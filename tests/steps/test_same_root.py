@@ -11,9 +11,6 @@ from types import ModuleType
 
 import pytest
 import torch.distributed as dist
-from checkpoints import ROLE, begin, finish, read_version
-from mounting import mounted
-from unsharded_model import Model
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager, FastTier
 from mcore_ckpt.checkpoint import file_names
@@ -24,6 +21,9 @@ from mcore_ckpt.save import rank_files
 from mcore_ckpt.steps import commit, same_root, trainer_lock
 from mcore_ckpt.steps.same_root import SameRoot
 from mcore_ckpt.steps.trainer_lock import ToolLocks, TrainerLock
+from tests.support.checkpoints import ROLE, begin, finish, read_version
+from tests.support.mounting import mounted
+from tests.support.unsharded_model import Model
 
 
 def names_below(folder: Path) -> list[str]:

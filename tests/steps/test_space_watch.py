@@ -8,8 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from checkpoints import ROLE, make
-from waiting import LONG_S, join_threads
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.errors import NoRoomError
@@ -17,6 +15,8 @@ from mcore_ckpt.io import tuning
 from mcore_ckpt.io.disk_space import DiskSpace, Limit, Need
 from mcore_ckpt.steps import space_watch
 from mcore_ckpt.steps.space_watch import Saved, Saving, SpaceWatch
+from tests.support.checkpoints import ROLE, make
+from tests.support.waiting import LONG_S, join_threads
 
 STEP = 1
 NEEDED = 1_000_000

@@ -5,17 +5,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from checkpoints import (
+
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.steps import listing as steps
+from mcore_ckpt.steps import tracker
+from tests.support.checkpoints import (
     ROLE,
     Crash,
     checkpoints,
     crash,
     make,
 )
-
-from mcore_ckpt.checkpoint import file_names
-from mcore_ckpt.steps import listing as steps
-from mcore_ckpt.steps import tracker
 
 GARBAGE = {
     "empty": b"",

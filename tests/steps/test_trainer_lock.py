@@ -14,7 +14,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from checkpoints import ROLE
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.errors import LockedError
@@ -22,6 +21,7 @@ from mcore_ckpt.io import json_fields as fields
 from mcore_ckpt.steps import leftovers, trainer_lock
 from mcore_ckpt.steps.owner import Owner
 from mcore_ckpt.steps.trainer_lock import TrainerLock
+from tests.support.checkpoints import ROLE
 
 HERE = Owner.this_process()
 ELSEWHERE = Owner("node7 another-boot pid:[1]", 4321, 99)

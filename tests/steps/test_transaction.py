@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from checkpoints import remains
-from small_disks import tmpfs
 
 from mcore_ckpt.errors import BusyError, CheckpointCorruptError, NoRoomError, to_record
 from mcore_ckpt.io.disk_space import Need
 from mcore_ckpt.ranks.rounds import Agreement
 from mcore_ckpt.steps.space_watch import Saving, SpaceWatch
 from mcore_ckpt.steps.transaction import Attempt, EarlierSaveError, open_together
+from tests.support.checkpoints import remains
+from tests.support.small_disks import tmpfs
 
 WORLD = 3
 LONG_S = 30.0

@@ -10,13 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import checkpoints
 import pytest
-from checkpoints import ROLE, make, stage
-from few_threads import limit_threads
-from remote_store import LONG_S, Outage, failing, files, role_dir, save, upload, version_at, versions
-from small_disks import tmpfs
-from waiting import wait_for
 
 from mcore_ckpt import pin, unpin
 from mcore_ckpt.checkpoint import file_names
@@ -32,6 +26,12 @@ from mcore_ckpt.steps.remote_steps import RemoteSteps
 from mcore_ckpt.steps.retention import PreservationPolicy, delete_old_steps
 from mcore_ckpt.steps.upload import Upload
 from mcore_ckpt.steps.upload_queue import UploadQueue
+from tests.support import checkpoints
+from tests.support.checkpoints import ROLE, make, stage
+from tests.support.few_threads import limit_threads
+from tests.support.remote_store import LONG_S, Outage, failing, files, role_dir, save, upload, version_at, versions
+from tests.support.small_disks import tmpfs
+from tests.support.waiting import wait_for
 
 POINTS = 20
 

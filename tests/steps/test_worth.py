@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from checkpoints import ROLE, make, manifest_of
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import WrittenFile, encode_manifest
@@ -31,6 +30,7 @@ from mcore_ckpt.steps.upload_queue import UploadQueue
 from mcore_ckpt.steps.worth import Worth
 from mcore_ckpt.tools.examine.select import select
 from mcore_ckpt.tools.examine.step_list import step_list_of
+from tests.support.checkpoints import ROLE, make, manifest_of
 
 
 def of_step(root: Path, step: int) -> Path:

@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bridge_peft import add_peft_to_path, import_peft
-from global_tensors import to_mcore
-from parity import TOKENS, build, load, tokens
 from safetensors.torch import load_file
-from tiny_models import make_hf_folder, read_config
 
 from mcore_ckpt.cli.demo.megatron_on_cpu import enable_cpu
 from mcore_ckpt.models.peft_adapters import PEFT_PREFIX
 from mcore_ckpt.models.registry import model_from_config
+from tests.support.bridge_peft import add_peft_to_path, import_peft
+from tests.support.global_tensors import to_mcore
+from tests.support.parity import TOKENS, build, load, tokens
+from tests.support.tiny_models import make_hf_folder, read_config
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from checkpoints import ROLE, SMALL_KNOBS
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.io import tuning
+from tests.support.checkpoints import ROLE, SMALL_KNOBS
 
 
 @pytest.fixture

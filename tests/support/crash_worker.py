@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from checkpoints import SMALL_KNOBS, begin, delete_old, finish
 
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.io import _native, tuning
@@ -30,6 +29,7 @@ from mcore_ckpt.save.background import BackgroundSaves, SaveHandle
 from mcore_ckpt.save.destination import Following
 from mcore_ckpt.steps import commit
 from mcore_ckpt.steps.transaction import Attempt
+from tests.support.checkpoints import SMALL_KNOBS, begin, delete_old, finish
 
 WORLD = 3
 TIMEOUT_S = 3.0

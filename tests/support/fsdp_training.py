@@ -1,6 +1,6 @@
 """What each rank of an FSDP training saves, by torch's own means.
 
-python fsdp_training.py FOLDER     forks the ranks, by tests/distributed/forked_ranks.py, which must be on the path
+python fsdp_training.py FOLDER     forks the ranks, by tests/distributed/forked_ranks.py
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def save(folder: Path, rank: int) -> None:
 
 
 def main(folder: Path) -> None:
-    import forked_ranks
+    from tests.distributed import forked_ranks
 
     codes = forked_ranks.run(WORLD, partial(save, folder), folder / "log")
     sys.exit((folder / "log").read_text() if any(codes) else 0)

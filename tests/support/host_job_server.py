@@ -18,10 +18,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-import forked_ranks
 import torch.distributed as dist
-import training  # noqa: F401  # all that the ranks' scripts import, so that it is imported once
-from namespaces import Namespaces
+
+from tests.distributed import (
+    forked_ranks,
+    training,  # noqa: F401  # all that the ranks' scripts import, so that it is imported once
+)
+from tests.support.namespaces import Namespaces
 
 
 def main() -> None:
@@ -76,7 +79,6 @@ def _run(request: dict[str, Any], log: IO[str]) -> list[tuple[int, Any]]:
 
 
 def _load(script: Path) -> Any:
-    sys.path.insert(0, str(script.parent))
     specification = importlib.util.spec_from_file_location(script.stem, script)
     assert specification is not None
     assert specification.loader is not None

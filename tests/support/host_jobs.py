@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hosts import INTERFACE, Host
+from tests.support.hosts import INTERFACE, Host
 
 _TESTS = Path(__file__).parents[1]
 # Of a busy machine. A rank that waits in a collective for one on a lost host is told nothing: it waits so long.
@@ -78,12 +78,10 @@ class JobServer:
         self._jobs = 0
         self._socket = str(self._folder / "socket")
         self._log = self._folder / "server.log"
-        paths = [_TESTS.parent, _TESTS / "distributed", _TESTS / "support", os.environ.get("PYTHONPATH", "")]
         environment = {
             "OMP_NUM_THREADS": "1",
             "CUDA_VISIBLE_DEVICES": "",
             "GLOO_SOCKET_IFNAME": INTERFACE,
-            "PYTHONPATH": os.pathsep.join(map(str, paths)),
         }
         # Made here, so that one can connect while the server still imports.
         with socket.socket(socket.AF_UNIX) as listening, self._log.open("w") as log:

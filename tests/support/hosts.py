@@ -29,9 +29,10 @@ from types import TracebackType
 from typing import Any
 
 import pytest
-import small_disks
-from namespaces import Namespaces
-from waiting import wait_for
+
+from tests.support import small_disks
+from tests.support.namespaces import Namespaces
+from tests.support.waiting import wait_for
 
 # Interface of a host, by the name that gloo and NCCL are told.
 INTERFACE = "eth0"

@@ -12,7 +12,7 @@ import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hosts import Host  # not on the hosts, where this starts sooner without it
+    from tests.support.hosts import Host  # not on the hosts, where this starts sooner without it
 
 _PIECE = 1 << 20
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from global_tensors import to_mcore
-from small_model import make, resharded
 
 from mcore_ckpt.models.architecture import HfModel, read_config
 from mcore_ckpt.models.reconcile import with_mtp_of
@@ -14,6 +12,8 @@ from mcore_ckpt.models.registry import model_from_config
 from mcore_ckpt.sharding.cuts import Cut
 from mcore_ckpt.sharding.synonyms import synonyms
 from mcore_ckpt.sharding.vocabulary import has_vocabulary_rows
+from tests.support.global_tensors import to_mcore
+from tests.support.small_model import make, resharded
 
 PADDING = 5
 """Rows behind the vocabulary, and what they hold: it must not get into any file."""

@@ -20,9 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from global_tensors import to_mcore
 from safetensors.torch import load_file
-from tiny_models import IMAGE_TOKEN, VOCAB, computes_images, has_tower, make_hf_folder, make_hf_model, read_config
 
 from mcore_ckpt.cli.demo.megatron_on_cpu import enable_cpu
 from mcore_ckpt.models.architecture import HfModel
@@ -32,6 +30,16 @@ from mcore_ckpt.models.reconcile import with_mtp_of
 from mcore_ckpt.models.registry import model_from_config
 from mcore_ckpt.models.stated_facts import check_model
 from mcore_ckpt.sharding.synonyms import canonical
+from tests.support.global_tensors import to_mcore
+from tests.support.tiny_models import (
+    IMAGE_TOKEN,
+    VOCAB,
+    computes_images,
+    has_tower,
+    make_hf_folder,
+    make_hf_model,
+    read_config,
+)
 
 TESTS = Path(__file__).parents[1]
 PADDED_VOCAB = 136
@@ -177,9 +185,10 @@ def build(hf_model: HfModel) -> Any:
     )
     if hf_model.architecture.table.is_hybrid:
         # After transformers has computed without mamba_ssm, and before megatron looks for it.
-        sys.path += [str(TESTS / "support" / "stand_ins"), str(TESTS / "distributed")]
-        from hybrid_model import build_hybrid
+        sys.path.append(str(TESTS / "support" / "stand_ins"))
         from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+        from tests.distributed.hybrid_model import build_hybrid
 
         gpt = {**known.gpt, "vocab_size": PADDED_VOCAB}
         return poisoned(build_hybrid(config, WrappedTorchNorm, gpt.pop("hybrid_layer_pattern"), **gpt).eval())
@@ -214,7 +223,8 @@ def with_tower(hf_model: HfModel, config: Any, model: Any, kind: str | None = No
     if vision is None:
         return model
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
-    from vision_language import TOWER_NAMES, NamedTensors, VisionLanguageModel, tower_of
+
+    from tests.support.vision_language import TOWER_NAMES, NamedTensors, VisionLanguageModel, tower_of
 
     if hf_model.architecture.model_type == "kimi_k25":
         whole = VisionLanguageModel(config, model, None, "vision_tower")

@@ -7,10 +7,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from waiting import LONG_S
-
 from mcore_ckpt.fast.peer_protocol import HEADER, HERE, admit, introduce
 from mcore_ckpt.fast.peer_server import PeerServer
+from tests.support.waiting import LONG_S
 
 SECRET, HOST = b"0badcafe", "127.0.0.1"
 

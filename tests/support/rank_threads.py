@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from waiting import LONG_S
+from tests.support.waiting import LONG_S
 
 # What a busy machine may add to a wait.
 SLACK_S = 5.0

@@ -1,13 +1,13 @@
 """Reading a few rows of a tensor in a remote store."""
 
 import torch
-from checkpoints import ROLE
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.formats.native.remote_folder import RemoteFolder
 from mcore_ckpt.sharding.overlap import Rows
 from mcore_ckpt.sharding.plan import ReadRange
 from mcore_ckpt.steps.remote_steps import RemoteSteps
+from tests.support.checkpoints import ROLE
 
 
 def read_rows(remote: RemoteSteps, step: int, name: str, rows: slice) -> torch.Tensor:

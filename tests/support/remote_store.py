@@ -5,13 +5,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import checkpoints
-from checkpoints import ROLE
-
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.formats.native.remote_folder import RemoteFolder
 from mcore_ckpt.steps.remote_steps import RemoteSteps
 from mcore_ckpt.steps.upload_queue import UploadHandle, UploadQueue
+from tests.support import checkpoints
+from tests.support.checkpoints import ROLE
 
 # Longer than any upload of the tests.
 LONG_S = 60.0

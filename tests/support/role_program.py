@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch.distributed as dist
-from checkpoints import begin, delete_old, finish
 
 from mcore_ckpt.ranks.rounds import Agreement
 from mcore_ckpt.steps import leftovers
+from tests.support.checkpoints import begin, delete_old, finish
 
 DEADLINE_S = 60.0
 

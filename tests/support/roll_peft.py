@@ -10,11 +10,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from bridge_peft import add_peft_to_path
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import sharded_state_dict_default
+
+from tests.support.bridge_peft import add_peft_to_path
 
 add_peft_to_path()
 from peft import LoraConfig, PeftModel, get_peft_model  # noqa: E402

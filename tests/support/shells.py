@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Protocol
 from unittest import mock
 
-from forks import Launched, launch
+from tests.support.forks import Launched, launch
 
 TERMINAL = {"COLUMNS": "100", "NO_COLOR": "1", "TERM": "xterm"}
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from unsharded_model import Model
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager, SaveReport
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.save import rank_files
+from tests.support.unsharded_model import Model
 
 # The steps of `train`: saved, saved, failed.
 GOOD, NEWEST, BAD = 10, 20, 30

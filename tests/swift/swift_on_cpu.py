@@ -12,11 +12,12 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import absent
 import torch
-import transformer_engine_on_cpu
-from simulated_device import simulated_device
 from torch.utils.data import Dataset
+
+from tests.support.simulated_device import simulated_device
+from tests.swift import transformer_engine_on_cpu
+from tests.verl import absent
 
 # datasets (with pandas and pyarrow) is a quarter of a gigabyte; the others have no part in a checkpoint.
 _ABSENT = (

@@ -10,11 +10,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import forked_ranks
-import swift_on_cpu
 import torch
-from snapshot import Snapshot, poison, snapshot
 from swift.megatron.pipelines.train.sft import MegatronSft as StockSft
+
+from tests.distributed import forked_ranks
+from tests.distributed.snapshot import Snapshot, poison, snapshot
+from tests.swift import swift_on_cpu
 
 STEPS = 6
 

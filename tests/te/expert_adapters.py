@@ -8,17 +8,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from bridge_peft import import_peft
-from hf_names import build
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt.gpt_model import GPTModel
 from safetensors.torch import load_file
-from tiny_models import make_hf_folder
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager, load_hf
 from mcore_ckpt.cli.demo.megatron_on_cpu import enable_cpu
 from mcore_ckpt.models import model_from_config, read_config
 from mcore_ckpt.tools.convert.merge import MergeRequest, merge
+from tests.support.bridge_peft import import_peft
+from tests.support.tiny_models import make_hf_folder
+from tests.te.hf_names import build
 
 CONFIG = CheckpointConfig(save_contents=("model",), load_contents=("model",), skip_frozen=True, timeout_s=40.0)
 # Arguments of Megatron-Bridge's LoRA: one adapter for all experts, or one for each.

@@ -7,12 +7,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from hf_names import build
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.models.gpt.gpt_model import GPTModel
 from safetensors.torch import load_file
-from te_on_cpu import do_without_fla
-from tiny_models import make_hf_folder
 from transformers import AutoConfig
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager
@@ -22,6 +19,9 @@ from mcore_ckpt.models import HfModel, model_from_config, read_config, to_mcore_
 from mcore_ckpt.models.reconcile import with_mtp_of
 from mcore_ckpt.ranks.meeting import rendezvous
 from mcore_ckpt.tools.convert.to_torch_dist import convert_to_torch_dist
+from tests.support.tiny_models import make_hf_folder
+from tests.te.hf_names import build
+from tests.te.te_on_cpu import do_without_fla
 
 CONFIG = CheckpointConfig(save_contents=("hf_model",), load_contents=("model",), timeout_s=40.0)
 

@@ -18,8 +18,6 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_mtp_block_spec,
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
-from te_on_cpu import cuda_seems_available, do_without_fla
-from tiny_models import make_config
 
 from mcore_ckpt.cli.demo.megatron_on_cpu import enable_cpu
 from mcore_ckpt.models import HfModel, check_model, model_from_config, to_mcore_config
@@ -28,6 +26,8 @@ from mcore_ckpt.sharding.plan import MODEL
 from mcore_ckpt.sharding.synonyms import found_as
 from mcore_ckpt.sharding.towers import in_tower
 from mcore_ckpt.state.model import model_shards
+from tests.support.tiny_models import make_config
+from tests.te.te_on_cpu import cuda_seems_available, do_without_fla
 
 
 def main(_: Path, names: Sequence[str]) -> None:

@@ -12,10 +12,10 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
-from te_on_cpu import cuda_seems_available
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager
 from mcore_ckpt.cli.demo.megatron_on_cpu import enable_cpu
+from tests.te.te_on_cpu import cuda_seems_available
 
 LAYERS, EXPERTS = 4, 4
 

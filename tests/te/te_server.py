@@ -16,15 +16,12 @@ from typing import Any
 _answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
 
-from te_on_cpu import import_transformer_engine  # noqa: E402
+from tests.te.te_on_cpu import import_transformer_engine  # noqa: E402
 
 import_transformer_engine()
 
-import expert_adapters  # noqa: E402
-import forked_ranks  # noqa: E402
-import hf_conversion  # noqa: E402
-import hf_names  # noqa: E402
-import round_trip  # noqa: E402
+from tests.distributed import forked_ranks  # noqa: E402
+from tests.te import expert_adapters, hf_conversion, hf_names, round_trip  # noqa: E402
 
 JOBS = {
     "expert_adapters": expert_adapters.main,

@@ -10,8 +10,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pytest
-from bridge_peft import BRIDGE
-from tiny_models import NAMES, has_tower, megatron_has
+
+from tests.support.bridge_peft import BRIDGE
+from tests.support.tiny_models import NAMES, has_tower, megatron_has
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parent.parent
@@ -36,13 +37,12 @@ class Job:
 
 class Server:
     def __init__(self) -> None:
-        support = REPOSITORY / "tests" / "support"
-        path = [TRANSFORMER_ENGINE, REPOSITORY, support, support / "stand_ins", REPOSITORY / "tests" / "distributed"]
+        path = [REPOSITORY, TRANSFORMER_ENGINE, REPOSITORY / "tests" / "support" / "stand_ins"]
         self._process = subprocess.Popen(
             [sys.executable, str(HERE / "te_server.py")],
             env=os.environ
             | {
-                "PYTHONPATH": os.pathsep.join([*map(str, path), os.environ.get("PYTHONPATH", "")]),
+                "PYTHONPATH": os.pathsep.join([*map(str, path), os.environ["PYTHONPATH"]]),
                 # The ranks share two cores, and may not share a GPU.
                 "OMP_NUM_THREADS": "1",
                 "CUDA_VISIBLE_DEVICES": "",

@@ -1,5 +1,5 @@
 """Fixtures for the tests of the tools."""
 
-from checkpoint_fixtures import role_dir, small_knobs
+from tests.support.checkpoint_fixtures import role_dir, small_knobs
 
 __all__ = ["role_dir", "small_knobs"]

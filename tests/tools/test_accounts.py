@@ -7,10 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from bridge_peft import add_peft_to_path
-from mcore_checkpoints import PADDING, make, mcore_tensors, pad_vocabulary, weights
 from safetensors.torch import load_file, save_file
-from tiny_models import VOCAB, make_hf_folder
 
 from mcore_ckpt.checkpoint.manifest import AdapterSettings
 from mcore_ckpt.cli.main import main
@@ -26,6 +23,9 @@ from mcore_ckpt.models.accounting import (
     together,
 )
 from mcore_ckpt.sharding.vocabulary import has_vocabulary_rows
+from tests.support.bridge_peft import add_peft_to_path
+from tests.support.mcore_checkpoints import PADDING, make, mcore_tensors, pad_vocabulary, weights
+from tests.support.tiny_models import VOCAB, make_hf_folder
 
 add_peft_to_path()
 

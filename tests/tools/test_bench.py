@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_models import make_hf_folder
 
 from mcore_ckpt.cli.main import main
 from mcore_ckpt.errors import CheckpointNotFoundError, InvalidArgumentError
@@ -31,6 +30,7 @@ from mcore_ckpt.tools.maintain.bench.predict import (
 from mcore_ckpt.tools.maintain.bench.size import SaveSize, Training, size_of_model, size_of_parameters
 from mcore_ckpt.tools.maintain.bench.speeds import GpuSpeeds, Speeds
 from mcore_ckpt.tools.maintain.bench.trial_saves import TrialSaves
+from tests.support.tiny_models import make_hf_folder
 
 GB = 10**9
 SPEEDS = Speeds(

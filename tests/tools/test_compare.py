@@ -12,14 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from test_foreign_models import STAGES, mcore_of, save_verl
-from tiny_models import make_hf_folder, make_hf_model
 
 from mcore_ckpt.cli.main import main
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointNotFoundError
 from mcore_ckpt.tools.examine import compare as module
 from mcore_ckpt.tools.examine.compare import ComparedTensor, Comparison, compare, open_folder
 from mcore_ckpt.tools.examine.differences import Differences, Tolerance
+from tests.support.tiny_models import make_hf_folder, make_hf_model
+from tests.tools.test_foreign_models import STAGES, mcore_of, save_verl
 
 Tensors = dict[str, torch.Tensor]
 NAMES = ("model.embed_tokens.weight", "lm_head.weight", "a", "b")

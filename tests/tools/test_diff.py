@@ -11,9 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import SHAPES
-from checkpoints import make as make_version
-from small_model import make, resharded, tensors_of
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.cli.main import main
@@ -22,6 +19,9 @@ from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.tools.examine import diff as module
 from mcore_ckpt.tools.examine.diff import Diff, RoleDiff, diff
 from mcore_ckpt.tools.examine.differences import DifferentValue, Tolerance, different_values
+from tests.support.checkpoints import SHAPES
+from tests.support.checkpoints import make as make_version
+from tests.support.small_model import make, resharded, tensors_of
 
 FC1, FC2 = "decoder.layers.1.mlp.linear_fc1.weight", "decoder.layers.1.mlp.linear_fc2.weight"
 

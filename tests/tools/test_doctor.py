@@ -12,9 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import own
-from mounting import mounted, mounted_image, shown_by
-from small_model import STEP, make, tensors_of
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import encode_manifest
@@ -34,6 +31,9 @@ from mcore_ckpt.tools.examine.doctor import examine as examination
 from mcore_ckpt.tools.examine.doctor import free_space, known, probes, speed, trial
 from mcore_ckpt.tools.examine.doctor.examine import Report, examine
 from mcore_ckpt.tools.examine.doctor.findings import Finding, Severity, fine, merged, worst
+from tests.support.checkpoints import own
+from tests.support.mounting import mounted, mounted_image, shown_by
+from tests.support.small_model import STEP, make, tensors_of
 
 ROLE = "actor"
 

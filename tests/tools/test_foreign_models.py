@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from global_tensors import to_mcore
 from safetensors.torch import load_file
-from tiny_models import make_hf_folder, read_config
 
 from mcore_ckpt.errors import (
     CheckpointCorruptError,
@@ -26,6 +24,8 @@ from mcore_ckpt.sharding.cuts import axes_of
 from mcore_ckpt.sharding.names import expert_of
 from mcore_ckpt.tools.convert.merge import MergeRequest, merge
 from mcore_ckpt.tools.examine.find import find_checkpoint
+from tests.support.global_tensors import to_mcore
+from tests.support.tiny_models import make_hf_folder, read_config
 
 Tensors = dict[str, torch.Tensor]
 

@@ -6,13 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import quantized_folders as published
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quantized_folders import dequantize_with_transformers, is_linear, needs_accelerate
 from safetensors.torch import load_file
-from tiny_models import make_hf_folder
 
 from mcore_ckpt.errors import CheckpointMismatchError, UnsupportedError
 from mcore_ckpt.formats.contract import RegionRead, TensorInfo
@@ -29,6 +26,9 @@ from mcore_ckpt.tools.convert.merge import MergeRequest, merge
 from mcore_ckpt.tools.convert.reshard.target import WantedLayout
 from mcore_ckpt.tools.convert.to_native import convert_to_native
 from mcore_ckpt.tools.examine.compare import compare, open_folder
+from tests.support import quantized_folders as published
+from tests.support.quantized_folders import dequantize_with_transformers, is_linear, needs_accelerate
+from tests.support.tiny_models import make_hf_folder
 
 POWERS_OF_2 = {"scale_fmt": "ue8m0"}
 

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from bridge_peft import add_peft_to_path
 from safetensors.torch import load_file
-from tiny_models import VOCAB, make_hf_folder, make_hf_model
 
 from mcore_ckpt.cli.main import main
 from mcore_ckpt.errors import CheckpointMismatchError, CheckpointNotFoundError, InvalidArgumentError, UnsupportedError
 from mcore_ckpt.formats.fsdp.reader import open_fsdp
 from mcore_ckpt.tools.convert.merge import MergeRequest, merge
+from tests.support.bridge_peft import add_peft_to_path
+from tests.support.tiny_models import VOCAB, make_hf_folder, make_hf_model
 
 ALPHA, RANK = 6, 4
 TOKENS = torch.randint(0, VOCAB, (2, 12), generator=torch.Generator().manual_seed(3))

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import make_config
 
 from mcore_ckpt.checkpoint.manifest import AdapterSettings
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError, UnsupportedError
@@ -16,6 +15,7 @@ from mcore_ckpt.sharding.plan import MODEL, ShardKey, StoredShard
 from mcore_ckpt.sharding.regions import Region, Shape
 from mcore_ckpt.tools.convert.merge_adapters import AdapterMerge, adapter_settings, plan_with_adapters
 from mcore_ckpt.tools.examine.find import FoundCheckpoint
+from tests.support.tiny_models import make_config
 
 FC1 = "decoder.layers.0.mlp.linear_fc1.adapter."
 LORA = {f"{FC1}linear_in.weight": (4, 64), f"{FC1}linear_out.weight": (192, 4)}

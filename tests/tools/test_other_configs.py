@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from mcore_checkpoints import make, mcore_tensors
-from tiny_models import make_config, make_hf_folder
 
 from mcore_ckpt.checkpoint.manifest import AdapterSettings
 from mcore_ckpt.cli.main import main
@@ -16,6 +14,8 @@ from mcore_ckpt.errors import CheckpointMismatchError
 from mcore_ckpt.models.architecture import HfModel
 from mcore_ckpt.models.registry import model_from_config
 from mcore_ckpt.models.stated_facts import check_rows, facts_of_model, other_facts
+from tests.support.mcore_checkpoints import make, mcore_tensors
+from tests.support.tiny_models import make_config, make_hf_folder
 
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 EPSILON = {"rms_norm_eps": 1e-3}

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_model import make, resharded, tensors_of
 
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.formats.contract import TensorInfo
@@ -14,6 +13,7 @@ from mcore_ckpt.sharding.regions import Box, Region
 from mcore_ckpt.tools.examine.diff import DifferentTensor, RoleDiff
 from mcore_ckpt.tools.examine.differences import DifferentValue
 from mcore_ckpt.tools.examine.overview import NO_ALIAS, Overview, RoleOverview, overview_of_role
+from tests.support.small_model import make, resharded, tensors_of
 
 BEFORE_ROOMS = Path(__file__).parents[1] / "data" / "before_rooms" / "root" / "global_steps_2" / "actor"
 

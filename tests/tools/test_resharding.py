@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_model import HIDDEN, STEP, VOCABULARY, make, resharded, shapes, stored, tensors_of
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import Manifest, WrittenFile
@@ -34,6 +33,7 @@ from mcore_ckpt.tools.convert.reshard import streaming
 from mcore_ckpt.tools.convert.reshard.reshard import reshard
 from mcore_ckpt.tools.convert.reshard.target import WantedLayout
 from mcore_ckpt.tools.examine.select import select
+from tests.support.small_model import HIDDEN, STEP, VOCABULARY, make, resharded, shapes, stored, tensors_of
 
 QKV = "decoder.layers.1.self_attention.linear_qkv.weight"
 

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from mcore_checkpoints import model_of, weights
-from tiny_models import LAYERS, NAMES, VOCAB, architecture_of, flat, make_hf_folder, read_config
 
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.models.mcore_config import to_mcore_config
@@ -16,6 +14,8 @@ from mcore_ckpt.ranks.meeting import rendezvous
 from mcore_ckpt.tools.convert.merge import MergeRequest, merge
 from mcore_ckpt.tools.convert.reshard.target import WantedLayout
 from mcore_ckpt.tools.convert.to_native import convert_to_native
+from tests.support.mcore_checkpoints import model_of, weights
+from tests.support.tiny_models import LAYERS, NAMES, VOCAB, architecture_of, flat, make_hf_folder, read_config
 
 # More than 131 tokens, whatever the tensor-parallel size.
 PADDING = {"vocab_divisor": 16}

@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from small_model import make, stored, tensors_of
 
 from mcore_ckpt.cli.main import main
 from mcore_ckpt.errors import CheckpointCorruptError, InvalidArgumentError
@@ -16,6 +15,7 @@ from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.sharding.overlap import Rows
 from mcore_ckpt.tools.examine import tensor_details as module
 from mcore_ckpt.tools.examine.tensor_details import KindDetails, Values, describe_tensor
+from tests.support.small_model import make, stored, tensors_of
 
 FC1, FC2 = "decoder.layers.1.mlp.linear_fc1.weight", "decoder.layers.1.mlp.linear_fc2.weight"
 NORM = "decoder.final_layernorm.weight"

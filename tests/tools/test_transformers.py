@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from load_with_transformers import NEW_TOKENS, PROMPT, SPECIAL
-from mcore_checkpoints import make_checkpoint
-from tiny_models import NAMES, architecture_of, make_hf_folder, mtp_prefix
 
 from mcore_ckpt.cli.demo.huggingface import byte_tokenizer
 from mcore_ckpt.formats.huggingface.assets import save_assets, write_config
 from mcore_ckpt.models import model_from_config
 from mcore_ckpt.tools.convert.merge import MergeRequest, merge
+from tests.support.load_with_transformers import NEW_TOKENS, PROMPT, SPECIAL
+from tests.support.mcore_checkpoints import make_checkpoint
+from tests.support.tiny_models import NAMES, architecture_of, make_hf_folder, mtp_prefix
 
 REPOSITORY = Path(__file__).parents[2]
 # Installed beside the environment, which has transformers 5.

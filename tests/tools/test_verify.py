@@ -20,7 +20,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import ROLE, SHAPES, make, stage
 
 from mcore_ckpt.checkpoint import damage as damaging
 from mcore_ckpt.checkpoint import file_names
@@ -40,6 +39,7 @@ from mcore_ckpt.steps.trainer_lock import TrainerLock
 from mcore_ckpt.tools.examine import step_problems
 from mcore_ckpt.tools.examine import verify as verifying
 from mcore_ckpt.tools.examine.verify import verify, verify_role
+from tests.support.checkpoints import ROLE, SHAPES, make, stage
 
 MODEL_FILE = file_names.model_file(0, 0)
 OPTIMIZER_FILE = file_names.optimizer_file(0, 0, 0, 0)

@@ -10,8 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from checkpoint_fixtures import dead_pid
-from checkpoints import ROLE, dead_owner, make, other_host, own, stage
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import encode_manifest
@@ -25,6 +23,8 @@ from mcore_ckpt.steps.tracker import update_tracker
 from mcore_ckpt.steps.trainer_lock import TrainerLock
 from mcore_ckpt.tools.examine import watch as module
 from mcore_ckpt.tools.examine.watch import Look, Watch, changes
+from tests.support.checkpoint_fixtures import dead_pid
+from tests.support.checkpoints import ROLE, dead_owner, make, other_host, own, stage
 
 __all__ = ["dead_pid"]
 

@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from other_users import ALICE, BOB, MALLORY, STRANGERS, TEAM, common_place, run_as
-from unsharded_model import sharded_state_dict
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager
 from mcore_ckpt.checkpoint import file_names
@@ -23,6 +21,8 @@ from mcore_ckpt.steps import leftovers
 from mcore_ckpt.steps.listing import complete_steps
 from mcore_ckpt.steps.new_folder import mode_as
 from mcore_ckpt.steps.trainer_lock import ToolLocks, TrainerLock
+from tests.support.other_users import ALICE, BOB, MALLORY, STRANGERS, TEAM, common_place, run_as
+from tests.support.unsharded_model import sharded_state_dict
 
 ROLE = "actor"
 DEAD = b'{"host": "gone", "pid": 1, "start": 1}'

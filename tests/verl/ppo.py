@@ -12,19 +12,19 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-import engine_on_cpu
-import sft
 import torch
 import torch.distributed as dist
 from hydra import compose, initialize_config_module
-from run import Run
 from torchdata.stateful_dataloader import StatefulDataLoader
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
+from tests.verl import engine_on_cpu, sft
+from tests.verl.run import Run
+
 if find_spec("verl.workers.megatron_workers") is None:
-    import ppo_engines as kind
+    from tests.verl import ppo_engines as kind
 else:
-    import ppo_workers as kind
+    from tests.verl import ppo_workers as kind
 
 try:
     from verl.trainer.ppo.checkpoint_callback import build_checkpoint_callback

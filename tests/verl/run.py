@@ -7,10 +7,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import engine_on_cpu
-import forked_ranks
 import torch
-from snapshot import Snapshot, snapshot
+
+from tests.distributed import forked_ranks
+from tests.distributed.snapshot import Snapshot, snapshot
+from tests.verl import engine_on_cpu
 
 
 @dataclass(frozen=True)

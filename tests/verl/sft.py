@@ -10,20 +10,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import engine_on_cpu
 import torch
 import verl
-from fused_adam import fused_adam
 from hydra import compose, initialize_config_module
 from megatron.core import utils
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from packaging.version import Version
-from run import Run
-from simulated_device import simulated_device
 from torch.utils.data import Dataset
 from verl.trainer.sft_trainer import SFTTrainer
 
 from mcore_ckpt.steps import commit
+from tests.support.fused_adam import fused_adam
+from tests.support.simulated_device import simulated_device
+from tests.verl import engine_on_cpu
+from tests.verl.run import Run
 
 VOCABULARY = 132
 """What tensor parallelism can halve: mbridge pads nothing."""

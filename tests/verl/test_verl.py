@@ -5,7 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from megatron_cases import packages
+
+from tests.support.megatron_cases import packages
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parent.parent

@@ -1,22 +1,16 @@
 """Imports Megatron-Bridge once, for all ranks of all tests: they are forks of this process."""
 
-import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-TESTS = Path(__file__).parent.parent.parent
-sys.path[:0] = [str(TESTS / folder) for folder in ("bridge", "distributed", "support")]
-
-import bridge_on_cpu  # noqa: E402
+from tests.bridge import bridge_on_cpu
 
 bridge_on_cpu.import_bridge()
 
-from bridge_run import ITERATIONS, LEFT, BridgeRun  # noqa: E402
-
 import mcore_ckpt.integrations.bridge  # noqa: E402, F401
+from tests.bridge.bridge_run import ITERATIONS, LEFT, BridgeRun  # noqa: E402
 
 
 @pytest.fixture(scope="session")

@@ -6,11 +6,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import forked_ranks
 import pytest
 import torch
 import transformers
-from bridge_run import OURS
 from megatron.bridge.training import checkpointing
 from megatron.bridge.training.config import CheckpointConfig, GPTDatasetConfig
 from megatron.bridge.training.state import TrainState
@@ -32,6 +30,8 @@ from mcore_ckpt.integrations.bridge.hf_config import PublishedConfig
 from mcore_ckpt.integrations.bridge.kept_mains import KeptMains
 from mcore_ckpt.integrations.bridge.unsupported import refuse_load, refuse_save
 from mcore_ckpt.integrations.kit.loop import Loaded, Training
+from tests.bridge.bridge_run import OURS
+from tests.distributed import forked_ranks
 
 
 def checkpoint(**given: Any) -> CheckpointConfig:

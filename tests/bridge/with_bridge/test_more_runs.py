@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from bridge_run import ITERATIONS, LEFT, BridgeRun
-from document_examples import run_in_shell
 from megatron.bridge.peft.lora import LoRA
-from resuming_bridge import check_went_on, copied, killed, resumed
-from tiny_models import make_hf_folder
-from walk import block, section
 
 from mcore_ckpt.checkpoint import read_manifest
 from mcore_ckpt.cli.main import main
+from tests.bridge.bridge_run import ITERATIONS, LEFT, BridgeRun
+from tests.bridge.resuming_bridge import check_went_on, copied, killed, resumed
+from tests.support.document_examples import run_in_shell
+from tests.support.tiny_models import make_hf_folder
+from tests.support.walk import block, section
 
 Uninterrupted = Callable[..., BridgeRun]
 

@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commits import branch_in
-from document_examples import run_in_shell
-from nemo_run import STEPS, NemoRun
-from snapshot import assert_same
-from walk import block, section
+
+from tests.bridge.nemo_run import STEPS, NemoRun
+from tests.distributed.snapshot import assert_same
+from tests.support.commits import branch_in
+from tests.support.document_examples import run_in_shell
+from tests.support.walk import block, section
 
 OFFLOADED = {"optimizer.optimizer_cpu_offload": True, "optimizer.optimizer_offload_fraction": 0.5}
 

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bridge_run import ITERATIONS, LEFT, BridgeRun
-from commits import branch_in
 from megatron.bridge.training import setup
 from megatron.core.rerun_state_machine import RerunDataIterator
-from resuming_bridge import TRACKER, check_went_on, copied, killed, names_below, resumed
 
 from mcore_ckpt.steps import listing as steps
 from mcore_ckpt.steps import tracker
+from tests.bridge.bridge_run import ITERATIONS, LEFT, BridgeRun
+from tests.bridge.resuming_bridge import TRACKER, check_went_on, copied, killed, names_below, resumed
+from tests.support.commits import branch_in
 
 ASYNC = {"checkpoint.async_save": True}
 KEEP = {"checkpoint.most_recent_k": 2}

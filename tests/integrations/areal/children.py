@@ -16,7 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  # makes the backend known
-from training import Layout, parallel
+
+from tests.distributed.training import Layout, parallel
 
 # Far above what any of them takes: one that hangs must fail its test, not the machine.
 ALARM_S = 400

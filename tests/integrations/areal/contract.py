@@ -31,6 +31,7 @@ from areal.utils import recover as stock_recover
 from areal.utils import saver as stock_saver
 from areal.utils.dynamic_import import import_from_string
 
+from mcore_ckpt import CheckpointConfig, FastTier
 from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.integrations import areal as ours
 from mcore_ckpt.integrations.areal import recover_info, stock_files
@@ -201,6 +202,12 @@ def test_what_others_have_saved_is_theirs_to_recover_from(tmp_path: Path) -> Non
     assert type(Trainer(own, None).recover_handler) is ours.RecoverHandler
     with pytest.raises(UnsupportedError, match="critic is not of the megatron backend"):
         Trainer(own, fsdp)
+
+
+def test_a_fast_tier_is_refused_because_areal_resumes_from_a_shared_folder() -> None:
+    config = CheckpointConfig(fast=FastTier("/dev/shm/run", durable_every=5))
+    with pytest.raises(UnsupportedError, match=r"checkpoint_config has a fast tier, but .*: leave fast out"):
+        ours.Checkpointer([], config=config)
 
 
 def test_an_engine_of_another_kind_is_refused_before_anything_is_saved(tmp_path: Path) -> None:

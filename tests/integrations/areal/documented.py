@@ -5,20 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import exporting
 import pytest
-import recovering
 import torch
 import yaml
 from areal.api.cli_args import RecoverConfig
-from children import in_child
-from document_examples import AREAL_LOAD_EXPORT, AREAL_RECOVER, AREAL_SAVER, relocated
-from simulated import NAMES
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from mcore_ckpt.state.model import unwrap
+from tests.integrations.areal import exporting, recovering
+from tests.integrations.areal.children import in_child
+from tests.integrations.areal.simulated import NAMES
+from tests.support.document_examples import AREAL_LOAD_EXPORT, AREAL_RECOVER, AREAL_SAVER, relocated
 
 
 def test_an_export_at_the_end_of_each_epoch(tmp_path: Path) -> None:

@@ -13,13 +13,6 @@ from typing import Any
 import pytest
 import torch
 from areal.api import SaveLoadMeta
-from children import fork, in_child
-from contract import saver_config, spec
-from hf_words import hf_config
-from killing import Disk
-from recovering import said_by
-from simulated import BareEngine, Engine, Trainer
-from training import VOCAB_SIZE, Layout
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from mcore_ckpt.errors import CheckpointError
@@ -27,6 +20,13 @@ from mcore_ckpt.integrations.areal import Saver, export
 from mcore_ckpt.integrations.areal import saver as saver_module
 from mcore_ckpt.integrations.areal.engine import HF_ASYNC, is_checkpointed
 from mcore_ckpt.state.model import unwrap
+from tests.distributed.hf_words import hf_config
+from tests.distributed.training import VOCAB_SIZE, Layout
+from tests.integrations.areal.children import fork, in_child
+from tests.integrations.areal.contract import saver_config, spec
+from tests.integrations.areal.killing import Disk
+from tests.integrations.areal.recovering import said_by
+from tests.integrations.areal.simulated import BareEngine, Engine, Trainer
 
 LAYOUT = Layout(1, num_layers=1, precision="bf16", global_batch=2)
 

@@ -17,17 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from children import fork, in_child
-from recovering import Trainer, trainer_of
-from simulated import STEPS_PER_EPOCH
-from snapshot import assert_same
-from training import Layout
 
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.io import _native
 from mcore_ckpt.steps import listing as steps
 from mcore_ckpt.steps import trainer_lock
 from mcore_ckpt.tools.examine.verify import verify
+from tests.distributed.snapshot import assert_same
+from tests.distributed.training import Layout
+from tests.integrations.areal.children import fork, in_child
+from tests.integrations.areal.recovering import Trainer, trainer_of
+from tests.integrations.areal.simulated import STEPS_PER_EPOCH
 
 # What changes the disk, by names of `os`; native threads write between the calls of theirs.
 CHANGES = ("mkdir", "open", "rename", "replace", "rmdir", "unlink", "write")

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 from areal.utils.recover import RecoverHandler as StockHandler
-from children import in_child
-from recovering import error_of, trainer_of, units_of
-from simulated import STEPS_PER_EPOCH
-from snapshot import assert_same
 
 from mcore_ckpt.steps import listing as steps
+from tests.distributed.snapshot import assert_same
+from tests.integrations.areal.children import in_child
+from tests.integrations.areal.recovering import error_of, trainer_of, units_of
+from tests.integrations.areal.simulated import STEPS_PER_EPOCH
 
 
 def write_stock_info(folder: Path) -> None:

@@ -11,16 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import simulated
 import torch
-from adapters import FROZEN, with_adapters
 from areal.utils import logging as areal_logging
-from bridge_peft import BRIDGE
-from children import in_child
-from commits import branch_in
-from simulated import STEPS_PER_EPOCH, Engine, Trainer
-from snapshot import assert_same
-from training import Layout
 
 from mcore_ckpt import CheckpointConfig
 from mcore_ckpt.checkpoint.reading import read_manifest
@@ -35,6 +27,14 @@ from mcore_ckpt.errors import (
 from mcore_ckpt.integrations.areal import Checkpointer, Evaluator, RecoverHandler, recover, recover_info, recovery_steps
 from mcore_ckpt.steps import listing as steps
 from mcore_ckpt.steps import tracker
+from tests.distributed.adapters import FROZEN, with_adapters
+from tests.distributed.snapshot import assert_same
+from tests.distributed.training import Layout
+from tests.integrations.areal import simulated
+from tests.integrations.areal.children import in_child
+from tests.integrations.areal.simulated import STEPS_PER_EPOCH, Engine, Trainer
+from tests.support.bridge_peft import BRIDGE
+from tests.support.commits import branch_in
 
 # As little as there can be to train: nearly all of these tests train.
 LAYOUT = Layout(1, num_layers=1, precision="bf16", global_batch=2)
@@ -375,7 +375,8 @@ def test_a_changed_frequency_counts_after_a_restart(tmp_path: Path) -> None:
 def test_seconds_in_the_single_controller(tmp_path: Path) -> None:
     """Outside torch.distributed AReaL's timer fails (`FrequencyControl.check`, an unbound local)."""
     from areal.utils.timeutil import EpochStepTimeFreqCtl
-    from contract import recover_config, spec
+
+    from tests.integrations.areal.contract import recover_config, spec
 
     with pytest.raises(UnboundLocalError):
         EpochStepTimeFreqCtl(None, None, 100).check(0, 1)
@@ -458,7 +459,8 @@ def test_an_engine_in_another_process_has_only_a_text_to_tell(tmp_path: Path) ->
 def test_the_launchers_of_areal_find_nothing_of_their_own(tmp_path: Path) -> None:
     """They start a run that has failed again whatever this says; it decides on a file of metadata alone."""
     from areal.utils.recover import check_if_recover
-    from contract import recover_config
+
+    from tests.integrations.areal.contract import recover_config
 
     base = tmp_path / "run"
     shutil.copytree(two_steps(tmp_path), base)
@@ -485,7 +487,8 @@ def test_a_saver_counts_on(tmp_path: Path) -> None:
 
 def test_an_evaluator_counts_like_the_others(tmp_path: Path) -> None:
     from areal.api.cli_args import EvaluatorConfig
-    from contract import spec
+
+    from tests.integrations.areal.contract import spec
 
     def evaluated(evaluator: Evaluator, steps: range) -> list[int]:
         found: list[int] = []

@@ -11,19 +11,19 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import with_areal  # noqa: F401
-from agreement import error_of, everywhere, raised_everywhere
 from areal.api import SaveLoadMeta
 from areal.engine.megatron_utils.checkpointer import MegatronCheckpointManager
-from forked_ranks import run as run_forked
-from global_state import GlobalState, assert_same_state, global_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from simulated import BareEngine, Engine, Trainer
-from training import Layout, parallel
-from training import train as train_model
 
 from mcore_ckpt.errors import CheckpointCorruptError, CommitError
 from mcore_ckpt.steps import listing as steps
+from tests.distributed.agreement import error_of, everywhere, raised_everywhere
+from tests.distributed.forked_ranks import run as run_forked
+from tests.distributed.global_state import GlobalState, assert_same_state, global_state
+from tests.distributed.training import Layout, parallel
+from tests.distributed.training import train as train_model
+from tests.integrations.areal import with_areal  # noqa: F401
+from tests.integrations.areal.simulated import BareEngine, Engine, Trainer
 
 SAME = {"padded_vocab": 144, "global_batch": 8, "dropout": 0.0, "num_layers": 2}
 REPLICAS, SLICES = Layout(2, **SAME), Layout(2, tp=2, **SAME)

@@ -20,12 +20,12 @@ from areal.engine import megatron_engine
 from areal.utils import recover as stock_recover
 from areal.utils import saver as stock_saver
 from areal.utils.evaluator import Evaluator
-from fused_adam import fused_adam
-from snapshot import poison, snapshot
-from training import DTYPES, Layout, Training, build, train
 
 from mcore_ckpt import CheckpointConfig
 from mcore_ckpt.integrations.areal import CheckpointedEngine, CheckpointedTrainer
+from tests.distributed.snapshot import poison, snapshot
+from tests.distributed.training import DTYPES, Layout, Training, build, train
+from tests.support.fused_adam import fused_adam
 
 STEPS_PER_EPOCH = 4
 EPOCHS = 2

@@ -5,18 +5,14 @@ Not a conftest.py: whoever collects the tests of a folder above imports that, an
 
 import gc
 import os
-import sys
-from pathlib import Path
 
 # One thread: children are forked, and threads of a pool are not.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
-TESTS = Path(__file__).parents[2]
-sys.path[:0] = [str(TESTS / "integrations" / "areal"), str(TESTS / "distributed"), str(TESTS / "support")]
+import torch
 
-import torch  # noqa: E402
-from areal_on_cpu import import_areal  # noqa: E402
+from tests.integrations.areal.areal_on_cpu import import_areal
 
 torch.set_num_threads(1)
 import_areal()

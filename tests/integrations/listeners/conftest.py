@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from told_events import train
 
 from mcore_ckpt import Event, SaveReport
+from tests.support.told_events import train
 
 REPOSITORY = Path(__file__).parents[3]
 PACKAGES = Path(os.environ.get("MCORE_CKPT_MONITORING", REPOSITORY / ".venv" / "monitoring"))

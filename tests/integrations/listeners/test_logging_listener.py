@@ -3,10 +3,10 @@
 import logging
 
 import pytest
-from told_events import BAD, DISK_ERROR, GOOD, NEWEST
 
 from mcore_ckpt import Event, SaveReport
 from mcore_ckpt.integrations.listeners import LoggingListener
+from tests.support.told_events import BAD, DISK_ERROR, GOOD, NEWEST
 
 Told = tuple[list[Event], list[SaveReport]]
 

@@ -11,11 +11,11 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
-from told_events import BAD, DISK_ERROR, GOOD, NEWEST
 
 from mcore_ckpt import Event, SaveReport
 from mcore_ckpt.events import Committed, Failed, Started
 from mcore_ckpt.integrations.listeners import OpenTelemetryListener
+from tests.support.told_events import BAD, DISK_ERROR, GOOD, NEWEST
 
 DOCS = Path(__file__).parents[3] / "docs"
 # OpenTelemetry's syntax of an instrument's name.

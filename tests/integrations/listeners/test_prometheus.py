@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from told_events import GOOD, NEWEST
 
 from mcore_ckpt import Event, SaveReport
 from mcore_ckpt.errors import InvalidArgumentError
 from mcore_ckpt.events import Committed, Failed, Started
 from mcore_ckpt.integrations.listeners import PrometheusListener
+from tests.support.told_events import GOOD, NEWEST
 
 DOCS = Path(__file__).parents[3] / "docs"
 NAME = re.compile(r"\bmcore_ckpt_[a-z_]+")

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from told_events import BAD, GOOD, NEWEST
 
 from mcore_ckpt import Event, SaveReport
 from mcore_ckpt.events import Committed
 from mcore_ckpt.integrations.listeners import TensorBoardListener
+from tests.support.told_events import BAD, GOOD, NEWEST
 
 Told = tuple[list[Event], list[SaveReport]]
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from told_events import BAD, GOOD, NEWEST
 
 from mcore_ckpt import Event, SaveReport
 from mcore_ckpt.integrations.listeners import WandbListener
+from tests.support.told_events import BAD, GOOD, NEWEST
 
 HERE = Path(__file__).parent
 WANDB = Path(os.environ.get("MCORE_CKPT_WANDB", HERE.parents[2] / ".venv" / "wandb"))

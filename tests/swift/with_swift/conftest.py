@@ -1,26 +1,22 @@
 """Imports ms-swift once, for all ranks of all tests: they are forks of this process."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-TESTS = Path(__file__).parent.parent.parent
-sys.path[:0] = [str(TESTS / folder) for folder in ("swift", "verl", "distributed", "support")]
-
-import swift_on_cpu  # noqa: E402
+from tests.swift import swift_on_cpu
 
 swift_on_cpu.stand_in()
 
 # First: it compiles functions with torch.jit, which cannot read those that stand in for torch's (megatron_on_cpu.py).
 import swift.megatron  # noqa: E402, F401
-from swift_run import SwiftRun  # noqa: E402
-from tiny_models import make_hf_folder  # noqa: E402
 from tokenizers import Tokenizer, models  # noqa: E402
 from transformers import PreTrainedTokenizerFast  # noqa: E402
 
 import mcore_ckpt.integrations.swift.pipelines  # noqa: E402, F401
+from tests.support.tiny_models import make_hf_folder  # noqa: E402
+from tests.swift.swift_run import SwiftRun  # noqa: E402
 
 
 @pytest.fixture(scope="session")

@@ -12,20 +12,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import forked_ranks
 import pytest
-import swift_on_cpu
 import torch
-from checkpoints import make
-from commits import branch_in
-from fused_adam import fused_adam
 from safetensors.torch import load_file
-from snapshot import assert_same
 from swift.megatron.pipelines.train.pretrain import MegatronPretrain as StockPretrain
 from swift.megatron.pipelines.train.rlhf import MegatronRLHF as StockRLHF
 from swift.megatron.pipelines.train.sft import MegatronSft as StockSft
 from swift.megatron.trainers import base
-from swift_run import STEPS, SwiftRun
 
 from mcore_ckpt import pin
 from mcore_ckpt.cli.main import main
@@ -34,6 +27,13 @@ from mcore_ckpt.integrations.swift import TRAINERS, MegatronTrainer, pipelines
 from mcore_ckpt.integrations.swift.options import refuse_unsupported
 from mcore_ckpt.integrations.swift.trainer import LOADING, ROLE, SAVING, CheckpointTrainer
 from mcore_ckpt.steps import complete_steps, read_tracker
+from tests.distributed import forked_ranks
+from tests.distributed.snapshot import assert_same
+from tests.support.checkpoints import make
+from tests.support.commits import branch_in
+from tests.support.fused_adam import fused_adam
+from tests.swift import swift_on_cpu
+from tests.swift.swift_run import STEPS, SwiftRun
 
 TP2 = {"tensor_model_parallel_size": 2}
 LORA = {"tuner_type": "lora"}

@@ -1,24 +1,20 @@
 """Imports verl once, for all ranks of all tests: they are forks of this process."""
 
-import sys
 from pathlib import Path
 
 import pytest
 
-TESTS = Path(__file__).parent.parent.parent
-sys.path[:0] = [str(TESTS / folder) for folder in ("verl", "distributed", "support")]
-
-import absent  # noqa: E402
+from tests.verl import absent
 
 absent.stand_in()
 
-import sft  # noqa: E402
 import verl.workers.engine  # noqa: E402, F401
-from tiny_models import make_hf_folder  # noqa: E402
 from tokenizers import Tokenizer, models  # noqa: E402
 from transformers import PreTrainedTokenizerFast  # noqa: E402
 
 import mcore_ckpt.integrations.verl  # noqa: E402, F401
+from tests.support.tiny_models import make_hf_folder  # noqa: E402
+from tests.verl import sft  # noqa: E402
 
 
 @pytest.fixture(scope="session")

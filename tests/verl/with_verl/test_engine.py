@@ -13,10 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import engine_on_cpu
-import forked_ranks
 import pytest
-import sft
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -25,6 +22,8 @@ from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 
 from mcore_ckpt.steps import commit, tracker
 from mcore_ckpt.steps import listing as steps
+from tests.distributed import forked_ranks
+from tests.verl import engine_on_cpu, sft
 
 
 @pytest.fixture

@@ -7,11 +7,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import forked_ranks
-import ppo
 import pytest
 import verl
 from packaging.version import parse
+
+from tests.distributed import forked_ranks
+from tests.verl import ppo
 
 if parse(verl.__version__) >= parse("0.9"):
     pytest.skip("verl 0.9 has a registry of vendors (test_registry.py)", allow_module_level=True)

@@ -9,14 +9,14 @@ import pytest
 import torch
 import verl
 from packaging.version import parse
-from ppo import ACTOR, OURS, PPORun, both
 from safetensors.torch import load_file
-from snapshot import assert_same
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 
 from mcore_ckpt.cli.main import main
 from mcore_ckpt.steps import listing as steps
 from mcore_ckpt.steps import tracker
+from tests.distributed.snapshot import assert_same
+from tests.verl.ppo import ACTOR, OURS, PPORun, both
 
 ASYNC = both("checkpoint.async_save=True")
 KEEP = ("trainer.max_actor_ckpt_to_keep=2", "trainer.max_critic_ckpt_to_keep=2")

@@ -9,9 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import forked_ranks
 import pytest
-import sft
+
+from tests.distributed import forked_ranks
+from tests.verl import sft
 
 PYPROJECT = Path(__file__).parents[3] / "pyproject.toml"
 STOCK = {"language_model": "MegatronEngineWithLMHead", "value_model": "MegatronEngineWithValueHead"}

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import verl
-from sft import OURS, SFTRun
-from snapshot import assert_same
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 
 from mcore_ckpt.steps import listing as steps
 from mcore_ckpt.steps import tracker
+from tests.distributed.snapshot import assert_same
+from tests.verl.sft import OURS, SFTRun
 
 ASYNC = "++checkpoint.async_save=True"
 KEEP = "trainer.max_ckpt_to_keep=2"

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import sft
 
 from mcore_ckpt.integrations.verl import sft_trainer, sft_trainer_ray
+from tests.verl import sft
 
 
 class Workers:

@@ -4,10 +4,11 @@ import shlex
 from dataclasses import replace
 from pathlib import Path
 
-from sft import OURS, STEPS, SFTRun
-from shells import in_this_process
 from transformers import AutoModelForCausalLM
-from walk import REPOSITORY, all_blocks, assert_prints, blocks, commands
+
+from tests.support.shells import in_this_process
+from tests.support.walk import REPOSITORY, all_blocks, assert_prints, blocks, commands
+from tests.verl.sft import OURS, STEPS, SFTRun
 
 PAGE = (REPOSITORY / "docs" / "get_started" / "verl.md").read_text()
 ROOT = "trainer.default_local_dir=checkpoints"

@@ -7,10 +7,10 @@ import pytest
 import torch
 import verl
 from packaging.version import parse
-from sft import OURS, SFTRun
-from test_sft import OPTIONS, check_went_on
 
 from mcore_ckpt.cli.main import main
+from tests.verl.sft import OURS, SFTRun
+from tests.verl.with_verl.test_sft import OPTIONS, check_went_on
 
 BOTH = (
     # One data-parallel rank: of the others verl's own manager has no random states.
