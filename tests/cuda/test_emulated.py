@@ -86,8 +86,8 @@ def test_a_graph_can_be_captured_during_saves(programs: Programs) -> None:
         "snapshot",
         "sync",
         "capture_while_memory_is_prepared",
-        "capture_beside_lazy",
-        "capture_beside_snapshot",
+        "capture_under_training_lazy",
+        "capture_under_training_snapshot",
         "no_call_after_a_snapshot",
         "hold_in_a_capture",
     )
