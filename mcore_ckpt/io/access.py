@@ -1,7 +1,7 @@
 """Decides who may enter new folders and read new files, and refuses folders that other users have made.
 
-What is made in a folder is never more open than that folder, nor than the umask. So only what is made in a place that
-says nothing about it needs a mode: a new root, a new folder of the fast tier, or a new folder elsewhere.
+A new file or folder is never more open than the folder that it is in, nor than the umask. So a mode is needed only
+where no folder above decides: for a new root, a new folder of the fast tier, or a new folder elsewhere.
 """
 
 from __future__ import annotations
@@ -30,16 +30,17 @@ def top_mode(shared: bool | None) -> int:
     """Returns the mode of a new folder, before the umask is applied, if no folder above it decides.
 
     Args:
-        shared: whether the group may enter it. None: if the umask lets the group write, as of people who share files.
+        shared: whether the group may enter it. None: yes if the umask lets the group write, as people who share files
+            set it.
     """
     is_shared = not _umask() & stat.S_IWGRP if shared is None else shared
     return _OF_GROUP if is_shared else _PRIVATE
 
 
 def mode_below(root: Path, path: Path, shared: bool | None) -> int:
-    """Returns the mode of new folders for a path. A root that is there decides what is made in it, if `shared` is None.
+    """Returns the mode of new folders for a path. If `shared` is None, a root that exists decides.
 
-    Nobody loses what he could read: the evaluations of a team go on in its older roots.
+    So nobody loses access: the evaluations of a team can read new steps in its older roots.
     """
     if shared is None and root.is_dir() and path.resolve().is_relative_to(root.resolve()):
         return mode_in(root, FOLDER_MODE)
@@ -47,16 +48,16 @@ def mode_below(root: Path, path: Path, shared: bool | None) -> int:
 
 
 def mode_in(folder: Path, most: int) -> int:
-    """Returns those permissions of `most` that a folder also gives; the owner's in any case."""
+    """Returns the permissions in `most` that a folder gives, too, and always those of the owner."""
     try:
         given = os.stat(folder).st_mode
-    except OSError:  # who makes something in it sees the error
+    except OSError:  # making something in it raises the error
         given = 0
     return most & (given | stat.S_IRWXU)
 
 
 def _umask() -> int:
-    # Only /proc tells it without changing it, which other threads would notice.
+    # Only /proc tells the umask without changing it. Other threads would notice a change.
     with suppress(OSError):
         found = _UMASK.search(Path("/proc/self/status").read_text(errors="replace"))
         if found is not None:
@@ -74,7 +75,7 @@ def user_name(uid: int) -> str:
 
 
 def owner_of(path: Path) -> str:
-    """Says whose a file, folder or link is, for messages."""
+    """Says who owns a file, folder or link, for messages."""
     try:
         found = path.lstat()
     except OSError:
@@ -91,7 +92,7 @@ def is_foreign(path: Path) -> bool:
 
 @contextmanager
 def naming_owner(path: Path) -> Iterator[None]:
-    """Lets a PermissionError also say whose a file or folder is, if it is another user's."""
+    """Adds the owner to a PermissionError if a file or folder belongs to another user."""
     try:
         yield
     except PermissionError as error:
@@ -101,7 +102,7 @@ def naming_owner(path: Path) -> Iterator[None]:
 
 
 def strange(path: Path, shared: bool | None) -> str | None:
-    """Says why a folder, or the link to it, may hold what another user has put there; None if it cannot.
+    """Says why another user may have put files into a folder, or replaced the link to it; None if nobody can.
 
     Args:
         path: the folder.
@@ -119,9 +120,9 @@ def strange(path: Path, shared: bool | None) -> str | None:
 
 
 def check_own_folder(path: Path, shared: bool | None) -> None:
-    """Checks that no other user has put a folder there, or can put something into it.
+    """Checks that no other user has made a folder, or can write into it.
 
-    Folders above it count if anybody could have made them: those in a folder in which all users may write.
+    The folders above it are checked, too, if they are in a folder in which all users may write.
 
     Raises InvalidArgumentError, and OSError if the folder cannot be looked at.
     """

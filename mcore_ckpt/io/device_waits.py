@@ -3,12 +3,12 @@
 Copies that are queued behind a collective never end if the collective never does, and a thread that waits inside CUDA
 cannot be woken up.
 
-Threads ask with pauses of 20 µs to 1 ms, until a deadline (`timeout_s`; ten minutes for what a load copies, after it
-has waited for the training). `cudaDeviceSynchronize` and `cudaHostUnregister` wait for all work of the GPU, even if it
-does not use the memory, and cannot be asked, so they run on threads that may be left behind. On an H200 (driver 580),
-`cudaFree` waits like that, too, and is not called; nothing else that `csrc/` calls waited behind a stuck kernel:
-registering memory, making, asking and destroying events and streams, queueing copies. After a deadline, memory that the
-GPU may still write to is never freed.
+Threads ask the GPU with pauses of 20 µs to 1 ms, until a deadline (`timeout_s`; ten minutes for what a load copies,
+after it has waited for the training). `cudaDeviceSynchronize` and `cudaHostUnregister` wait for all work of the GPU,
+even if it does not use the memory, and have no form that only asks. So they run on threads that may be left behind. On
+an H200 (driver 580), `cudaFree` waits like that, too, and is not called; nothing else that `csrc/` calls waited behind
+a stuck kernel: registering memory, making, asking and destroying events and streams, queueing copies. After a deadline,
+memory that the GPU may still write to is never freed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from mcore_ckpt.errors import CommitError
 from mcore_ckpt.io import _native, tuning
 
-# For how many seconds this thread waits for a GPU before it reads from it.
+# How long this thread waits for a GPU before it reads from the GPU, in seconds.
 _patience = ContextVar("patience", default=tuning.DEVICE_READ_S)
 
 
@@ -38,7 +38,7 @@ def patience(timeout_s: float) -> Iterator[None]:
 
 
 def patience_s() -> float:
-    """Returns for how many seconds this thread waits for a GPU."""
+    """Returns how long this thread waits for a GPU, in seconds."""
     return _patience.get()
 
 
@@ -58,7 +58,7 @@ def wait_for_gpu(timeout_s: float) -> None:
 
 
 def wait_before_reading(tensor: torch.Tensor) -> None:
-    """Waits for the GPU of a tensor whose values the host reads next, for which torch would wait without a deadline."""
+    """Waits, with a deadline, for the GPU of a tensor that the host reads next. Torch itself would wait without one."""
     if tensor.is_cuda:
         wait_for_gpu(patience_s())
 

@@ -74,7 +74,7 @@ NOTHING = Need()
 
 @dataclass(frozen=True)
 class Amount:
-    """What files take, or what is free: bytes on the disk, and entries, which are files and folders."""
+    """An amount of disk space: bytes, and entries (files and folders)."""
 
     nbytes: int
     entries: int
@@ -106,7 +106,7 @@ class Limit:
 
     @property
     def name(self) -> str:
-        """What tells it from other limits of the same folder."""
+        """The name that distinguishes it from other limits of the same folder."""
         return f"{self.kind} {self.where}"
 
     def holds(self, amount: Amount) -> bool:
@@ -138,7 +138,7 @@ class DiskSpace:
     is_certain: bool = True
 
     def taken_by(self, need: Need) -> Amount:
-        """Returns what the files will take here."""
+        """Returns how much the files will take here."""
         nbytes = sum(-(-size // self.block) for size in need.sizes) * self.block
         return Amount(nbytes + need.loose + len(need.folders) * self.folder_bytes, len(need.sizes) + len(need.folders))
 
@@ -147,7 +147,7 @@ class DiskSpace:
         return min((limit.free for limit in self.limits if limit.kind == kind), default=None)
 
     def times(self, amount: Amount) -> int | None:
-        """Returns how many times an amount fits; None if the system tells no limit of what it consists of.
+        """Returns how many times an amount fits; None if the system tells no limit for it.
 
         Example:
             >>> DiskSpace((Limit("nbytes", 100, "disk"),)).times(Amount(30, 1))
@@ -202,8 +202,8 @@ def _space_of(descriptor: int, folder: Path) -> DiskSpace:
     quotas = list(quotas_of(descriptor, options, without_0=magic == XFS_MAGIC))
     project = next((quota for quota in quotas if quota.kind == "project"), None)
     limits: list[Limit] = []
-    # Where a project has a quota, the system shows what is left of it in place of the disk's own free space. It takes
-    # the soft limit, which may be exceeded for some days.
+    # Where a project has a quota, the system shows what is left of the quota instead of the disk's free space. It
+    # counts up to the soft limit, which may be exceeded for some days.
     if project is None or not project.is_shown_by(space):
         limits += _disk_limits(space, status.st_dev, magic, folder, rights, options)
     # Processes with this capability may exceed quotas, except those of XFS.
@@ -234,7 +234,7 @@ def _disk_limits(
         if rights.may_use_reserve(options):
             # Some of ext4's blocks are kept for the file system itself, even from root.
             free = space.f_bfree - (_own_blocks(device) if magic == EXT_MAGIC else 0)
-        # Some network file systems report more free than there is in all, when they mean less than nothing.
+        # Some network file systems report more free than there is in all, instead of a negative number.
         if free <= space.f_blocks:
             yield Limit("nbytes", max(0, free) * space.f_frsize, f"file system of {folder}")
     if space.f_files > 0 and space.f_favail <= space.f_files:

@@ -1,8 +1,8 @@
 """Runs work that uses a file system on a thread of its own, and gives it up if a call to the system does not return.
 
 A frozen file system, or one whose server has gone, answers neither with success nor with an error, and nothing wakes a
-thread that waits for it. So the caller waits for the work, and looks where its threads are. Slow work is not given up,
-however long it takes: only a single call that lasts longer than the caller allows.
+thread that waits for it. So the caller looks, while it waits, at which calls the threads of the work are. It gives the
+work up if a single call lasts longer than the caller allows. Slow work is not given up, however long it takes.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from mcore_ckpt.errors import HungDiskError
 
 Result = TypeVar("Result")
 
-# The first look comes after the first number of seconds, because nearly all work is over before. Pauses between looks
-# are a part of the time that a call may last.
+# The first look comes after _FIRST_LOOK_S seconds, because nearly all work is over by then. The later pauses are a
+# fraction (1 / _LOOKS) of the time that a call may last, but at most _LONGEST_PAUSE_S.
 _FIRST_LOOK_S, _LONGEST_PAUSE_S, _LOOKS = 0.05, 1.0, 20
 # How long work gets to end after it was interrupted, in seconds.
 _INTERRUPTION_S = 10.0
 
-# Modules in which calls to the file system are made, besides this package.
+# Modules outside this package that call the file system.
 _CALLERS = ("os", "pathlib", "shutil", "posixpath", "genericpath", "glob", "tempfile", "zipfile", "codecs")
-# Packages that read and write files in calls of their own, and wait for nothing else. huggingface_hub is none of them,
+# Packages whose own native calls read and write files, and wait for nothing else. huggingface_hub is none of them,
 # because it waits for the network.
 _CALLING_PACKAGES = ("transformers", "safetensors", "json", "yaml")
-# Modules of this package in which threads wait for something else, with deadlines of its own.
+# Modules of this package in which threads wait for something else, with its own deadlines.
 _WAITERS = (
     *(f"mcore_ckpt.{room}." for room in ("ranks", "state", "models", "sharding", "load")),
     *(f"mcore_ckpt.io.{name}" for name in ("device_waits", "disk_watch")),
@@ -102,15 +102,15 @@ class Look:
         self._seen: dict[int, tuple[tuple[int, int, int], float]] = {}
 
     def longest(self) -> Call | None:
-        """Returns the call that has lasted longest, as far as looks at the same call tell."""
+        """Returns the call that has lasted longest, as far as the looks so far show."""
         now, frames = time.monotonic(), sys._current_frames()
         calls = [self._call_of(thread, frames, now) for thread in _family(self._thread)]
         return max((call for call in calls if call is not None), key=lambda call: call.seconds, default=None)
 
     def wait(self, has_ended: Callable[[float], bool], most_s: float) -> Call | None:
-        """Waits until the thread has ended, and returns None, or the first call that has lasted `most_s` seconds.
+        """Waits until the thread has ended, or a call has lasted `most_s` seconds. Returns that call, or None.
 
-        `has_ended` waits for the end for so many seconds, and returns whether it has come.
+        `has_ended(seconds)` waits up to so many seconds for the end, and returns whether the thread has ended.
         """
         pause = _FIRST_LOOK_S
         while not has_ended(pause):
@@ -148,7 +148,7 @@ def _family(thread: threading.Thread) -> list[threading.Thread]:
 
 
 def _is_in_call(frame: FrameType) -> bool:
-    """Returns whether a thread may be in a call to the file system: it is if it stays there, and computes nothing."""
+    """Returns whether a thread may be in a call to the file system: it is if it stays there without computing."""
     name = str(frame.f_globals.get("__name__", ""))
     package = name.split(".")[0]
     if package != "mcore_ckpt":
@@ -175,7 +175,7 @@ def _words(frame: FrameType) -> str:
 
 
 def _path(frame: FrameType | None) -> str:
-    """Returns the path that a call is about: of the frames from the innermost on, the first that has one."""
+    """Returns the path that a call is about: the first one found, from the innermost frame outwards."""
     while frame is not None:
         for value in frame.f_locals.values():
             if isinstance(value, Path) or (isinstance(value, str) and value.startswith("/")):
@@ -192,8 +192,8 @@ class Work(Generic[Result]):
     Args:
         work: the work.
         timeout_s: how long a single call to the system may last, in seconds.
-        around: is entered on that thread while it works.
-        who: what the error's message begins with.
+        around: a context that the thread enters for the work.
+        who: the beginning of the error's message.
         left: gets the work if it is given up because a call hangs.
     """
 
@@ -243,7 +243,7 @@ class Work(Generic[Result]):
         """
         try:
             call = self._look.wait(self._await_end, min(self._timeout_s, patience_s))
-        except BaseException:  # such as Ctrl-C: it is for the work, which goes on otherwise
+        except BaseException:  # such as Ctrl-C: it must end the work, too
             self.give_up()
             self._await_end(_INTERRUPTION_S)
             raise
@@ -262,8 +262,8 @@ class Work(Generic[Result]):
                 raise error
             return self._result[0]
         finally:
-            # Else the error keeps this frame, which keeps the error, and with it what the callers had. For the same
-            # reason the work, which is in frames of the error, does not keep it.
+            # Otherwise the error keeps this frame, and this frame the error, with all objects of the callers. For the
+            # same reason the work, which is in the error's frames, does not keep the error.
             del self, error
 
     def give_up(self) -> None:
@@ -307,9 +307,9 @@ class DiskWatch:
 
     Args:
         timeout_s: how long a single call to the system may last, in seconds.
-        around: returns, on the thread that asks for work, what is entered on the thread that works.
-        who: what messages begin with, such as "rank 3: ".
-        beside: a watch of other threads, which use the same file systems: if work of the one hangs, both refuse work.
+        around: called on the thread that asks for work. It returns the context that the working thread enters.
+        who: the beginning of messages, such as "rank 3: ".
+        beside: the watch of other threads that use the same file systems. If work of one watch hangs, both refuse work.
     """
 
     def __init__(
@@ -326,7 +326,7 @@ class DiskWatch:
     def of_one_call(
         cls, timeout_s: float, rank: int, around: Callable[[], AbstractContextManager[object]] = nullcontext
     ) -> DiskWatch:
-        """Returns the watch of a call that has no manager. All of these of a process refuse work together."""
+        """Returns the watch of a call that has no manager. If work of one such watch hangs, all refuse work."""
         return cls(timeout_s, around, f"rank {rank}: ", beside=_calls)
 
     def start(self, work: Callable[[], Result]) -> Work[Result]:
@@ -354,7 +354,7 @@ class DiskWatch:
         self._left.append(work)
 
 
-# Has what calls without a manager have left.
+# The work that calls without a manager have given up.
 _calls = DiskWatch(0.0)
 
 

@@ -96,9 +96,9 @@ def sync_dir(path: Path) -> None:
 
 
 def sync_names(base: Path, paths: Iterable[str]) -> None:
-    """Waits until the names of files below `base` are on the disk, and those of folders in folders.
+    """Waits until the names of files below `base`, and of the folders that they are in, are on the disk.
 
-    The names in `base` itself are not among them: the writer of the manifest makes them durable with its name.
+    This leaves out the names in `base` itself: the writer of the manifest makes them durable together with its own.
     """
     folders = {base / folder for path in paths for folder in Path(path).parents[:-1]}
     for folder in sorted(folders, reverse=True):
@@ -287,7 +287,7 @@ def read_small(path: Path, most: int) -> bytes:
 
 def read_exact(descriptor: int, nbytes: int, offset: int, path: Path) -> bytes:
     """Reads `nbytes` bytes at `offset`. Raises CheckpointCorruptError if the file is too short or cannot be read."""
-    pieces: list[bytes] = []  # a second one only after a short read, so that the bytes are there once
+    pieces: list[bytes] = []  # usually one piece, so that the bytes are in memory once
     left = nbytes
     while left:
         try:

@@ -1,6 +1,6 @@
 """Finds out which files are below a folder, and how large they are, with one listing of each folder.
 
-A link counts as the file or folder that it leads to, as far as that is below the folder, too: a load reads no other.
+A link counts as its target if the target is below the folder, too. A load follows no other link.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mcore_ckpt.io import tuning
 from mcore_ckpt.io.files import inside
 from mcore_ckpt.io.threads import results_of
 
-# What cannot be looked at because of one of these errors cannot be loaded either. Other errors may be temporary.
+# A file or folder that raises one of these errors cannot be loaded either. Other errors may be temporary.
 _NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM)
 # How many files one thread looks at in a row.
 _FILES_OF_A_LOOK = 64
@@ -35,7 +35,7 @@ def sizes_below(folder: Path) -> dict[str, int]:
 
 
 def sizes_of(folder: Path, paths: Iterable[str]) -> dict[str, int]:
-    """Returns the sizes in bytes of those of some files below a folder that are there.
+    """Returns the sizes in bytes of the given files below a folder. Missing files are left out.
 
     It lists only the folders that these files are in, and looks at no other file. Raises OSError like `sizes_below`.
     """
@@ -82,7 +82,7 @@ def _look(base: Path, entries: list[_Entry]) -> list[tuple[str, int | None]]:
 
 
 def _size(base: Path, path: str, entry: os.DirEntry[str]) -> int | None:
-    """Returns the size of a file; None if it is none, has just been deleted, or is a link that leads elsewhere."""
+    """Returns the size of a file; None if it is no file, has just been deleted, or is a link that leads elsewhere."""
     try:
         found = os.stat(inside(base, path)) if entry.is_symlink() else entry.stat(follow_symlinks=False)
     except CheckpointCorruptError:

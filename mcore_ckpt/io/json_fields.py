@@ -20,7 +20,8 @@ MAX_INT = 2**62
 MAX_NAME = 4096
 
 
-# Text that may have any density, because it is a piece of something larger. It takes up to 20 times as much.
+# A text of so few bytes may have any density of values, because it is a piece of something larger. Decoded, it takes up
+# to 20 times as much memory.
 _FEW_BYTES = 1 << 18
 
 
@@ -93,7 +94,7 @@ def parse_text(data: bytes, constant: Callable[[str], Any]) -> dict[str, Any]:
 
 
 def check_names(data: bytes) -> None:
-    """Raises FieldError if a name occurs twice in an object of a JSON text. Its values are not looked at."""
+    """Raises FieldError if a name occurs twice in an object of a JSON text. The values are not checked."""
     try:
         if len(data) > _FEW_BYTES:
             json_bounds.check(data)

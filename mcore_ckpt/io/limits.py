@@ -8,8 +8,8 @@ payload, a pickle 300 per tensor.
 from __future__ import annotations
 
 MANIFEST_BYTES = 128 << 20
-# How many tensors the files of a manifest can list together. The table that a reader makes of them takes 4 bytes for
-# each, and 20 while it is made.
+# How many tensors the files of a manifest can list together. A reader's table of them takes 4 bytes per tensor, and 20
+# while it is made.
 MANIFEST_HELD = 100_000_000
 INDEX_BYTES = 256 << 20
 DIRECTORY_BYTES = 256 << 20

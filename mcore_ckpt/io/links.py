@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def broken_link(path: Path) -> str | None:
-    """Says which link on the way to a path leads nowhere, as the words after the path's name; None if none does.
+    """Says which link on the way to a path is broken, in words that follow the path; None if none is.
 
     Example:
         >>> broken_link(Path("/")) is None

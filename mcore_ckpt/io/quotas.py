@@ -1,7 +1,7 @@
 """Reads the quotas that limit what can be written into a folder: of the user, the group and the project of its files.
 
 The system call quotactl_fd(2) needs no name of a device. It exists since Linux 5.14. Many containers forbid it, and
-network file systems do not have it. Then there is no quota to be seen.
+network file systems do not have it. Then no quota can be seen.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _INHERITS_PROJECT = 0x200
 
 
 class Usage(NamedTuple):
-    """One half of a quota: of bytes, or of entries. A limit of 0 is none. `ends` is when the grace period ends."""
+    """One half of a quota: for bytes or entries. A limit of 0 means none. `ends` is the end of the grace period."""
 
     used: int
     soft: int
@@ -79,12 +79,12 @@ class Quota:
 
 
 def quotas_of(descriptor: int, options: Collection[str], without_0: bool) -> Iterator[Quota]:
-    """Yields the enforced quotas that new files in a folder will count for, as far as this process may read them.
+    """Yields the enforced quotas that new files in a folder will count towards, as far as this process may read them.
 
     Args:
         descriptor: of the open folder.
         options: the names of the options of the mount.
-        without_0: True if number 0 has no quota of its own. XFS keeps there the limits of those that have no others.
+        without_0: True if number 0 has no quota. There XFS keeps the default limits.
     """
     status = os.fstat(descriptor)
     enforced = _enforced(descriptor)
@@ -128,7 +128,7 @@ def _read_quota(descriptor: int, type_: int, number: int) -> Quota | None:
 
 
 def _quotactl(descriptor: int, command: int, type_: int, number: int, buffer: ctypes.Array[ctypes.c_char]) -> bool:
-    """Calls quotactl_fd(2). Returns False if it fails: the file system has no quotas, or the system forbids to ask."""
+    """Calls quotactl_fd(2). Returns False if the file system has no quotas, or the system forbids the call."""
     if sys.platform != "linux":
         return False
     libc = ctypes.CDLL(None, use_errno=True)

@@ -10,7 +10,7 @@ from typing import TypeVar, cast
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-# To start a thread takes longer than a few calls to a local file system.
+# Starting a thread takes longer than a few calls to a local file system.
 _ITEMS_OF_A_THREAD = 8
 
 _this_thread = threading.local()
@@ -61,8 +61,8 @@ def for_each(items: Iterable[Item], work: Callable[[Item], object], threads: int
 def _join(worker: threading.Thread, failures: list[BaseException]) -> None:
     """Waits for a thread. If this thread is interrupted meanwhile, no further call starts.
 
-    Ctrl-C comes to the main thread, and must end it although a call hangs. Another thread is interrupted by
-    `disk_watch.Work.give_up`, for which it has ended only when all calls have.
+    Ctrl-C must end the main thread even if a call hangs. Any other thread is interrupted by `disk_watch.Work.give_up`,
+    and has ended only when all its calls have.
     """
     while worker.is_alive():
         try:
@@ -90,7 +90,8 @@ def _start(run: Callable[[], None], threads: int) -> list[threading.Thread]:
 def results_of(items: Sequence[Item], work: Callable[[Item], Result], threads: int) -> list[Result]:
     """Calls `work` on every item, on up to `threads` threads, and returns the results in the order of the items.
 
-    For a few items it starts no thread, and none on such a thread. Failures are raised as by `for_each`.
+    For a few items it starts no thread. On a thread that it has started, it starts no other. Failures are raised as by
+    `for_each`.
 
     Example:
         >>> results_of([1, 2], lambda number: 10 * number, threads=2)
@@ -110,7 +111,7 @@ def results_of(items: Sequence[Item], work: Callable[[Item], Result], threads: i
 
 
 class NewestOnly:
-    """Calls functions one after the other on a thread of its own. Of those that wait, only the newest is called.
+    """Calls functions one after the other on its own thread. Of the functions that wait, it calls only the newest.
 
     It is for looks at a file system that may hang: at most one thread waits for it, and nothing waits for the thread.
 

@@ -87,20 +87,20 @@ REMOTE_GAP_BYTES = 256 << 10
 PEER_BYTES = 4 << 20
 PEER_THREADS = 4
 
-# How long after the last growth of a disk's free space a save with too little space is refused (seconds), because some
-# file systems free a deleted file's bytes a moment later; the same if a step is still being deleted, perhaps by another
-# process; and how often to look.
+# A save with too little space is refused this long after the free space last grew (seconds), because some file systems
+# free a deleted file's bytes a moment later. The second time holds while a step is being deleted, perhaps by another
+# process. The third is the pause between looks.
 SPACE_SETTLES_S = 0.5
 DELETION_SHOWS_S = 5.0
 SPACE_POLL_S = 0.05
 # How long a refusal may look for old steps that could be deleted (seconds), because all ranks wait for it.
 OLD_STEPS_LOOK_S = 2.0
 
-# How long after its last change a temporary file in a remote store that is a folder is taken for one of a process that
-# has died (seconds).
+# This long after its last change, a temporary file in a remote store that is a folder counts as left by a dead process
+# (seconds).
 ABANDONED_S = 10.0
 
-# How long after a commit the tracker may still name an older step while a trainer is alive (seconds), before that is
-# called a problem; and how often to look again whether a trainer has mended what looked like a problem.
+# While a trainer is alive, the tracker may name an older step for this long after a commit before that is called a
+# problem (seconds). The second number says how often to look again whether the trainer has mended it.
 TRACKER_SETTLES_S = 10.0
 SETTLE_POLL_S = 0.1

@@ -1,13 +1,13 @@
-"""Decodes JSON to values of stated types, so that text that lies takes no more memory than text that does not.
+"""Decodes JSON to values of stated types, so that forged text takes no more memory than honest text.
 
-A text that is not of the type is refused at its first wrong value. Long lists are decoded piece by piece, so that there
-is never more of them than what the caller keeps.
+A text that is not of the type is refused at its first wrong value. Long lists are decoded piece by piece, so that
+memory holds one piece and what the caller keeps.
 
-Decoding goes in pieces of 64 KiB, of which only what is kept stays, and numbers are kept packed. A name that occurs
-twice is found without looking for it: what was decoded is encoded again, and the text must be no longer. All other JSON
-passes `json_bounds.py`, which counts the characters that begin or end values and compares the counts with the size:
-text that says something has few of them. Text that is not ASCII is decoded so that one emoji does not make each
-character take four bytes. Compressed messages are decompressed once to count the bytes, and only then to keep them.
+A piece has 64 KiB, and numbers are kept packed. To find a name that occurs twice, the decoded values are encoded again:
+the original text must not be longer. All other JSON passes `json_bounds.py`, which counts the characters that begin or
+end values and compares the counts with the size, because honest text has few of them. Text that is not ASCII is decoded
+so that one emoji does not make each character take four bytes. Compressed messages are decompressed once to count the
+bytes, and only then to keep them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Natural = Annotated[int, msgspec.Meta(ge=0, le=MAX_INT)]
 Place = tuple[int, int]
 # How much text of a long list is decoded at a time, at least. The training runs in between.
 _PIECE = 64 << 10
-# At how many places a piece may end that is no JSON if it ends at the first of them.
+# How many places are tried for the end of a piece, if the piece is no JSON up to the first place.
 _TRIES = 4
 _MALFORMED = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
 _MEMBERS = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -48,7 +48,7 @@ def parse(data: bytes | memoryview, decoder: msgspec.json.Decoder[T]) -> T:
 def parse_exactly(data: bytes | memoryview, decoder: msgspec.json.Decoder[T]) -> T:
     """Decodes a text as `parse` does. Raises FieldError also if a name occurs twice in an object."""
     value = parse(data, decoder)
-    # What is encoded again is as short as can be. So a longer text has spaces, or members that the value lacks: another
+    # The encoded text is as short as possible. So a longer text has spaces, or members that the value lacks: a second
     # one of the same name, or one that the type does not have.
     if len(encode(value)) != len(data):
         check_names(bytes(data))
@@ -59,7 +59,7 @@ def members(data: bytes | memoryview) -> dict[str, Place] | None:
     """Returns the place of the value of each member of a JSON object, as a range of bytes of `data`.
 
     Returns None if there are spaces around members, if a name occurs twice or has an escape that it does not need, or
-    if it is no object.
+    if the text is no object.
     """
     try:
         values = _MEMBERS.decode(data)
@@ -79,9 +79,9 @@ class _Pieces(Generic[T]):
 
     Args:
         decoder: decodes a piece.
-        brackets: what is around all of it, and around each piece.
-        between: a text between two values, with the comma. Where a string ends, it may look the same. A piece does not
-            end there, because what was cut in two is no JSON.
+        brackets: the brackets around the whole, and around each piece.
+        between: the text between two values, with the comma. The end of a string may look the same. A piece does not
+            end there, because a value that is cut in two is no JSON.
         is_whole: whether the type has all members. If so, an object in which a name occurs twice is found.
     """
 
@@ -93,7 +93,7 @@ class _Pieces(Generic[T]):
         self._parse = parse_exactly if is_whole else parse
 
     def read(self, data: bytes, place: Place) -> Iterator[T]:
-        """Yields what is at a place in a text, in pieces. Raises FieldError."""
+        """Yields the values at a place in a text, in pieces. Raises FieldError."""
         start, stop = place
         if data[start : start + 1] != self._first or data[stop - 1 : stop] != self._last or stop - start < 2:
             raise FieldError(f"is not between {self._first.decode()} and {self._last.decode()}")

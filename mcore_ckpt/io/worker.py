@@ -18,8 +18,8 @@ logger = logging.getLogger(__name__)
 class Worker:
     """Calls functions one after the other on a thread, which exists only while there are functions to call.
 
-    An error of a function is logged, and the next function is called. An exiting interpreter waits for nothing of it,
-    unless an exit handler does (`all_workers`).
+    An error of a function is logged, and the next function is called. An exiting interpreter does not wait for the
+    functions, unless an exit handler does (`all_workers`).
 
     Args:
         name: the thread's name.

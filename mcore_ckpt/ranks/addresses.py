@@ -16,8 +16,8 @@ _SIOCGIFADDR = 0x8915
 def own_address() -> str:
     """Returns this node's address.
 
-    It is that of the interface that GLOO_SOCKET_IFNAME names, as for torch's gloo. Without this variable, it is the
-    address from which MASTER_ADDR is reached, because all nodes reach each other where they reach rank 0.
+    The variable GLOO_SOCKET_IFNAME names the interface, as for torch's gloo. Without it, the interface is the one that
+    reaches MASTER_ADDR, because all nodes reach each other through the network on which they reach rank 0.
 
     Raises:
         InvalidStateError: there is no such interface, or no way to MASTER_ADDR.

@@ -7,8 +7,8 @@ from __future__ import annotations
 # that are still above the second size are refused.
 PLAIN_MESSAGE_BYTES = 1 << 20
 MESSAGE_BYTES = (8 << 20) - 4096
-# What a compressed message can become: bytes in all, and for each compressed one. Names of tensors become 20 to 30
-# times as long. Without a limit, a few bytes could become any number.
+# The most bytes that a compressed message can become: in all, and for each compressed byte. Names of tensors become 20
+# to 30 times as long. Without a limit, a few bytes could become any number.
 UNPACKED_BYTES = 256 << 20
 MOST_UNPACKED_PER_BYTE = 100
 
@@ -17,8 +17,8 @@ MOST_UNPACKED_PER_BYTE = 100
 POLL_FIRST_S = 0.0005
 POLL_PER_RANK_S = 0.00002
 POLL_MOST_S = 0.2
-# The longest pause of thousands of ranks is this for each of them, so that together they ask at most 10,000 times a
-# second while one of them writes for a minute. It is still only a tenth of the time that they have waited.
+# The longest pause is this many seconds for each rank. So thousands of ranks together ask at most 10,000 times a second
+# while one of them writes for a minute. The pause is still only a tenth of the time that they have waited.
 POLL_MOST_PER_RANK_S = 0.0001
 
 # How many ranks' messages rank 0 asks for at a time.

@@ -103,7 +103,7 @@ def _meet(name: str, seat: Seat, timeout_s: float, start_s: float) -> Agreement:
 
 
 def _leave(name: str, agreement: Agreement) -> None:
-    """Ends together. If rank 0 hosts the store, it must not end before the others have read its last word."""
+    """Ends together with the others. If rank 0 hosts the store, they must read its last message before it ends."""
     with suppress(CheckpointError), store_failures(name, AgreementError):
         round_ = agreement.begin("leaving", timeout_s=deadlines.EXIT_WAIT_S)
         round_.submit({})

@@ -21,9 +21,9 @@ Message = dict[str, Any]
 
 # The first byte of a compressed message. An uncompressed message begins with a brace.
 _COMPRESSED = b"z"
-# How many compressed bytes are decompressed at a time to count what they become, at most a thousand times as many.
+# How many compressed bytes are decompressed at a time to count the result, which is at most a thousand times as long.
 _UNZIP_AT_ONCE = 128
-# What any message may become.
+# Any message may become this long, in bytes.
 _ANY_UNPACKED = 2 << 20
 
 # No key has this value.
@@ -128,7 +128,7 @@ def value_of(store: Any, key: str) -> bytes | None:
 
 
 def is_shared(store: Any) -> bool:
-    """False for a store in the memory of this process, of which a forked child has a copy of its own."""
+    """False for a store in the memory of this process: a forked child has its own copy of it."""
     if isinstance(store, OwnStore):
         return False
     import torch.distributed as dist

@@ -5,10 +5,11 @@ dead ones (torch 2.13, `DynamicRendezvousHandler.next_rendezvous`), and everythi
 it. With numbered names, a name would occur again after a restart, and a rank would accept a dead rank's message as an
 answer.
 
-A seat's name is therefore not counted: rank 0 calls out a new name and goes on when all have answered. Each rank
-deletes what it has submitted when it begins a later round, rank 0 the outcome when all ranks have submitted to a later
-round (it may have failed several rounds at once, and the others have yet to hear of each), and the last rank that
-closes the rest. So no key stays.
+So names are not numbered: rank 0 calls out a new name, and goes on when all have answered.
+
+No key stays. Each rank deletes its submission when it begins a later round. Rank 0 deletes the outcome of a round when
+all ranks have submitted to a later one, because it can be several failed rounds ahead of them. The last rank that
+closes deletes the rest.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def rendezvous(name: str, timeout_s: float, topic: str | None = None) -> Agreeme
     """Waits for all ranks of the job, and returns the `Agreement` that connects this rank with them.
 
     All ranks must call it with the same names in the same order. The agreement has its own client of the job's store,
-    so nothing else waits on that client. A process without a process group gets a store of its own.
+    so nothing else waits on that client. A process without a process group gets its own store.
 
     Args:
         name: the name of the rendezvous, the same on all ranks.

@@ -49,7 +49,7 @@ class NodeMap:
 
     @staticmethod
     def of(hosts: Sequence[str], domains: Sequence[str]) -> NodeMap:
-        """Groups the ranks by host. `hosts[rank]` and `domains[rank]` are those of each world rank."""
+        """Groups the ranks by host. `hosts[rank]` and `domains[rank]` belong to world rank `rank`."""
         ranks: dict[str, list[int]] = {}
         for rank, host in enumerate(hosts):
             ranks.setdefault(host, []).append(rank)
@@ -76,7 +76,7 @@ class NodeMap:
 
     @cached_property
     def _by_domain(self) -> tuple[tuple[int, ...], int]:
-        """The nodes' numbers, those of one domain behind each other, and how many nodes the largest domain has."""
+        """The nodes' numbers, grouped by domain, and the number of nodes in the largest domain."""
         members: dict[str, list[int]] = {}
         for number, node in enumerate(self.all):
             members.setdefault(node.domain, []).append(number)

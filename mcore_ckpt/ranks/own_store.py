@@ -39,7 +39,7 @@ class OwnStore:
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         """Sets a key that has the expected value, or that is missing if "" is expected. Returns the value it has now.
 
-        For a missing key of which a value was expected, it returns that value.
+        If the key is missing and a value was expected, it returns the expected value.
         """
         with self._lock:
             found = self._values.get(key)

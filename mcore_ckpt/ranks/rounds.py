@@ -6,9 +6,9 @@ never both.
 
 The rounds of one call (`Agreement.call`) are numbered within it, and calls are counted. So a rank may leave a call at
 any moment with an exception: it fails the round that the others come to next, and is at the same round as they are in
-the next call. This is how what a signal handler raises ends a call. The opening of a save and its commit are rounds of
-two agreements, so a rank that is interrupted between them fails the commit by its name. If another rank has given up a
-round, rank 0 raises that rank's error when it fails in it: with an error of another type it would go on to an older
+the next call. This is how an exception of a signal handler ends a call. The opening of a save and its commit are rounds
+of two agreements, so a rank that is interrupted between them fails the commit by its name. If another rank has given up
+a round, rank 0 raises that rank's error when it fails in it: with an error of another type it would go on to an older
 checkpoint alone.
 
 A waiting rank asks again with pauses that grow with time and with the number of ranks. It does not use `store.wait()`:
@@ -45,7 +45,7 @@ from mcore_ckpt.ranks.key_value_store import (
     unpack,
 )
 
-# Of the number that ranks count up when they close: so much for each that has keys left, and 1 for each.
+# Each rank that closes adds this to a number if it has keys left, and 1 in any case.
 _HAS_KEYS = 1 << 32
 
 # A record is what a rank submits, and what all ranks get. It consists of plain JSON values.
@@ -126,8 +126,8 @@ class Agreement:
         self._rounds: int | None = None  # of the present call; None outside of calls
         # The last round, and earlier rounds in which this rank still has keys.
         self._begun: list[Round] = []
-        # Of the present call. A call that is over must not be remembered by its error: an error's traceback keeps what
-        # the callers had, such as the tensors of a training.
+        # Of the present call. The error of an earlier call is not kept, because its traceback keeps the callers'
+        # objects, such as the tensors of a training.
         self._told: BaseException | None = None
         self.is_closed = False
         self.decided: Record = {}
@@ -235,7 +235,8 @@ class Agreement:
     def close(self) -> None:
         """Deletes the keys of this rank. Every rank calls it after its last round. It waits for nobody. Raises nothing.
 
-        What other ranks may still have to read, the last rank deletes that closes. In a forked child nothing happens.
+        Keys that other ranks may still have to read are deleted by the last rank that closes. In a forked child nothing
+        happens.
         """
         if self.is_closed or not self._home.is_here:
             return
@@ -277,7 +278,8 @@ class Agreement:
         """Fails the next round because this rank cannot take part in it.
 
         The other ranks get the error. This rank begins the round like the others, so all ranks stay at the same round.
-        `name` is that of the round; see `begin`. A round that this rank has just begun, and no more, is the next one.
+        `name` is that of the round; see `begin`. A round that this rank has begun, but not submitted to, counts as the
+        next one.
         """
         last = self._begun[-1] if self._begun else None
         is_next = last is not None and last.name == name and not last.has_submitted
@@ -287,7 +289,7 @@ class Agreement:
             round_.announce_failure(error)
 
     def has_begun(self, name: str) -> bool:
-        """True if this rank has begun the round of this name, and rounds after it have not made it forget that."""
+        """True if this rank has begun the round of this name and still remembers it. Later rounds make it forget."""
         return any(each.name == name for each in self._begun)
 
     def told(self, error: BaseException) -> None:
@@ -530,18 +532,18 @@ class Round:
 
 
 class Done(Generic[T]):
-    """Work that a rank has done before a round, or what it has failed with.
+    """Work that a rank has done before a round: its result or its error.
 
     Args:
         results: the result; none if the work has failed.
-        error: what the work has failed with, or None.
+        error: the work's error, or None.
     """
 
     def __init__(self, results: Sequence[T], error: Exception | None) -> None:
         self._results, self._error = results, error
 
     def record(self) -> Record:
-        """Gives the round an empty record. Raises what the work has failed with, once."""
+        """Returns an empty record for the round. Raises the work's error instead, but only once."""
         error, self._error = self._error, None
         try:
             if error is not None:
@@ -558,7 +560,7 @@ class Done(Generic[T]):
 def done_before(agreement: Agreement, work: Callable[[], T]) -> Done[T]:
     """Does long work before a round. If it fails, the round tells all ranks (`Done.record`).
 
-    Raises nothing but what a signal handler raises.
+    Raises only the exceptions of signal handlers.
     """
     try:
         return Done([agreement.runner.run(work)], None)
@@ -604,7 +606,8 @@ def decide(
         try:
             round_ = agreement.begin(topic, name, timeout_s)
         except BaseException as interrupt:
-            # Of a round without a name, `call` tells the others. Errors of ours are of a child, or of a lost store.
+            # If the round has no name, `call` tells the others. A CheckpointError or RuntimeError is raised in a forked
+            # child, or when the store is lost: then nobody can be told.
             if name is not None and not isinstance(interrupt, (CheckpointError, RuntimeError)):
                 agreement.fail_next_round(topic, interrupt, name)
             raise

@@ -2,7 +2,7 @@
 
 Generators differ by pp, tp, ep and etp rank. If these sizes stay, a rank takes the generators of the rank at its
 coordinates modulo the saved sizes (`Topology.place_in_turn`). Otherwise all start from the saved seed (of each
-data-parallel rank) and the step, as megatron seeds them. Rank 0 says so.
+data-parallel rank) and the step, as megatron seeds them. Rank 0 logs that.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class RankCoordinates:
 class Replicas:
     """The world ranks that hold the same dense tensors as this rank, and those that hold the same experts.
 
-    The first rank in each tuple owns the file with these tensors. `groups` has a process group of each. It is None in a
-    process without process groups.
+    The first rank in each tuple owns the file with these tensors. `groups` has the process group of each tuple; it is
+    None in a process without process groups.
     """
 
     dense: tuple[int, ...] = (0,)
