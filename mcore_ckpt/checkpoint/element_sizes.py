@@ -1,8 +1,8 @@
-"""Knows the dtypes of the format by name, without torch: commands that read no tensor must not wait for its import."""
+"""Lists the format's dtypes by name, without torch: commands that read no tensor must not wait for its import."""
 
 from __future__ import annotations
 
-# The names of the dtypes that the format has, which are torch's, and the bytes of one element.
+# The dtypes of the format, by torch's names, with the bytes of one element.
 ITEM_BYTES = {
     "float64": 8,
     "float32": 4,

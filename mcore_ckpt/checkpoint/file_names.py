@@ -16,7 +16,7 @@ MANIFEST_FILE = "manifest.json"
 OWNER_FILE = ".owner.json"
 # A step whose folder contains this file is pinned, so retention keeps the step.
 PINNED_FILE = ".pinned"
-# In a root, a remote store and a folder of `run_home`: the identity of the run that they belong to.
+# In a root, a remote store or a folder of `run_home`: the identity of the run that owns the place.
 RUN_FILE = ".run.json"
 # Exists only in staging folders: the manifest of the files from which the same save exports its HuggingFace model.
 WRITTEN_FILE = ".written.json"
@@ -26,7 +26,8 @@ MODEL_DIR = "model"
 MODEL_FILE = "model_states.pt"
 HUGGINGFACE_DIR = "huggingface"
 # The folders, relative to a role's folder, that can hold config.json and the tokenizer. This package and verl write the
-# first, and verl up to 0.4 wrote the second. Other programs put the files beside the weights, which is the third.
+# first, and verl up to 0.4 wrote the second. Other programs put the files into the folder of the weights, which is the
+# third.
 _CONFIG_DIRS = (HUGGINGFACE_DIR, "hf_config_and_tokenizer", ".", f"../{HUGGINGFACE_DIR}")
 # In HUGGINGFACE_DIR, where verl (0.9) has it, too.
 ADAPTER_DIR = "adapter"
@@ -56,7 +57,7 @@ _TRACKER = re.compile(r"[0-9]{1,18}")
 
 @dataclass(frozen=True)
 class RoleWorkDir:
-    """A working folder beside a role's folder.
+    """A working folder next to a role's folder.
 
     `purpose` is "staging" for the folder that a running save writes into, "replaced" for a checkpoint that a newer save
     has replaced, and "uploading" for a folder that marks the checkpoint as being copied to a remote store.
@@ -213,7 +214,7 @@ def parse_work_dir(name: str) -> RoleWorkDir | None:
 
 
 def run_home(node_folder: Path, root: Path) -> Path:
-    """Returns the folder, in a node's, of the identity of a root's run. Runs of several roots may use one node."""
+    """Returns the folder, within a node's folder, for the identity of a root's run. Several roots may use a node."""
     return node_folder / f".run-{hashlib.sha256(os.fsencode(root.resolve())).hexdigest()[:16]}"
 
 
@@ -303,5 +304,5 @@ def config_dirs(role_dir: Path) -> list[Path]:
 
 
 def config_dir(role_dir: Path) -> Path | None:
-    """Returns the first of them that holds a `config.json`; None if there is none."""
+    """Returns the first of these folders that holds a `config.json`; None if there is none."""
     return next((folder for folder in config_dirs(role_dir) if (folder / "config.json").is_file()), None)

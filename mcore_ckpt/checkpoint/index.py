@@ -25,8 +25,8 @@ BLOCK_BYTES = 1 << 20
 
 _FORMAT = "mcore_ckpt.index"
 _MEMBERS = {"format", "version", "block_bytes", "tensors", "aliases"}
-# Version 2 has coded shards, and tensors that belong to a shard. An index without any is still written as version 1,
-# which older readers read, too.
+# Version 2 has coded shards and bound state. An index without them is still written as version 1, which older readers
+# can read, too.
 _HEADS = tuple((fields.encode(_FORMAT), b"%d" % BLOCK_BYTES, version) for version in (b"1", b"2"))
 # The stored dtypes of coded shards, by the field that says how they are coded.
 _CODED = {"scale": ("float16", "uint8"), "upper": ("int16",)}
@@ -78,7 +78,7 @@ class Crcs(Sequence[int]):
 
 @dataclass(frozen=True)
 class Alias:
-    """A shard without bytes of its own. Its bytes are stored under the key `(key.name, same_as)`."""
+    """A shard without its own bytes. Its bytes are stored under the key `(key.name, same_as)`."""
 
     key: ShardKey
     same_as: str
@@ -95,7 +95,7 @@ class FileIndex:
 
     @property
     def version(self) -> int:
-        """The version of the format that can say all of it."""
+        """The oldest version of the format that can express the index."""
         return 2 if any(shard.coding is not None or shard.beside is not None for shard in self.shards) else 1
 
 
@@ -230,7 +230,7 @@ def decode_index(data: bytes, file: str, payload_end: int, regions: Regions | No
     """Decodes an index and checks its numbers.
 
     Every shard must be inside the bytes `[0, payload_end)` of its file, and must have as many bytes as its region.
-    `regions` are those that have been read already, for an index that is decoded in parts.
+    `regions` holds the regions that have been decoded already, if an index is decoded in parts.
 
     Raises:
         FieldError: the data are not an index, or the numbers in the index contradict each other.
@@ -345,7 +345,7 @@ def _check_names(shards: Sequence[StoredShard], aliases: Sequence[Alias]) -> Non
 
 
 def _check_codings(shards: Sequence[StoredShard]) -> None:
-    """Checks that what coded shards need in the same file is there."""
+    """Checks that the file has the scales and upper halves that its coded shards need."""
     coded = [(shard, shard.coding) for shard in shards if shard.coding is not None]
     by_key = {shard.key: shard for shard in shards} if coded else {}
     for shard, coding in coded:

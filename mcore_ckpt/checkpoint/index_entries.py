@@ -16,7 +16,7 @@ from mcore_ckpt.io.json_fields import FieldError
 from mcore_ckpt.sharding.plan import StoredShard
 
 # The texts of entries as `encode_index` writes them. They are sought only in an index without escapes, where every
-# quote begins or ends a string. What these let through is checked when the entry is decoded.
+# quote begins or ends a string. An entry that they match wrongly is refused when it is decoded.
 _INTS, _PIECES, _TEXT, _INT = r"\[[0-9,]*\]", r"\[[0-9,\[\]]*\]", '"[^"]*"', "([0-9]{1,19})"
 _KIND, _NAME = (f'"{member}":"([^"]*)",' for member in ("kind", "name"))
 _REGION = f'(?:"flat":{_INTS},)?"global_shape":{_INTS},{_KIND}"local_shape":{_INTS},{_NAME}'
@@ -27,17 +27,17 @@ _SHARD = re.compile(
     rf'"pieces":{_PIECES}(?:,"scale":{_TEXT})?(?:,"upper":{_TEXT})?{_END}'.encode()
 )
 _NOTHING = FileIndex((), ())
-# How many kinds of one tensor are looked at one by one. Optimizers have up to 10.
+# How many kinds one tensor may have here. Optimizers have up to 10.
 _MOST_KINDS = 64
-# The text of an index before the aliases, between them and the shards, and from there to the version.
+# The text of an index before the aliases, between aliases and shards, and between shards and version.
 _BEFORE, _BETWEEN, _BEHIND = encode_index(_NOTHING).removesuffix(b"1}").replace(b"[]", b"[\n]").split(b"\n")
 _ENDS = (_BEHIND + b"1}", _BEHIND + b"2}")
 
 
 class IndexEntries:
-    """The index of a file, of which each tensor's entries are decoded when they are asked for.
+    """The index of a file. A tensor's entries are decoded when they are asked for.
 
-    That no tensor is in the index twice, and that no two overlap, is checked for all of them at once.
+    The constructor checks that no tensor is in the index twice, and that no two overlap.
 
     Args:
         data: the bytes of the index. Their CRC must have been checked.
@@ -119,7 +119,7 @@ def _are_apart(offsets: Sequence[int], sizes: Sequence[int], payload_end: int) -
 
 
 def _text_of(data: bytes, places: _Places, middle: int, behind: bytes) -> bytes:
-    """Returns the text of an index of these entries alone."""
+    """Returns the text of an index that has only these entries."""
     parts: tuple[list[bytes], list[bytes]] = [], []
     for start, end in zip(places[1::3], places[2::3], strict=True):
         parts[start > middle].append(data[start:end].rstrip(b","))

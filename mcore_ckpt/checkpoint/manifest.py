@@ -23,7 +23,7 @@ from mcore_ckpt.io.typed_json import LongList, Natural
 from mcore_ckpt.ranks.topology import RankCoordinates, Topology
 
 FORMAT = "mcore_ckpt"
-# The newest version. A checkpoint has the oldest version that can say all of it, so that older readers read it, too.
+# The newest version. A manifest has the oldest version that can express it, so that older readers can read it, too.
 FORMAT_VERSION = 2
 
 # The longest name, in bytes, that Linux accepts between two slashes of a path.
@@ -73,12 +73,12 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class AdapterSettings:
-    """What the tensors of low-rank adapters (LoRA, DoRA) do not show, the same for all adapters of a model.
+    """The settings of low-rank adapters (LoRA, DoRA) that tensors do not show. A model's adapters share them.
 
     Attributes:
         alpha: an adapter of rank r is scaled by alpha / r.
         dropout: the probability with which training drops an adapter's input.
-        trained: the names of the parameters that are trained beside the adapters. None if that is not known.
+        trained: the names of the parameters that are trained in addition to the adapters. None if they are not known.
     """
 
     alpha: float
@@ -155,13 +155,13 @@ class Manifest:
 
     @property
     def head(self) -> ManifestSummary:
-        """What a listing needs of it."""
+        """The part of the manifest that a listing needs."""
         return ManifestSummary(self.step, self.role, self.roles, self.attempt, self.created, self.run, self.commit)
 
 
 @dataclass(frozen=True)
 class ManifestSummary:
-    """What a listing needs of a manifest. Its size does not depend on the number of ranks, tensors and files."""
+    """The part of a manifest that a listing needs. Its size does not grow with ranks, tensors and files."""
 
     step: int
     role: str
@@ -211,7 +211,7 @@ def decode_manifest(data: bytes) -> Manifest:
 
 
 def decode_summary(data: bytes) -> ManifestSummary:
-    """Decodes what a listing needs of a manifest. Checks the checksum, but not the entries of ranks, tensors and files.
+    """Decodes the part of a manifest that a listing needs. Checks the checksum, but no entries of ranks and files.
 
     Raises NewerFormatError and FieldError like `decode_manifest`.
     """
@@ -243,7 +243,7 @@ def _read_manifest(members: Members) -> Manifest:
     record = members.small
     versions = fields.get_dict(record, "versions")
     topology = Topology(**_ints_of(Topology, fields.get_dict(record, "topology")))
-    same: dict[Any, Any] = {}  # the files and ranks have few kinds and many small numbers, each of them once
+    same: dict[Any, Any] = {}  # files and ranks have few kinds and many equal small numbers: each is kept once
     ranks = tuple(_coordinates(rank, topology, same) for rank in members.objects("ranks", _RANK_LIST))
     files = tuple(_file_record(entry, holds, same) for entry, holds in members.entries())
     timeline, placement = members.text("save_timeline"), members.text("placement")

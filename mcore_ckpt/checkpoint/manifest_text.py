@@ -30,8 +30,9 @@ _LARGE = frozenset((_FILES, _PLACEMENT, "ranks", "save_timeline", "tensors"))
 _CHECKSUM_KEY = b',"crc32":'
 # How many files' entries are joined at a time.
 _ENTRIES = 512
-# How many bytes a large manifest has at least for each of these texts in a member: for a file, half a name, half a
-# node's name, and a node's number. With more of them it would take more than four times its size as Python objects.
+# A large manifest has at least this many bytes for each occurrence of a text in a member. The texts count files, halves
+# of names, halves of nodes' names, and nodes' numbers. With more of them, the Python objects would take more than four
+# times the size of the manifest.
 _LEAST_BYTES = ((_FILES, b'"path":', 96), ("tensors", b'"', 12), (_PLACEMENT, b'"', 12), (_PLACEMENT, b",", 16))
 _DIGITS = b"0123456789"
 
@@ -67,7 +68,7 @@ class Holds(Sequence[tuple[int, int]]):
         return f"Holds({list(self)})"
 
     def count_of(self, tensors: int) -> int | None:
-        """Returns how many these are; None if the runs do not ascend, or not below the number of all tensors.
+        """Returns the number of tensors in the file; None if runs do not ascend, or exceed the number of all tensors.
 
         In ascending runs no tensor is counted twice.
         """
@@ -103,7 +104,7 @@ class Entry(msgspec.Struct, gc=False, kw_only=True):
     size: Natural
 
     def set_index(self, offset: int, size: int, checksum: int, version: int) -> None:
-        """Says where the file's index is, as in `IndexPlace`."""
+        """Sets the place of the file's index; see `IndexPlace`."""
         self.index = _Index(checksum, offset, size, version)
 
 
@@ -121,8 +122,8 @@ class Members:
     """The members of a manifest. Those that grow with the ranks, tensors and files are decoded when they are asked for.
 
     Attributes:
-        small: the other ones.
-        is_intact: whether the checksum is right. If it is not, the large ones cannot be asked for.
+        small: the other members.
+        is_intact: whether the checksum is right. If it is not, the large members cannot be read.
     """
 
     data: bytes
@@ -215,8 +216,8 @@ def _texts(entries: Sequence[tuple[Entry, Holds]]) -> Iterator[bytes]:
 def read(data: bytes) -> Members:
     """Finds the members of what `encode` has encoded.
 
-    Other JSON is read, too, if it is in any form that has the same checksum. Raises FieldError if the data are not a
-    JSON object, or have more values than their size allows.
+    Reads the same JSON in any other spelling, too, if its canonical form has the checksum. Raises FieldError if the
+    data are not a JSON object, or have more values than their size allows.
     """
     if (found := _canonical(data)) is not None and found.is_intact:
         return found
@@ -225,7 +226,7 @@ def read(data: bytes) -> Members:
         checksum = crc32(fields.encode({key: value for key, value in record.items() if key != _CHECKSUM}))
         again = _canonical(fields.encode(record) + b"\n") if checksum == record.get(_CHECKSUM) else None
     except fields.FieldError:
-        # It is too large to be looked at as a whole. What `encode` has returned is never.
+        # The data are too large to be parsed as a whole. Data that `encode` has returned never are.
         if found is not None:
             return found
         raise

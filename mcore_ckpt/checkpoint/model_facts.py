@@ -1,4 +1,4 @@
-"""Says what a model computes with the same bytes: the fields of its configuration that its tensors do not show.
+"""Describes what a model computes with its tensors: the fields of its configuration that the tensors do not show.
 
 Four heads of 8 and two heads of 16 have the same tensors, and so have rotary embeddings of two kinds. So a checkpoint
 keeps these facts, and a load compares them. Only attributes are read, of megatron-core 0.15 to 0.19, of the providers
@@ -6,9 +6,9 @@ of Megatron-Bridge, which have more fields, and of the configs that transformers
 
 All fields that the model reads are stored, not only those that differ from their defaults, because another megatron may
 have another default. The rotary frequencies are read from the live tensor: HybridModel does not keep the base, nor
-GPTModel the factor of its scaling, and some trainers write other frequencies into the tensor. What cuts tensors by a
-`config.json` beside a checkpoint (`merge`, the way back, the export of a save) compares it with these facts first
-(`models/stated_facts.py`): other heads mean another order of rows, and are refused.
+GPTModel the factor of its scaling, and some trainers write other frequencies into the tensor. Whatever cuts tensors by
+the `config.json` of a checkpoint (`merge`, a conversion for another trainer, the export of a save) first compares it
+with these facts (`models/stated_facts.py`): other heads mean another order of rows, and are refused.
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ Facts = Mapping[str, Any]
 
 _Values = Callable[[str], Any]
 
-# The default of a field that says nothing where it is missing.
+# The default of a field that has none: if it is missing, nothing is known.
 _UNKNOWN = object()
 
-# Every fact with the value that megatron computes with where the field is missing, because a version does not have it.
-# The facts of a kind are kept, and compared, only for models that the kind is true of: a dense model has a number of
-# experts per token, too, which nothing reads.
+# Every fact, with the value that megatron uses if its version lacks the field. The facts of a kind of model are kept,
+# and compared, only for models of this kind: a dense model has a number of experts per token, too, which nothing reads.
 _TABLE: Mapping[str, Mapping[str, Any]] = {
     "any": {
         "num_attention_heads": _UNKNOWN,
@@ -210,7 +209,7 @@ _MAY_CHANGE = frozenset({*_TABLE["rotary"], *_TABLE["llama3 rotary"], *_TABLE["l
 } | {"sliding_window_rope_base", "full_attention_rope_base", "rotary_base_per_layer", "moe_expert_capacity_factor"}
 # A longer context may also change one of these values into another.
 _MAY_BECOME = {"position_embedding_type": ("rope", "yarn"), "rope_type": ("rope", "yarn")}
-# The frequencies follow from these, so a difference of one of these is told alone.
+# The frequencies follow from these fields. If one of these differs, the frequencies are not reported as well.
 _FREQUENCIES_FOLLOW = {"rotary_base", "rotary_percent", "kv_channels", "rope_scaling", "rope_scaling_factor"}
 # A HybridModel has a layer for each part of a GPTModel's layer. A checkpoint of one can be loaded into the other, whose
 # layers are compared when the tensors are matched (`sharding/counterparts.py`).
@@ -350,7 +349,7 @@ def _by_part(facts: Facts) -> dict[str, dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Returns a value as JSON has it. Of a function, an enum and any other object: the name, or "unknown"."""
+    """Returns a value as JSON has it. A function, enum or other object becomes its name, or "unknown"."""
     if value is None or value is _UNKNOWN or isinstance(value, (bool, int, str)):
         return value.name if isinstance(value, Enum) else value
     if isinstance(value, float):
@@ -382,7 +381,7 @@ def _head_size(of: _Values, size: Any) -> Any:
 
 
 def _softmax_scale(of: _Values, scale: Any) -> Any:
-    """Returns None for the scale that megatron has without one (`DotProductAttention`, 0.16 to 0.19)."""
+    """Returns None for the scale that megatron uses if none is given (`DotProductAttention`, 0.16 to 0.19)."""
     size = _head_size(of, of("kv_channels"))
     usual = isinstance(size, int) and size and isinstance(scale, (int, float)) and math.isclose(scale, size**-0.5)
     return None if usual and of("multi_latent_attention") in (False, _UNKNOWN) else scale

@@ -25,7 +25,7 @@ class Placement:
     Attributes:
         nodes: the names of the nodes that saved. A node's number is its position here.
         by_file: for each file of the manifest, in the same order, the numbers of the nodes that have it. The first one
-            has written it; the others have written the same bytes, or get a copy beside the training.
+            has written it; the others have written the same bytes, or get a copy while the training goes on.
         save_count: how many saves into the fast tier the training has begun, this one included.
     """
 

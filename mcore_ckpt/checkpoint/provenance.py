@@ -1,7 +1,7 @@
-"""Says of which run a checkpoint is, which commit of that run it is, and from which commit it came.
+"""Describes the run that a checkpoint belongs to, its commit, and the commit that it continues.
 
-Both are parts of the manifest (docs/format.md). `steps/runs.py` decides whose a checkpoint is, and `steps/branches.py`
-which one is the newest.
+Both are parts of the manifest (docs/format.md). `steps/runs.py` decides which root owns a checkpoint, and
+`steps/branches.py` which one is the newest.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MOST_RANGES = 256
 
 @dataclass(frozen=True)
 class RunParent:
-    """The step that a run began with, if it began with a step of another run. `run` is empty if that one had no id."""
+    """The step that a run began with, if it began with a step of another run. `run` is empty if that run had no id."""
 
     run: str
     step: int
@@ -54,7 +54,8 @@ class Commit:
     Attributes:
         number: grows with each commit of a root. The roles of a step share one, as far as they can.
         parent: the `attempt` of the checkpoint that the training had saved or loaded last; None if there was none.
-        branch: the numbers of the commits that led to this one, and its own. What is not among them was given up.
+        branch: the numbers of the commits that led to this one, and its own. Commits that are not among them were given
+            up.
     """
 
     number: int

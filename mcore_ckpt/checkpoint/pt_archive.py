@@ -54,7 +54,7 @@ class PtArchive:
     def __init__(self, read_at: ReadAt, size: int) -> None:
         self._read_at = read_at
         directory_at, directory_bytes, count = _find_directory(read_at, size)
-        # Every record has a header of its own beside its entry. So the number of entries bounds their memory.
+        # Besides its entry, every record has a header. So the size of the file bounds the number of entries.
         if count * (zf.LOCAL_HEADER.size + zf.DIRECTORY_ENTRY.size) > size:
             raise ArchiveError(f"its end record gives {count} entries, more than {size} bytes can have")
         entries = list(islice(_entries(read_at(directory_at, directory_bytes), directory_at), count + 1))

@@ -31,7 +31,7 @@ class SaveTimeline:
         commit: on rank 0, from its last byte until it had made the manifest. The manifest cannot hold what comes
             after: writing it, the syncs, and the rename.
         export: when each rank exported its part of the HuggingFace model; None without `hf_model`.
-        stall: how long `save` held the training up on each rank; None if until the commit.
+        stall: how long `save` held the training up on each rank; None if it was until the commit.
     """
 
     nbytes: Sequence[int]

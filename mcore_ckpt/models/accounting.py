@@ -50,7 +50,7 @@ class LeftOut:
 
 
 Reason = tuple[str, Container[str] | Callable[[str], bool]]
-"""A reason to leave out tensors, and the names of those that it holds for."""
+"""A reason to leave out tensors, and the names of the tensors that it holds for."""
 
 
 def account(
@@ -63,8 +63,8 @@ def account(
 
     Args:
         source: the names of all tensors of the source.
-        written: the names of those that are written.
-        reasons: why others are left out. The first reason that holds for a tensor counts.
+        written: the names of the tensors that are written.
+        reasons: the reasons to leave out other tensors. The first reason that holds for a tensor counts.
         refusal: returns what to raise for tensors that are neither written nor left out for a reason.
 
     Returns:
@@ -97,17 +97,17 @@ def matching(reason: str, patterns: Sequence[str]) -> Reason:
 
 
 def of_states() -> Reason:
-    """Returns the reason for what transformer-engine keeps beside its weights."""
+    """Returns the reason for the states that transformer-engine keeps in addition to weights."""
     return STATES, lambda name: name.endswith("_extra_state")
 
 
 def padding_of(name: str, rows: int, tokens: int) -> LeftOut:
-    """Describes the rows of a tensor that are behind those of the vocabulary's tokens."""
+    """Describes the rows of a tensor that follow the rows of the vocabulary's tokens."""
     return LeftOut(f"padding of the vocabulary, which has {tokens} tokens", (f"{name} (rows {tokens} to {rows - 1})",))
 
 
 def together(*parts: Iterable[LeftOut]) -> tuple[LeftOut, ...]:
-    """Joins what parts of a conversion leave out, with one entry for each reason."""
+    """Joins the tensors that parts of a conversion leave out, with one entry for each reason."""
     found: dict[str, dict[str, None]] = {}
     for each in (each for part in parts for each in part):
         found.setdefault(each.reason, {}).update(dict.fromkeys(each.tensors))

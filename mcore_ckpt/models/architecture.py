@@ -15,7 +15,7 @@ from mcore_ckpt.io.files import linked_file, read_small
 from mcore_ckpt.models.config_fields import HfConfig, Rule, Same
 from mcore_ckpt.models.table import MCORE_HEAD, Sizes, Table
 
-# A vision-language model's config and its section for the language model have these fields both.
+# Both a vision-language model's config and its section for the language model have these fields.
 _OF_BOTH = ("architectures", "dtype", "torch_dtype", "tie_word_embeddings")
 
 _TIED = "gpt.share_embeddings_and_output_weights"
@@ -48,10 +48,10 @@ class ModelFacts:
 
 
 def language_config(config: HfConfig, section: str) -> HfConfig:
-    """Returns the fields of `config.json` that describe the language model, as that of a language model alone has them.
+    """Returns the fields of `config.json` that describe the language model, as its own `config.json` would have them.
 
     Early vision-language models (Qwen2.5-VL as published) have these fields in `config.json` itself. Fields of the
-    whole model are in either place, and count where `config.json` itself has them (transformers 5 reads
+    whole model are in either place. If `config.json` itself has them, those count (transformers 5 reads
     `tie_word_embeddings` there, and 4.57 in the section).
 
     Args:

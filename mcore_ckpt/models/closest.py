@@ -1,8 +1,9 @@
-"""Finds the known table that is closest to a model without one, to tell its user what a new table must say.
+"""Finds the known table that is closest to a model without one, to tell the user what a new table must contain.
 
-Every known table is laid over the folder, and the error names the table with a place for most of the tensors, and what
-is left over. Names are compared with `*` for the numbers of layers and experts, so the size of the model does not
-matter. Where there is only a `config.json`, the rules decide that read most of its fields.
+Every known table is laid over the folder, and the error names the table that has places for most tensors, and the
+tensors that are left over. Names are compared with `*` for the numbers of layers and experts, so the size of the model
+does not matter. If there is only a `config.json`, the architecture whose rules read most of its fields counts as
+closest.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ _SHOWN = 3
 def describe_closest(
     architectures: Iterable[Architecture], read: Read, config: HfConfig, tensors: Mapping[str, Shape] | None
 ) -> str:
-    """Names the architecture that fits a model best, and what of the model it has no place for.
+    """Names the architecture that fits a model best, and the tensors that it has no place for.
 
-    With tensors, it is the architecture whose table has a place for most of them, as far as its `read` accepts the
-    config. A place needs the name and the shape. Names are shown with `*` in place of the numbers of layers and
-    experts, each once. Without tensors, or if no table has a place for any, it is the architecture whose rules read
-    most fields of the config.
+    With tensors, it is the architecture whose table has a place for most of them and whose `read` accepts the config. A
+    place needs the name and the shape. Names are shown with `*` in place of the numbers of layers and experts, each
+    once. Without tensors, or if no table has a place for any, it is the architecture whose rules read most fields of
+    the config.
 
     Args:
         architectures: the known architectures.

@@ -140,10 +140,10 @@ def to_hf_config(
 
 
 def config_of_weights(model: HfModel, dtype: torch.dtype, has_mtp: bool) -> dict[str, Any]:
-    """Returns the `config.json` to write beside exported weights, for transformers 4 and 5.
+    """Returns the `config.json` to write with exported weights, for transformers 4 and 5.
 
-    It is `model.config`, except for the fields that must match the weights (dtype, class, labels, multi-token
-    prediction) and for added fields that only one version of transformers reads.
+    It is `model.config` with changes: fields that must match the weights (dtype, class, labels, multi-token
+    prediction), and added fields that only one version of transformers reads.
 
     Args:
         model: the model that the weights belong to.

@@ -1,8 +1,8 @@
 """Finds the adapters of HuggingFace tensors by an architecture's table, and gives them PEFT's names.
 
-Megatron fuses layers that HuggingFace has apart, and so does an adapter: linear_qkv has one A for queries, keys and
-values, and one B whose rows have the order of linear_qkv's rows. A row of B belongs to the same HuggingFace tensor as
-the same row of the weight, so the table of the weights is the table of the adapters, too.
+Megatron fuses layers that are separate in HuggingFace, and so does an adapter: linear_qkv has one A for queries, keys
+and values, and one B whose rows have the order of linear_qkv's rows. A row of B belongs to the same HuggingFace tensor
+as the same row of the weight, so the table of the weights is the table of the adapters, too.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def with_adapters(
 
     Raises:
         CheckpointMismatchError: an adapter does not belong to any of the tensors, is incomplete, or has another shape.
-        UnsupportedError: an adapter belongs to a part of a tensor that HuggingFace does not have apart.
+        UnsupportedError: an adapter belongs to a part of a tensor that is not a separate tensor in HuggingFace.
     """
     found = _adapters_among(adapters)
     members: dict[str, list[str]] = defaultdict(list)
@@ -118,7 +118,7 @@ def _low_rank(
         raise UnsupportedError(f"{key.module} has an adapter, but its weight has {len(region.local_shape)} axes, not 2")
     rank = shapes[parts[LINEAR_IN]][-2]
     if key.component:
-        # The rows of such an adapter are those of the HuggingFace tensor itself.
+        # Such an adapter has the rows of the HuggingFace tensor itself.
         region = Region.whole(region.local_shape)
     factors = {
         LINEAR_IN: Region.whole((rank, region.local_shape[1])),
@@ -137,7 +137,8 @@ def _low_rank(
 def _factor(name: str, region: Region, shape: Shape, expert: int | None, experts: int) -> Factor:
     """Returns a part of an adapter. With one more axis than the region, `shape` has one adapter for each expert.
 
-    Fewer adapters than experts are shared by as many neighbours (`share_expert_adapters` of Megatron-Bridge).
+    If there are fewer adapters than experts, neighbouring experts share one (`share_expert_adapters` of
+    Megatron-Bridge).
     """
     if expert is not None and len(shape) == len(region.global_shape) + 1 and experts % shape[0] == 0:
         region = _in_stack(region, expert * shape[0] // experts, shape[0])
@@ -212,8 +213,8 @@ def fully_trained_in_peft(
 ) -> FullyTrained:
     """Finds PEFT's form of the weights that training has changed and that have no adapter.
 
-    It has none for a tensor that also has an adapter, nor for experts and multi-token prediction, of which
-    transformers has no module for each tensor. `FullyTrained.sources` lacks these.
+    PEFT has no form for a tensor that also has an adapter, nor for experts and multi-token prediction, because
+    transformers has no module for each of their tensors. `FullyTrained.sources` lacks these.
 
     Args:
         model: the model.
@@ -237,7 +238,7 @@ def fully_trained_in_peft(
         has_module = ".experts." not in f"{module}." and not any(is_mtp(model, name) for name in parts)
         if not any(is_changed.values()) or module in adapters or not has_module:
             continue
-        # A tied head would keep the base model's embedding beside a module of PEFT's (0.21, modules_to_save).
+        # If the embedding became a module of PEFT's (0.21, modules_to_save), a tied head would keep the base model's.
         is_whole = None not in parts.values() and not (model.is_tied and _is_embedding(model, module))
         whole += [module] if is_whole else []
         tensors += [p for name, p in parts.items() if p is not None and (is_whole or is_changed[name])]
@@ -245,7 +246,7 @@ def fully_trained_in_peft(
 
 
 def of_modules(tensors: Iterable[HfTensor]) -> FullyTrained:
-    """Returns PEFT's form of tensors that are all of the tensors of some modules."""
+    """Returns PEFT's form of tensors that together make up whole modules."""
     found = tuple(tensors)
     modules = dict.fromkeys(_module_of(tensor.name) for tensor in found)
     return FullyTrained(tuple(replace(tensor, name=PEFT_PREFIX + tensor.name) for tensor in found), tuple(modules))
@@ -336,7 +337,7 @@ def peft_config(
 
 
 def _names_to_save(model: HfModel, modules: Sequence[str]) -> list[str]:
-    """Returns the last part of a module's name if PEFT, which looks for ends of names, finds no other by it."""
+    """Returns the last part of each module's name, or the whole name if other modules end in the same part."""
     every = {_module_of(tensor.name) for tensor in hf_tensors(model)}
     names: dict[str, None] = {}
     for module in modules:
@@ -353,7 +354,7 @@ def _plain(number: float) -> float | int:
 def _target_modules(model: HfModel, adapted: Mapping[str, LowRank]) -> list[str]:
     """Returns short names if every layer of these names has an adapter, else the full names.
 
-    By a short name, PEFT would make adapters for the other layers, too.
+    With a short name, PEFT would give adapters to the other layers, too.
     """
     short = {name.rpartition(".")[2] for name in adapted}
     modules = {

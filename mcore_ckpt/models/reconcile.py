@@ -1,9 +1,8 @@
 """Settles from config, tensors and flags whether a model has tied embeddings, a value head, multi-token prediction.
 
-Tied embeddings, a value head and multi-token prediction show in the tensors and in `config.json`, and the flags of
-older tools say them as well. Offline, a contradiction is an error. A live save knows better: a critic is trained with
-the config of its language model. So there the tensors decide, and `config.json` is written to fit (`config_of_weights`,
-which also spells rope and dtype for transformers 4 and 5 both).
+The tensors and `config.json` show each of them, and so do the flags of older tools. Offline, a contradiction is an
+error. In a live save the tensors decide, because a critic is trained with the config of its language model, and
+`config.json` is written to fit (`config_of_weights`, which also spells rope and dtype for both transformers 4 and 5).
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ def with_tower_of(model: HfModel, names: Iterable[str]) -> HfModel:
     """Returns the model with the kind of vision tower that the names of mcore tensors show.
 
     A vision-language model of megatron has either a tower of megatron's modules, or the tower of transformers as it is
-    (the fact "hf_tower"). Its architecture knows which one Megatron-Bridge has; other programs have the other.
+    (the fact "hf_tower"). The architecture's facts say which one Megatron-Bridge has; other programs have the other.
 
     Args:
         model: the model that `config.json` describes.
@@ -95,7 +94,7 @@ def with_mtp_of(model: HfModel, names: Iterable[str]) -> HfModel:
 
     Args:
         model: the model that `config.json` describes.
-        names: the names of HuggingFace's tensors, or of those of mcore.
+        names: the names of HuggingFace tensors, or of mcore tensors.
     """
     first = model.architecture.table.mcore + "mtp.layers.0.", hf_mtp_prefix(model)
     if model.mtp_layers or not model.known.unstated_mtp or not any(name.startswith(first) for name in names):
@@ -106,8 +105,8 @@ def with_mtp_of(model: HfModel, names: Iterable[str]) -> HfModel:
 def with_tokens(model: HfModel, rows: int, tokens: int | None) -> HfModel:
     """Returns the model with as many rows of its vocabulary as a tokenizer has tokens, if `config.json` states fewer.
 
-    Training can add tokens, for which megatron's padding has rows, while the configuration stays that of the base
-    model. As padding, these rows would be cut off.
+    Training can add tokens, which take rows of megatron's padding, while the configuration still describes the base
+    model. Without this, their rows would be cut off as padding.
 
     Args:
         model: the model that `config.json` describes.

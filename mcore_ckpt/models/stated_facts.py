@@ -1,4 +1,4 @@
-"""Reads from `config.json` what a model computes with its tensors, and compares that with what a checkpoint says."""
+"""Reads from `config.json` what a model computes with its tensors, and compares that with a checkpoint's facts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mcore_ckpt.models.architecture import HfModel, read_config
 from mcore_ckpt.models.mcore_config import check_known, gpt_arguments, to_mcore_config
 from mcore_ckpt.models.registry import model_from_config
 
-# The facts on which the order of a tensor's rows depends, which its shape does not show, with their sizes in the table.
+# The facts that decide the order of a tensor's rows, which its shape does not show, with the sizes in the table.
 _ORDER = {
     "num_attention_heads": "heads",
     "num_query_groups": "groups",
@@ -24,7 +24,7 @@ IN_CONFIG = "in config.json"
 
 
 def facts_of_model(model: HfModel) -> Facts:
-    """Returns what `config.json` states. It is nothing if megatron-core cannot build such a model, or has no rules."""
+    """Returns the facts that `config.json` states; none if it has no rules, or megatron-core cannot build the model."""
     try:
         stated = to_mcore_config(model)
     except UnsupportedError:
@@ -33,7 +33,7 @@ def facts_of_model(model: HfModel) -> Facts:
 
 
 def facts_of_folder(path: Path) -> Facts:
-    """Returns the facts that the `config.json` in a checkpoint's folder, or beside it, states. There may be none."""
+    """Returns the facts that the `config.json` of a checkpoint's folder states; none if there is no such file."""
     folder = config_dir(path)
     try:
         return {} if folder is None else facts_of_model(model_from_config(read_config(folder)))
@@ -42,13 +42,13 @@ def facts_of_folder(path: Path) -> Facts:
 
 
 def other_facts(saved: Facts, model: HfModel) -> list[DifferentFact]:
-    """Returns in what a model of `config.json` differs from the one that was trained, and no tensor shows.
+    """Returns the facts in which a `config.json` differs from the model that was trained, if no tensor shows them.
 
     Args:
-        saved: what the checkpoint, or the live model, says. With what it does not say, nothing is compared.
+        saved: the facts of the checkpoint or of the live model. Facts that it lacks are not compared.
         model: the model that `config.json` describes.
     """
-    towers = {name: value for name, value in saved.items() if "." in name}  # which rules say nothing of
+    towers = {name: value for name, value in saved.items() if "." in name}  # which no rule describes
     sizes = {fact: model.sizes[size] for fact, size in _ORDER.items() if size in model.sizes}
     return hidden_differences(saved, {**towers, **(facts_of_model(model) or saved), **sizes})
 
@@ -56,7 +56,7 @@ def other_facts(saved: Facts, model: HfModel) -> list[DifferentFact]:
 def check_rows(
     saved: Facts, model: HfModel, saved_in: str = "in the checkpoint", stated_in: str = IN_CONFIG
 ) -> list[DifferentFact]:
-    """Returns the same, and checks that both have the rows of their tensors in the same order.
+    """Does what `other_facts` does, and checks that both models have the same order of rows.
 
     Raises:
         CheckpointMismatchError: the orders differ, so tensors would be cut at the wrong rows.
@@ -78,10 +78,11 @@ def check_model(model: Any, hf_model: HfModel, strict: bool = True) -> list[Diff
             module does not expose are not compared, nor is what tensors show. A model without multi-token prediction is
             accepted.
         hf_model: the model that the config describes, from `model_from_config`.
-        strict: False to return what a longer context changes on purpose, such as the rotary base, and not to refuse it.
+        strict: False to return, and not to refuse, differences that a longer context makes on purpose (the rotary
+            base).
 
     Returns:
-        What differs: the config is `saved`, the model `live`.
+        The differences. `saved` is the value of the config, `live` that of the model.
     """
     # Megatron-Bridge and mbridge keep the language model in a module that has the vision tower, too.
     model = getattr(model, "language_model", None) or model

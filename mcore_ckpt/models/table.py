@@ -3,8 +3,9 @@
 Both sides are *global* tensors. A table does not know how tensor parallelism cuts an mcore tensor. It uses the names of
 megatron's local layer specs; `sharding.synonyms` translates the names of transformer-engine's specs.
 
-Where megatron keeps several tensors in one, a row names them (`Row.sections`). A folder has no pieces to tell them by,
-each is cut by itself, and `dist_checkpointing` has each under a separate key. Gate and up need no naming.
+Where megatron keeps several tensors in one, a row names them (`Row.sections`). The row must name them, because a folder
+has no pieces that show them, each is cut separately, and `dist_checkpointing` has each under a separate key. Gate and
+up need no names.
 """
 
 from __future__ import annotations
@@ -153,10 +154,10 @@ class Table:
         hf: the same in HuggingFace.
         hf_layer: the beginning of the HuggingFace names of layer `{layer}`. `{hf}` stands for `hf`.
         hf_mtp_layer: the beginning of the HuggingFace names of a multi-token-prediction layer. `{mtp}` is its number,
-            and `{layer}` the number that it has if layers are counted on behind the decoder.
+            and `{layer}` its number if the count of layers goes on after the decoder's.
         hf_mtp_decoder: what follows `hf_mtp_layer` in the names of the rows of `layer`.
-        spellings: other beginnings of names that folders have, and what the table has in their place. The first that
-            fits a name counts.
+        spellings: other beginnings of names that folders have, each with the one in the table. The first that fits a
+            name counts.
         is_hybrid: True if the mcore model is a HybridModel, whose layers have one mixer each, and whose depths of
             multi-token prediction are stacks of such layers. False if it is a GPTModel.
         gated: True if `linear_fc1` consists of gate and up, which tensor parallelism cuts separately.

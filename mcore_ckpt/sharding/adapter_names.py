@@ -4,12 +4,12 @@ A wrapper (`AdapterWrapper`) keeps a layer as `to_wrap` and the layer's adapter 
 layer's tensors under the wrapper's own name, and the adapter's tensors under `adapter.`. HuggingFace's PEFT, with which
 ROLL trains, has other names for the same tensors; on disk there are those of Megatron-Bridge.
 
-- Where Bridge permutes rows. With tensor parallelism, `linear_fc1` has the gate's rows of a rank and then those of up.
-  Bridge (0.3 to 0.6) describes the magnitude of such a layer, and B of CanonicalLoRA's adapters of gate and up, as if
-  that were not so, and its own checkpoints come back in another order under another tensor-parallel size.
-  `state/model.py` takes their places from the weight. Bridge's own `torch_dist` checkpoints of them load under their
-  size, and `merge` refuses them by name. DoRA of row-parallel layers has other magnitudes on each tensor-parallel rank,
-  so a manager refuses it.
+- Where Bridge permutes rows. With tensor parallelism, `linear_fc1` has a rank's rows of the gate, and then its rows of
+  up. Bridge (0.3 to 0.6) ignores that when it describes the magnitude of such a layer, and B of CanonicalLoRA's
+  adapters of gate and up. So its own checkpoints come back in another order under another tensor-parallel size.
+  `state/model.py` takes the places of these tensors from the weight. Bridge's own `torch_dist` checkpoints of them load
+  under the same size, and `merge` refuses them by name. DoRA of row-parallel layers has other magnitudes on each
+  tensor-parallel rank, so a manager refuses it.
 - PEFT's wrapped layers (ROLL: `mcore_adapter`'s, around transformer-engine's layers) are the same adapters under other
   names, which `without_peft` translates when a live model is read; on disk there are Bridge's names alone. Their
   regions follow from the layer's weight: B has its rows and A its columns. ROLL's own `sharded_state_dict` (2026-08)
@@ -73,7 +73,7 @@ class PeftMatrix(NamedTuple):
 
 
 def peft_matrix(name: str) -> PeftMatrix | None:
-    """Returns which matrix of PEFT's a tensor is; None for any other tensor."""
+    """Returns which of PEFT's matrices a tensor is; None for any other tensor."""
     match = _OF_PEFT.fullmatch(name)
     return None if match is None or match["rest"] != "weight" else PeftMatrix(match["module"], match["matrix"] == "A")
 
@@ -109,9 +109,9 @@ _PERMUTED = re.compile(
 def permuted_in_bridge(name: str) -> str | None:
     """Returns "magnitude" or "component" for a tensor whose rows Megatron-Bridge (0.3 to 0.6) puts into another order.
 
-    `linear_fc1` holds, on each tensor-parallel rank, the rank's rows of the gate and then those of up. Bridge takes the
-    magnitude of such a layer (DoRA) for one that is cut without regard to this, and B of CanonicalLoRA's adapter of the
-    gate, or of up, for one that holds both. So the order of rows in Bridge's own checkpoints depends on the
+    `linear_fc1` holds, on each tensor-parallel rank, the rank's rows of the gate and then those of up. Bridge describes
+    the magnitude of such a layer (DoRA) as if it were cut without regard to this, and B of CanonicalLoRA's adapter of
+    the gate, or of up, as if it held both. So the order of rows in Bridge's own checkpoints depends on the
     tensor-parallel size. Returns None for any other tensor.
     """
     match = _PERMUTED.fullmatch(name)

@@ -34,7 +34,7 @@ _MODULES = {
     "mixer": "mamba",
 }
 _ORDER = ("attention", "mamba", "mlp")
-# What tells parts of one kind apart: their tensors do not fit each other.
+# Parts of one kind whose tensors do not fit each other, with the names that tell them apart.
 _VARIANTS = (
     ("attention", "self_attention.in_proj.", "linear attention"),
     ("attention", "self_attention.linear_kv_down_proj.", "latent attention"),
@@ -162,7 +162,7 @@ def _kind(part: str) -> str:
 
 
 def describe(layers: Layers) -> str:
-    """Returns the layers as text. What is repeated, one layer or a few in turn, is counted.
+    """Returns the layers as text. Layers, or short sequences of layers, that repeat are written once, with a count.
 
     Example:
         >>> describe({"decoder.layers.0": ("attention", "mlp"), "decoder.layers.1": ("attention", "mlp")})
@@ -185,7 +185,7 @@ def describe(layers: Layers) -> str:
 
 
 def _repeats(texts: Sequence[str], at: int, period: int) -> int:
-    """Returns how often the `period` texts from `at` on stand there, one time after the other."""
+    """Returns how many times in a row the `period` texts from `at` on occur."""
     block, count = texts[at : at + period], 1
     while texts[at + count * period : at + (count + 1) * period] == block:
         count += 1

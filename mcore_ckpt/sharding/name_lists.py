@@ -58,7 +58,7 @@ def join(lists: Iterable[Sequence[str]]) -> list[str]:
 
 
 class NameLists:
-    """Finds the lists that have a name. The lists stay as short as they are, because a file may hold any range.
+    """Finds the lists that have a name. The lists are not expanded, because a file may hold any range.
 
     Example:
         >>> NameLists([["layers.[0-7].w"], ["layers.[8-15].w", "head.w"]]).lists_with("layers.9.w")
@@ -66,7 +66,7 @@ class NameLists:
     """
 
     def __init__(self, lists: Iterable[Sequence[str]]) -> None:
-        """Raises ValueError if an entry has no such form."""
+        """Raises ValueError if an entry is malformed."""
         self._exact: dict[tuple[str, Numbers], set[int]] = {}
         self._in_ranges: dict[str, list[tuple[tuple[Ranges, ...], int]]] = {}
         for number, entries in enumerate(lists):
@@ -143,7 +143,7 @@ def _with_numbers(pattern: str, texts: Iterable[str]) -> str:
 def _boxes(by_first: Mapping[Numbers, Iterable[int]]) -> Iterator[tuple[str, ...]]:
     """Divides combinations of numbers into boxes: a text of ranges for each place.
 
-    `by_first` has the last numbers by those before them.
+    `by_first` maps the numbers before the last one to the last numbers.
     """
     firsts: dict[frozenset[int], list[Numbers]] = {}
     for before, last in by_first.items():

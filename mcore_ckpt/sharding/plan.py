@@ -40,7 +40,7 @@ class Coding:
     Attributes:
         dtype: torch's name of the stored dtype, without "torch.": float16 or uint8 (bits of float8_e4m3fn) with a
             scale, int16 with upper halves.
-        scale: the kind of the same tensor, in the same file, that is the factor of all elements: one float32.
+        scale: the kind, of the same tensor and in the same file, that holds the factor of all elements: one float32.
         upper: the kind of the same tensor that has the upper 16 bits of each value, as bfloat16. The value's bits are
             `(upper << 16) + stored`, where `stored` is signed. If it is MODEL, it is in the model's files.
     """
@@ -62,7 +62,7 @@ class StoredShard:
         offset, nbytes: the position of the shard's first byte in the file, and the number of its bytes.
         crc32: the CRC-32 of each block of the shard's bytes. None if the file has no CRCs (safetensors).
         coding: how the values follow from the stored elements. None if these are the values.
-        beside: the kind of the same tensor, in the same file, to whose shard this tensor belongs as a whole (SOAP's
+        beside: for bound state, the kind, of the same tensor and in the same file, to whose shard it belongs (SOAP's
             eigenbases); `region` is then all of it. None if `region` is a part of the global tensor.
     """
 
@@ -91,7 +91,7 @@ class ReadRange:
 
     @staticmethod
     def whole(stored: StoredShard) -> ReadRange:
-        """Returns the range of all elements of a shard, for a tensor that has no others."""
+        """Returns the range of all elements of a shard, for a tensor with only one shard."""
         return ReadRange(stored, Rows(0, 0, stored.region.numel))
 
 

@@ -31,7 +31,7 @@ _FORWARD = re.compile(_NORM % "|".join(re.escape(local) for local, _ in _NORMS))
 _BACKWARD = re.compile(_NORM % "|".join(re.escape(fused) for _, fused in _NORMS))
 _LOCAL = {fused: local for local, fused in _NORMS}
 
-# What versions and models call differently. The canonical name is the one that megatron's own checkpoints keep as key.
+# Modules that versions and models name differently. The canonical name is the key in megatron's own checkpoints.
 _CANONICAL = (
     # The layer in a layer of multi-token prediction. 0.17 renamed the module (MultiTokenPredictionLayer). In a
     # HybridModel the module is a stack of layers, which has had this name from the beginning.
@@ -54,7 +54,7 @@ _GROUPED = re.compile(r"(.*\.experts)\.(linear_fc[12])\.(weight|bias)(\d+)")
 
 
 def canonical(name: str) -> str:
-    """Returns the name that a checkpoint has for a tensor, whatever the version of megatron that names the tensor.
+    """Returns the name that a tensor has in a checkpoint, whichever version of megatron names the tensor.
 
     Example:
         >>> canonical("decoder.layers.3.mixer.conv1d_weight")

@@ -16,7 +16,7 @@ VISUAL, VISION_MODEL = "visual.", "vision_model."
 """The beginnings of the names of a tower's tensors."""
 
 VISION_TOWER, PROJECTOR = "vision_tower.", "mm_projector."
-"""The same of Kimi-K2.5, whose projector is beside its tower. Both are modules of the model's own Python files."""
+"""The same for Kimi-K2.5, whose projector lies outside its tower. Both are modules of the model's own Python files."""
 
 _TOWER = re.compile(r"(?:visual|vision_model|vision_projection|vision_tower|mm_projector)\..+")
 _OF_LANGUAGE_MODEL = re.compile(r"(?:embedding|decoder|mtp|output_layer)\..+")

@@ -1,7 +1,7 @@
 """DeepSeek-V3.2 and GLM-5: DeepSeek-V3 with sparse attention, in which an indexer chooses the tokens to attend to.
 
 megatron-core has this attention as `experimental_attention_variant="dsa"`. Before 0.19 its indexer rotates the last
-elements of each head, and not the first ones as these models do, so that it would choose other tokens.
+elements of each head, but these models rotate the first ones, so it would choose other tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FULL, _SHARED = "full", "shared"
 
 
 def _indexers(layers: int, freq: int, offset: int) -> list[str]:
-    """Returns which layers have an indexer (`is_dsa_skip_topk_layer`, 0.19). The others use the choice of the last."""
+    """Returns which layers have an indexer (`is_dsa_skip_topk_layer`, 0.19). Others use the choice of the last one."""
     return [_SHARED if max(layer + 1 - max(offset, 1), 0) % freq else _FULL for layer in range(layers)]
 
 

@@ -1,8 +1,8 @@
 """Kimi-K2.5 and K2.6: Kimi-K2's decoder beside a vision tower and a projector.
 
 The fields of the language model are in `text_config`, and so is `quantization_config`: experts are published as packed
-4-bit integers. Tower and projector are the modules of the Python files that come with the model, under their names, in
-Megatron-Bridge's model, too (`models/kimi_vl`, 0.6), which each rank of the first stage has whole.
+4-bit integers. Tower and projector are modules of the Python files that come with the model. Megatron-Bridge's model
+has them under the same names (`models/kimi_vl`, 0.6), whole on each rank of the first stage.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _read(config: HfConfig) -> ModelFacts:
 
 
 def _tower_sizes(vision: Mapping[str, Any]) -> dict[str, int]:
-    # Each field as it was published first, and as transformers 5 has it.
+    # Each field by its first published name, and by its name in transformers 5.
     hidden = first_integer(vision, "vt_hidden_size", "hidden_size")
     kernel = vision.get("merge_kernel_size", (2, 2))
     if not isinstance(kernel, (list, tuple)) or len(kernel) != 2:

@@ -26,7 +26,7 @@ _THETA = 5e6
 
 
 class RotaryDim:
-    """The rule for rotary embeddings whose rotated part of a head is given as a number of elements, `rotary_dim`."""
+    """The rule for rotary embeddings that give the rotated part of a head as a number of elements, `rotary_dim`."""
 
     def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
         values, size = self._rope(hf).to_mcore(hf), hf.get("rotary_dim")

@@ -69,7 +69,7 @@ def _mtp_layers(config: HfConfig, layers: Sequence[frozenset[str]]) -> tuple[fro
             "multi-token prediction each have an fc and norms of their own (MultiTokenPredictionLayer), but Qwen's "
             "share them. Only 1 can be converted"
         )
-    # The layer has full attention, like the decoder's last one, of which megatron takes the spec for it
+    # The layer has full attention, because megatron gives it the spec of the decoder's last layer
     # (get_gpt_mtp_block_spec, 0.16.1).
     if number and "linear" in layers[-1]:
         raise UnsupportedError(
@@ -96,7 +96,7 @@ _LAYER = (
     *LINEAR_ATTENTION,
     *GATED_ATTENTION,
 )
-# transformers saves a model in this way that it has taken out of a vision-language model (conversion_mapping.py, 5.23).
+# transformers saves a model that it has taken out of a vision-language model in this way (conversion_mapping.py, 5.23).
 _SPELLINGS = (("model.language_model.", "model."),)
 DENSE_TABLE = Table(
     MODEL,

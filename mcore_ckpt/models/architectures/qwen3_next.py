@@ -53,7 +53,7 @@ def _read(config: HfConfig) -> ModelFacts:
     facts = facts_of(config) | {"shared", "shared_gate"}
     layers = mixed_layers(is_linear(config), is_sparse(config))
     # The layer has full attention, and megatron gives it the spec of the decoder's last layer (get_gpt_mtp_block_spec,
-    # 0.16.1). Behind a layer with linear attention it has no counterpart, and its tensors are unknown ones.
+    # 0.16.1). If that layer has linear attention, this one has no counterpart, and its tensors count as unknown.
     mtp = () if "linear" in layers[-1] else (layers[-1],)
     return ModelFacts(sizes, frozenset(facts), layers, unstated_mtp=mtp)
 
@@ -96,7 +96,7 @@ _IN_PROJ = Row(
     when="linear",
     sections=IN_PROJ_SECTIONS,
 )
-# All of linear attention but its input projection.
+# The rows of linear attention, without its input projection.
 LINEAR_ATTENTION = (
     Row(
         "self_attention.conv1d.weight",

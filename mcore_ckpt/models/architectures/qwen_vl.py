@@ -4,17 +4,17 @@ The language model is in `language_model`. Its fields are in `text_config`, or i
 published). The tower is either transformers' own, whose tensors are the same on both sides (`visual`; Megatron-Bridge's
 Qwen2.5-VL), or consists of megatron's modules (`vision_model`; mbridge's Qwen2.5-VL, Qwen3-VL of both).
 
-A vision-language model is the rows of a decoder, whose names get a prefix on both sides (`Table.mcore`, `Table.hf`),
-and the rows of a tower, which occur once per layer of the tower (`Row.per`). The rules of `config.json` see the section
-for the language model as if it were the whole file (`Architecture.section`); `vision_config` stays as it is. Live
-models have a tower in one of two kinds, and so the table has its rows twice: with megatron's names and cuts, and with
-the names of HuggingFace (the fact `hf_tower`). What is saved, or the live model that loads, shows which rows count
-(`with_tower_of`); a converted checkpoint gets the tower that Megatron-Bridge has. Transformers' modules have no
-`sharded_state_dict`, and megatron takes each of their tensors for whole on every rank (`sharded_state_dict_default`),
-which is what they are. Qwen3-VL turns rotary frequencies for time, height and width in turn, and adds the tower's inner
-features within the decoder. GPTModel can do neither, so a test of images goes as far as its tower, and one of
-Qwen2.5-VL as far as the logits. Kimi-K2.5's tower comes as Python files with the model, which are never run here: its
-tests compare the logits of text and the bits of the tower.
+The table of a vision-language model has the rows of a decoder, whose names get a prefix on both sides (`Table.mcore`,
+`Table.hf`), and the rows of a tower, which occur once per layer of the tower (`Row.per`). The rules of `config.json`
+see the section for the language model as if it were the whole file (`Architecture.section`); `vision_config` stays as
+it is. A live model has a tower of one of two kinds. So the table has the tower's rows twice: with megatron's names and
+cuts, and with the names of HuggingFace (the fact `hf_tower`). The tensors of the checkpoint or of the live model show
+which rows count (`with_tower_of`); a converted checkpoint gets the tower that Megatron-Bridge has. Transformers'
+modules have no `sharded_state_dict`, and megatron assumes that each of their tensors is whole on every rank
+(`sharded_state_dict_default`), which is true. Qwen3-VL uses rotary frequencies for time, height and width in turn, and
+adds the tower's inner features within the decoder. GPTModel can do neither, so a test of images goes as far as its
+tower, and one of Qwen2.5-VL as far as the logits. Kimi-K2.5's tower comes as Python files with the model, which are
+never run here: its tests compare the logits of text and the bits of the tower.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _norm(mcore: str, hf: str, size: str) -> tuple[Row, Row]:
 
 
 def _each(per: str, mcore: str, hf: str, rows: Iterable[Row]) -> list[Row]:
-    """Returns the rows of a list of layers in a tower, of which there are as many as the size `per` says."""
+    """Returns the rows of a tower's list of layers. The size `per` is the number of layers."""
     return [
         replace(row, mcore=mcore + row.mcore, hf={hf + name: words for name, words in row.hf.items()}, per=per)
         for row in rows
@@ -238,7 +238,7 @@ def _sizes_3(config: HfConfig) -> dict[str, int]:
 
 _EXPERT = "mlp.experts.local_experts.{expert}."
 # As published, and as transformers writes a model that it has read. A model that transformers 5 has made from a config
-# is written under the same names, but as other stacked experts are.
+# has the same names, but stacks experts as other models do.
 _EXPERTS = (
     *ROUTER,
     Row(
