@@ -1,8 +1,8 @@
-"""Numbers commits, and says which of them a later one has given up. Pure: it reads nothing.
+"""Numbers commits, and tells which commits a later one has given up. This module reads nothing from disk.
 
 Each commit has a number that grows with the root, and the numbers of the commits that led to it (its branch). After a
-rollback, or a fresh start in a used root, the steps that are not in the branch of the last commit are abandoned. What
-follows from that for loading and deleting says `choice.py`.
+rollback, or a fresh start in a used root, the steps that are not in the branch of the last commit are abandoned.
+`choice.py` decides what that means for loading and deleting.
 
 Older checkpoints have no numbers. Such a step counts as if its number were its step and all lower numbers were in its
 branch. A trainer that continues below them begins with a larger number, so both kinds have one order.
@@ -48,7 +48,7 @@ class Position:
         last: the largest number that is known.
         of_role: the largest number of this role.
         parent: the `attempt` that was loaded or saved last; None after a fresh start.
-        branch: the branch of that one.
+        branch: the branch of that checkpoint.
     """
 
     last: int = 0
@@ -59,24 +59,24 @@ class Position:
     def next(self, of_step: int | None = None) -> Commit:
         """Returns the next commit. `of_step` is the number that other roles have given to the step; None if none has.
 
-        The number of the role grows in any case, so a step that is saved again gets a new one.
+        The role's number always grows, so a step that is saved again gets a new number.
         """
         number = of_step if of_step is not None and of_step > self.of_role else max(self.last, self.of_role) + 1
         if self.branch and self.of_role <= self.branch[-1][1]:
             branch = (*self.branch[:-1], (self.branch[-1][0], number))
-        else:  # this role has committed after what was loaded, and that was given up
+        else:  # this role has committed since the loaded checkpoint, and that commit was given up
             branch = (*self.branch, (number, number))
         return Commit(number, self.parent, branch[-MOST_RANGES:])
 
     def after(self, commit: Commit, attempt: str) -> Position:
-        """Returns the position when a commit is done."""
+        """Returns the position after a commit."""
         return Position(max(self.last, commit.number), max(self.of_role, commit.number), attempt, commit.branch)
 
     def at(self, step: int, commit: Commit | None, attempt: str) -> Position:
-        """Returns the position when a checkpoint was loaded."""
+        """Returns the position after loading a checkpoint."""
         loaded = commit_of(step, [commit])
         return Position(max(self.last, loaded.number), max(self.of_role, loaded.number), attempt, loaded.branch)
 
     def seen(self, last: int, of_role: int) -> Position:
-        """Returns the position when larger numbers were seen."""
+        """Returns the position once larger numbers have been seen."""
         return Position(max(self.last, last), max(self.of_role, of_role), self.parent, self.branch)

@@ -1,11 +1,11 @@
-"""Says which step is the newest, and chooses the steps to load from: of a root, a store and nodes together.
+"""Finds the newest step, and chooses the steps to load from, in a root, a store and on nodes together.
 
-The newest step is the one that was committed last: not the one with the highest number, and no clock decides. The last
-commit also says which steps are abandoned (`branches.py`). Its manifest is enough for that. Whether its files are still
-there decides only what can be loaded. So damage never brings back a step that the training has given up, unless nothing
-else is left.
+The newest step is the one that was committed last. It need not have the highest number, and no clock decides. The last
+commit also says which steps are abandoned (`branches.py`), and its manifest is enough for that. Whether its files are
+still there decides only what can be loaded. So damage never brings back a step that the training has given up, unless
+nothing else is left.
 
-Nothing is read here, but a step may look at its files when it is asked whether it is complete.
+This module reads nothing, but a step may look at its files when it is asked whether it is complete.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ Step = TypeVar("Step", bound=Weighed)
 
 
 def order_of(step: Weighed) -> tuple[int, int]:
-    """Returns what sorts steps by their commits. Two trainers can choose one number; then the step decides."""
+    """Returns a sort key by commit. If two trainers have chosen the same number, the step decides."""
     return step.commit.number, step.step
 
 
 def last_commit(steps: Iterable[Weighed], roles: Sequence[str] = ()) -> StepCommit | None:
-    """Returns what was committed last, as far as manifests can be read. None if none can be.
+    """Returns the last commit, as far as manifests can be read; None if none can be read.
 
     Args:
         steps: the steps.
-        roles: the roles whose commits count; none for all. Roles that are saved at different steps have own branches.
+        roles: the roles whose commits count; empty for all. Roles that are saved at different steps have their own
+            branches.
     """
     last, place = None, (-1, -1)
     for each in steps:
@@ -54,7 +55,7 @@ def _order(steps: Sequence[Weighed], roles: Sequence[str]) -> Callable[[Weighed]
 def oldest_first(steps: Sequence[Step], roles: Sequence[str] = ()) -> list[Step]:
     """Sorts steps by their commits, the abandoned ones before all others. The last one is to be loaded first.
 
-    The steps of one commit stay in their order. `roles` are those whose commits count; none for all.
+    Steps of the same commit keep their order. Only the commits of `roles` count; if it is empty, all count.
     """
     return sorted(steps, key=_order(steps, roles))
 
@@ -72,10 +73,10 @@ def newest(steps: Sequence[Step], roles: Sequence[str] = ()) -> Step | None:
 
 
 def by_step(step: int, others: Sequence[Weighed]) -> Commit | None:
-    """Returns the commit of a step that no training has saved, such as a tool's: it goes by its step.
+    """Returns the commit of a step that no training has saved, such as a tool's. Its step decides its place.
 
-    It shares the number of the step before it, or of the first one, so a later step stays the newest. None: there are
-    no others.
+    The commit shares the number of the step before it, or of the first step, so a later step stays the newest. Returns
+    None if there are no other steps.
     """
     given_up = abandoned(others)
     there = sorted((each for each in others if each.step not in given_up), key=order_of)
@@ -88,10 +89,10 @@ class Choice(Generic[Step]):
     """The steps to load from.
 
     Attributes:
-        steps: those to try, in this order: the newest whole one, then the older ones, of which nobody has looked at the
-            files, because there may be thousands. Abandoned ones are last.
-        passed_over: those that would be tried before, but cannot be loaded, and those of another run. If there is no
-            step to try, these are all steps.
+        steps: the steps to try, in this order: the newest whole step, then older steps, whose files nobody has looked
+            at, because there may be thousands. Abandoned steps come last.
+        passed_over: the steps that would be tried earlier but cannot be loaded, and the steps of another run. If there
+            is no step to try, these are all steps.
         roles: the roles to load.
     """
 
@@ -103,7 +104,7 @@ class Choice(Generic[Step]):
     def error(self) -> type[CheckpointError]:
         """The error to raise if there is no step to try.
 
-        If a step lacks files, something is left to mend, so nobody may take this for a new training.
+        If a step lacks files, it can perhaps be mended, so the error must not look like that of a new training.
         """
         lacks_files = any(step.is_claimed and step.lacks for step in self.passed_over)
         return CheckpointCorruptError if lacks_files else CheckpointNotFoundError
@@ -123,10 +124,10 @@ class Choice(Generic[Step]):
 
 
 def choose(steps: Sequence[Step], roles: Sequence[str] = ()) -> Choice[Step]:
-    """Chooses the steps to load from. Of two of one commit, the one that is later in `steps` is tried first.
+    """Chooses the steps to load from. Of two steps of one commit, the later one in `steps` is tried first.
 
     Args:
-        steps: all steps that there are, in all places.
+        steps: all steps, of all places.
         roles: the roles that a step must have.
 
     Raises OSError or RemoteError: the files of a step cannot be looked at.
@@ -146,7 +147,7 @@ def choose(steps: Sequence[Step], roles: Sequence[str] = ()) -> Choice[Step]:
 
 
 def _whole_first(last_first: Iterable[Step]) -> Iterator[Step]:
-    """Yields the first whole one, and the claimed ones behind it."""
+    """Yields the first whole step, and the claimed steps after it."""
     steps = iter(last_first)
     for step in steps:
         if step.is_complete:

@@ -44,13 +44,13 @@ def new_attempt() -> str:
 
 
 def open_staging(role_dir: Path, attempt: str, mode: int | None = None) -> Path:
-    """Makes the staging folder that ranks write into, beside the role's folder. Raises OSError.
+    """Makes the staging folder that ranks write into, next to the role's folder. Raises OSError.
 
     Args:
         role_dir: the role's folder.
         attempt: the id of the save.
-        mode: the mode of new folders, before the umask is applied. None: that of a new root for a new root, and what is
-            made in a folder is not more open than that.
+        mode: the mode of new folders, before the umask is applied. None: a new root gets the usual mode of roots, and
+            any other new folder is not more open than the one above it.
     """
     staging = file_names.staging_dir(role_dir, attempt)
     for tries_left in reversed(range(_TRIES)):
@@ -71,7 +71,7 @@ def open_staging(role_dir: Path, attempt: str, mode: int | None = None) -> Path:
 
 def check_files(staging: Path, files: Iterable[tuple[int, WrittenFile]]) -> None:
     """Checks that this rank sees every file that the ranks wrote, in its full size. Raises CommitError."""
-    # A size takes a call for each file, however the folders are listed.
+    # The size of each file takes a call, however the folders are listed.
     results_of(list(files), lambda written: _check_file(staging, *written), tuning.LOOK_THREADS)
 
 
@@ -140,8 +140,8 @@ def write_manifest(staging: Path, manifest: Manifest) -> None:
 def publish(staging: Path, role_dir: Path, attempt: str) -> None:
     """Commits a staging folder that has its manifest, by renaming it to the role's folder.
 
-    If the role's folder already holds a checkpoint, that one stays intact until the new one is in place. Files that
-    other programs put into the role's folder are kept (foreign_files.py).
+    A checkpoint that the role's folder already holds stays intact until the new one is in place. Files that other
+    programs put into the role's folder are kept (foreign_files.py).
 
     Raises OSError: the new checkpoint is not in place, and the old one is untouched.
     """
@@ -214,7 +214,7 @@ def restore_replaced(replaced: Path, role_dir: Path) -> bool:
     if (role_dir / file_names.MANIFEST_FILE).exists() or not (replaced / file_names.MANIFEST_FILE).exists():
         return False
     if role_dir.exists():
-        # Another program has made the folder again, for files of its own.
+        # Another program has made the folder again, for its own files.
         move_foreign_entries(role_dir, replaced)
         remove_if_empty(role_dir)
     if role_dir.exists():
@@ -233,7 +233,7 @@ def remove_replaced(old: Path, role_dir: Path) -> None:
     if old.is_symlink() or (old.exists() and move_foreign_entries(old, role_dir)):
         remove_folder(old)
     elif (work := file_names.parse_work_dir(old.name)) is not None and work.purpose == "replaced":
-        # Else it would count as the checkpoint if its successor were deleted.
+        # Otherwise it would count as the checkpoint if its successor were deleted.
         with suppress(OSError):
             (old / file_names.MANIFEST_FILE).unlink(missing_ok=True)
 
@@ -248,8 +248,8 @@ def discard(staging: Path) -> None:
 def taken_away(staging: Path) -> Iterator[Path]:
     """Renames the staging folder of another process while its files are removed. Other folders stay where they are.
 
-    A process that was taken for dead may come back. It must not put into place what is half removed. What cannot be
-    removed gets its name back in the end.
+    A process that was taken for dead may come back, and must not put a half-removed folder into place. If the folder
+    cannot be removed, it gets its name back in the end.
     """
     work, away = file_names.parse_work_dir(staging.name), staging
     if work is not None and work.purpose == "staging":
@@ -265,7 +265,7 @@ def taken_away(staging: Path) -> Iterator[Path]:
 
 
 def remove_folder(folder: Path) -> None:
-    """Removes a folder and its contents as far as possible. Of a link, it removes only the link. Raises nothing."""
+    """Removes a folder and its contents as far as possible. If it is a link, removes only the link. Raises nothing."""
     if folder.is_symlink():
         with suppress(OSError):
             folder.unlink()

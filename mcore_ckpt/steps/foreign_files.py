@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def link_foreign_files(old: Path, new: Path) -> bool:
-    """Makes hard links in `new` to the foreign files of `old`, so that none is missing, not even after a crash.
+    """Makes hard links in `new` to the foreign files of `old`, so that none is missing, even after a crash.
 
     Returns True if there are any. They become durable with the next sync of `new`.
     """
@@ -34,8 +34,8 @@ def link_foreign_files(old: Path, new: Path) -> bool:
 def move_foreign_entries(old: Path, new: Path) -> bool:
     """Moves the foreign files and folders of `old` that `new` lacks or has in an older version, durably.
 
-    These are the ones that `link_foreign_files` could not link, and those that were written since. Returns False if
-    something has to stay in `old`.
+    These are the entries that `link_foreign_files` could not link, and entries that were written since. Returns False
+    if something has to stay in `old`.
     """
     moved = False
     for entry in _foreign_entries(old):

@@ -1,12 +1,12 @@
 """Hides a step before its files are deleted, so that no part of it ever looks like a step.
 
-A role may open a save in the step, commit it, or pin it between the last look and the rename. So there is one more look
-after the rename, and the step goes back if anything has come. Until then it has `.owner.json`, and no other process
-removes it as a leftover. A crash leaves the step where it was, or leaves a `.deleted-...` folder, which is no step and
-which the next start or `prune` removes. A link in the place of a step stays: removing it would free nothing, and its
-target may belong to another run. Removing leftovers follows no link either. If a role's folder is a link, a save
-replaces the link by a folder and leaves the target as it is. A step that cannot go (protected, a mount point, another
-user's) stays whole, and other steps go all the same.
+A role may open a save in the step, commit it, or pin it between the last look and the rename. So the step is checked
+again after the rename, and gets its name back if anything has changed. Until then it has `.owner.json`, so no other
+process removes it as a leftover. A crash leaves the step where it was, or leaves a `.deleted-...` folder, which is no
+step. The next start or `prune` removes that folder. A link in the place of a step stays: removing it would free
+nothing, and its target may belong to another run. Removing leftovers follows no link either. If a role's folder is a
+link, a save replaces the link by a folder and leaves the target as it is. A step that cannot be deleted (protected, a
+mount point, another user's) stays whole. Other steps are deleted nevertheless.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class HiddenStep:
     """A step under a hidden name.
 
     Attributes:
-        usual: the folder that it had.
-        path: where it is now.
-        replaced: where the checkpoints are that saves of the step have replaced, by the paths that they had.
+        usual: its folder before it was hidden.
+        path: its folder now.
+        replaced: the present paths of checkpoints that saves of the step have replaced, by their earlier paths.
     """
 
     usual: Path
@@ -51,16 +51,18 @@ class HiddenStep:
 
 
 def hide_step(step_path: Path) -> HiddenStep:
-    """Renames a step to a hidden name, which the caller must sync, and before it the checkpoints that it has replaced.
+    """Renames a step to a hidden name, after the checkpoints that it has replaced. The caller must sync the names.
 
-    Those are beside the step if the step's folder is also the folder of a role. If one stayed, it would take the place
-    of the deleted step. Raises OSError: nothing is hidden.
+    The replaced checkpoints are next to the step if the step's folder is also the folder of a role. If one stayed, it
+    would take the place of the deleted step.
+
+    Raises OSError: nothing is hidden.
     """
     replaced: dict[Path, Path] = {}
     try:
         for folder in replaced_checkpoints(step_path):
             hidden = file_names.deleted_dir(step_path, new_attempt())
-            # As in the step: until the caller is sure, nobody else may remove the folder.
+            # As for the step itself: until the caller is sure, nobody else may remove the folder.
             with suppress(OSError):
                 if not folder.is_symlink():
                     write_owner(folder)

@@ -1,12 +1,13 @@
-"""Knows the run of one trainer, and from which checkpoint it goes on. So it gives each commit its number and parent.
+"""Tracks the run of one trainer and the checkpoint that it goes on from, and gives each commit number and parent.
 
 Only rank 0 uses it, under the role's lock, when it makes a manifest.
 
-A number is one more than all that rank 0 has seen: in the root and on its node when it begins, on other nodes when it
-loads, and then its own. Lost nodes, and what a store has beyond the root, may come back. So a training that has either
-reserves numbers in `.run.json`, and the next one begins above them. (To ask the store at each start would let a save
-wait for it.) A role that commits to a step takes the number of the roles there, if that is higher than its last one.
-Two roles that choose one number for two steps at once do no harm: the higher step counts.
+A number is one more than all numbers that rank 0 has seen: in the root and on its node at the start, on other nodes at
+a load, and then its own. Lost nodes may come back, and a store may have steps that the root lacks. So a training with
+nodes or a store reserves numbers in `.run.json`, and the next training begins above them. (If it asked the store at
+each start, a save would have to wait for the store.) A role that commits to a step takes the number of the roles there,
+if that is higher than its last one. If two roles choose the same number for two steps at once, the higher step counts,
+so no harm is done.
 """
 
 from __future__ import annotations
@@ -33,17 +34,18 @@ from mcore_ckpt.steps.same_root import SameRoot
 
 logger = logging.getLogger(__name__)
 
-# The run of a checkpoint without identity that lies anywhere else. It is nobody's.
+# The run of a checkpoint without identity in any other place. No run owns it.
 _UNKNOWN = RootRun(Run(""))
 
 
 class RunHistory:
-    """What one manager knows of its run and of its place among the commits.
+    """The run of one manager, and its place among the commits.
 
     Args:
         root: the folder of the steps.
         role: the role that is saved.
-        home: the folder that has the identity of the run: the root, or one in a node's if nothing is in the root.
+        home: the folder with the identity of the run: the root, or a folder in a node's folder if nothing is in the
+            root.
         node_folder: this node's folder of the fast tier; None without one.
         remote: the steps in the remote store; None without one.
     """
@@ -58,17 +60,17 @@ class RunHistory:
     ) -> None:
         self._root, self._role, self._home, self._remote = root, role, home, remote
         self._folders = [home] if node_folder is None else [home, node_folder]
-        self._lock = threading.Lock()  # a drain and a save can be at their manifests at once
+        self._lock = threading.Lock()  # a drain and a save can make their manifests at the same time
         self._position = Position()
         self._run: Run | None = None
         self._took_over: RootRun | None = None
         self._parent: RunParent | None = None
-        self._last: tuple[ManifestSummary, Path | str] | None = None  # what was loaded or saved last, and its place
+        self._last: tuple[ManifestSummary, Path | str] | None = None  # the last one loaded or saved, and its place
         self._held = ExitStack()
         self._same_home = SameRoot(home)
 
     def go_on_from(self, other: RunHistory) -> None:
-        """Goes on from what another manager of the same training has loaded or saved last, in whatever root."""
+        """Goes on from the last checkpoint that another manager of the training has loaded or saved, in any root."""
         if other._root == self._root:
             of_role = other._position.of_role if other._role == self._role else 0
             self._position = self._position.seen(other._position.last, of_role)
@@ -78,25 +80,25 @@ class RunHistory:
         self._held = other._held.pop_all()
 
     def hold(self) -> None:
-        """Keeps what was loaded from being deleted or replaced, until `release`, if it is in the root.
+        """Protects the loaded checkpoint, if it is in the root, from deletion and replacement until `release`.
 
         A training that has not saved yet has no trainer lock, and a program that only loads needs none. So this is a
         read lock, which other trainings do not notice.
         """
         self.release()
         if self._last is not None:
-            # What was loaded from the nodes may be in the root, too.
+            # A checkpoint that was loaded from the nodes may be in the root, too.
             step = file_names.step_dir(self._root, self._last[0].step) / self._role
             place = self._last[1]
             is_here = isinstance(place, Path) and _is_below(self._root, place)
             self._held.enter_context(reading([Path(place) if is_here else step]))
 
     def release(self) -> None:
-        """Ends `hold`. The training has its trainer lock now, or is over."""
+        """Ends `hold`, because the training has its trainer lock now, or is over."""
         self._held.close()
 
     def seen(self, heads: Iterable[ManifestSummary]) -> None:
-        """Notes checkpoints that may be nowhere else, such as those in a store or on other nodes."""
+        """Notes checkpoints that may be in no other place, such as checkpoints in a store or on other nodes."""
         for head in heads:
             number = commit_of(head.step, [head.commit]).number
             self._position = self._position.seen(number, number if head.role == self._role else 0)
@@ -105,7 +107,7 @@ class RunHistory:
         """Notes that the training goes on from a checkpoint.
 
         Args:
-            head: what its manifest says of it.
+            head: the summary of its manifest.
             place: its folder, or its URL in the store.
         """
         settled = self._elsewhere(place)
@@ -124,10 +126,10 @@ class RunHistory:
                     head.step,
                     place,
                 )
-            # The copied steps of a copied root name the parent of another run.
+            # In a copied root, the copied steps name the parent of another run.
             self._parent = head.run.parent if head.run is not None and settled.is_of(head.run) else None
         else:
-            # Numbers of another run say nothing here.
+            # Numbers of another run mean nothing here.
             self._position = replace(self._position, parent=head.attempt, branch=())
             self._took_over = None
             self._parent = RunParent(_id(head) or "", head.step)
@@ -136,7 +138,7 @@ class RunHistory:
         """Returns which checkpoints belong to the root at a place that is not below it."""
         claimed: RootRun | None = None
         if isinstance(place, str):
-            with suppress(RemoteError):  # it is loaded already, and the other ranks go on
+            with suppress(RemoteError):  # the checkpoint is loaded already, and the other ranks go on
                 claimed = None if self._remote is None else self._remote.claimed()
         elif not any(_is_below(folder, place) for folder in self._folders):
             claimed = _UNKNOWN
@@ -189,7 +191,7 @@ class RunHistory:
         return self._run
 
     def _heads(self) -> list[ManifestSummary]:
-        """Returns what the manifests of this training say that are in the root, and on this node."""
+        """Returns the summaries of this training's manifests in the root and on this node."""
         own = runs.elsewhere(self._root, self._home)
         found = ((folder, head) for folder in self._folders for each in list_steps(folder) for head in each.heads)
         return [head for folder, head in found if folder == self._root or own.owns(head)]

@@ -1,4 +1,4 @@
-"""Removes what crashed processes left below a folder of steps, and restores checkpoints that they had moved aside."""
+"""Removes the leftovers of crashed processes below a folder of steps, and restores checkpoints they moved aside."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def remove_leftovers(root: Path, role: str, alone: bool) -> None:
         root: the folder of the steps.
         role: the role. Leftovers of other roles stay, because those roles may be saving.
         alone: true if this process holds the role's trainer lock (`TrainerLock`). Then folders whose owner is unknown,
-            on another host or hidden are leftovers, too. A trial folder of a doctor is one only if it is old, because
-            the lock says nothing about doctors.
+            on another host or hidden are leftovers, too. A doctor's trial folder counts as a leftover only if it is
+            old, because the lock says nothing about doctors.
     """
     if not root.is_dir():
         return
@@ -50,7 +50,7 @@ def remove_leftovers(root: Path, role: str, alone: bool) -> None:
             file_names.is_tracker_under_way(entry.name) or file_names.is_trainer_file_under_way(entry.name, role)
         ):
             _unlink(entry)
-    # The name of a work folder beside a step does not contain its role. If the owner of the folder cannot be checked,
+    # The name of a work folder next to a step does not contain its role. If the owner of the folder cannot be checked,
     # the folder belongs to this role only if no trainer of another role holds a lock.
     locked = {file_names.role_of_trainer_file(entry.name) for entry in listed} - {None}
     only = alone and locked <= {role}
@@ -58,20 +58,21 @@ def remove_leftovers(root: Path, role: str, alone: bool) -> None:
     for name in {name for name in beside_steps if file_names.parse_step(name) is not None}:
         _remove_in_if_allowed(root, name, only)
     step_paths = own_steps(root)
-    # Of thousands of steps few have leftovers, if any. Looks at them overlap, and take as few calls as can be.
+    # Few of thousands of steps have leftovers, if any. So the looks at the steps overlap, and take as few calls as
+    # possible.
     suspects = results_of(step_paths, lambda path: _may_have_leftovers(path, role), tuning.LOOK_THREADS)
     for step_path in itertools.compress(step_paths, suspects):
         _remove_in_if_allowed(step_path, role, alone)
 
 
 def remove_sibling_leftovers(folder: Path) -> None:
-    """Removes the leftovers beside one folder that is committed like a role's folder."""
+    """Removes the leftovers next to one folder that is committed like a role's folder."""
     if folder.parent.is_dir():
         _remove_in(folder.parent, folder.name, alone=False)
 
 
 def remove_leftover(folder: Path) -> None:
-    """Removes a leftover. What other programs have put into an old checkpoint is first moved to the new one."""
+    """Removes a leftover. Files that other programs put into an old checkpoint are first moved to the new one."""
     work = file_names.parse_work_dir(folder.name)
     with taken_away(folder) as away:
         # A staging folder with a manifest holds an old checkpoint, too, if it was exchanged with the role's folder.
@@ -85,8 +86,8 @@ def remove_leftover(folder: Path) -> None:
 def find_leftovers(root: Path, role: str | None = None) -> list[Path]:
     """Returns the leftovers of one role, or of all roles, below a folder of steps.
 
-    It leaves out what may belong to a living process, on this host or another, and each checkpoint that was moved aside
-    and that the next start of a trainer restores.
+    It leaves out folders that may belong to a living process, on this host or another, and checkpoints that were moved
+    aside and that the next start of a trainer restores.
     """
     listed = entries(root)
     found = [each for each in listed if file_names.is_deleted_dir(each.name) and is_deleted_for_good(each, alone=False)]
@@ -105,7 +106,7 @@ def find_leftovers(root: Path, role: str | None = None) -> list[Path]:
 def _unlink(entry: Path) -> None:
     try:
         entry.unlink(missing_ok=True)
-    except PermissionError:  # in a folder with the sticky bit, only its owner may
+    except PermissionError:  # in a folder with the sticky bit, only the owner may remove it
         logger.warning("%s stays: this user may not remove it: it belongs to %s", entry, owner_of(entry))
 
 
@@ -140,7 +141,7 @@ def _remove_in(step_path: Path, role: str, alone: bool) -> None:
 
 
 def _is_all_that_is_left(entry: Path, role_dir: Path) -> bool:
-    """True if a leftover is a whole checkpoint, and the one that has taken its place has lost files."""
+    """True if a leftover is a whole checkpoint, and the checkpoint that replaced it has lost files."""
     if not (role_dir / file_names.MANIFEST_FILE).exists() or not (entry / file_names.MANIFEST_FILE).exists():
         return False
     try:
@@ -162,6 +163,6 @@ def _may_have_leftovers(step_path: Path, role: str) -> bool:
 
 
 def _is_between_renames(role_dir: Path, attempt: str, alone: bool) -> bool:
-    """True if the save that moved a checkpoint aside may still put the new one into its place."""
+    """True if the save that moved a checkpoint aside may still put the new one in place."""
     staging = file_names.staging_dir(role_dir, attempt)
     return staging.exists() and not is_leftover(staging, alone)

@@ -1,12 +1,13 @@
 """Lists the steps on disk and finds out which of them are complete.
 
-The manifests say which roles are committed, and what a step is worth says `worth.py`, which looks at the files. The
-tracker is only a hint where to look again for the newest.
+The manifests say which roles are committed. `worth.py` looks at the files and says what a step is worth. The tracker is
+only a hint where to look again for the newest step.
 
-Where looking at all steps each time would take too long (the tracker at each save, `watch`), a process looks at all the
-first time and remembers their numbers (`newest_complete`), and later at those that may have changed. The tracker alone
-would not do: a trainer may have died between its commit and the tracker. Only a known step that another process saves
-again just before it dies is not seen until the next start. `load` and `recover` look at all.
+Some callers cannot look at all steps each time, because that takes too long (the tracker at each save, `watch`). For
+them a process looks at all steps once and remembers their numbers (`newest_complete`), and later looks only at steps
+that may have changed. The tracker alone is not enough, because a trainer may have died between its commit and the
+tracker. One change is not seen until the next start: another process saves a known step again just before it dies.
+`load` and `recover` look at all steps.
 """
 
 from __future__ import annotations
@@ -41,23 +42,23 @@ logger = logging.getLogger(__name__)
 # and a link to a folder that does not exist. Other errors may be temporary.
 _STAYS_UNREADABLE = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENOTDIR, errno.ENOENT)
 
-# Of how many roots manifests are remembered.
+# The number of roots whose manifests are remembered.
 _MOST_ROOTS = 8
 
-# How often a root is listed at most, if a step is renamed between the listing and the look at the step. A save by two
-# renames takes an instant, so the second listing nearly always shows where the step is.
+# How often a root is listed at most if a step is renamed between the listing and the look at it. A save by two renames
+# takes an instant, so the second listing nearly always shows where the step is.
 _LISTINGS = 3
 
 
 class _Head(NamedTuple):
-    """What a listing needs of a manifest, and the identity of the file that it was read from."""
+    """The part of a manifest that a listing needs, and the identity of the manifest's file."""
 
     identity: tuple[int, int, int]
     says: ManifestSummary
 
 
 _Heads = dict[Path, _Head]
-# By root, then by role's folder. The manifest of a large run takes long to read and to parse.
+# By root, then by role's folder. Reading and parsing the manifest of a large run takes long.
 _heads: dict[Path, _Heads] = {}
 
 
@@ -65,8 +66,8 @@ _heads: dict[Path, _Heads] = {}
 class StepStatus(Weighed):
     """The state of one step folder.
 
-    The manifests are read when the step is listed, and the other files are looked at when someone asks for the first
-    time whether the step is complete, or what it lacks. That raises OSError if an error may be temporary.
+    The manifests are read when the step is listed. The other files are looked at when someone first asks whether the
+    step is complete, or what it lacks. That raises OSError if an error may be temporary.
 
     Attributes:
         step: the step's number.
@@ -76,11 +77,12 @@ class StepStatus(Weighed):
         problems: why roles with a manifest are not committed, or why the folder cannot be read.
         pinned: true if retention must keep the step.
         flat: the role whose folder is the step's own folder; None if there is none.
-        aside: the folders of committed roles that a save was moving aside when it died. Such a checkpoint is the role's
-            until the next trainer puts it back. That of a flat role is beside the step's folder, which may be missing.
+        aside: the folders of committed roles that a save was moving aside when it died. Such a checkpoint counts as the
+            role's until the next trainer puts it back. The one of a flat role is next to the step's folder, which may
+            be missing.
         seen: roles whose files this process has looked at in the commit that it is ending.
-        says: what the manifests of the committed roles say, and of those that belong to another run.
-        in_node_folder: true in a node's folder of the fast tier, where one node's files are all that a step can have.
+        says: the summaries of the manifests of the committed roles, and of roles that belong to another run.
+        in_node_folder: true in a node's folder of the fast tier, where a step can have no more than one node's files.
     """
 
     step: int
@@ -101,12 +103,12 @@ class StepStatus(Weighed):
 
     @property
     def place(self) -> Path:
-        """The folder that holds the step's own files, such as its pin: `path`, or the one to which it was moved."""
+        """The folder with the step's own files, such as its pin: `path`, or the folder to which it was moved."""
         return self.path if self.flat is None else self.role_dir(self.flat)
 
     @cached_property
     def lacks(self) -> tuple[Lack, ...]:
-        """What the committed roles lack of the files that their manifests list."""
+        """The files that the manifests of the committed roles list and that are not there."""
         roles = sorted(self.committed - self.seen)
         looks = (lack_of(self.role_dir(role), partial(self._find, role), self.in_node_folder) for role in roles)
         return tuple(lack for lack in looks if lack is not None)
@@ -115,7 +117,7 @@ class StepStatus(Weighed):
         return step_status(self.path).role_dir(role)
 
     def having_seen(self, role_dir: Path | None) -> StepStatus:
-        """Returns the same status, which takes the files of a role's folder as seen. None: of no folder."""
+        """Returns the same status, in which the files of a role's folder count as seen; of no folder if it is None."""
         seen = frozenset(role for role in self.committed if self.role_dir(role) == role_dir)
         return replace(self, seen=seen) if seen else self
 
@@ -126,7 +128,7 @@ class StepStatus(Weighed):
 
     @property
     def heads(self) -> list[ManifestSummary]:
-        """What the manifests of the committed roles say."""
+        """The summaries of the manifests of the committed roles."""
         return [head for role, head in self.says.items() if role in self.committed]
 
     @property
@@ -145,10 +147,10 @@ class StepStatus(Weighed):
 
 
 def list_steps(root: Path, only: int | Collection[int] | None = None) -> list[StepStatus]:
-    """Returns all steps below a root, by their numbers; or only those with given numbers, without a look at the others.
+    """Returns all steps below a root, by their numbers, or only the steps with given numbers, without a look at others.
 
-    If a step has two folders (`global_step_5` and `global_steps_5`), the status of the complete one is returned. Of
-    other steps only the manifests are read.
+    If a step has two folders (`global_step_5` and `global_steps_5`), the status of the complete one is returned. Only
+    the manifests of other steps are read.
 
     Raises OSError: the root cannot be read, or a step cannot be read because of an error that may be temporary.
 
@@ -174,7 +176,7 @@ def list_steps(root: Path, only: int | Collection[int] | None = None) -> list[St
 
 
 def _without_others(status: StepStatus, own: Ownership) -> StepStatus:
-    """Returns the status, in which roles of another run are not committed but a problem, so that nobody uses them."""
+    """Returns the status, with roles of another run as problems, not as committed, so that nobody uses them."""
     others = {role: head.run for role, head in status.says.items() if not own.owns(head)}
     if not others:
         return status
@@ -201,14 +203,16 @@ def newest_complete(
 ) -> StepStatus | None:
     """Returns the newest complete step, or None. It is fast even if there are thousands.
 
-    The first call of a process looks at all steps. A later one looks at those whose manifests the process has not read,
-    at those that are likely to have been saved again, and at the others, the last commit first, until one is complete.
+    The first call of a process looks at all steps. A later call looks at the steps whose manifests the process has not
+    read, at the steps that are likely to have been saved again, and then at the others, the last commit first, until
+    one is complete.
 
     Args:
         root: the folder of the steps.
         role: a role that the step must have; None for any.
         seen: see `StepStatus.having_seen`.
-        committed: a step that was committed just now. It is likely to have been saved again, as the tracked one is.
+        committed: a step that was committed just now. It is likely to have been saved again, and so is the step that
+            the tracker names.
 
     Raises OSError like `list_steps`, for the steps that it looks at.
     """
@@ -220,7 +224,7 @@ def newest_complete(
             is_sure = is_sure and all(look.is_sure for look in looks)
             last = [look.status.having_seen(seen) for look in looks if role in (None, *look.status.committed)]
             found += last
-            # What has not been looked at is older than what was looked at last.
+            # The remaining steps are older than the last one that was looked at.
             ordered = oldest_first(found)
             if number and last and newest(found) in ordered[ordered.index(last[0]) :]:
                 break
@@ -230,7 +234,7 @@ def newest_complete(
 
 
 def _last_first(listed: _Listed, likely: Collection[int | None]) -> Iterator[list[_Look]]:
-    """Yields looks at steps: at all that are likely or that this process knows nothing of; then the last commit first.
+    """Yields looks at steps: first at all steps that are likely or unknown, then at the others, the last commit first.
 
     A known step that another process saves again is seen as such when it is looked at.
     """
@@ -269,13 +273,13 @@ def read_tracker(root: Path) -> int | None:
 
 
 class _Listed(NamedTuple):
-    """What one listing of a root shows.
+    """The result of one listing of a root.
 
     Attributes:
         root: the root.
-        folders: the folders of each step. A step that was moved aside has the folder that it had, even if that one is
+        folders: the folders of each step. A step that was moved aside has its earlier folder, even if that folder is
             missing.
-        moved: where flat steps were moved aside, by the names that their folders had.
+        moved: the folders to which flat steps were moved aside, by the earlier names of their folders.
     """
 
     root: Path
@@ -284,14 +288,14 @@ class _Listed(NamedTuple):
 
 
 def _listings(root: Path) -> Iterator[_Listed]:
-    """Lists a root, and again for as long as the caller asks and may expect to find something else."""
+    """Lists a root, and lists it again as long as the caller asks and a change is possible."""
     for _ in range(_LISTINGS):
         yield _list(root)
 
 
 def _list(root: Path) -> _Listed:
-    # Both are taken from one listing. Between two of them, a save could move a step aside and put it back, so that
-    # neither showed it.
+    # Both results come from one listing. Between two listings, a save could move a step aside and put it back, so that
+    # neither shows it.
     entries = _entries(root) if root.is_dir() else []
     folders = file_names.step_dirs_among(root, entries)
     moved = _moved_aside(root, entries)
@@ -305,7 +309,7 @@ def _list(root: Path) -> _Listed:
 class _Look(NamedTuple):
     """The state of a step, as a look found it.
 
-    `is_sure` is false if the step seems to have been renamed during the look, so that another one may find more.
+    `is_sure` is false if the step seems to have been renamed during the look, so that another look may find more.
     """
 
     status: StepStatus
@@ -321,9 +325,9 @@ def _look_at(listed: _Listed, known: _Heads, step: int) -> _Look:
 
 
 def complete_steps(root: Path) -> list[StepStatus]:
-    """Returns the complete steps, in the order of their commits: the last one is the newest. Abandoned ones are first.
+    """Returns the complete steps in the order of their commits. The newest is last; abandoned steps come first.
 
-    It looks at the files of all. Raises OSError.
+    It looks at the files of all steps. Raises OSError.
     """
     statuses = list_steps(root)
     look_at_all(statuses)
@@ -331,7 +335,7 @@ def complete_steps(root: Path) -> list[StepStatus]:
 
 
 def step_status(path: Path) -> StepStatus:
-    """Returns the state of one step folder, which `is_step`. Raises OSError like `list_steps`."""
+    """Returns the state of a folder that `is_step` accepts. Raises OSError like `list_steps`."""
     for _ in range(_LISTINGS):
         look = _look(path, _moved_from(path), _heads.get(path.parent, {}))
         if look.is_sure:
@@ -340,12 +344,12 @@ def step_status(path: Path) -> StepStatus:
 
 
 def is_step(path: Path) -> bool:
-    """True if a path is the folder of a step, or was it until a save that never ended moved that folder aside."""
+    """True if a path is the folder of a step, or was one until an unfinished save moved that folder aside."""
     return _number_of(path) is not None and (path.is_dir() or find_moved_aside(path) is not None)
 
 
 def _number_of(path: Path) -> int | None:
-    """Returns the number of the step in a folder: that in its name or, if it was renamed, in its roles' manifests."""
+    """Returns the number of a folder's step, from its name or, if it was renamed, from its roles' manifests."""
     named = file_names.parse_step(path.name)
     if named is not None:
         return named
@@ -356,7 +360,7 @@ def _number_of(path: Path) -> int | None:
         for folder in (path / entry.name for entry in entries if not is_root and _may_be_role(entry)):
             with suppress(OSError, CheckpointCorruptError, CheckpointNotFoundError):
                 says = read_manifest_summary(folder)
-                # A role's folder that was renamed is a copy, and what is beside it is no step.
+                # A role's folder that was renamed is a copy, and the folder that it is in is no step.
                 found |= {says.step} if says.role == folder.name else set()
     return found.pop() if len(found) == 1 else None
 
@@ -401,7 +405,7 @@ def _look(path: Path, moved: Path | None, known: _Heads) -> _Look:
 
 
 def _has_moved(entries: Sequence[os.DirEntry[str]], moved: Path | None, found: Collection[str | None]) -> bool:
-    """True if a step or role that a listing showed was not found: it has been renamed or deleted since, or is new."""
+    """True if a step or role of a listing was not found: it has been renamed or deleted since, or is new."""
     names = {entry.name for entry in entries}
     if not found and (moved is not None or not names or file_names.MANIFEST_FILE in names):
         return True
@@ -413,7 +417,7 @@ def _has_moved(entries: Sequence[os.DirEntry[str]], moved: Path | None, found: C
 
 
 def _roles_aside(path: Path, entries: Sequence[os.DirEntry[str]], found: Iterable[_RoleFolder]) -> dict[str, Path]:
-    """Returns the folders of checkpoints that were moved aside, of roles that have no checkpoint in their own folder.
+    """Returns the folders of checkpoints that were moved aside, for roles without a checkpoint in their own folder.
 
     Where folders cannot be exchanged, a save that replaces a checkpoint makes two renames (`commit.publish`). Between
     them, and after a power loss between them, the old checkpoint has only its hidden name.
@@ -423,16 +427,16 @@ def _roles_aside(path: Path, entries: Sequence[os.DirEntry[str]], found: Iterabl
 
 
 def _moved_aside(path: Path, entries: Sequence[os.DirEntry[str]]) -> dict[str, Path]:
-    """Returns the folders that saves have moved aside in a folder with these entries, by the names that they had."""
+    """Returns the folders, among these entries, that saves have moved aside, by their earlier names."""
     works = [(entry.name, work) for entry in entries if (work := file_names.parse_work_dir(entry.name)) is not None]
     return {work.role: path / name for name, work in works if work.purpose == "replaced"}
 
 
 def find_moved_aside(folder: Path) -> Path | None:
-    """Returns the folder of a checkpoint that was moved aside in favour of a save that never ended; None if none was.
+    """Returns the folder of a checkpoint that was moved aside for a save that never ended; None if none was.
 
     Args:
-        folder: the folder that the checkpoint had.
+        folder: the checkpoint's earlier folder.
     """
     if (folder / file_names.MANIFEST_FILE).exists():
         return None
@@ -444,11 +448,11 @@ def _moved_from(folder: Path) -> Path | None:
     try:
         return _moved_aside(folder.parent, _entries(folder.parent)).get(folder.name)
     except (PermissionError, NotADirectoryError):
-        return None  # the folder can be read, but not the one above it; or that one is a file
+        return None  # the folder can be read, but not the one above it, or the one above is a file
 
 
 class _RoleFolder(NamedTuple):
-    """What the manifest in a folder shows: the folder's role, all roles of the step, and why the role is not committed.
+    """The contents of a folder's manifest: its role, all roles of the step, and why the role is not committed.
 
     The problem is None if the role is committed.
     """
@@ -460,16 +464,16 @@ class _RoleFolder(NamedTuple):
 
 
 def _may_be_role(entry: os.DirEntry[str]) -> bool:
-    # The listing of the step says what is a file, so no call has to ask each file whether it has a manifest.
+    # The listing of the step shows which entries are files, so no call has to look for a manifest in them.
     return file_names.is_role(entry.name) and not entry.is_file(follow_symlinks=False)
 
 
 def _read_folder(step: int, path: Path, role_dir: Path, known: _Heads, aside: str | None = None) -> _RoleFolder | None:
     """Reads the manifest in a step's own folder, or in a role's folder in it. Returns None if it has none.
 
-    `aside` is the role whose checkpoint the folder is, if the folder does not have the role's name.
+    `aside` is the role of the checkpoint in the folder, if the folder does not have the role's name.
     """
-    is_flat = role_dir.parent != path  # the step's own folder, or where that was moved aside
+    is_flat = role_dir.parent != path  # the step's own folder, or the one to which that was moved
     try:
         says = _read_head(role_dir, known).says
     except (FileNotFoundError, NotADirectoryError, CheckpointNotFoundError):
@@ -478,7 +482,7 @@ def _read_folder(step: int, path: Path, role_dir: Path, known: _Heads, aside: st
         return _RoleFolder(None, frozenset(), _why_unreadable(role_dir, error))
     except CheckpointCorruptError as error:
         if is_flat and _has_roles(path):
-            return None  # another program has put a file of that name beside the roles
+            return None  # another program has put a file of that name into the step
         role = aside or (path if is_flat else role_dir).name
         return _RoleFolder(role, frozenset((role,)), str(error))
     role = says.role if is_flat else aside or role_dir.name
@@ -535,7 +539,7 @@ def _read_head(role_dir: Path, known: _Heads) -> _Head:
 
 
 def _known(root: Path, folders: Mapping[int, Sequence[Path]]) -> _Heads:
-    """Returns what is known of the steps that are there. Forgets the others, since a long run saves thousands."""
+    """Returns the known manifests of the existing steps. Forgets the others, since a long run saves thousands."""
     there = {path for paths in folders.values() for path in paths}
     # A copy, because another thread may be listing the same root.
     heads = dict(_heads.pop(root, {}))
@@ -546,7 +550,7 @@ def _known(root: Path, folders: Mapping[int, Sequence[Path]]) -> _Heads:
 
 
 def heads_at(role_dir: Path) -> list[ManifestSummary]:
-    """Returns what the manifest in a role's folder says; nothing if there is none that can be read. Raises OSError."""
+    """Returns the summary of a role's manifest; an empty list if none can be read. Raises OSError."""
     try:
         return [_read_head(role_dir, _heads.get(role_dir.parent.parent, {})).says]
     except (FileNotFoundError, NotADirectoryError, CheckpointNotFoundError, CheckpointCorruptError):

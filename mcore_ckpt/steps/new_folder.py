@@ -1,4 +1,4 @@
-"""Opens a new folder that a tool writes: of a HuggingFace model, or of a checkpoint in any format."""
+"""Opens the new folder of a tool: for a HuggingFace model, or for a checkpoint in any format."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Replaceable:
     Attributes:
         force: True if the user has asked for it.
         what: what the tool writes, for messages.
-        is_like: says whether a folder is one of these. No other folder is ever replaced.
+        is_like: returns whether a folder holds such a thing. No other folder is ever replaced.
     """
 
     force: bool
@@ -94,7 +94,7 @@ def check_space(path: Path, sizes: Iterable[int]) -> None:
 
 
 def mode_as(*sources: Path) -> int:
-    """Returns the mode of what a tool makes of checkpoints or models: not more open than they are, as with `cp -r`.
+    """Returns the mode of a tool's output: not more open than the sources that it is made of, as with `cp -r`.
 
     The folders of a checkpoint's step and root count, too. The umask is still to be applied.
     """
@@ -107,7 +107,7 @@ def mode_as(*sources: Path) -> int:
 
 
 def open_new_folder(path: Path, sizes: Iterable[int], replaceable: Replaceable, mode: int) -> str:
-    """Makes the staging folder of a new folder, and removes those that dead processes have left beside it.
+    """Makes the staging folder of a new folder, and removes staging folders that dead processes have left.
 
     Args:
         path: the new folder.
@@ -132,13 +132,13 @@ def open_new_folder(path: Path, sizes: Iterable[int], replaceable: Replaceable, 
 
 
 def publish_folder(staging: Path, path: Path, attempt: str, replaceable: Replaceable) -> None:
-    """Renames a staging folder, all of which is durable, to the new folder.
+    """Renames a staging folder, whose contents are durable, to the new folder.
 
-    A folder that is replaced stays whole until then, and goes with everything in it.
+    A folder that is replaced stays whole until then, and is then removed with everything in it.
 
     Raises:
         InvalidArgumentError: there is a folder that the tool must not replace.
-        OSError: the new folder is not in place, and what was there is untouched.
+        OSError: the new folder is not in place, and the old one is untouched.
     """
     check_may_replace(path, replaceable)
     # rename() replaces an empty folder, and fails if somebody has put files into the folder in the meantime.

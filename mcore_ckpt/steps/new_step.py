@@ -1,8 +1,8 @@
-"""Lets a tool write a step into a root as a trainer does: under the trainers' locks, and over nothing unasked.
+"""Lets a tool write a step into a root as a trainer does: under the trainers' locks, and replacing only what it may.
 
 A step that `reshard` or `convert` writes into a used root is no commit of its training. It takes the number and the
-branch of the step before it (of the first one, if it is before all). So a later step stays the newest, and none is
-given up. What `collect` writes has the number that it got on the nodes.
+branch of the step before it, or of the first step if there is none before it. So a later step stays the newest, and no
+step is given up. A step that `collect` writes keeps the number that it got on the nodes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class NewStep:
         step: the step's number.
         roles: the roles that the tool writes.
         force: True to replace checkpoints of these roles that the step already has. A pinned step is never replaced.
-        run: the run that the checkpoints are of; None if they are of none, and belong to the root.
+        run: the run that the checkpoints belong to; None if they belong to no run, and so to the root.
 
     Attributes:
         attempt: the id of this write.
@@ -48,8 +48,8 @@ class NewStep:
     Raises:
         InvalidArgumentError: the step is pinned, has a role already or one of another run, or has a folder with another
             name.
-        LockedError: a trainer saves below the root, another tool writes one of the roles, or what would be replaced is
-            being read.
+        LockedError: a trainer saves below the root, another tool writes one of the roles, or a checkpoint that would be
+            replaced is being read.
 
     Example:
         >>> with NewStep(root, 10, ["actor"]) as new:  # doctest: +SKIP
@@ -106,7 +106,7 @@ class NewStep:
         return self._staged[role_dir]
 
     def add_companions(self, companions: Mapping[str, Path]) -> None:
-        """Copies what a trainer keeps in a step beside its roles, by name. It is put in place with the roles.
+        """Copies the files that a trainer keeps in a step with its roles. They are put in place with the roles.
 
         Raises InvalidArgumentError if the step has such an entry already and `force` is not set, and OSError.
         """
@@ -125,8 +125,8 @@ class NewStep:
     def write_manifest(self, manifest: Manifest) -> None:
         """Writes the manifest of an opened role, durably.
 
-        A checkpoint of a run keeps its commit. Any other one gets the place that its step has among those below the
-        root, so it is not the newest if there are later ones.
+        A checkpoint of a run keeps its commit. Any other checkpoint gets the place of its step among the steps below
+        the root, so it is not the newest if there are later ones.
 
         Raises CommitError or OSError, as `commit.write_manifest` does.
         """
@@ -137,7 +137,7 @@ class NewStep:
         commit.write_manifest(self._staged[role_dir], manifest)
 
     def publish(self) -> None:
-        """Puts all opened roles in place, which have their manifests, and moves the tracker.
+        """Puts all opened roles, which must have their manifests, in place, and moves the tracker.
 
         Raises InvalidArgumentError if the step has been pinned meanwhile, LockedError if somebody has begun to read it
         or has taken the locks over, CommitError if the root is another folder by now, and OSError.
@@ -161,7 +161,7 @@ class NewStep:
 
     @contextmanager
     def _unread(self) -> Iterator[None]:
-        """Raises LockedError if somebody reads what is replaced, or goes on from it. Nobody begins to in the block."""
+        """Raises LockedError if somebody reads a replaced role, or goes on from it. In the block, nobody can begin."""
         step_path = file_names.step_dir(self._root, self._step)
         replaced = [step_path / role for role in self._roles if (step_path / role / file_names.MANIFEST_FILE).exists()]
         with unread(replaced) as alone:
@@ -182,7 +182,7 @@ class NewStep:
 
 
 def check_may_write(root: Path, step: int, roles: Sequence[str], force: bool = False, run: Run | None = None) -> None:
-    """Checks that a tool may write roles of a step: it replaces nothing, or what `force` allows, and mixes no runs.
+    """Checks that a tool may write roles of a step: it replaces only what `force` allows, and mixes no runs.
 
     Raises:
         InvalidArgumentError: the step is pinned, has a role already or one of another run, or has a folder with another
@@ -225,7 +225,7 @@ def _check_root(root: Path, force: bool) -> None:
 
 
 def _check_one_run(status: StepStatus, roles: Sequence[str], run: Run | None) -> None:
-    """Raises InvalidArgumentError if a role that stays in a step is of another run than those that are written."""
+    """Raises InvalidArgumentError if a role that stays in a step belongs to another run than the written roles."""
     for role, head in status.says.items():
         is_own = role in status.committed if run is None else head.run is None or head.run.id == run.id
         if role not in roles and not is_own:

@@ -16,13 +16,13 @@ from mcore_ckpt.steps.node_steps import files_here
 
 @dataclass(frozen=True)
 class NodeFiles:
-    """What one node's folder has of one role's checkpoint.
+    """The files of one role's checkpoint that one node's folder has.
 
     Attributes:
         here: the files that are here, in their full size.
         elsewhere: the other files, each with the names of the nodes that have it or will get it.
         nodes: how many nodes have written files of the checkpoint.
-        whole_nodes: of how many of these nodes all files are here.
+        whole_nodes: for how many of these nodes all their files are here.
     """
 
     here: tuple[FileRecord, ...]
@@ -53,12 +53,12 @@ class NodeFiles:
 
 
 def files_of_node(role_dir: Path, manifest: Manifest) -> NodeFiles | None:
-    """Returns what a folder has of a checkpoint; None if the checkpoint was not saved into the fast tier."""
+    """Returns the files of a checkpoint that a folder has; None if it was not saved into the fast tier."""
     return None if manifest.placement is None else files_among(manifest, files_here(role_dir, manifest))
 
 
 def files_among(manifest: Manifest, here: Iterable[int]) -> NodeFiles:
-    """Returns the same for a checkpoint with a placement of which the files at some positions of the list are there."""
+    """Returns the same for a checkpoint with a placement; `here` has the positions of the files that are here."""
     placement, there = manifest.placement, frozenset(here)
     assert placement is not None
     # Each file counts for the node that has written it, so that copies do not count as nodes.
@@ -77,9 +77,9 @@ def files_among(manifest: Manifest, here: Iterable[int]) -> NodeFiles:
 
 
 def as_in_folder(root: Path, statuses: Sequence[StepStatus]) -> list[StepStatus]:
-    """Returns steps of a folder, of which one node's files are enough if it is a node's folder of the fast tier.
+    """Returns the steps of a folder. In a node's folder of the fast tier, one node's files make a step complete.
 
-    In a root, a step of the fast tier is one node's part of a step, which somebody has copied there.
+    In a root, a step of the fast tier is only one node's part of a step, which somebody has copied there.
 
     Raises OSError like `newest_complete`.
     """

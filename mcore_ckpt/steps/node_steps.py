@@ -1,9 +1,9 @@
 """Finds which steps of the fast tier are whole, from what each node has in its folder.
 
-A node's folder has the layout of a root. Of each checkpoint it has the manifest, which lists the files of all nodes,
-and only those files that the node has written or has got copies of. A role's checkpoint is whole if every file is on
-some node, and a node has committed it. Each node looks into its own folder (`held_roles`), and rank 0 puts together
-what they have found (`fast_checkpoints`).
+A node's folder has the layout of a root. For each checkpoint it has the manifest, which lists the files of all nodes,
+but only the files that the node has written or has copies of. A role's checkpoint is whole if every file is on some
+node, and a node has committed it. Each node looks into its own folder (`held_roles`), and rank 0 joins the results
+(`fast_checkpoints`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Runs = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class HeldRole:
-    """What one node has of one role's checkpoint.
+    """The part of one role's checkpoint that one node has.
 
     Attributes:
         head: what its manifest says of it.
@@ -60,7 +60,7 @@ class HeldRole:
 
     @staticmethod
     def of(record: Sequence[Any]) -> HeldRole:
-        """Returns what `to_record` has turned into this record."""
+        """Returns the object that `to_record` has turned into this record."""
         (step, role, roles, attempt, created, run, commit), files, has, is_committed, save_count = record
         found = run and decode_run(run), commit and decode_commit(commit)
         head = ManifestSummary(step, role, tuple(roles), attempt, created, *found)
@@ -69,12 +69,12 @@ class HeldRole:
 
 @dataclass(frozen=True)
 class FastCheckpoint:
-    """One role's checkpoint, as all nodes together have it.
+    """One role's checkpoint on all nodes together.
 
     Attributes:
         head: what its manifest says of it.
         files: how many files the checkpoint has.
-        holders: for each node that has some of it, the node's number and the files that it has.
+        holders: for each node that has some of its files, the node's number and these files.
         is_committed: whether a node has committed it.
         is_staged: whether it is still in the staging folder of a node, which died while it committed.
         save_count: see `Placement`.
@@ -115,7 +115,7 @@ class FastCheckpoint:
 
     @property
     def nodes_of_rarest_file(self) -> int:
-        """The number of nodes that have the file that the fewest nodes have. One less can be lost without a loss."""
+        """The number of nodes that have the rarest file. One node less than that can be lost without losing a file."""
         changes = [0] * (self.files + 1)
         for _, has in self.holders:
             for first, last in has:
@@ -130,14 +130,14 @@ class FastCheckpoint:
 
 
 def order_of(step: FastCheckpoint | NodeStep) -> tuple[int, int]:
-    """Returns what sorts checkpoints by their commits, as `choice.order_of` does steps."""
+    """Returns a sort key by commit for checkpoints, like `choice.order_of` for steps."""
     return step.commit.number, step.step
 
 
 def held_roles(folder: Path, refused: Callable[[Path], str | None] = lambda path: None) -> list[HeldRole]:
-    """Returns what a node's folder has of every checkpoint. What cannot be read is logged and left out.
+    """Returns the part of every checkpoint that a node's folder has. Unreadable folders are logged and left out.
 
-    So is the folder of a step or role for which `refused` returns a reason. It may raise OSError.
+    A step's or role's folder is also left out if `refused`, which may raise OSError, returns a reason.
     """
     found = []
     for step in file_names.step_dirs(folder):
@@ -163,7 +163,7 @@ def _is_refused(folder: Path, refused: Callable[[Path], str | None]) -> bool:
 
 
 def _held(step: int, folder: Path, refused: Callable[[Path], str | None]) -> HeldRole | None:
-    """Returns what is in a role's folder, or in a save's staging folder. None if it is neither, or has no manifest."""
+    """Returns the contents of a role's folder or a staging folder; None if it is neither, or has no manifest."""
     work = file_names.parse_work_dir(folder.name)
     is_role = work is None and file_names.is_role(folder.name)
     if not is_role and (work is None or work.purpose != "staging"):
@@ -196,7 +196,7 @@ def files_here(role_dir: Path, manifest: Manifest) -> list[int]:
 
 
 def fast_checkpoints(by_node: Iterable[tuple[int, Sequence[HeldRole]]]) -> list[FastCheckpoint]:
-    """Puts together what the nodes have, the last commit first. `by_node` has the number of each node that answered."""
+    """Joins the nodes' parts, the last commit first. `by_node` has the number of each node that answered."""
     holders: dict[tuple[int, str, str], list[tuple[int, HeldRole]]] = {}
     for node, held in by_node:
         for each in held:
@@ -217,10 +217,10 @@ def _together(members: Sequence[tuple[int, HeldRole]]) -> FastCheckpoint:
 
 
 def safest(found: Iterable[FastCheckpoint], replicas: int) -> list[FastCheckpoint]:
-    """Returns those whole checkpoints of a role of which lost nodes lose nothing, as far as there are any.
+    """Returns the whole checkpoints of a role that survive the loss of most nodes.
 
-    These have `replicas` copies of each file. If none has, because nodes were lost or died before their copies were
-    complete, these are the checkpoints with the most copies.
+    They have `replicas` copies of each file. If no checkpoint has, because nodes were lost or died before their copies
+    were complete, the checkpoints with the most copies are returned.
     """
     whole = [each for each in found if each.is_complete]
     wanted = min(replicas + 1, max((each.nodes_of_rarest_file for each in whole), default=0))
@@ -229,7 +229,7 @@ def safest(found: Iterable[FastCheckpoint], replicas: int) -> list[FastCheckpoin
 
 def in_order_of_saves(found: Iterable[FastCheckpoint]) -> list[FastCheckpoint]:
     """Returns the checkpoints of a step, the one that was saved last at the end."""
-    # Without numbers, a clock has to decide, but what is still in a staging folder was saved last.
+    # Without numbers, a clock has to decide, but a checkpoint in a staging folder was saved last.
     return sorted(found, key=lambda each: (each.commit.number, each.is_staged, each.head.created))
 
 
@@ -239,9 +239,9 @@ class NodeStep(Weighed):
 
     Attributes:
         step: the step's number.
-        heads: what the manifests of its roles say.
+        heads: the summaries of its roles' manifests.
         found: the checkpoints of its roles.
-        why: says why it is not whole; None if it is. It may ask other nodes.
+        why: returns why it is not whole; None if it is. It may ask other nodes.
         is_committed: whether a node has committed it.
     """
 
@@ -255,7 +255,7 @@ class NodeStep(Weighed):
 
     @property
     def claims(self) -> tuple[ManifestSummary, ...]:
-        """The same as `heads`; nothing of a save that was under way."""
+        """The same as `heads`; empty for a save that was under way."""
         return self.heads if self.is_committed else ()
 
     @property
@@ -265,12 +265,12 @@ class NodeStep(Weighed):
 
     @property
     def committed(self) -> frozenset[str]:
-        """The same if the step is whole; none otherwise, because nothing can be loaded."""
+        """The same roles if the step is whole; empty otherwise, because nothing can be loaded."""
         return self.declared if self.why is None else frozenset()
 
     @property
     def lacks(self) -> tuple[Lack, ...]:
-        """Nothing: what is not whole is not committed."""
+        """Nothing, because a step that is not whole counts as not committed."""
         return ()
 
     @property
@@ -299,14 +299,14 @@ class NodeStep(Weighed):
 def node_steps(
     found: Sequence[FastCheckpoint], roles: Sequence[str], why: Callable[[FastCheckpoint], str]
 ) -> list[NodeStep]:
-    """Returns the steps that are whole (`whole_steps`), and what is left of those that were committed after them.
+    """Returns the whole steps (`whole_steps`), and the remains of steps that were committed after them.
 
-    What no node has committed is a save that was under way, and not a step that was lost.
+    A checkpoint that no node has committed is a save that was under way, not a lost step.
 
     Args:
-        found: what the nodes have together.
+        found: the checkpoints on all nodes together.
         roles: the roles to load.
-        why: says why a checkpoint is not whole.
+        why: returns why a checkpoint is not whole.
     """
     whole = list(whole_steps(found, roles).values())
     last = max(map(order_of, whole), default=(-1, -1))
@@ -316,10 +316,10 @@ def node_steps(
 
 
 def whole_steps(found: Iterable[FastCheckpoint], roles: Sequence[str]) -> dict[int, NodeStep]:
-    """Returns the steps of which all declared roles, and the given ones, are whole.
+    """Returns the steps in which all declared roles, and the given roles, are whole.
 
-    If a role of a step was saved twice, both can be whole, if some nodes were away meanwhile, or died before they had
-    committed the second save. Then the second one counts.
+    If a role of a step was saved twice, both saves can be whole, because some nodes were away meanwhile, or died before
+    they committed the second save. Then the second save counts.
     """
     by_step: dict[int, dict[str, FastCheckpoint]] = {}
     for each in in_order_of_saves(found):

@@ -1,9 +1,9 @@
-"""Records which process a folder on disk belongs to, so that other processes can see whether that one is alive.
+"""Records which process a folder on disk belongs to, so that others can see whether that process is alive.
 
-An owner is a life, not a number: pids are given again, containers number their processes separately, and a process that
-runs another program in its place (`exec`) keeps its number. That a life has ended needs a proof: nobody has its number
-in its own pid namespace, or one that began at another time has it, or this very process has it. What cannot be read
-proves nothing.
+An owner is a life, not a number: pids are reused, containers number their processes separately, and a process that runs
+another program in its place (`exec`) keeps its pid. There are three proofs that a life has ended: no process has its
+pid in its pid namespace, or a process with another start time has it, or this very process has it. Numbers that cannot
+be read prove nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mcore_ckpt.ranks.hosts import this_host
 
 
 class Life(enum.Enum):
-    """Whether a process is alive. It is unknown if this process cannot see that one, and then it counts as alive."""
+    """Whether a process is alive. If this process cannot see it, that is unknown, and it counts as alive."""
 
     ALIVE = "alive"
     UNKNOWN = "unknown"
@@ -46,8 +46,8 @@ class Owner:
         start: when the process started, in clock ticks since boot; 0 if that is not known. A later process can get the
             same pid.
         clock: the time namespace, by whose clock `start` is; empty if it is not known.
-        nonce: a random number that only this life has: neither a forked child nor a program that the process runs in
-            its place has the same. Empty in files of older versions.
+        nonce: a random number that only this life has. A forked child, and a program that the process runs in its
+            place, have other numbers. Empty in files of older versions.
     """
 
     host: str
@@ -72,7 +72,7 @@ class Owner:
 
     @property
     def is_this_process(self) -> bool:
-        """True if the owner is the calling process, and not an earlier life with the same number."""
+        """True if the owner is the calling process, and not an earlier life with the same pid."""
         mine = Owner.this_process()
         is_same = (self.host, self.pid, self.start) == (mine.host, mine.pid, mine.start)
         return is_same and self.nonce in ("", mine.nonce)
@@ -92,7 +92,7 @@ class Owner:
             return Life.DEAD
         except (OSError, OverflowError):
             pass  # it is another user's
-        # /proc can belong to a pid namespace above this one, where another process has the number.
+        # /proc can belong to a pid namespace above this one, where another process has the pid.
         stat = _stat_of(self.pid) if _shows_this_namespace() else None
         if stat is None:
             return Life.UNKNOWN  # /proc is mounted with hidepid, or the process has just ended
@@ -107,7 +107,7 @@ class Owner:
         boot, _, namespace = rest.partition(" ")
         here = _here().split(" ")
         if [name, boot] == here[:2] and namespace != here[2]:
-            # Without this, the number would seem to be that of an innocent process.
+            # Without this, the pid would seem to be that of an innocent process.
             return f"process {self.pid} in another container on {name}"
         return f"process {self.pid} on {name}"
 
@@ -126,13 +126,13 @@ def _here() -> str:
     try:
         return this_host()
     except OSError:
-        # As in a container that hides /proc/sys. Another host with the same name must not look like this one.
+        # A container may hide /proc/sys. Another host with the same name must not look like this one.
         return f"{socket.gethostname()} unknown {_nonce}"
 
 
 @functools.cache
 def _own_start(pid: int) -> int:
-    # Not of /proc/{pid}: that is another process if /proc belongs to a pid namespace above this one.
+    # /proc/{pid} would be another process if /proc belongs to a pid namespace above this one.
     stat = _stat_of("self")
     return 0 if stat is None else _start_in(stat)
 
@@ -143,7 +143,7 @@ def _start_of(pid: int) -> int | None:
 
 
 def _stat_of(pid: int | str) -> list[str] | None:
-    """Returns what /proc says of a process, from field 3 on; None if it cannot be read."""
+    """Returns the fields of a process in /proc, from field 3 on; None if they cannot be read."""
     with suppress(OSError, ValueError):
         # Linux shortens the name of the command, and may do so within a UTF-8 character.
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
@@ -160,7 +160,7 @@ def _start_in(stat: list[str]) -> int:
 
 def _is_over(stat: list[str]) -> bool:
     # A zombie (Z) is dead, but stays in /proc until a process waits for it. In many containers none waits for orphans.
-    # While other threads of it are still ending, they may still write.
+    # Its other threads may still write while they are ending.
     return stat[0] in "XZ" and int(stat[17]) <= 1
 
 
@@ -181,7 +181,7 @@ def _shows_this_namespace() -> bool:
 
 
 def write_owner(folder: Path) -> None:
-    """Records this process as the owner of a folder, in place of any earlier owner. Raises OSError."""
+    """Records this process as the owner of a folder, replacing any earlier owner. Raises OSError."""
     # Not durably: a power loss ends this process, and a folder with a damaged owner file has no owner.
     (folder / file_names.OWNER_FILE).unlink(missing_ok=True)
     write_hint(folder / file_names.OWNER_FILE, fields.encode(asdict(Owner.this_process())))

@@ -29,7 +29,7 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.
 def reading(role_dirs: Iterable[Path]) -> Iterator[None]:
     """Prevents the deletion of these roles by any process during the `with` block, if the file system has locks.
 
-    A role whose manifest cannot be opened is skipped, because reading the role will raise the error.
+    A role whose manifest cannot be opened is skipped. Reading the role will raise the error.
 
     Example:
         >>> with reading([Path("checkpoints/global_steps_5/actor")]):
@@ -84,14 +84,14 @@ def _lock(descriptor: int, kind: int) -> bool:
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except OSError as error:
-        # Any other error says nothing of readers: NFS refuses a file that is open only for reading (EBADF), and a
+        # Any other error says nothing about readers: NFS refuses a file that is open only for reading (EBADF), and a
         # server may not answer.
         return error.errno in _NO_LOCKS
     return True
 
 
 def _unlock(descriptor: int, home: Home) -> None:
-    if not home.is_here:  # a child that drops its copy of what holds the lock would unlock it for its parent
+    if not home.is_here:  # a child that closes its copy of the descriptor would unlock it for its parent
         return
     with suppress(OSError):  # the file system has no locks
         fcntl.flock(descriptor, fcntl.LOCK_UN)

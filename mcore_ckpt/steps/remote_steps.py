@@ -30,23 +30,23 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RemoteRole(ManifestSummary):
-    """What the manifest of an uploaded attempt says, and the size of its files in bytes."""
+    """The summary of an uploaded attempt's manifest, and the size of its files in bytes."""
 
     nbytes: int = 0
 
 
 @dataclass(frozen=True)
 class RemoteStep(Weighed):
-    """One step in a remote store. Its files are looked at when someone asks for the first time whether it is complete.
+    """One step in a remote store. Its files are looked at when someone first asks whether it is complete.
 
     Attributes:
         step: the step's number.
-        found: the newest attempt of each role that has a manifest; of several, one that has all its files.
-        others: the other attempts of each role: replaced ones, and those without a manifest.
-        problems: what is wrong with manifests that cannot be used.
+        found: for each role, the newest attempt with a manifest and all its files, or else the newest with a manifest.
+        others: the other attempts of each role: replaced attempts, and attempts without a manifest.
+        problems: why manifests cannot be used.
         pinned: true if the step is pinned in the store, so that retention keeps it there.
-        look: lists what a role lacks of its files. Raises RemoteError.
-        is_shared: true if another run has attempts in the step, so that it is not deleted as a whole.
+        look: lists the files that a role lacks. Raises RemoteError.
+        is_shared: true if another run has attempts in the step, so that the step is not deleted as a whole.
         replaced: the other attempts of this run that have a manifest.
     """
 
@@ -61,12 +61,12 @@ class RemoteStep(Weighed):
 
     @property
     def heads(self) -> list[RemoteRole]:
-        """What the manifests of the committed roles say."""
+        """The summaries of the committed roles' manifests."""
         return list(self.found.values())
 
     @property
     def claims(self) -> list[RemoteRole]:
-        """What all manifests say, including those of attempts whose place another one has taken."""
+        """The summaries of all manifests, including those of replaced attempts."""
         return [*self.found.values(), *self.replaced]
 
     @property
@@ -81,7 +81,7 @@ class RemoteStep(Weighed):
 
     @property
     def lacks(self) -> tuple[Lack, ...]:
-        """What the store lacks of the files that the uploaded manifests list."""
+        """The files that the uploaded manifests list and the store lacks."""
         return tuple(lack for role in sorted(self.found) if (lack := self.look(role)) is not None)
 
     def has(self, role: str) -> bool:
@@ -137,7 +137,7 @@ class RemoteSteps:
     def step(self, step: int, of_any_run: bool = False) -> RemoteStep:
         """Returns one step; a step without roles if the store does not have it. Raises RemoteError.
 
-        With `of_any_run`, a step that another run has alone is returned, too.
+        With `of_any_run`, it also returns a step that only another run has.
         """
         found = self._step(step, self.ownership())
         if not of_any_run or found.found or not found.is_shared:
@@ -172,7 +172,7 @@ class RemoteSteps:
         return RemoteStep(step, found, others, tuple(problems), is_pinned, look, is_shared, tuple(replaced))
 
     def _newest(self, heads: Sequence[RemoteRole]) -> RemoteRole | None:
-        """Returns the newest attempt that has all its files; the newest one if none has, or if there is only one."""
+        """Returns the newest attempt that has all its files; if none has, or there is only one, the newest."""
         ordered = sorted(heads, key=_order, reverse=True)
         looked_at = ordered if len(ordered) > 1 else ()
         return next((head for head in looked_at if self._lack(_key(head)) is None), next(iter(ordered), None))
@@ -216,7 +216,7 @@ class RemoteSteps:
         return file_names.parse_tracker(data.decode("ascii", "replace"))
 
     def ownership(self) -> Ownership:
-        """Returns which steps of the store belong to the root. Raises RemoteError and OSError."""
+        """Tells which steps of the store belong to the root. Raises RemoteError and OSError."""
         return Ownership() if self._root is None else elsewhere(self._root, claimed=self.claimed())
 
     def claimed(self) -> RootRun | None:
@@ -227,14 +227,14 @@ class RemoteSteps:
         return self._claimed
 
     def claim(self, own: RootRun) -> None:
-        """Claims the store for the run of a root, unless it belongs to one already.
+        """Claims the store for the run of a root, unless it already belongs to a run.
 
         Raises:
             OtherRunError: the store belongs to another run.
             RemoteError: the store failed.
         """
         if self.claimed() is None:
-            # Their file may be lost, or have been written by two runs at once.
+            # The store's file may be lost, or have been written by two runs at once.
             there = [head for step in RemoteSteps(self.store).steps() for head in step.found.values() if head.run]
             text = runs.encode(_claimant(own, there))
             self.store.persist("claiming", lambda: self.store.replace(file_names.RUN_FILE, text))
@@ -258,8 +258,8 @@ class OtherRunError(RemoteError):
 def _claimant(own: RootRun, there: Sequence[RemoteRole]) -> RootRun:
     """Returns the run that an unclaimed store with these checkpoints belongs to.
 
-    Steps that a run has inherited are in its store, but also in that of the run that saved them. So they count only
-    beside one of its own.
+    Steps that a run has inherited can be in its own store and in the store of the run that saved them. So they count
+    only together with a step that the run has saved itself.
     """
     is_own = any(head.run and head.run.id == own.run.id for head in there)
     ours = Ownership(own if is_own else RootRun(own.run))
@@ -267,7 +267,7 @@ def _claimant(own: RootRun, there: Sequence[RemoteRole]) -> RootRun:
 
 
 def _order(role: RemoteRole) -> tuple[int, str, str]:
-    # Only for checkpoints without numbers a clock decides.
+    # A clock decides only between checkpoints without numbers.
     return commit_of(role.step, [role.commit]).number, role.created, role.attempt
 
 

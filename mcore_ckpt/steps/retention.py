@@ -87,12 +87,12 @@ def judge(
 ) -> list[RetentionDecision[Step]]:
     """Decides for each step whether it stays.
 
-    A step that is not understood stays. That is a folder without a manifest of this package, or with a manifest that is
+    A step that is not understood stays: a folder without a manifest of this package, or with a manifest that is
     damaged, has a newer format, or was copied from another step.
 
-    Only steps count that have all their files. So it looks at the files of the newest steps until enough have theirs,
-    and not at those of older ones. A step that lacks files and would have counted stays: it may be a copy under way, or
-    all that is left. Once enough newer ones have their files, it goes like any other old step.
+    Only steps that have all their files count. So it looks at the files of the newest steps, until enough of them are
+    whole, and not at the files of older steps. A step that lacks files and would otherwise count stays, because it may
+    be a copy under way, or the only one left. Once enough newer steps are whole, it goes like any other old step.
 
     Args:
         statuses: all steps of a root, ordered by step.
@@ -122,8 +122,8 @@ def judge(
 def _newest(statuses: Sequence[Weighed], count: int | None) -> tuple[dict[int, list[str]], set[int]]:
     """Returns the `count` newest complete steps of each role, as a mapping from step to roles; nothing if it is None.
 
-    Roles can save at different steps. Abandoned steps come behind all others, so they take no place of theirs. The
-    second result are steps that would be among the newest, but lack files.
+    Roles can save at different steps. Abandoned steps come after all others, so they never take the place of another
+    step. The second result contains the steps that would be among the newest, but lack files.
     """
     claimed = [] if count is None else [status for status in statuses if status.is_claimed]
     roles = frozenset(role for status in claimed for role in status.committed)
@@ -131,7 +131,7 @@ def _newest(statuses: Sequence[Weighed], count: int | None) -> tuple[dict[int, l
     found: dict[str, list[Weighed]] = {}
     looked_at: dict[int, Weighed] = {}
     while True:
-        # First by their manifests, then without those that turned out to lack files.
+        # First by their manifests, then without the steps that turned out to lack files.
         found = {role: _may_count(steps, looked_at)[:count] for role, steps in of_role.items()}
         to_look_at = {each.step: each for steps in found.values() for each in steps if each.step not in looked_at}
         if not to_look_at:
@@ -211,7 +211,7 @@ def delete_old_steps(
 def delete_step(status: StepStatus) -> str | None:
     """Deletes one step unless it is in use. Returns the reason why it stays, or None if it is gone.
 
-    Raises nothing, because a step that cannot be deleted must not prevent the deletion of the others: the disk would
+    Raises nothing, because one step that cannot be deleted must not prevent the deletion of others, or the disk would
     fill up.
     """
     try:
@@ -251,7 +251,7 @@ def delete_or_raise(status: StepStatus) -> str | None:
 
 
 def discard_step(step_path: Path) -> None:
-    """Deletes a step's folder, whatever is in it. No other process may be using the folder. Raises OSError.
+    """Deletes a step's folder with everything in it. No other process may be using the folder. Raises OSError.
 
     The folder is renamed first, so that a half-deleted step never looks like a step.
     """

@@ -171,7 +171,8 @@ def uncommit_role(role_dir: Path) -> None:
 
     Does nothing if the role is not committed. Raises OSError.
     """
-    # First what it has replaced, or that would be the role's checkpoint again, also after a power loss in between.
+    # First remove the checkpoints that it has replaced. Otherwise one of them would become the role's checkpoint again,
+    # also after a power loss in between.
     for folder in (*replaced_checkpoints(role_dir), role_dir):
         with suppress(FileNotFoundError):
             (folder / file_names.MANIFEST_FILE).unlink()

@@ -17,7 +17,7 @@ from mcore_ckpt.steps.work_folders import entries, own_steps
 
 @dataclass(frozen=True)
 class RunningSave:
-    """A save that has not committed: of a living process, or of one that died.
+    """A save that has not committed, of a living or a dead process.
 
     Attributes:
         step: the step that is saved.
@@ -55,7 +55,7 @@ def running_saves(root: Path, steps: Iterable[Path] | None = None) -> list[Runni
 
 
 def _entries(folder: Path) -> list[Path]:
-    # What cannot be read (a link to itself, a disk that fails) has no save to show. A listing says why.
+    # A folder that cannot be read (a link to itself, a failing disk) shows no save. A listing reports the reason.
     with suppress(OSError):
         return entries(folder)
     return []
@@ -65,13 +65,13 @@ def _save_in(root: Path, entry: Path) -> RunningSave | None:
     work = file_names.parse_work_dir(entry.name)
     if work is None or work.purpose != "staging":
         return None
-    # The staging folder of a step that is also the folder of its only role is beside it.
+    # If the step's folder is also the folder of its only role, the staging folder is next to it.
     is_flat = entry.parent == root
     step = file_names.parse_step(work.role if is_flat else entry.parent.name)
     if step is None:
         return None
     owner = read_owner(entry)
-    life = Life.UNKNOWN if owner is None else owner.life  # it writes the file right after it has made the folder
+    life = Life.UNKNOWN if owner is None else owner.life  # a process writes the file right after it has made the folder
     return RunningSave(step, None if is_flat else work.role, entry, owner, life, _began(entry))
 
 

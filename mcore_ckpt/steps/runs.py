@@ -1,26 +1,27 @@
-"""Says which run a root belongs to, so that the checkpoints of two runs never mix.
+"""Determines which run a root belongs to, so that the checkpoints of two runs never mix.
 
-A root has a small file with the identity of its run, which the first save makes. Each manifest has the identity, too,
-and so has the remote store. What is of another run is never loaded unless it is named, never replaced and never
-deleted. Checkpoints without an identity belong to the root that they are in. `Ownership` answers for all places.
+The first save writes a small file with the identity of the run into the root. Each manifest and the remote store have
+the identity, too. A checkpoint of another run is never loaded unless the user names it, never replaced and never
+deleted. Checkpoints without an identity belong to the root that they are in. `Ownership` decides for all places.
 
 A root that was moved or mounted elsewhere goes on as the same run. A copy of a root that is still there becomes a new
 run, with the copied steps as its own. See docs/architecture.md.
 
-- Copied. The root that the file (or, without it, the newest manifest) names is still there with the same id, and is
-  another folder: a new run, whose parent is the newest step. The copied steps belong to it, too, because a user who
-  copies a root wants to go on from it, and to have old steps deleted. An id alone would also claim what the original
-  saves later, so the file keeps the largest number of the copied commits. The new identity follows from the copied
-  file, so roles that replace it at once agree on it. If the original cannot be seen from this host, a copy cannot be
-  told from a moved root, and both have one identity.
-- The file is lost (`cp root/*` leaves it out): the newest manifest says the same, and the oldest of each run say from
-  which run it came. Once retention has deleted all steps of a run in this chain, nothing names those before it.
-- A new disk. The root is empty, and a store or the nodes have steps. They are taken over if they were saved by a root
-  of the same path, and a warning names the run, because that root may only have been moved. At another path that would
-  be a guess: a new training that names the store of an old one by mistake looks just the same. To say that it is the
-  old one, copy the store's `.run.json`.
+- Copied root. The root that the file (or, without it, the newest manifest) names is still there with the same id, and
+  is another folder. Then a new run begins, whose parent is the newest step. The copied steps belong to it, too, because
+  a user who copies a root wants to go on from it, and wants old steps to be deleted. An id alone would also claim later
+  saves of the original, so the file keeps the largest number of the copied commits. The new identity follows from the
+  copied file, so roles that replace it at once agree on it. If this host cannot see the original, a copy looks like a
+  moved root, and both have the same identity.
+- Lost file (`cp root/*` leaves it out). The newest manifest names the run, and the oldest manifest of each run names
+  the run that it came from. Once retention has deleted all steps of a run in this chain, nothing names the runs before
+  it.
+- New disk. The root is empty, and a store or the nodes have steps. If a root of the same path has saved them, they are
+  taken over, and a warning names the run, because that root may only have been moved. At another path that would be a
+  guess: a new training that names the store of an old one by mistake looks just the same. To continue the old training
+  there, copy the store's `.run.json`.
 - A store is claimed by its first upload, with a copy of `.run.json`. Two runs that claim it at once read it back, and
-  the second one stops. What it has uploaded until then has its id, so the first one leaves it alone.
+  the second one stops. Its uploads until then have its id, so the first run leaves them alone.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class RootRun:
     Attributes:
         run: the run.
         inherits: other runs whose steps were in the root when the run began, by their ids. Each has the largest commit
-            number among these steps. They belong to the run, too, and what the others have committed since does not.
+            number among these steps. These steps belong to the run, too; later commits of the other runs do not.
         reserved: for each role the largest number that commits in a store or on nodes may have, seen or not.
     """
 
@@ -75,7 +76,7 @@ def encode(known: RootRun) -> bytes:
 
 
 def decode(data: bytes) -> RootRun | None:
-    """Returns what `encode` has encoded; None if the data are damaged."""
+    """Decodes the result of `encode`; returns None if the data are damaged."""
     with suppress(fields.FieldError):
         record = fields.decode(data)
         inherits, reserved = fields.get_dict(record, "inherits"), fields.as_dict(record.get("reserved", {}), "reserved")
@@ -85,13 +86,13 @@ def decode(data: bytes) -> RootRun | None:
 
 
 def read_root_run(root: Path) -> RootRun | None:
-    """Returns the run of a root, as its file says it; None if there is no file, or a damaged one. Raises OSError."""
+    """Returns the run in a root's file; None if there is no file, or a damaged one. Raises OSError."""
     try:
         return decode(read_small(root / file_names.RUN_FILE, limits.SMALL_BYTES))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except CheckpointCorruptError as error:
-        if isinstance(error.__cause__, OSError):  # it may pass, and without a run the steps of all runs would count
+        if isinstance(error.__cause__, OSError):  # it may pass; without a run, the steps of all runs would count
             raise error.__cause__ from None
         return None
 
@@ -109,12 +110,12 @@ def is_copied(root: Path, run: Run) -> bool:
 
 @dataclass(frozen=True)
 class Ownership:
-    """Tells which checkpoints of a place belong to a root: of its own folder, of its store, or of its nodes.
+    """Decides which checkpoints belong to a root, in its own folder, in its store, or on its nodes.
 
     Attributes:
         known: the run of the root; None if it has none.
-        path: without a run, the steps that a root of this path has saved belong to it. None: all.
-        unsigned: the run to which checkpoints without identity belong; None: to the root.
+        path: if there is no run, the steps that a root of this path has saved belong to it. None: all steps.
+        unsigned: the run that owns checkpoints without identity; None: they belong to the root.
     """
 
     known: RootRun | None = None
@@ -131,7 +132,7 @@ class Ownership:
         return self.known.owns(run, _number(head))
 
     def is_of(self, run: Run | None) -> bool:
-        """True if it is known that the root has this run."""
+        """True if the root is known to have this run."""
         return run is not None and self.known is not None and self.known.run.id == run.id
 
     def check(self, folder: Path, heads: Iterable[ManifestSummary]) -> None:
@@ -145,14 +146,15 @@ class Ownership:
 
 
 def below(root: Path) -> Ownership:
-    """Returns which checkpoints below a root belong to it. All do until something has been saved. Raises OSError."""
+    """Returns which checkpoints below a root it owns. Until the first save, it owns all. Raises OSError."""
     return Ownership(read_root_run(root))
 
 
 def elsewhere(root: Path, home: Path | None = None, claimed: RootRun | None = None) -> Ownership:
-    """Returns which checkpoints in a store, or on nodes, belong to a root.
+    """Returns which checkpoints in a store, or on nodes, a root owns.
 
-    A root without identity, such as one on a new disk, takes over what was saved by a root of the same path.
+    A root without identity, such as one on a new disk, takes over the checkpoints that a root of the same path has
+    saved.
 
     Args:
         root: the root.
@@ -170,7 +172,7 @@ def elsewhere(root: Path, home: Path | None = None, claimed: RootRun | None = No
 
 
 def whose(run: Run | None) -> str:
-    """Says whose a checkpoint is that belongs to another run, and what to do."""
+    """Describes the owner of a checkpoint of another run, and what to do."""
     return (
         f"belongs to another run ({run}), so it is neither loaded nor deleted here: to load it, name its path, or its "
         "step in a store"
@@ -180,14 +182,14 @@ def whose(run: Run | None) -> str:
 def settle(
     home: Path, root: Path, heads: Collection[ManifestSummary], took_over: RootRun | None, parent: RunParent | None
 ) -> RootRun:
-    """Returns the run of a root, and writes its file, durably, if it is missing or not true any more.
+    """Returns the run of a root, and writes its file, durably, if the file is missing or out of date.
 
     Only the process that holds a role's trainer lock calls it, before its first commit.
 
     Args:
         home: the folder that has the file: the root, or one in a node's folder if nothing is saved to the root.
         root: the root.
-        heads: what the manifests in these folders say.
+        heads: the summaries of the manifests in these folders.
         took_over: the run of a store or of nodes, if the training goes on from there; None otherwise.
         parent: the step of another run that was loaded, if the training goes on from there.
 
@@ -218,7 +220,7 @@ def settle(
 def reserve(home: Path, role: str, last: int) -> None:
     """Notes that a role's commits may have numbers above the last one that is known. Raises OSError.
 
-    A later training begins above them, so that what it does not see can never be newer than its own.
+    A later training begins above them, so that checkpoints that it does not see can never be newer than its own.
     """
     known = read_root_run(home)
     if known is not None:
@@ -249,10 +251,10 @@ def _new(
 
 
 def _new_id(path: Path, root: str) -> str:
-    """Returns the id of a run that takes the place of the one in a file, or of the first one if there is no file.
+    """Returns the id of a run that replaces the run in a file, or of the first run if there is no file.
 
-    The roles of a copied root may begin at once in several programs. Each replaces the copied file, and all by the
-    same id: it follows from the file, which no other copy shares.
+    The roles of a copied root may begin at once in several programs. Each replaces the copied file, and all use the
+    same id, because it follows from the file, which no other copy shares.
     """
     try:
         stat = path.stat()
@@ -262,10 +264,10 @@ def _new_id(path: Path, root: str) -> str:
 
 
 def _named_by(heads: Iterable[ManifestSummary], path: str) -> RootRun | None:
-    """Returns what a root's file said before it was lost, as far as the manifests say it; None if none has a run.
+    """Reconstructs a root's lost file, as far as the manifests allow; None if no manifest has a run.
 
-    It is the run that was last to commit, of those that have saved to this path if there are any, with the runs that
-    it came from.
+    It names the run that committed last, among the runs that have saved to this path if there are any, and the runs
+    that it came from.
     """
     signed = [(head.run, head) for head in sorted(heads, key=_order) if head.run is not None]
     if not signed:
@@ -277,7 +279,7 @@ def _named_by(heads: Iterable[ManifestSummary], path: str) -> RootRun | None:
     came_from, id = list[ManifestSummary](), last.id
     while there := by_run.pop(id, None):
         came_from += [head for run, head in there if run.id != last.id]
-        # The oldest one says it. A training that has loaded a step of another run since then names that one, too.
+        # The oldest manifest names it. A training that has loaded a step of another run since then names that run, too.
         parent = there[0][0].parent
         id = "" if parent is None else parent.run
     return RootRun(last, _largest_numbers(came_from))

@@ -1,10 +1,10 @@
-"""Notices that the path of a root no longer leads to the folder that it led to at the start of a training.
+"""Notices if the path of a root no longer leads to the folder of the start of the training.
 
-If a disk is unmounted, the empty folder below it would be filled; something may be mounted over the root; the folder
-may be replaced; or a link to it pointed elsewhere, where this trainer has no lock. Device and inode say so. Rank 0
-looks before it opens a save and right before the rename, each rank before it writes and after, and all of them also at
-the node's folder of the fast tier. Of a root that does not exist yet, the folder above it counts. A root that was
-deleted is made again. A network file system that an automounter has mounted again is the same one.
+A disk may be unmounted, so that saves would fill the empty folder below it. Something may be mounted over the root. The
+folder may be replaced, or a link to it may lead elsewhere, where this trainer has no lock. Device and inode show each
+of these. Rank 0 looks before it opens a save and right before the rename, and each rank before and after it writes. All
+ranks also look at the node's folder of the fast tier. If the root does not exist yet, the folder above it counts. A
+root that was deleted is made again. A network file system that an automounter has mounted again counts as the same one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Folder:
     mount: Mount | None
 
     def is_same(self, other: _Folder) -> bool:
-        """True if this folder and the other are one, as far as their file system numbers its folders."""
+        """True if this folder and the other are the same, as far as their file system can show it."""
         kind, _ = self.mounted
         is_fuse = kind.startswith("fuse.")
         # A file system on a network gets another device number when it is mounted again, as an automounter does after
@@ -45,7 +45,7 @@ class _Folder:
 
 
 class SameRoot:
-    """The folder that a path leads to when this object is made. If there is none yet, it is the nearest one above.
+    """The folder that a path leads to when this object is made, or the nearest existing folder above it.
 
     Args:
         path: the folder's path, whose last part or parts need not exist.
@@ -66,7 +66,7 @@ class SameRoot:
             OSError: a folder on the path cannot be read.
         """
         for folder in (self._path, *self._path.parents):
-            # A folder that is missing is judged by the one that it was in.
+            # A missing folder is judged by the folder that it was in.
             noted, found = self._noted.get(folder), _stat(folder)
             if noted is None or found is None:
                 continue
@@ -89,7 +89,7 @@ class SameRoot:
 
 def _stat(folder: Path) -> os.stat_result | None:
     try:
-        # With the dot, which `Path` would drop, an automounter mounts what is to be there.
+        # The dot, which `Path` would drop, makes an automounter mount the folder.
         return os.stat(f"{folder}/.")
     except (FileNotFoundError, NotADirectoryError):
         return None

@@ -1,19 +1,19 @@
-"""Checks before a save that its files will fit, and foresees after its commit whether those of the next save will.
+"""Checks before a save that its files will fit, and warns after its commit if the next save will not fit.
 
-A save frees nothing before its commit: what it replaces and what is too old stay until then. So only what is free at
-its beginning counts for it.
+A save frees nothing before its commit: the checkpoint that it replaces, and old steps, stay until then. So only the
+space that is free at the beginning counts.
 
-Whether the next one will fit shows at the commit, if no step will be deleted: then it is too late for another look when
-the next save begins at once. If steps will be deleted, it shows when they are gone. That look may take long (manifests,
-and space that is freed late), so it has a thread of its own: neither saves nor deletions wait for it.
+If no step will be deleted, the commit already shows whether the next save will fit, and the next save may begin at
+once. If steps will be deleted, it shows when they are gone. That look may take long (manifests, and space that is freed
+late), so it has its own thread: neither saves nor deletions wait for it.
 
 The need of a save is the sum of all files in whole blocks, with folders, owner file, manifest and the in-line export.
-CRCs, the manifest, the headers of the export and, at a manager's first save, the tokenizer's files are not known yet,
-so it is a lower bound. Root may use reserved blocks and exceed quotas, as the kernel lets it; soft quotas count when
-their grace period is over. A deletion on another host shows only in the name of the step, and in growth of what is
-short. After a wait for deletions the save looks at its trainer lock once more, and takes the lock if the disk had been
-too full for the lock's file. A refusal looks for at most two seconds for old steps that could be deleted, because all
-ranks wait for it. If there are too many for that, it names only the command that lists them.
+It is a lower bound, because CRCs, the manifest, the headers of the export and, at a manager's first save, the
+tokenizer's files are not known yet. Root may use reserved blocks and exceed quotas, as the kernel lets it; soft quotas
+count when their grace period is over. A deletion on another host shows only in the name of the step, and in the growth
+of what was short. After a wait for deletions the save looks at its trainer lock once more, and takes the lock if the
+disk had been too full for the lock's file. A refusal looks for at most two seconds for old steps that could be deleted,
+because all ranks wait for it. If there are too many for that, it names only the command that lists them.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from mcore_ckpt.steps.work_folders import entries
 
 logger = logging.getLogger(__name__)
 
-# The least that a manifest has for each file besides its path: names of fields, digits and commas.
+# The least number of bytes that a manifest has for each file, besides its path: names of fields, digits, commas.
 _MANIFEST_BYTES_PER_FILE = 60
-# If so many saves of one role fit, nothing has to be foreseen, whatever the other roles of the step need.
+# If so many saves of one role fit, the next save of all roles will fit.
 _PLENTY_OF_SAVES = 64
 _MAY_FIT = "The file system may store the files in less space, so the save is tried"
 
@@ -68,9 +68,9 @@ class Saved:
     Attributes:
         role_dir: the role's folder.
         step: the step.
-        check: the number of the check before it, by which a newer save is noticed.
-        need: what the check counted, with files that the save has deleted since.
-        there: the steps below the root, by which a newer save of another role is noticed; None if unknown.
+        check: the number of its check. A newer save has a larger number.
+        need: the need that the check counted, with files that the save has deleted since.
+        there: the steps below the root, to notice a newer save of another role; None if unknown.
     """
 
     role_dir: Path
@@ -114,7 +114,7 @@ class SpaceWatch:
         deadline = time.monotonic() + patience_s
         self._checks, self._checked = self._checks + 1, NOTHING
         role_dir = saving.role_dir
-        with suppress(OSError):  # the system does not tell, or the folder cannot be made, which its making will show
+        with suppress(OSError):  # the system does not tell, or the folder cannot be made: that shows later
             need += _files_of_rank_0(role_dir, need)
             self._checked = need
             space = _settled_space(
@@ -136,11 +136,11 @@ class SpaceWatch:
         Args:
             role_dir: the role's folder, of the save that was checked last.
             step: its step.
-            deletes: whether retention deletes steps after this commit, or after those of the step's other roles. One
-                step frees the space of about one save, so nothing is said then.
+            deletes: whether retention deletes steps after this commit, or after the commits of the step's other roles.
+                One step frees the space of about one save, so nothing is said then.
 
         Returns:
-            What `foresee` needs when old steps have been deleted. None if it need not look.
+            The argument for `foresee`, once old steps have been deleted. None if it need not look.
         """
         saved = Saved(role_dir, step, self._checks, self._checked)
         with suppress(OSError):
@@ -161,8 +161,8 @@ class SpaceWatch:
     def foresee(self, saved: Saved) -> None:
         """Warns once if a save like a committed one will not fit. Call it when old steps have been deleted.
 
-        Returns immediately, and looks on a thread of its own. It looks only if the step is complete, and it says
-        nothing if another save begins meanwhile, because that takes space and has a check of its own.
+        Returns immediately, and looks on its own thread. It looks only if the step is complete, and it says nothing if
+        another save begins meanwhile, because that save takes space and has its own check.
         """
         self._looks.call(partial(self._foresee, saved))
 
@@ -227,12 +227,12 @@ class SpaceWatch:
         return f"'{self._prune} --dry-run' shows which steps could be deleted"
 
     def _what_prune_frees(self, look_s: float) -> str:
-        """Says what a command could delete. It names only the command if it cannot find out in time.
+        """Says what a command could delete. If that takes too long, names only the command.
 
         Args:
             look_s: how long this may take, in seconds. It takes at most OLD_STEPS_LOOK_S.
         """
-        # A look that goes on has met a file system that hangs or is slow, and another one would end no sooner.
+        # If the last look still goes on, the file system hangs or is slow, and another look would end no sooner.
         if look_s <= 0 or (self._prune_look is not None and self._prune_look.is_alive()):
             return self._prune_shows()
         found, stop = list[str](), threading.Event()
@@ -269,9 +269,9 @@ def _settled_space(
     is_deleting: Callable[[], bool],
     is_overtaken: Callable[[], bool] = lambda: False,
 ) -> DiskSpace | None:
-    """Returns the free space of a folder, as soon as it is enough or no deletion below the root can be seen any more.
+    """Returns the free space of a folder, as soon as it suffices or no deletion below the root is visible any more.
 
-    Returns None if a deletion can still be seen after `patience_s`, and as soon as `is_overtaken` is true. Raises
+    Returns None if a deletion is still visible after `patience_s`, or as soon as `is_overtaken` is true. Raises
     OSError.
     """
     began = last_growth = time.monotonic()
@@ -295,9 +295,9 @@ def _settled_space(
 
 
 def _has_grown(short: Sequence[Limit], most: dict[str, int]) -> bool:
-    """True if one of the limits leaves more than ever before. Notes in `most` what they leave.
+    """True if one of the limits leaves more than ever before. Notes in `most` how much each leaves.
 
-    Other changes are no sign of a deletion: on a shared disk others write, and delete their own files, all the time.
+    Other changes are no sign of a deletion, because on a shared disk others write and delete their own files.
     """
     grown = [limit for limit in short if limit.free > most.get(limit.name, limit.free)]
     most.update({limit.name: max(limit.free, most.get(limit.name, 0)) for limit in short})
@@ -305,7 +305,7 @@ def _has_grown(short: Sequence[Limit], most: dict[str, int]) -> bool:
 
 
 def _found_by_prune(root: Path, command: str, stop: threading.Event) -> str:
-    """Says what a command that keeps only the newest step would delete. Looks at no further step once `stop` is set."""
+    """Says what a command that keeps only the newest step would delete. Once `stop` is set, looks at no more steps."""
     statuses: Sequence[StepStatus] = ()
     with suppress(OSError):
         statuses = list_steps(root)
@@ -338,7 +338,7 @@ def _has_deleted_steps(root: Path) -> bool:
 def _is_saving(root: Path, saved: Saved) -> bool:
     """True if a save is under way, as far as the root and the folders of the last steps show it.
 
-    Also if a step was added since a save was committed: its save may have ended after the look at the free space.
+    Also true if a step was added since `saved` was committed: its save may have ended after the look at the free space.
     """
     folders = file_names.step_dirs(root)
     if saved.there is None or not folders.keys() <= saved.there:

@@ -1,6 +1,6 @@
-"""Tells how large a step is and when it was saved, from all that its manifests say about its files.
+"""Computes how large a step is and when it was saved, from the whole manifests of its roles.
 
-`listing.py` reads only the beginning of a manifest, because that of a large run takes long to read as a whole.
+`listing.py` reads only the beginning of a manifest, because reading all of a large run's manifest takes long.
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ class StepSize:
     Attributes:
         nbytes: the bytes of all files.
         created: when the last of the roles was saved (ISO 8601, UTC); empty if there is none.
-        taken: what the files of each role take on a disk with blocks of 4 KiB.
-        of_nodes: what the folder has of each role that was saved into the fast tier. Such a role has a part of its
-            files here, or all of them.
+        taken: the space that the files take on a disk with blocks of 4 KiB.
+        of_nodes: for each role that was saved into the fast tier, the files that the folder has, a part or all of them.
     """
 
     nbytes: int
@@ -59,7 +58,7 @@ def _held(role_dir: Path) -> NodeFiles | None:
 
 
 def taken_by(statuses: Iterable[StepStatus]) -> Amount:
-    """Returns what the files of all committed roles of some steps take."""
+    """Returns the space that the files of all committed roles of some steps take."""
     return sum((taken for status in statuses for taken in size_of(status).taken.values()), NO_FILES)
 
 
@@ -68,9 +67,10 @@ class StepNeed:
     """The need of a save of the same files as a step.
 
     Attributes:
-        kept: its files, with the step's folder and an owner file. A role's owner file is gone when the next role saves.
-        passing: about how many bytes a role writes besides, and deletes again before its commit, at most: the tensors
-            of a model that is kept only in HuggingFace's form (`hf_model` without `model`).
+        kept: the need of its files, the step's folder and an owner file. A role's owner file is gone when the next role
+            saves.
+        passing: about how many bytes a role, at most, writes in addition and deletes again before its commit: the
+            tensors of a model that is kept only in HuggingFace's form (`hf_model` without `model`).
     """
 
     kept: Need
@@ -117,7 +117,7 @@ def _size_of_role(role_dir: Path) -> _RoleSize | None:
 
 @lru_cache(maxsize=16384)
 def _read_size(role_dir: Path, mtime_ns: int, size: int, inode: int) -> _RoleSize:
-    """Reads a manifest, and remembers what it says for as long as the file is the same."""
+    """Reads a manifest, and remembers its sizes as long as the file stays the same."""
     manifest = read_manifest(role_dir)
     files = Need.of([(file_names.MANIFEST_FILE, size), *((file.path, file.size) for file in manifest.files)])
     taken = DiskSpace((), block=4096).taken_by(files)

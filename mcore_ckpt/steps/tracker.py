@@ -42,7 +42,7 @@ def update_tracker(root: Path, committed: int | None = None, seen: Path | None =
     """
     last = None
     for _ in range(_TRACKER_LOOKS):
-        # At each save, a look at all steps that there ever were would take too long.
+        # A look at all steps at each save would take too long.
         last = newest(list_steps(root)) if committed is None else newest_complete(root, seen=seen, committed=committed)
         if last is None or read_tracker(root) == last.step:
             break
@@ -64,7 +64,7 @@ def move_tracker(root: Path, committed: int | None = None, seen: Path | None = N
 
 
 def warn_if_tracker_differs(root: Path, tried: Sequence[Weighed]) -> None:
-    """Logs a warning if the step that is loaded is in the root, and the tracker names another one. Raises nothing.
+    """Logs a warning if the loaded step is in the root, and the tracker names another step. Raises nothing.
 
     Args:
         root: the folder of the steps.

@@ -5,13 +5,13 @@ Another trainer takes the lock over if it knows that the process is dead, or if 
 TRAINER_LEASE_S seconds (TORN_LEASE_S if the file is damaged) and the file has not changed. The other trainer measures
 this time with its own monotonic clock, so the clocks of two hosts are never compared.
 
-With each takeover the number in the file (`generation`) grows. Who was taken for dead and comes back finds a larger
-number than its own right before it would put a checkpoint in place.
+With each takeover the number in the file (`generation`) grows. A trainer that was taken for dead and comes back finds a
+larger number than its own right before it would put a checkpoint in place.
 
-The watch begins when the manager is made, so a job that is started again on other hosts mostly does not wait. At most,
-a save waits half its `timeout_s` and then raises `LockedError`. A file of an older version has no random number: a
-process of this pid and start is taken for the holder. Managers of one role in one process are one trainer, also if an
-earlier one was never closed.
+The watch begins when the manager is made, so a job that is started again on other hosts mostly does not wait. A save
+waits at most half its `timeout_s` and then raises `LockedError`. A file of an older version has no random number, so a
+process with its pid and start time counts as the holder. All managers of one role in one process are one trainer, even
+if an earlier one was never closed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _LOOK_S = 0.5
 TRAINER_BEAT_S = 15.0
 TRAINER_LEASE_S = 120.0
 
-# Stands in the lock files of tools.
+# Marks the lock files of tools.
 _TOOL = "mcore_ckpt tool"
 
 _TRAINERS_ADVICE = (
@@ -57,9 +57,9 @@ _TRAINERS_ADVICE = (
 _BESIDE_TOOL = "It is a tool that writes a step: wait until it has ended"
 _TOOLS_ADVICE = "A tool does not write beside it: wait until it has ended, or name another folder to write to"
 
-# The same for a damaged file. A power loss leaves one, because the file is not synced. No trainer touches it, and one
-# that is just writing it (`claim_file`, on a file system without hard links) needs a moment, not minutes. If it were
-# slower than this, it would notice the loss before it commits.
+# The same for a damaged file, which a power loss leaves because the file is not synced. No trainer touches a damaged
+# file, and a trainer that is just writing the file (`claim_file`, on a file system without hard links) needs a moment,
+# not minutes. If it were slower than this, it would notice the loss before it commits.
 TORN_LEASE_S = 5.0
 
 
@@ -151,7 +151,7 @@ class TrainerLock:
             CommitError: the root is not the same folder any more (`check_root`).
             OSError: the lock file cannot be written.
         """
-        # Before anything is made: if the root's file system is gone, an empty folder is in its place.
+        # Check before making anything: if the root's file system is gone, an empty folder is in its place.
         self.check_root()
         with _mutex:
             hold = _holds.get(self._path)
@@ -276,7 +276,7 @@ class ToolLocks:
     It also excludes trainers of other roles, whose retention would judge the new step. Tools that write other roles may
     run at the same time.
 
-    A root that has to be made gets `mode`, less what the umask takes.
+    A root that has to be made gets `mode`, restricted by the umask.
 
     Raises:
         LockedError: a trainer saves below the root, or another tool writes one of the roles.
@@ -318,7 +318,7 @@ class ToolLocks:
             try:
                 claim = read_claim(self._root / name)
             except PermissionError:
-                yield role  # taking it says whose it is
+                yield role  # the attempt to take its lock reports the holder
                 continue
             if claim is not None and not claim.is_of_tool:
                 yield role
@@ -378,7 +378,7 @@ _holds: dict[Path, _Hold] = {}
 
 
 def _forget_in_child() -> None:
-    """A forked child does not hold the locks of its parent, and another thread may have been at them."""
+    """Drops the parent's locks in a forked child, where another thread may have been using them."""
     global _mutex
     _mutex = threading.Lock()
     _holds.clear()

@@ -15,7 +15,7 @@ from mcore_ckpt.steps.trainer_lock import Claim, read_claim
 
 
 class TrainerWatch:
-    """Watches the lock files of the trainers of a root, from the moment when it is made.
+    """Watches the lock files of a root's trainers, beginning when this object is made.
 
     Args:
         root: the folder of the steps. If it cannot be read, no trainer is seen.
@@ -40,7 +40,7 @@ class TrainerWatch:
         }
 
     def lives(self) -> dict[str, Life]:
-        """Returns of each role that has a lock file whether its trainer is alive."""
+        """Returns, for each role that has a lock file, whether its trainer is alive."""
         return {role: self._life(role) for role in _locked_roles(self._root)}
 
     def _life(self, role: str) -> Life:
@@ -55,7 +55,7 @@ class TrainerWatch:
             return life
         if claim != self._first.setdefault(role, claim):
             return Life.ALIVE
-        # A beat may come late, so a trainer that cannot be seen is given the time of two.
+        # A touch of the file may come late, so a trainer that cannot be seen gets the time of two touches.
         waited = time.monotonic() - self._began
         return Life.UNKNOWN if waited < 2 * trainer_lock.TRAINER_BEAT_S else Life.DEAD
 

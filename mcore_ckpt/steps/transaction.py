@@ -36,7 +36,7 @@ class Attempt:
         number: its id (`commit.new_attempt`).
         staging: the folder that ranks write into.
         role_dir: the role's folder, where the checkpoint is after the commit.
-        is_late: true if the disk had not answered when the trainer went on. Then `await_opening` comes next.
+        is_late: true if the trainer went on before the disk had answered. Then `await_opening` must be called next.
         opening: makes the staging folder meanwhile, on rank 0.
     """
 
@@ -73,7 +73,7 @@ def open_together(
         number: the id of the save, on all ranks; None for a new one. With it, a rank may skip the round.
         folder_mode: returns, on rank 0, the mode of new folders, as in `commit.open_staging`.
         patience_s: for how long one call to the file system may hold up the ranks, in seconds. Then they go on without
-            the folder, which is made meanwhile. An error of it is raised by `await_opening`.
+            the folder, which is made meanwhile. `await_opening` raises the error if that fails.
 
     Raises:
         BusyError: an earlier save is still under way on some rank.
@@ -227,7 +227,7 @@ def commit_together(
         # a rank that failed in `open_together` while the others did not misses this round and would count one less.
         decide(agreement, topic, lambda: write(attempt.staging), combine, CommitError, act, name=attempt.number)
     except HungDiskError:
-        raise  # a look at the disk would hang, too
+        raise  # looking at the disk would hang, too
     except BaseException as error:
         # Rank 0 may have renamed the folder and then died, or announced the rename too late for this rank. So look at
         # the disk to see whether the checkpoint is committed.

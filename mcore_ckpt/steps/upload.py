@@ -3,10 +3,11 @@
 While a file is sent, its CRC is compared with the manifest. After the file has arrived, the checksum of the sent bytes
 is compared with the store's.
 
-A file whose CRC is not the manifest's is withdrawn before it is complete. Then the store's size is compared, and its
-ETag or MD5, if it tells one. Where that is no MD5 (encryption, other stores), the file is read back. The bytes are read
-once, in parts of 16 MiB, and memory is some parts for each of four files. Before the manifest goes, one listing must
-show all files, because the store may have been tidied up while this process was stopped.
+A file whose CRC differs from the manifest's is withdrawn before it is complete. Otherwise the size in the store is
+compared, and the ETag or MD5 if the store tells one. If the ETag is no MD5 (encryption, other stores), the file is read
+back. Local bytes are read once, in parts of 16 MiB; memory holds a few parts for each of four files. Before the
+manifest is sent, one listing must show all files, because the store may have been tidied up while this process was
+suspended.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class Upload:
     def run(self) -> None:
         """Uploads the checkpoint. Returns when the whole checkpoint is in the store.
 
-        It first looks whether all files are here, and sends nothing if they are not.
+        It first checks that all files are here, and sends nothing if one is missing.
 
         Raises:
             RemoteError: the store failed after all retries, has too little space, or `stop` was set.
@@ -191,7 +192,7 @@ class Upload:
 
 
 def shortage_of(store: Store, need: Need, overwritten: Need = NOTHING) -> str | None:
-    """Says what is needed and what is free if files do not fit into a store; None if they may, or if nobody knows.
+    """Says how much is needed and free if files do not fit into a store; None if they may fit, or nobody knows.
 
     `overwritten` are files that are already in the store and that the new ones replace.
     """
@@ -245,7 +246,7 @@ class SentBytes:
             self._whole.update(part)
 
     def is_what_came(self, info: Mapping[str, Any]) -> bool:
-        """True if the store's checksum (an ETag or an MD5) equals that of the sent bytes. False if there is none."""
+        """True if the store's checksum (an ETag or an MD5) equals the sent bytes' checksum. False if it has none."""
         if self._whole is not None:
             return info.get("md5Hash") == base64.b64encode(self._whole.digest()).decode()
         match = _ETAG.fullmatch(str(info.get("ETag")))

@@ -1,4 +1,4 @@
-"""Finds the hidden folders beside checkpoints, and checks whether a living process still needs them.
+"""Finds the hidden folders next to checkpoints, and checks whether a living process still needs them.
 
 There are five kinds: a *staging* folder that ranks write into, a *replaced* checkpoint that was moved aside, an
 *uploading* mark that prevents the deletion of a step, a *deleted* step whose files are being removed, and the *trial*
@@ -20,8 +20,8 @@ from mcore_ckpt.io.files import new_folder
 from mcore_ckpt.io.threads import results_of
 from mcore_ckpt.steps.owner import Life, life_of, write_owner
 
-# A doctor works for minutes, and all the while makes files and folders in its trial folder. A trial folder in which
-# nothing was made for so long (seconds) is a leftover, wherever its owner is.
+# A doctor works for minutes, and keeps making files and folders in its trial folder. A trial folder in which nothing
+# was made for this long (seconds) is a leftover, on whatever host its owner was.
 TRIAL_LASTS_S = 24 * 3600.0
 
 
@@ -48,7 +48,7 @@ def own_steps(root: Path) -> list[Path]:
 def work_folders(root: Path) -> list[tuple[Path, file_names.RoleWorkDir]]:
     """Returns the staging, replaced and uploading folders of all steps, each with its parsed name.
 
-    They are in the step's folder, or beside it if the step's folder is also the folder of its only role.
+    They are in the step's folder, or next to it if the step's folder is also the folder of its only role.
     """
     found = [entry for of in results_of([root, *own_steps(root)], entries, tuning.LOOK_THREADS) for entry in of]
     parsed = [(entry, work) for entry in found if (work := file_names.parse_work_dir(entry.name)) is not None]
@@ -58,7 +58,7 @@ def work_folders(root: Path) -> list[tuple[Path, file_names.RoleWorkDir]]:
 
 
 def replaced_checkpoints(folder: Path) -> list[Path]:
-    """Returns the checkpoints that saves to a folder have replaced and not removed. They are beside the folder."""
+    """Returns the checkpoints, next to a folder, that saves to the folder have replaced and not removed."""
     found = [(entry, file_names.parse_work_dir(entry.name)) for entry in entries(folder.parent)]
     return [
         entry for entry, work in found if work is not None and (work.role, work.purpose) == (folder.name, "replaced")
@@ -68,23 +68,24 @@ def replaced_checkpoints(folder: Path) -> list[Path]:
 def is_leftover(folder: Path, alone: bool) -> bool:
     """Returns True if the process that made the folder is dead.
 
-    If nobody can see that, because the owner is unknown, on another host or hidden, it returns `alone`. That must be
-    true only if this process holds the role's trainer lock, because then no other process can still be saving the role.
+    If this process cannot see that, because the owner is unknown, on another host or hidden, it returns `alone`.
+    `alone` may be true only if this process holds the role's trainer lock, because then no other process can still be
+    saving the role.
     """
     life = life_of(folder)
     return alone if life in (None, Life.UNKNOWN) else life is Life.DEAD
 
 
 def is_deleted_for_good(deleted: Path, alone: bool) -> bool:
-    """True if no process can still put the deleted step back. `alone` has the same meaning as in `is_leftover`."""
+    """True if no process can put the deleted step back any more. `alone` is as in `is_leftover`."""
     return life_of(deleted) is None or is_leftover(deleted, alone)
 
 
 def is_dead_trial(trial: Path, by_age: bool) -> bool:
     """Returns True if the doctor that made a trial folder is dead.
 
-    No lock says that no doctor is alive, and one on another host cannot be seen. So if nobody can see whether the owner
-    is alive, the folder's age decides.
+    No lock shows whether a doctor is alive, and a doctor on another host cannot be seen. In that case the folder's age
+    decides.
 
     Args:
         trial: the trial folder.
@@ -98,8 +99,8 @@ def is_dead_trial(trial: Path, by_age: bool) -> bool:
 
 def _age_s(trial: Path) -> float:
     """Returns how long ago something was made in a trial folder, in seconds; 0 if that cannot be found out."""
-    # Only the file system's own clock has set the folder's time, so only a new folder shows how late it is by that
-    # clock. If this process dies here, the new folder is an empty trial folder, which is removed like any other.
+    # The file system's own clock has set the folder's time, so only a new folder shows the present time of that clock.
+    # If this process dies here, the new folder is an empty trial folder, which is removed like any other.
     now = file_names.trial_dir(trial.parent, uuid.uuid4().hex)
     try:
         new_folder(now)
@@ -116,7 +117,7 @@ def is_in_use(folder: Path, step_path: Path) -> bool:
 
     Args:
         folder: the folder where the step is now.
-        step_path: the step's usual folder. If it is also the folder of a role, the role's work folders are beside it.
+        step_path: the step's usual folder. If it is also the folder of a role, the role's work folders are next to it.
     """
     for entry in [*entries(folder), *entries(step_path.parent)]:
         work = file_names.parse_work_dir(entry.name)

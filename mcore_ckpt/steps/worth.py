@@ -1,8 +1,9 @@
-"""Says what a step is worth: whole, claimed by its manifests alone, or partial.
+"""Determines what a step is worth: whole, claimed only by its manifests, or partial.
 
-A manifest is written last, so a step that has all manifests was whole once. Whether it still is, only a look at its
-files shows: an interrupted copy brings the manifest before the files in subfolders, and a deletion may leave it.
-Whoever loads, deletes, uploads or shows steps asks this module, of steps below a root, on a node, and in a store.
+A manifest is written last, so a step that has all manifests was whole once. Only a look at its files shows whether it
+still is: an interrupted copy may have the manifest but not yet the files in subfolders, and an interrupted deletion may
+leave the manifest. All code that loads, deletes, uploads or shows steps uses this module, for steps below a root, on
+nodes and in a store.
 
 The look takes one listing of each folder and the sizes of the files. It reads no file but the manifest.
 """
@@ -27,11 +28,11 @@ from mcore_ckpt.steps.branches import StepCommit, commit_of
 
 # How many files a message names.
 _NAMED = 3
-# What a message adds if the files that are here are those of one node.
+# A message adds this if the files that are here belong to one node.
 _PART = (
     "; what is here is one node's part of a checkpoint: put the folders of all nodes together with `mcore-ckpt collect`"
 )
-# How often a checkpoint is looked at that is replaced or moved each time.
+# How often to look at a checkpoint that is replaced or moved during each look.
 _LOOKS = 3
 
 
@@ -45,7 +46,7 @@ class Worth(Enum):
 
 @dataclass(frozen=True)
 class Lack:
-    """What a role's checkpoint lacks of what its manifest lists.
+    """The files that a role's checkpoint lacks, compared with its manifest.
 
     Attributes:
         place: the role's folder, or its URL in a remote store.
@@ -85,7 +86,7 @@ class Weighed:
 
     @property
     def where(self) -> Path | str:
-        """What messages call the step."""
+        """The name of the step in messages."""
         return file_names.step_name(self.step)
 
     @property
@@ -95,17 +96,17 @@ class Weighed:
 
     @cached_property
     def commit(self) -> StepCommit:
-        """The place of the step among all commits: that of its committed roles (`heads`)."""
+        """The place of the step among all commits, by its committed roles (`heads`)."""
         return commit_of(self.step, (head.commit for head in self.heads))
 
     @property
     def claims(self) -> Sequence[ManifestSummary]:
-        """What all its manifests say, including those of attempts whose place another one has taken."""
+        """The summaries of all its manifests, including those of replaced attempts."""
         return self.heads
 
     @property
     def given_up(self) -> frozenset[str]:
-        """The roles of a branch that another role of the step has given up: it has saved the step again, and they not.
+        """The roles of a branch that another role has given up: they have not saved the step again, but it has.
 
         A role without a number, such as one of plain files, tells nothing.
         """
@@ -114,7 +115,7 @@ class Weighed:
 
     @cached_property
     def missing(self) -> frozenset[str]:
-        """The roles that the step consists of, and that still have to commit to it, or to do so again."""
+        """The declared roles that still have to commit to the step, or to commit to it again."""
         return self.declared - self.committed | self.given_up
 
     def why_missing(self, verb: str) -> str:
@@ -126,7 +127,7 @@ class Weighed:
 
     @property
     def is_claimed(self) -> bool:
-        """True if all roles that the step consists of have a manifest, of one branch. It looks at no other files."""
+        """True if all declared roles have a manifest, and all of one branch. It looks at no other files."""
         return bool(self.committed) and not self.missing
 
     @property
@@ -148,13 +149,13 @@ def look_at_all(steps: Iterable[Weighed]) -> None:
 
 
 def lack_of(role_dir: Path, find_again: Callable[[], Path] | None = None, in_node_folder: bool = False) -> Lack | None:
-    """Looks whether a role's checkpoint has the files that its manifest lists. Returns None if nothing is missing.
+    """Finds the files that a role's manifest lists and that are missing or cut. Returns None if there are none.
 
     Args:
         role_dir: the role's folder.
         find_again: returns the role's folder if a save has replaced or moved it during the look.
-        in_node_folder: True in a node's folder of the fast tier, where other nodes have other files by design. It lacks
-            something if not even the files that one of the nodes has written are here.
+        in_node_folder: True in a node's folder of the fast tier, where other nodes have other files by design.
+            Something is missing only if no node's own files are all here.
 
     Raises OSError: a folder cannot be listed because of an error that may be temporary.
     """
@@ -201,7 +202,7 @@ def compare(place: Path | str, wanted: Mapping[str, int], there: Mapping[str, in
     Args:
         place: the role's folder, or its URL.
         wanted: the sizes by path, according to the manifest.
-        there: the sizes by path, as a listing shows them. Other files do not matter.
+        there: the sizes by path, as a listing shows them. Other files are ignored.
     """
     wrong = [path for path, size in wanted.items() if there.get(path) != size]
     if not wrong:
@@ -214,7 +215,7 @@ def compare(place: Path | str, wanted: Mapping[str, int], there: Mapping[str, in
 
 
 def _has_part_of_a_node(manifest: Manifest, lack: Lack) -> bool:
-    """True if the manifest is of the fast tier, and all files are here that one of the nodes has written."""
+    """True if the manifest is of the fast tier, and all files that one of the nodes has written are here."""
     if manifest.placement is None:
         return False
     wrong = set(lack.paths)
