@@ -1,7 +1,8 @@
 """Turns a trainer's objects (model, optimizer, random state, scheduler) into named shards, and back.
 
-Integrations use the public names: `to_stored` copies what a trainer hands over into values that are safe to open,
-`from_stored` makes it again, and `read_rng` and `write_rng` read and set this rank's random number generators.
+Integrations use the public names: `to_stored` copies a trainer's values into values that are safe to open,
+`from_stored` makes the original values again, and `read_rng` and `write_rng` read and set this rank's random number
+generators.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from mcore_ckpt.state.shards import LocalShard
 def own_adapters(chunks: Sequence[torch.nn.Module]) -> list[Record]:
     """Returns the settings of this rank's adapters as JSON values, each only once.
 
-    A pipeline stage may have none. `adapter_settings` puts together what the ranks have.
+    A pipeline stage may have none. `adapter_settings` joins the settings of all ranks.
     """
     found = {settings: None for chunk in chunks for settings in _read(chunk)}
     return [asdict(settings) for settings in found]
@@ -29,7 +29,7 @@ def own_trained(shards: Sequence[LocalShard]) -> list[str]:
     """Returns the names of this rank's parameters that are trained although others are frozen."""
     parameters = [s for s in shards if s.key.kind == MODEL and not s.is_buffer and not is_adapter(s.key.name)]
     trained = [shard.key.name for shard in parameters if not shard.is_frozen]
-    # Without adapters, all of a large model is trained, and nobody asks which.
+    # Without adapters, all parameters of a large model are trained, and nobody needs the list.
     is_adapted = any(is_adapter(shard.key.name) for shard in shards)
     return trained if is_adapted or len(trained) < len(parameters) else []
 
@@ -39,7 +39,7 @@ def adapter_settings(
 ) -> AdapterSettings | None:
     """Returns the settings of all adapters, from the `own_adapters` of the ranks. Returns None if there are none.
 
-    `trained` are the names of what is trained beside them.
+    `trained` has the names of the parameters that are trained in addition to them.
 
     Raises:
         UnsupportedError: adapters have different settings.

@@ -26,7 +26,7 @@ def write_common(
     """
     parts = list(zip(optimizer_parts(optimizer), saved, strict=True))
     numbers = [number for part, state in parts for number in state.numbers or [None] * len(part.param_groups)]
-    # The scheduler is loaded first, because it sets the rates of the groups before it has read all its fields.
+    # Load the scheduler first, because it sets the rates of the groups before it has read all its fields.
     write_scheduler(lr_scheduler, schedule, GroupOrder(numbers, groups) if groups else None)
     option = schedules_of(lr_scheduler, schedule).option
     for part, state in parts:

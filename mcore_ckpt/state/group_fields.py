@@ -1,4 +1,4 @@
-"""The fields of param groups: which of them tell groups apart, and whose value counts after a load.
+"""The fields of param groups: which fields distinguish groups, and whose value counts after a load.
 
 `FIELDS` is the one list of them. The table in `docs/how_to/resume.md` has the same rows.
 """
@@ -12,15 +12,15 @@ from typing import Any, Literal
 import torch
 
 Rule = Literal["schedule", "optimizer", "rate", "class", "mark", "structure"]
-"""Whose value counts after a load, and whether groups are told apart by it:
+"""Whose value counts after a load, and whether the field distinguishes groups:
 
-- "schedule": what an LR scheduler reads. The value follows the scheduler's option (`Option`). Tells groups apart.
-- "structure": as "schedule", and groups that differ in it are never taken for each other, unless they have the same
-  parameters.
-- "rate": what an LR scheduler computes. The value follows the option, and changes at every step.
-- "optimizer": the checkpoint's value counts, because moments belong to it. Tells groups apart if both groups have it.
-- "class": the run's value counts, because it says how a class of optimizer works.
-- "mark": the run's value counts, because it only says of which layout or version the group is.
+- "schedule": an LR scheduler reads it. Whose value counts follows the scheduler's option (`Option`). Distinguishes
+  groups.
+- "structure": as "schedule", and groups that differ in it are never counterparts, unless they have the same parameters.
+- "rate": an LR scheduler computes it. Whose value counts follows the option. It changes at every step.
+- "optimizer": the checkpoint's value counts, because moments belong to it. Distinguishes groups if both have it.
+- "class": the run's value counts, because the field controls how a class of optimizer works.
+- "mark": the run's value counts, because the field only marks the layout or version of the group.
 """
 
 Option = Literal["run", "checkpoint", "equal"]
@@ -34,7 +34,7 @@ class GroupField:
 
     Attributes:
         rule: see `Rule`.
-        default: what a group that lacks the field has; None if the field then has no value of its own.
+        default: the value in a group that lacks the field; None if it then has no value.
         meaning: for the documentation.
     """
 
@@ -43,7 +43,7 @@ class GroupField:
     meaning: str = ""
 
 
-# Fields that are not here follow the rule of _OTHER: settings of a kind of optimizer, and of a user's own class.
+# Fields that are not listed follow the rule of _OTHER: settings of a kind of optimizer, or of a user's own class.
 FIELDS: dict[str, GroupField] = {
     "wd_mult": GroupField("structure", 1.0, "factor of the weight decay"),
     "lr_mult": GroupField("structure", 1.0, "factor of the learning rate (until megatron-core 0.15)"),
@@ -59,7 +59,7 @@ FIELDS: dict[str, GroupField] = {
     "eps": GroupField("optimizer", None, "Adam's epsilon"),
     "momentum": GroupField("optimizer", None, "of Muon and SGD"),
     "is_expert_parallel": GroupField("mark", False, "whether the parameters are experts"),
-    # Such a group has a `max_lr` of its own. Since 0.16 the mark is False even so.
+    # Such a group has its own `max_lr`. Since 0.16 the mark is False nevertheless.
     "is_decoupled_lr": GroupField("mark", False, "whether the group has `decoupled_lr` (until 0.15)"),
     "amsgrad": GroupField("class"),
     "bias_correction": GroupField("class"),
@@ -73,9 +73,9 @@ FIELDS: dict[str, GroupField] = {
 _OTHER = GroupField("optimizer")
 EXPERTS = "is_expert_parallel"
 _MARKS = tuple(name for name, field in FIELDS.items() if field.rule == "mark")
-# The fields of a param group that say how a class of optimizer works, and not what it computes in megatron's trainings.
+# Fields of a param group that control how a class of optimizer works, but not what it computes in megatron's trainings.
 IMPLEMENTATION = tuple(name for name, field in FIELDS.items() if field.rule == "class")
-# The run's values of these count, and tell nothing apart.
+# The run's values of these fields count, and they do not distinguish groups.
 _OF_RUN: tuple[Rule, ...] = ("class", "mark")
 # NeMo prefixes some fields with this.
 _PREFIX = "pre_"
@@ -85,18 +85,18 @@ Group = Mapping[str, Any]
 
 
 def name_of(key: str) -> str:
-    """Returns the name of a field in FIELDS. NeMo spells some with a prefix."""
+    """Returns the name that a field has in FIELDS. NeMo spells some fields with a prefix."""
     bare = key.removeprefix(_PREFIX)
     return bare if bare in FIELDS else key
 
 
 def field_of(key: str) -> GroupField:
-    """Returns what is known of a field of a group."""
+    """Returns the description of a field of a group."""
     return FIELDS.get(name_of(key), _OTHER)
 
 
 def settings(group: Group) -> dict[str, Any]:
-    """Returns what is compared of a group as JSON values: all fields but what each run has in its own way.
+    """Returns the fields of a group that are compared, as JSON values: all but those that are particular to each run.
 
     Fields that a group lacks, or has as None, have their defaults.
     """
@@ -108,7 +108,7 @@ def settings(group: Group) -> dict[str, Any]:
 
 
 def is_of_experts(group: Group) -> bool:
-    """Returns True if megatron keeps the group's parameters, which are experts, apart from the others."""
+    """Returns True if the group has experts, which megatron keeps apart from other parameters."""
     return marks(group)[EXPERTS]
 
 
@@ -127,15 +127,15 @@ def _comparable(value: Any) -> Any:
 
 
 def are_same(one: Any, other: Any) -> bool:
-    """Returns True if two settings are the same: 0 and 0.0 are, and a NaN equals itself."""
+    """Returns True if two settings are the same. 0 and 0.0 are the same, and a NaN equals itself."""
     return one == other or str(one) == str(other)
 
 
 def differing(one: Group, other: Group, rules: tuple[Rule, ...]) -> list[str]:
-    """Returns the fields of these rules in which the settings of two groups differ.
+    """Returns the fields with one of these rules in which the settings of two groups differ.
 
-    A setting of the optimizer, or `default_config`, does not differ if only one of the groups has it, because other
-    versions and classes have other ones.
+    A setting of the optimizer, or `default_config`, does not differ if only one of the groups has it, because versions
+    and classes have different fields.
     """
     return [
         name
@@ -147,7 +147,7 @@ def differing(one: Group, other: Group, rules: tuple[Rule, ...]) -> list[str]:
 
 
 def write_group(group: dict[str, Any], saved: Group, option: Option, own_fields: tuple[str, ...]) -> None:
-    """Sets the fields of a live group to those of a saved group for which the saved value counts."""
+    """Copies the fields whose saved value counts from a saved group to a live group."""
     for key, value in saved.items():
         field = field_of(key)
         is_of_run = field.rule in _OF_RUN or (option == "run" and field.rule != "optimizer")
@@ -176,7 +176,7 @@ def _set(group: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _set_default(group: dict[str, Any], key: str) -> None:
-    """Sets a field that the saved group does not have. Without a value, the scheduler's counts, as at the save."""
+    """Sets a field that the saved group lacks. Without a value, the scheduler's value counts, as it did at the save."""
     field = field_of(key)
     if field.default is not None:
         group[key] = field.default
@@ -185,7 +185,7 @@ def _set_default(group: dict[str, Any], key: str) -> None:
 
 
 def replaced(live: Group, saved: Group, option: Option) -> Iterator[str]:
-    """Yields what the checkpoint sets otherwise than the run asked for. Both are settings."""
+    """Yields descriptions of the settings in which the checkpoint overrides the run's choice."""
     rules: tuple[Rule, ...] = ("optimizer",) if option == "run" else ("optimizer", "schedule", "structure")
     for name in differing(live, saved, rules):
         if name in live:

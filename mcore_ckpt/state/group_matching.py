@@ -1,8 +1,8 @@
-"""Finds the saved counterpart of each live param group: by the names of its members, else by all that tells it apart.
+"""Finds the saved counterpart of each live param group, by the names of its members or else by its settings.
 
-Nothing here is guessed. Megatron sorts groups by their settings (`_get_param_groups`, 0.16 to 0.19), so a group's place
-in the list means nothing. Groups that have the same parameters are the same, whatever else has changed. If groups were
-divided or merged, or no names are stored, settings decide, and what they leave open stays open.
+The module never guesses. Megatron sorts groups by their settings (`_get_param_groups`, 0.16 to 0.19), so a group's
+place in the list means nothing. Groups with the same parameters are the same, whatever else has changed. If groups were
+divided or merged, or no names are stored, settings decide. If settings leave the choice open, no counterpart is chosen.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class LiveGroup:
     """A param group of the run.
 
     Attributes:
-        key: what the group has in all ranks' reports.
+        key: the group's key in the reports of all ranks.
         settings: its settings (`group_fields.settings`).
-        is_of_experts: whether megatron keeps its parameters apart, as experts.
+        is_of_experts: whether its parameters are experts, which megatron keeps apart.
         found_in: the numbers of the saved groups that have some of its members.
-        has_members: whether any rank has members of it. Groups without any have no effect.
+        has_members: whether any rank has members of it. A group without members has no effect.
         member: the name of one of its members; empty if none is known.
     """
 
@@ -54,7 +54,7 @@ class LiveGroup:
     member: str = ""
 
     def describe(self) -> str:
-        """Names the group by what a user can set, and by a member."""
+        """Names the group by the fields that a user can set, and by a member."""
         whose = f"of {self.member}" if self.member else "without known members"
         return f"{whose} ({_shown(self.settings)})"
 
@@ -88,7 +88,7 @@ def _shown(known: Group) -> str:
 
 
 def live_groups(groups: Iterable[Group]) -> list[LiveGroup]:
-    """Returns what is known of live groups without their members.
+    """Describes live groups without their members.
 
     All ranks give a group the same key, although some make their lists in another order (ms-swift).
     """
@@ -113,10 +113,10 @@ def match(live: Sequence[LiveGroup], saved: Sequence[SavedGroup], by_members: bo
     Args:
         live: the groups of one optimizer of the run, from all ranks.
         saved: the groups of the checkpoint that may be counterparts.
-        by_members: whether the checkpoint says which parameters were in its groups.
+        by_members: whether the checkpoint stores which parameters were in its groups.
 
     Raises:
-        CheckpointMismatchError: the checkpoint does not say so, and the settings leave open which group is which.
+        CheckpointMismatchError: the checkpoint does not store members, and the settings leave the choice open.
     """
     claims = Counter(number for group in live for number in group.found_in)
     found: dict[str, int | None] = {}
@@ -128,7 +128,7 @@ def match(live: Sequence[LiveGroup], saved: Sequence[SavedGroup], by_members: bo
             rest.append(group)
     if by_members:
         choices = _by_settings([group for group in rest if group.has_members], saved, within_members=True)
-        # Groups without members on any rank have no claim.
+        # Groups without members on any rank claim no counterpart.
         for group in (group for group in rest if not group.has_members):
             choices |= _by_settings([group], saved, within_members=False)
         return found | {key: choice.number for key, choice in choices.items()}
@@ -143,7 +143,7 @@ class _Choice:
 
     Attributes:
         number: its number, or None.
-        is_exact: whether their schedules are the same. Settings of the optimizer are the checkpoint's in any case.
+        is_exact: whether both have the same schedule. Settings of the optimizer always come from the checkpoint.
         open: the saved groups among which the settings leave the choice open.
     """
 
@@ -166,7 +166,7 @@ def _choose(group: LiveGroup, candidates: Sequence[SavedGroup]) -> _Choice:
     exact = [each for each in alike if not differing(group.settings, each.settings, _ALL)]
     left = exact or alike
     if not _all_equal(left):
-        # By all in which they differ, even the rates that they had at the save.
+        # Compare all fields in which the candidates differ, even their rates at the save.
         rules = [name for name in _names_differing(left) if field_of(name).rule in _ALL_AND_RATES]
         same = [
             each for each in left if not {*rules}.intersection(differing(group.settings, each.settings, _ALL_AND_RATES))
@@ -186,7 +186,7 @@ def _choose(group: LiveGroup, candidates: Sequence[SavedGroup]) -> _Choice:
 def _without_rivals(
     group: LiveGroup, choices: Mapping[str, _Choice], live: Sequence[LiveGroup], saved: Mapping[int, SavedGroup]
 ) -> _Choice:
-    """Returns the choice of a group; no number if a group with other settings has the better claim, or the same one."""
+    """Returns the choice of a group, without a number if another group has an equal or better claim to it."""
     own = choices[group.key]
     if own.number is None or own.is_exact:
         return own
@@ -208,7 +208,7 @@ def _refuse_open(live: Sequence[LiveGroup], saved: Sequence[SavedGroup], choices
     unclaimed = tuple(each for each in saved if not any(_all_equal([each, other]) for other in taken))
     for group in live:
         choice = choices[group.key]
-        # A group is new only if each saved group has gone on as another one.
+        # A group is new only if each saved group has another counterpart.
         if choice.number is None and (unclaimed or not saved):
             raise CheckpointMismatchError(_unmatched(group, saved, choice.open))
 
@@ -228,7 +228,8 @@ def settings_of_moments(
 ) -> dict[str, int]:
     """Returns, for groups without a counterpart, a saved group whose settings of the optimizer count, by key.
 
-    With these, the moments of its members were made. There is none if members come from groups with different ones.
+    The moments of its members were made with these settings. There is no such group if members come from groups with
+    different settings.
     """
     return {
         group.key: min(group.found_in)
@@ -266,13 +267,13 @@ def check_equal(
     """Refuses groups whose schedule has changed, as megatron's scheduler refuses its own (`_check_and_set`, 0.16).
 
     Args:
-        live, saved, found: the groups and the counterparts.
-        of_run, of_checkpoint: what the schedulers have for groups that lack a field.
+        live, saved, found: the groups and their counterparts.
+        of_run, of_checkpoint: the schedulers' values for groups that lack a field.
     """
     for group, other in _pairs(live, saved, found):
         one, two = {**of_run, **group.settings}, {**of_checkpoint, **other.settings}
         for name in differing(one, two, _SCHEDULE):
-            if one.get(name) != one.get(name):  # a NaN is no wish of the run's
+            if one.get(name) != one.get(name):  # the run has not chosen a NaN
                 continue
             raise CheckpointMismatchError(
                 f"the param group {group.describe()}: {name}: wanted {one.get(name)}, found {two.get(name)}: use the "
@@ -283,7 +284,7 @@ def check_equal(
 def replacements(
     live: Sequence[LiveGroup], saved: Mapping[int, SavedGroup], found: Mapping[str, int | None], option: Option
 ) -> list[str]:
-    """Returns, for each group, what the checkpoint sets otherwise than the run asked for."""
+    """Describes, for each group, the settings in which the checkpoint overrides the run's choice."""
     pairs = (
         (group, list(replaced(group.settings, other.settings, option))) for group, other in _pairs(live, saved, found)
     )
@@ -314,7 +315,7 @@ def _pairs(
 
 
 def joined(by_rank: Iterable[Sequence[LiveGroup]]) -> list[LiveGroup]:
-    """Joins what the ranks know of the same groups, each of which has other members on each rank."""
+    """Joins the ranks' descriptions of the same groups, which have different members on each rank."""
     found: dict[str, LiveGroup] = {}
     for group in (group for groups in by_rank for group in groups):
         known = found.setdefault(group.key, group)

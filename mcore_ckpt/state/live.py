@@ -1,6 +1,6 @@
 """Detects whether the tensors to save are still the same objects.
 
-Every save runs this check, so it must cost next to nothing.
+Every save runs this check, so it must take almost no time.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class LiveObjects:
                 self._add(tensors, [name for name in tensors if name not in module._non_persistent_buffers_set])
         self._empty += [members for members in (module._modules, module._parameters, module._buffers) if not members]
         get = type(module).get_extra_state
-        # megatron's own layers have this method because transformer-engine requires it. Theirs always returns None.
+        # megatron's own layers have this method because transformer-engine requires it, and always return None.
         if not get.__module__.startswith(("torch.", "megatron.core.")) and module.get_extra_state() is None:
             self._without_extra_state.append(module)
 

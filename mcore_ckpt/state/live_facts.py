@@ -12,14 +12,14 @@ from mcore_ckpt.checkpoint.model_facts import Facts, config_facts
 from mcore_ckpt.io.device_waits import wait_before_reading
 from mcore_ckpt.state.model import language_model_of, unwrap
 
-# So many rotary frequencies are kept, evenly spaced: enough to tell any two kinds of scaling apart.
+# The number of rotary frequencies to keep, evenly spaced: enough to distinguish any two kinds of scaling.
 _FREQUENCIES = 8
 # The longest wavelength that `RotaryEmbedding._apply_scaling` does not divide by the whole factor (0.16 to 0.19).
 _LLAMA3_WAVELENGTH = 8192
 
 
 def read_facts(chunks: Sequence[torch.nn.Module]) -> Facts:
-    """Returns the facts of a live model: of its language model, and of the other parts that have a config."""
+    """Returns the facts of a live model: its language model, and its other parts that have a config."""
     found: dict[str, Any] = {}
     for chunk in map(unwrap, chunks):
         whole = getattr(chunk, "thinker", chunk)  # Qwen3-Omni
@@ -35,7 +35,7 @@ def read_facts(chunks: Sequence[torch.nn.Module]) -> Facts:
 
 
 def _arguments(model: Any) -> dict[str, Any]:
-    """Returns what a `GPTModel`, `HybridModel` or `MambaModel` keeps of its arguments, and how it rotates."""
+    """Returns the arguments that a `GPTModel`, `HybridModel` or `MambaModel` keeps, and its rotary facts."""
     rotary = getattr(model, "rotary_pos_emb", None)
     names = ("position_embedding_type", "rotary_base", "rotary_percent", "share_embeddings_and_output_weights")
     found = {name: getattr(model, name, None) for name in names}
@@ -60,7 +60,7 @@ def _mask_of(model: Any) -> Any:
 
 
 def _of_frequencies(frequencies: Sequence[float], known: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what the frequencies show. HybridModel does not keep the base, and no model the factor of the scaling."""
+    """Returns the facts that frequencies show. HybridModel does not keep the base, and no model keeps the scaling."""
     count = len(frequencies)
     at = {round(number * (count - 1) / (_FREQUENCIES - 1)) for number in range(_FREQUENCIES)}
     found: dict[str, Any] = {"rotary_frequencies": [_rounded(frequencies[index]) for index in sorted(at)]}

@@ -1,17 +1,17 @@
 """Makes a model's weights from main parameters, where the weights' own memory cannot be saved or loaded.
 
-That is so for quantized weights. With `overlap_param_gather` it is also so for all other weights beside them: megatron
-(0.16) gathers quantized weights for a save without the work that has to follow, and with
+That is so for quantized weights. With `overlap_param_gather` it is also so for all other weights of such a model:
+megatron (0.16) gathers quantized weights for a save but omits the work that has to follow, and with
 `reuse_grad_buf_for_mxfp8_param_ag` it would gather gradients.
 
 Weights are gathered in pieces of 256 MB, because all weights at once would be a second copy of the model on the GPU. A
-piece has the same part of each rank's shard of a bucket: a bucket can be the whole model, and one `all_gather` makes a
-piece, however many ranks there are. Each piece is copied to its places in the images before the next one takes its
+piece has the same part of each rank's shard of a bucket. So one `all_gather` makes a piece, however many ranks there
+are, even if a bucket is the whole model. Each piece is copied to its places in the images before the next one takes its
 memory (`save/weight_copies.py`). On a GPU the trainer's stream waits for that copy, and the host does not. In the plan,
-tensors without memory (`meta`) stand for the weights, and the capture passes over them. A rank whose copy fails goes on
+tensors without memory (`meta`) stand for the weights, and the capture skips them. A rank whose copy fails goes on
 gathering, because the others wait for its part. Files without an image are written straight from tensors, so there the
-weights have host memory until they are written. If each rank wrote only what it owns, without gathering, the files of a
-stage would be made of thousands of pieces of all ranks, and writers of a file have one range each.
+weights have host memory until they are written. If each rank wrote only its own elements, without gathering, the files
+of a stage would consist of thousands of pieces from all ranks, but a writer has only one range of a file.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mcore_ckpt.state.optimizers.chain import optimizer_parts
 from mcore_ckpt.state.optimizers.part import MainParameter, OptimizerPart
 from mcore_ckpt.state.quantized import has_quantized, is_quantized
 
-# Each rank's part of a piece begins at a multiple of so many elements, because NCCL is slower on unaligned memory.
+# Each rank's part of a piece begins at a multiple of this many elements, because NCCL is slower on unaligned memory.
 _ALIGNMENT = 64
 
 
@@ -57,14 +57,14 @@ class _Bucket:
     @property
     def shard(self) -> int:
         """How many elements each rank owns."""
-        # With its padding, a bucket is as large as its gradients. That of the packed bytes of NVFP4 is smaller.
+        # With its padding, a bucket has as many elements as its gradients. A bucket of packed NVFP4 bytes has fewer.
         count: int = self.bucket.grad_data.numel()
         return count // self.group.size()
 
     def weights(self) -> Iterator[tuple[torch.Tensor, int, int]]:
         """Yields the wanted parameters, each with the place of its weight in the bucket (first element, end)."""
         # `bucket.param_to_index` (0.16) leaves out the padding between parameters. In 0.17 the buffer's own map counts
-        # the bytes of NVFP4, and this method the elements.
+        # the bytes of NVFP4, but this method counts elements.
         index = getattr(self.buffer, "get_unpacked_index_map", lambda: self.buffer.param_index_map)()
         for parameter in self.wanted:
             start, stop = (place - self.bucket.offset for place in index[parameter][:2])
@@ -106,7 +106,7 @@ class _Piece:
         return memory[: self.nbytes].view(self.bucket.dtype)
 
     def inside(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Yields what the piece has of elements `[start, stop)` of the bucket: (first element, end, place in it)."""
+        """Yields the piece's parts of elements `[start, stop)` of the bucket: (first element, end, place in it)."""
         shard = self.bucket.shard
         for rank in range(start // shard, -(-stop // shard)):
             begin = rank * shard + self.first
@@ -129,7 +129,7 @@ class _Piece:
             torch.distributed.all_gather_into_tensor(values, own, group=group)
 
     def fragments(self, values: torch.Tensor, weights: Mapping[int, torch.Tensor]) -> list[Fragment]:
-        """Returns what the elements of the piece are of. `weights` are `MainWeights.by_parameter`."""
+        """Returns the weights' elements in the piece. `weights` is `MainWeights.by_parameter`."""
         return [
             Fragment(weights[id(parameter)], low - start, values[at : at + high - low])
             for parameter, start, stop in self.bucket.weights()
@@ -167,14 +167,14 @@ class Fragment(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class MainWeights:
-    """The weights that a save takes from the main parameters that data-parallel ranks share.
+    """The weights that a save makes from main parameters, which are divided among data-parallel ranks.
 
     They are made piece by piece, because all of them together would be a second copy of the model on the GPU.
 
     Attributes:
         by_parameter: a tensor of the parameter's shape and nominal dtype, by `id` of the parameter. It has no memory
             (device `meta`), unless `with_tensors` has replaced it.
-        pieces: what the weights are made in, in the same order on all ranks of a group.
+        pieces: the pieces in which the weights are made, in the same order on all ranks of a group.
         memory: the memory of one piece at a time (uint8), one tensor for each device.
         optimizer: megatron's optimizer.
     """
@@ -231,8 +231,8 @@ def weights_to_save(chunks: Sequence[torch.nn.Module], optimizer: Any, has_memor
     Args:
         chunks: the model's chunks on this rank.
         optimizer: megatron's optimizer, or None.
-        has_memory: whether to allocate memory, so that they can be made. It is allocated here, where a failure reaches
-            all ranks, because other ranks would wait for this one's part of a piece.
+        has_memory: whether to allocate the memory in which they are made. It is allocated here, where a failure reaches
+            all ranks. Later, other ranks would wait for this rank's part of a piece.
     """
     wanted = {id(weight) for chunk in chunks for weight in _taken_from_mains(chunk)}
     buckets = tuple(_buckets(optimizer, wanted))
@@ -254,7 +254,7 @@ def _memory_of(pieces: Iterable[_Piece]) -> dict[torch.device, torch.Tensor]:
 
 
 def is_gathered_by_megatron(chunk: torch.nn.Module) -> bool:
-    """Returns False if a save takes all weights of a chunk from main parameters, so that they need not be gathered."""
+    """Returns False if a save makes all weights of a chunk from main parameters, so megatron need not gather them."""
     config = getattr(chunk, "ddp_config", None)
     overlaps = getattr(config, "overlap_param_gather", False)
     return not (overlaps and (_shares_gradients(chunk) or has_quantized([chunk])))
@@ -266,7 +266,7 @@ def _taken_from_mains(chunk: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
 
 
 def write_weights(chunks: Sequence[torch.nn.Module], optimizer: Any) -> None:
-    """Makes the model's weights those of the main parameters on all ranks, in the same way as a step. All call it."""
+    """Sets the model's weights from the main parameters on all ranks, as a step does. All ranks call it."""
     if any(_shares_gradients(chunk) for chunk in chunks):
         _write_each(chunks, optimizer)
         return
@@ -277,13 +277,13 @@ def write_weights(chunks: Sequence[torch.nn.Module], optimizer: Any) -> None:
     if quantized:
         from megatron.core.fp8_utils import post_all_gather_processing
 
-        # megatron (0.16) leaves it out after a gathering that `force_sync` demands, if it overlaps others. To do it
-        # twice changes nothing.
+        # megatron (0.16) omits this after a gathering that `force_sync` demands, if it overlaps others. Doing it twice
+        # changes nothing.
         post_all_gather_processing(quantized)
 
 
 def _write_each(chunks: Sequence[torch.nn.Module], optimizer: Any) -> None:
-    """Writes the weights bucket by bucket, past the memory of gradients, in which megatron would gather them."""
+    """Writes the weights bucket by bucket, without the memory of gradients, in which megatron would gather them."""
     mains = _mains_by_parameter(optimizer)
     trained = {id(each) for chunk in chunks for each in chunk.parameters() if each.requires_grad}
     with torch.no_grad():
@@ -301,7 +301,7 @@ def _shares_gradients(chunk: torch.nn.Module) -> bool:
 
 
 def write_mains(optimizer: Any, weights: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Makes main parameters those of loaded weights.
+    """Sets main parameters from loaded weights.
 
     Args:
         optimizer: megatron's optimizer.

@@ -1,4 +1,4 @@
-"""Says which versions of megatron-core are supported. Everything else asks for features, never for a version."""
+"""Lists the supported versions of megatron-core. All other code asks for features, never for a version."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from mcore_ckpt.errors import UnsupportedError
 
 logger = logging.getLogger(__name__)
 
-# The versions that the tests run with, oldest first.
+# The versions that the tests use, oldest first.
 TESTED = ("0.16", "0.17", "0.18", "0.19")
-# 0.15 is not in TESTED: verl 0.6 runs with nothing newer, and only its own tests run with it.
+# 0.15 is not in TESTED, because only the tests of verl 0.6 use it, which runs with nothing newer.
 _FIRST = (0, 15)
 
 

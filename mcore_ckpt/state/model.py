@@ -40,7 +40,7 @@ _EMBEDDING = "embedding.word_embeddings.weight"
 def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
     """Returns the model inside wrappers that keep it as `module`, such as DistributedDataParallel and Float16Module.
 
-    HuggingFace's `PeftModel` keeps it elsewhere. It has replaced layers in it by its own, which have the layer inside.
+    HuggingFace's `PeftModel` keeps it elsewhere, and has wrapped some of its layers.
     """
     while (inner := _inside(chunk)) is not None:
         chunk = inner
@@ -140,7 +140,7 @@ def gradients_share_memory(chunks: Sequence[torch.nn.Module]) -> bool:
 
 
 def forget_caches(chunks: Sequence[torch.nn.Module]) -> None:
-    """Drops what modules have computed from weights that were loaded since.
+    """Drops values that modules have computed from the weights before a load.
 
     MambaMixer (0.18) keeps -exp(A_log) for decoding, and computes it anew only after a call of `train()`.
     """
@@ -196,9 +196,9 @@ def chunk_names(module: torch.nn.Module) -> ChunkNames:
 
 
 def own_layers(shards: Sequence[LocalShard], coordinates: RankCoordinates) -> Record:
-    """Returns what this rank's layers consist of, as plain JSON values. One rank of each stage tells.
+    """Returns the parts of this rank's layers, as plain JSON values; empty on all but one rank of each stage.
 
-    `whole_layers` puts the records of all ranks together. Also lists the parameters that are in no numbered layer.
+    `whole_layers` joins the records of all ranks. The record also lists the parameters that are in no numbered layer.
     """
     at = coordinates
     if (at.tp, at.cp, at.dp) != (0, 0, 0):
@@ -211,7 +211,7 @@ def own_layers(shards: Sequence[LocalShard], coordinates: RankCoordinates) -> Re
 
 
 def whole_layers(records: Iterable[Record]) -> Layers:
-    """Returns what the layers of the whole model consist of, from the `own_layers` of all ranks."""
+    """Returns the parts of all layers of the model, from the `own_layers` of all ranks."""
     return {layer: tuple(parts) for record in records for layer, parts in record["layers"]}
 
 
@@ -259,8 +259,8 @@ def _read_chunk(module: torch.nn.Module) -> Iterator[LocalShard]:
 def _in_order_of_weight(shard: LocalShard, sharded: Mapping[str, Any], local_name: str) -> LocalShard:
     """Returns the shard of an adapter's tensor with the region that follows from the layer's weight.
 
-    The region that Megatron-Bridge gives it is another one where Bridge permutes rows (see `permuted_in_bridge`). ROLL
-    gives B of `linear_fc1` a region without regard to the halves of the weight (2026-08).
+    Megatron-Bridge gives it another region where Bridge permutes rows (see `permuted_in_bridge`). ROLL gives B of
+    `linear_fc1` a region without regard to the halves of the weight (2026-08).
     """
     if (matrix := peft_matrix(local_name)) is not None:
         return _cut_like_weight(shard, sharded, matrix)
@@ -302,8 +302,8 @@ def _with_rows_of_weight(shard: LocalShard, sharded: Mapping[str, Any], weight: 
     """Returns the shard of a magnitude, which has one element for each row of the weight.
 
     Raises:
-        UnsupportedError: tensor parallelism cuts the weight's columns. Megatron-Bridge (0.6) takes the length of a
-            rank's part of a row for that of the row, so each rank has other magnitudes.
+        UnsupportedError: tensor parallelism cuts the weight's columns. Megatron-Bridge (0.6) uses the length of a
+            rank's part of a row as the length of the row, so each rank has other magnitudes.
     """
     rows = _region(weight, sharded[weight].data, sharded[weight])
     if rows.local_shape[1:] != rows.global_shape[1:]:
@@ -330,7 +330,7 @@ def sharded_state_dict(module: torch.nn.Module, **flags: Any) -> dict[str, Any]:
 
     Args:
         module: the model.
-        flags: what megatron's function takes as `metadata`.
+        flags: the `metadata` for megatron's function.
 
     Raises:
         UnsupportedError: megatron's own function fails.
@@ -355,7 +355,7 @@ def sharded_state_dict(module: torch.nn.Module, **flags: Any) -> dict[str, Any]:
 def _give_missing_groups(module: torch.nn.Module, groups: ProcessGroups) -> None:
     """Gives its tensor-parallel group to each module that has none and would ask an uninitialized parallel_state.
 
-    `MegatronModule.sharded_state_dict` asks for modules that their constructor gave no `tp_group`, such as
+    `MegatronModule.sharded_state_dict` asks if the module's constructor has set no `tp_group`, as in
     MultiTokenPredictionLayer (0.16).
     """
     from megatron.core import parallel_state
@@ -372,8 +372,8 @@ def _of_tied_model(module: Any, metadata: dict[str, Any]) -> dict[str, Any]:
     """Returns what `sharded_state_dict` should return for a stage with a copy of the first stage's embedding.
 
     `LanguageModule.sharded_state_dict` (0.16 to 0.19) fails if a later stage has tied embeddings and either layers of
-    multi-token prediction, or process groups of its own. The modules know the places of their tensors nevertheless.
-    With multi-token prediction, the stage has an output layer whose weight nothing uses. It is taken for another copy.
+    multi-token prediction, or its own process groups. The modules know the places of their tensors nevertheless. With
+    multi-token prediction, the stage has an output layer whose weight nothing uses. It counts as another copy.
     """
     from megatron.core.transformer.module import MegatronModule
 
@@ -468,7 +468,7 @@ def _factory_region(name: str, shape: tuple[int, ...], factory: Any) -> Region:
     """Finds where a ShardedTensorFactory places the parts of a tensor, by applying the factory to tensors of positions.
 
     There is one tensor of positions per axis. It is expanded from a vector, so it needs little memory even for a large
-    weight. Parts that have keys of their own (Mamba's in_proj) are placed one after the other along the first axis.
+    weight. Parts with separate keys (Mamba's in_proj) are placed one after the other along the first axis.
     """
     parts_by_axis = [
         _of_first_expert(_flatten(factory.build_fn(factory.key, _positions(shape, axis), factory.replica_id, None)))

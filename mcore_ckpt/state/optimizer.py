@@ -1,8 +1,8 @@
 """Turns optimizers into named shards, and writes saved state back.
 
 Names and regions come from the model. The optimizer adds the flat range of each parameter that this rank owns. A new
-class of optimizer is refused until `state/unsupported.py` admits it. Where a kind of optimizer keeps its state is said
-in `optimizers/`.
+class of optimizer is refused until `state/unsupported.py` admits it. `optimizers/` describes where each kind of
+optimizer keeps its state.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def write_grad_scaler(part: OptimizerPart, saved: Mapping[str, Any] | None) -> N
 
 
 def refresh(optimizer: Any) -> None:
-    """Brings up to date what follows from main parameters and state that were loaded, but for the model."""
+    """Updates everything, except the model, that follows from loaded main parameters and state."""
     for part in optimizer_parts(optimizer):
         if part.inner is not None:
             part.refresh()
@@ -115,7 +115,7 @@ def changes_model(optimizer: Any) -> bool:
 
 
 def gather_from_owners(optimizer: Any) -> None:
-    """Sends each rank's own parameters to its replicas, where no buffer of DistributedDataParallel can do it.
+    """Sends each rank's own parameters to its replicas, if no buffer of DistributedDataParallel can do it.
 
     All ranks call it.
     """
@@ -131,6 +131,6 @@ def copy_main_to_model(optimizer: Any) -> None:
 
 
 def follow_model(optimizer: Any) -> None:
-    """Makes the main parameters those of the model, which has been loaded without the optimizer."""
+    """Sets the main parameters from the model, which has been loaded without the optimizer."""
     for part in optimizer_parts(optimizer):
         part.follow_model()

@@ -1,6 +1,6 @@
 """Reads the param groups of optimizers, finds the saved ones, and writes them back.
 
-Which saved group is which, `group_matching.py` decides; whose value of a field counts, `group_fields.py` says.
+`group_matching.py` decides which saved group is which, and `group_fields.py` whose value of a field counts.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NO_OPTIMIZER = type(None).__name__
 
 
 def read_param_groups(part: OptimizerPart) -> list[dict[str, Any]]:
-    """Returns the fields of all groups, except parameters, step and what only this kind of optimizer has.
+    """Returns the fields of all groups, except parameters, step and fields of only this kind of optimizer.
 
     All values are plain.
 
@@ -47,7 +47,7 @@ def read_param_groups(part: OptimizerPart) -> list[dict[str, Any]]:
 
 
 def read_live_groups(part: OptimizerPart, keys: Sequence[str] = ()) -> list[LiveGroup]:
-    """Returns what tells the groups of a part apart. Reads no tensor.
+    """Describes the groups of a part, so that they can be told apart. Reads no tensor.
 
     `keys` are the groups' keys if they are known already.
     """
@@ -58,10 +58,10 @@ def read_live_groups(part: OptimizerPart, keys: Sequence[str] = ()) -> list[Live
 
 
 def group_keys(parts: Sequence[OptimizerPart], known: Sequence[Sequence[str]] = ()) -> tuple[tuple[str, ...], ...]:
-    """Returns what the groups of each part have in all ranks' reports.
+    """Returns the keys of each part's groups in the reports of all ranks.
 
-    Ranks keep the keys that they had at first (`known`), because a load that failed may have changed the groups of some
-    ranks. Keys of a part to which groups were added are read anew.
+    Ranks keep their first keys (`known`), because a failed load may have changed the groups of some ranks. If groups
+    were added to a part, its keys are read anew.
     """
     before = known if len(known) == len(parts) else [()] * len(parts)
     return tuple(
@@ -84,10 +84,11 @@ class SavedPart:
             groups stay as they are.
         step: the number of steps. None if it is unknown.
         grad_scaler: the gradient scaler's state, or None.
-        starts_anew: whether the part takes over main parameters alone, because it needs other moments than the saved.
+        starts_anew: whether the part takes over only main parameters, because it needs other moments than the saved
+            ones.
         candidates: the numbers of the saved groups that may be counterparts (`SavedGroups`).
-        of_moments: for each live group that keeps the run's values, a saved one whose settings of the optimizer count
-            even so, or None.
+        of_moments: for each live group that keeps the run's values, the saved group whose settings of the optimizer
+            count nevertheless, or None.
         numbers: for each live group, the number of its saved counterpart, or None.
     """
 
@@ -110,7 +111,7 @@ class SavedGroups:
     Attributes:
         groups: the groups.
         kinds: the kind of each group's optimizer.
-        members: finds the groups that have a parameter; None if the checkpoint does not say it.
+        members: finds the groups that have a parameter; None if the checkpoint does not store members.
     """
 
     groups: tuple[SavedGroup, ...]
@@ -119,7 +120,7 @@ class SavedGroups:
 
     @staticmethod
     def of(optimizers: Sequence[Mapping[str, Any]]) -> SavedGroups:
-        """Numbers the groups of `common.pt`. Raises CheckpointCorruptError if the lists of members make no sense."""
+        """Numbers the groups of `common.pt`. Raises CheckpointCorruptError if the lists of members are malformed."""
         fields = [group for state in optimizers for group in state["param_groups"]]
         kinds = [state["kind"] for state in optimizers for _ in state["param_groups"]]
         groups = tuple(SavedGroup(number, group) for number, group in enumerate(fields))
@@ -140,7 +141,7 @@ class SavedGroups:
     def with_members(
         self, groups: Sequence[LiveGroup], members: Iterable[tuple[int, str, str]], candidates: Sequence[int]
     ) -> tuple[LiveGroup, ...]:
-        """Returns live groups with what the checkpoint says of their members on this rank.
+        """Returns live groups with the saved groups of their members on this rank.
 
         Args:
             groups: the groups of a part.
@@ -161,7 +162,7 @@ class SavedGroups:
 
 @dataclass(frozen=True)
 class Schedules:
-    """Whose schedule counts, and what the schedulers have for groups without values of their own."""
+    """Whose schedule counts, and the schedulers' values for groups that have no values."""
 
     option: Option
     of_run: Group
@@ -170,18 +171,18 @@ class Schedules:
 
 @dataclass(frozen=True)
 class GroupChanges:
-    """What a user is told of the groups of a load.
+    """The messages to the user about the groups of a load.
 
     Attributes:
         kept: describes the groups that keep the run's rates, because the checkpoint has none for them.
-        replaced: describes what the checkpoint sets otherwise than the run asked for.
+        replaced: describes the settings in which the checkpoint overrides the run's choice.
     """
 
     kept: tuple[str, ...] = ()
     replaced: tuple[str, ...] = ()
 
     def warn(self, where: Any) -> None:
-        """Logs what there is to tell. One rank calls it."""
+        """Logs the messages. One rank calls it."""
         if self.kept:
             logger.warning(
                 "%s: has no param group for some of this run's groups, which keep the run's rates: the param group %s",
@@ -205,10 +206,10 @@ class GroupMatch:
     """The counterparts of one optimizer's groups.
 
     Attributes:
-        numbers: the number of the saved group by the key of the live one; None if that one keeps the run's rates.
-        of_moments: for groups that keep the run's rates, the number of the saved group whose settings of the optimizer
-            count even so, by key.
-        changes: what a user is told.
+        numbers: for each live group's key, the number of the saved group; None if the live group keeps the run's rates.
+        of_moments: for groups that keep the run's rates, by key, the number of the saved group whose settings of the
+            optimizer count nevertheless.
+        changes: the messages to the user.
     """
 
     numbers: Mapping[str, int | None]
@@ -222,7 +223,7 @@ def find_counterparts(
     """Finds the counterparts of one optimizer's groups.
 
     Raises:
-        CheckpointMismatchError: it is open which group is which, or a schedule differs that must be equal.
+        CheckpointMismatchError: the choice of a counterpart is open, or schedules that must be equal differ.
     """
     numbers = match(live, saved, by_members)
     by_number = {group.number: group for group in saved}
@@ -237,7 +238,7 @@ def find_counterparts(
 def match_groups(
     part: OptimizerPart, saved: Sequence[Group], schedules: Schedules
 ) -> tuple[list[int | None], GroupChanges]:
-    """Finds the places of a part's counterparts among groups whose members are not known, as in foreign checkpoints.
+    """Finds a part's counterparts among saved groups of unknown members, as in foreign checkpoints.
 
     Raises CheckpointMismatchError as `find_counterparts` does.
     """
@@ -261,9 +262,9 @@ def match_parts(
 ) -> tuple[SavedPart, ...]:
     """Finds the saved state of each part, even if the saved optimizers were chained in another way.
 
-    With expert parallelism, experts have an optimizer of their own. Without expert parallelism, they are in the groups
-    of the dense optimizer (`_get_param_groups`, 0.16.1). The counterparts of groups are found later, because members
-    are on all ranks.
+    With expert parallelism, experts have their own optimizer. Without expert parallelism, they are in the groups of the
+    dense optimizer (`_get_param_groups`, 0.16.1). The counterparts of groups are found later, because that needs the
+    members on all ranks.
 
     Args:
         parts: the parts of the live optimizer.
@@ -279,7 +280,7 @@ def match_parts(
     scaler = known[0]["grad_scaler"] if known else None
     found: list[SavedPart] = []
     for place, part in enumerate(parts):
-        # Only parts of one kind can have each other's state.
+        # Only parts of the same kind can take over each other's state.
         alike = [each for each in parts if each.kind_name == part.kind_name]
         same = [state for state in known if state["kind"] == part.kind_name]
         if part.inner is None:

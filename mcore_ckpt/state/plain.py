@@ -1,7 +1,7 @@
 """Converts the small state of optimizers, megatron's scheduler and generators to plain values.
 
-`torch.load(weights_only=True)` opens them, and each version of this package reads them. What a trainer hands over, and
-the state of other schedulers, keep their types instead (typed_values.py).
+`torch.load(weights_only=True)` opens plain values, and each version of this package reads them. The trainer's own
+values, and the state of other schedulers, keep their types instead (typed_values.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mcore_ckpt.checkpoint.unpickling import MOST_KEY_PARTS
 from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.io.device_waits import wait_before_reading
 
-# Types of values without parts, which torch's safe unpickler makes.
+# The types of values without parts that torch's safe unpickler makes.
 ATOMS = (type(None), bool, int, float, complex, str, bytes)
 # Pickles have longer integers in a form that neither torch's safe unpickler nor ours reads.
 _MOST_INT_BITS = 2039
@@ -109,7 +109,7 @@ def refuse_key(key: Any, field: str) -> UnsupportedError:
 
 
 def refuse_type(value: Any, field: str, instead: str) -> UnsupportedError:
-    """Returns the error for a value that cannot be stored. `instead` names what can be."""
+    """Returns the error for a value that cannot be stored. `instead` names the types to use."""
     if type(value) is int:
         return UnsupportedError(f"{field} is an int of {value.bit_length()} bits, more than {_MOST_INT_BITS}: use text")
     return UnsupportedError(

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 def read_scheduler(scheduler: Any) -> dict[str, Any] | None:
     """Returns the scheduler's state as it is stored, or None if there is no scheduler.
 
-    Megatron's has numbers and texts alone, which each version of this package reads.
+    The state of megatron's scheduler has only numbers and texts, which each version of this package reads.
 
     Raises UnsupportedError if a field of the state cannot be stored.
     """
@@ -34,7 +34,7 @@ def read_scheduler(scheduler: Any) -> dict[str, Any] | None:
 
 
 def saved_scheduler(common: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns the state of the LR scheduler in `common.pt`. Raises CheckpointCorruptError if it makes no sense."""
+    """Returns the state of the LR scheduler in `common.pt`. Raises CheckpointCorruptError if it is malformed."""
     try:
         return from_stored(common["lr_scheduler"])
     except ValueError as error:
@@ -71,7 +71,7 @@ def check_scheduler(scheduler: Any, state: dict[str, Any] | None) -> None:
 def write_scheduler(scheduler: Any, state: dict[str, Any] | None, groups: GroupOrder | None = None) -> None:
     """Sets the scheduler to a saved state. Does nothing if there is no scheduler or no saved state.
 
-    `groups` says how the order of param groups has changed, if it has.
+    `groups` translates the order of param groups, if it has changed.
     """
     if scheduler is None or state is None:
         return
@@ -95,7 +95,7 @@ _NOT_BY_GROUP = ("_milestones", "_schedulers", "_schedule_phases")
 class GroupOrder:
     """Puts lists by param group, such as `base_lrs` of torch's schedulers, into this run's order of groups.
 
-    A list is by group if it is as long as the saved groups are many, and as long in the run as the run's are many.
+    A list is by group if its length is the number of saved groups and, in the run, the number of the run's groups.
 
     Args:
         numbers: for each group of the run, the number of its saved counterpart; None if it has none.
@@ -133,12 +133,12 @@ class GroupOrder:
         return type(saved)(part if n is None else saved[n] for n, part in zip(self._numbers, own, strict=True))
 
 
-# What a param group without a value of its own takes from megatron's scheduler (`get_lr`, `get_wd`; 0.16 to 0.19).
+# The fields of megatron's scheduler that a param group without the value uses (`get_lr`, `get_wd`; 0.16 to 0.19).
 _OF_GROUPS = ("max_lr", "min_lr", "start_wd", "end_wd")
 
 
 def schedules_of(scheduler: Any, state: Mapping[str, Any] | None) -> Schedules:
-    """Returns whose learning rates and weight decay count after a load of `state`: the run's or the saved ones."""
+    """Returns whose learning rates and weight decay count after a load of `state`: the run's or the checkpoint's."""
     if getattr(scheduler, "override_opt_param_scheduler", False):
         option: Option = "run"
     elif _is_megatrons(scheduler) and not getattr(scheduler, "use_checkpoint_opt_param_scheduler", True):

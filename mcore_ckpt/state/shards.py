@@ -25,7 +25,7 @@ class LocalShard:
         is_buffer: whether the tensor is neither a parameter nor optimizer state. Such a tensor can change at any point
             of a training step.
         of_all_experts: whether the tensor belongs to all experts of this rank (an adapter of grouped experts), and
-            either has another region on each expert-parallel rank or is equal on all of them.
+            either has a different region on each expert-parallel rank or is equal on all of them.
         refresh: for an `_extra_state`, of which `tensor` is only a copy: the function that reads the state again. It
             returns None if the state no longer exists.
         restore: for an `_extra_state`, on which copying into `tensor` has no effect: the function that sets the loaded
@@ -66,7 +66,7 @@ class ParameterState:
         expert, replica: as in LocalShard.
         group: the number of the parameter's group in the optimizer on this rank; None if it is in no group.
         moments: the tensors of the optimizer's state by kind (`exp_avg`, ...). Empty before the first step.
-        bound: tensors of the state, by kind, that belong to this very region as a whole (SOAP's eigenbases).
+        bound: the bound state by kind: tensors that belong to exactly this region (SOAP's eigenbases).
         scales: the scales of the main parameter and of moments that are kept in a scaled form, by kind: one fp32 each.
         upper: the upper 16 bits of each value (bfloat16), if `main` has only the lower ones (int16); None otherwise.
     """

@@ -1,4 +1,4 @@
-"""Sets what torch keeps for each thread, while a public call works on the training state.
+"""Sets torch's settings of the thread while a public call works on the training state.
 
 A call may come from any thread, and from inside `torch.inference_mode()` or `torch.device("cuda")`.
 """
@@ -16,9 +16,9 @@ _CPU = torch.device("cpu")
 
 
 def gpu_of(chunks: Sequence[torch.nn.Module]) -> int | None:
-    """Returns the number of the GPU of a training: that of its parameters.
+    """Returns the number of the GPU that has the parameters of a training.
 
-    If they are all in host memory, perhaps offloaded, it is this thread's current GPU. None: there is no GPU.
+    If they are all in host memory, perhaps offloaded, returns this thread's current GPU. Returns None without a GPU.
     """
     with torch._C.DisableTorchFunction():  # a TorchFunctionMode would be called for each of thousands of parameters
         each = (parameter for chunk in chunks for parameter in chunk.parameters())
@@ -29,7 +29,7 @@ def gpu_of(chunks: Sequence[torch.nn.Module]) -> int | None:
 
 
 def settings_here(gpu: int | None, timeout_s: float) -> AbstractContextManager[None]:
-    """Returns what lets another thread work on the state in this thread's place: also on its CUDA stream."""
+    """Returns a context in which another thread can work on the state in place of this one, on its CUDA stream."""
     stream = None if gpu is None or not torch.cuda.is_initialized() else torch.cuda.current_stream(gpu)
     return _settings_on(stream, gpu, timeout_s)
 
@@ -44,10 +44,10 @@ def _settings_on(stream: torch.cuda.Stream | None, gpu: int | None, timeout_s: f
 def settings_for_state(gpu: int | None, timeout_s: float) -> Iterator[None]:
     """Lets the body read and change a training state that is on a GPU, or, with None, in host memory.
 
-    The GPU is the current one: in a new thread that is GPU 0, whose random generator, stream and work are another
-    training's. Tensors are ordinary ones: a moment that was made or changed in inference mode would fail in the next
-    step of the optimizer. What the body creates without naming a device is in host memory. A read of the GPU waits for
-    `timeout_s` seconds at most.
+    The GPU becomes the current one. In a new thread the current one is GPU 0, which may belong to another training.
+    Inference mode is off, because a moment that was made or changed in it would fail in the next step of the optimizer.
+    Tensors that the body creates without naming a device are in host memory. A read of the GPU waits for `timeout_s`
+    seconds at most.
     """
     with ExitStack() as settings:
         settings.enter_context(torch.inference_mode(False))
@@ -55,6 +55,6 @@ def settings_for_state(gpu: int | None, timeout_s: float) -> Iterator[None]:
         settings.enter_context(patience(timeout_s))
         if gpu is not None:
             settings.enter_context(torch.cuda.device(gpu))
-        if torch.get_default_device() != _CPU:  # else without it, because it costs something in each call of torch
+        if torch.get_default_device() != _CPU:  # otherwise not entered, because it slows each call of torch
             settings.enter_context(_CPU)
         yield

@@ -34,14 +34,14 @@ class Trainer:
         replicas: the world ranks that hold the same tensors as this rank.
         stages: the layers of this rank's virtual pipeline stages.
         first_instance: whether this rank belongs to distributed-optimizer instance 0.
-        layers: what the layers of the whole model consist of. Empty until all ranks have told.
-        adapters: the settings of the model's low-rank adapters. None if it has none, and until all ranks have told.
-        model: what the model computes with its tensors (`checkpoint/model_facts.py`), as far as this rank knows.
+        layers: the parts of all layers of the model. Empty until all ranks have reported theirs.
+        adapters: the settings of the model's low-rank adapters. None if it has none, and until all ranks have reported
+            theirs.
+        model: the facts of the model (`checkpoint/model_facts.py`), as far as this rank knows them.
         vocab_size: how many tokens the vocabulary has without padding. None if it is unknown.
-        group_keys: what tells the param groups of each chained optimizer apart, as it was when the manager was made
+        group_keys: the keys of the param groups of each chained optimizer, as they were when the manager was made
             (`param_groups.group_keys`).
-        source_files: the files beside the weights of the model that the training started from, by path. Rank 0's first
-            save fills it.
+        source_files: the assets of the model that the training started from, by path. Rank 0's first save fills it.
         nodes: the nodes of the job, if there is a fast tier.
         gpu: the number of the GPU of the training (`thread_settings.gpu_of`); None without one.
         agreement: connects this rank with the other ranks of the role, for rounds on the trainer's own thread.
@@ -71,5 +71,5 @@ class Trainer:
     nodes: NodeMap | None = None
 
     def folder_mode(self, role_dir: Path) -> int:
-        """Returns the mode of the folders that are made for a role's folder, before the umask is applied."""
+        """Returns the mode of new folders for a role's folder, before the umask is applied."""
         return mode_below(self.root, role_dir, self.config.shared_with_group)

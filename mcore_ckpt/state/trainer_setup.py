@@ -1,6 +1,6 @@
-"""Makes a `Trainer` of what a training hands over: each rank reads its own part, then all ranks compare and complete.
+"""Makes a `Trainer` from a training's objects: each rank reads its own part, then all ranks compare and complete it.
 
-What cannot be saved or loaded as a whole is refused here, on all ranks together, before anything is changed.
+Objects that cannot be saved or loaded completely are refused here, on all ranks together, before any change.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def read_trainer(
     )
 
 
-# What each of a trainer's objects must be able to do, and how one gets such an object.
+# The methods that each of a trainer's objects must have, and how to get such an object.
 _OBJECTS = {
     "lr_scheduler": (("state_dict", "load_state_dict"), "Megatron's OptimizerParamScheduler"),
     "hf_config": (("save_pretrained",), "a config of transformers, such as AutoConfig.from_pretrained(...)"),
@@ -95,7 +95,7 @@ _OBJECTS = {
 
 
 def _check_object(name: str, value: Any) -> None:
-    """Raises InvalidTypeError for what is not such an object, because otherwise each save would fail."""
+    """Raises InvalidTypeError if an object lacks these methods, because otherwise each save would fail."""
     can, known_as = _OBJECTS.get(name, ((), ""))
     if value is not None and not all(callable(getattr(value, each, None)) for each in can):
         raise InvalidTypeError(f"{name} is {value!r:.200}: pass {known_as}, or None")
@@ -110,14 +110,14 @@ def complete_together(
     Otherwise the other ranks would later wait for the rank that refused.
 
     Args:
-        trainer: what this rank knows.
+        trainer: the trainer, as far as this rank knows it.
         topic: what is being agreed on, for messages.
         remote_url: the address of the remote store; None if there is none.
-        on_rank_0: rank 0 calls this in the same round, once all ranks have been found to fit together.
+        on_rank_0: rank 0 calls this in the same round, once all ranks are known to fit together.
 
     Returns:
-        The trainer with what only all ranks together know: the layers of the whole model, and its adapters. And the
-        shards of this rank's part of the model.
+        The trainer, completed by the layers and the adapters of the whole model, and the shards of this rank's part of
+        the model.
     """
     chunks, optimizer = trainer.chunks, trainer.optimizer
     shards: list[LocalShard] = []

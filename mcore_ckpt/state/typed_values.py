@@ -1,7 +1,7 @@
-"""Stores what a trainer hands over (`extra_state`, schedulers) so that it comes back with the types that it had.
+"""Stores a trainer's values (`extra_state`, schedulers) so that they come back with their types.
 
-`torch.load(weights_only=True)` makes few types. A value of any other type is stored as a dict whose key `TYPE` names
-the type, beside its parts: `{"mcore_ckpt.type": "deque", "items": [1, 2], "maxlen": None}`. So the file opens on a
+`torch.load(weights_only=True)` makes few types. A value of any other type is stored as a dict of its parts, in which
+the key `TYPE` names the type: `{"mcore_ckpt.type": "deque", "items": [1, 2], "maxlen": None}`. So the file opens on a
 machine without this package, and `from_stored` makes the value again. docs/format.md lists the types.
 """
 
@@ -25,16 +25,16 @@ TYPE = "mcore_ckpt.type"
 # takes two levels.
 _MOST_DEPTH = 48
 
-# A container that is in several others is stored for each. If these are in several others again, and so on, a save
-# would never end. So many values may be stored again.
+# A container that is in several others is stored once for each. If these are in several others again, and so on, a save
+# would never end. So the number of values that are stored again is limited.
 _MOST_REPEATED = 1 << 20
 
 _FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (bool, int, float, str, list, tuple, dict, set)}
 
-# Kinds of numbers, texts and times that consist of nothing but their bytes. Structured types and objects do not.
+# Kinds of numbers, texts and times that consist only of their bytes. Structured types and objects do not.
 _NUMPY_DTYPE = re.compile(r"[<>|](?:[biu][1248]|f[248]|c(?:8|16)|[SU][1-9]\d{0,8}|[mM]8(?:\[\d{0,9}[A-Za-zμ]{1,7}\])?)")
 
-# What a user is told to use.
+# The types that messages recommend.
 _TYPES = (
     "numbers, strings, bytes, tensors, NumPy's numbers, texts and times, and dicts, lists, tuples, sets or deques of "
     "them"
@@ -42,7 +42,7 @@ _TYPES = (
 
 
 def to_stored(value: Any, field: str) -> Any:
-    """Returns a copy of a value that `torch.load(weights_only=True)` opens, and that `from_stored` makes the value of.
+    """Returns a form of a value that `torch.load(weights_only=True)` opens and `from_stored` turns back into the value.
 
     Tensors are cloned to the host, so later changes do not affect the copy. A parameter comes back as a plain tensor.
 
@@ -74,7 +74,7 @@ def _text(field: Field) -> str:
 
 
 class _Writer:
-    """Makes stored values of the parts of one value, and counts those that it makes again."""
+    """Makes the stored form of one value, and counts the parts that it stores again."""
 
     def __init__(self) -> None:
         self._seen: set[int] = set()
@@ -147,7 +147,7 @@ class _Writer:
 
 
 def _checked_key(key: Any, field: Field) -> Any:
-    """Returns a key if the key that a reader makes of it is equal to it, and may be used as one."""
+    """Returns a key if a reader makes an equal key of it, and accepts it as a key."""
     numpy = sys.modules.get("numpy")
     parts, seen = [key], 0
     while parts:
@@ -180,7 +180,7 @@ def _tensor_of(data: bytes | bytearray) -> torch.Tensor:
 
 
 def from_stored(value: Any) -> Any:
-    """Returns the value that `to_stored` was given. Values that earlier versions have stored are returned as they are.
+    """Returns the original value of a stored one. Values that earlier versions have stored are returned unchanged.
 
     Raises ValueError: a stored type is not known, or its parts do not fit together.
     """
@@ -188,9 +188,10 @@ def from_stored(value: Any) -> Any:
 
 
 class _Reader:
-    """Makes values of stored ones.
+    """Makes the original values of stored ones.
 
-    It takes each tensor once, because a hostile file could name the same bytes many times, each time to be copied.
+    It accepts each tensor only once. Otherwise a hostile file could name the same bytes many times, to be copied each
+    time.
     """
 
     def __init__(self) -> None:

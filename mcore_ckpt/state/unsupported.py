@@ -1,9 +1,9 @@
 """Refuses, by name, models and optimizers that can only be saved in part, before anything is written or changed.
 
 Experts with EP = 1 and ETP ≠ TP are refused with megatron-core up to and including 0.18: their gradients are not
-reduced over the tensor-parallel ranks that replicate them (`allreduce` is True unless EP > 1). Seen: the replicas
-differ, and one file for all could not bring back what was trained. The refusal asks for `param.allreduce`, so 0.19,
-which marks such experts, is not refused.
+reduced over the tensor-parallel ranks that replicate them (`allreduce` is True unless EP > 1). In a test the replicas
+differed, so one file for all could not restore the training. The refusal depends on `param.allreduce`, so 0.19, which
+sets it for such experts, is not refused.
 """
 
 from __future__ import annotations
@@ -35,14 +35,15 @@ _MODULES = {
     "FullyShardedDataParallel": "Megatron-FSDP: use DistributedDataParallel",
     "MegatronFSDP": "Megatron-FSDP: use DistributedDataParallel",
     "TorchFullyShardedDataParallel": "torch FSDP2 under megatron: use DistributedDataParallel",
-    # One weight (0.17) that other layer specs, HuggingFace and megatron's own checkpoints have as two.
+    # One weight (0.17), which is two weights in other layer specs, in HuggingFace and in megatron's own checkpoints.
     "FusedMLASelfAttention": "fused down projections of latent attention: set mla_down_proj_fusion=False",
     # transformer-engine may reorder the rows of their gated linear units (0.18, 0.19).
     "FusedSharedExpertMLP": "FusedSharedExpertMLP: set use_grouped_gemm_for_shared_expert=False",
     "TEFusedMLPWithGroupedLinear": "TEFusedMLPWithGroupedLinear: set use_grouped_gemm_for_dense_mlp=False",
 }
 # With these fields of TransformerConfig (0.18, 0.19), rows of gate and up alternate in blocks, but `sharded_state_dict`
-# still calls the first half gate. Under another ETP, in another kind of layer, or in HuggingFace, rows would mix.
+# still describes the first half as the gate. Under another ETP, in another kind of layer, or in HuggingFace, rows would
+# mix.
 _INTERLEAVED = ("moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size")
 # The functions of parallel_state (0.19) that return more than 1 under generalized tensor parallelism.
 _GTP_SIZES = ("get_gtp_weight_remat_world_size", "get_expert_gtp_weight_remat_world_size")
@@ -77,7 +78,7 @@ def refuse_unsupported_model(chunks: Sequence[torch.nn.Module], groups: ProcessG
 def _refuse_sharded_weights(chunk: torch.nn.Module) -> None:
     """Refuses generalized tensor parallelism (0.19). It gives data-parallel ranks different rows of a weight.
 
-    They would be taken for replicas, and all rows but those of one rank would be lost.
+    They would look like replicas, and all rows but those of one rank would be lost.
     """
     from megatron.core import parallel_state
 
@@ -99,10 +100,10 @@ def _refuse_sharded_weights(chunk: torch.nn.Module) -> None:
 
 
 def _refuse_inference_copies(chunk: torch.nn.Module, path: str, module: torch.nn.Module) -> None:
-    """Refuses InferenceGroupedMLP (0.17) in training, and once it has run.
+    """Refuses InferenceGroupedMLP (0.17) in training, and after its first forward.
 
-    Its first forward makes one tensor of all experts' weights, and lets the parameters be parts of it. So the buffers
-    of DistributedDataParallel, into which the optimizer writes, are no longer what the model computes with.
+    Its first forward makes one tensor of all experts' weights, and lets the parameters be parts of it. So the model no
+    longer computes with the buffers of DistributedDataParallel, into which the optimizer writes.
     """
     if type(module).__name__ != "InferenceGroupedMLP":
         return
@@ -114,7 +115,7 @@ def _refuse_inference_copies(chunk: torch.nn.Module, path: str, module: torch.nn
 
 
 def _refuse_peft_layer(path: str, module: Any) -> None:
-    """Refuses a layer wrapped by PEFT that has several adapters, or that hides where its weight's parts belong."""
+    """Refuses a layer wrapped by PEFT that has several adapters, or that hides the place of its weight's parts."""
     if not is_peft_layer(module):
         return
     if len(module.lora_A) > 1:
@@ -122,7 +123,7 @@ def _refuse_peft_layer(path: str, module: Any) -> None:
             f"module {path} has the adapters {', '.join(module.lora_A)}: only a model with one adapter can be saved"
         )
     if not hasattr(module, "sharded_state_dict"):
-        # Megatron then takes each tensor for whole on every rank (sharded_state_dict_default).
+        # Megatron then assumes that each tensor is whole on every rank (sharded_state_dict_default).
         raise UnsupportedError(
             f"module {path} is a {type(module).__name__} without sharded_state_dict, so the places of its tensors are "
             "unknown: use the layers of ROLL's mcore_adapter (apply_megatron_lora), or Megatron-Bridge's adapters"
@@ -132,7 +133,7 @@ def _refuse_peft_layer(path: str, module: Any) -> None:
 def _refuse_shared_elements(path: str, module: torch.nn.Module) -> None:
     """Refuses tensors of which several elements have one place in memory, such as a parameter made by `expand`.
 
-    torch cannot write into them, so a load would fail when other tensors have changed already.
+    torch cannot write into them, so a load would fail after it has changed other tensors.
     """
     buffers = {name: each for name, each in module._buffers.items() if name not in module._non_persistent_buffers_set}
     for name, tensor in {**module._parameters, **buffers}.items():
@@ -211,8 +212,8 @@ def _collections(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 def refuse_unsupported_experts(topology: Topology, model: Sequence[LocalShard]) -> None:
     """Raises UnsupportedError for experts whose replicas drift apart, and for packed tensors of several experts.
 
-    With EP = 1 and ETP ≠ TP, experts have replicas of their own. Until 0.18, megatron reduces their gradients over the
-    replicas of dense tensors nevertheless: it marks experts by `allreduce = False` only if EP > 1
+    With EP = 1 and ETP ≠ TP, experts have other replicas than dense tensors. Until 0.18, megatron reduces their
+    gradients over the replicas of dense tensors nevertheless: it marks experts by `allreduce = False` only if EP > 1
     (`ColumnParallelLinear.__init__`). The replicas drift apart, so a file of one replica could not restore the others.
     """
     if topology.ep == 1 and topology.etp != topology.tp:
@@ -308,8 +309,8 @@ def _refuse_part(part: Any, is_of_owner: bool) -> None:
         )
     has_all = inner is not None and not (isinstance(part, DistributedOptimizer) or is_of_owner)
     if has_all and part.config.use_distributed_optimizer and find_kind(inner) is not None:
-        # 0.19 builds it without a word. DistributedDataParallel then reduces each gradient on one rank alone, but every
-        # rank updates all parameters.
+        # 0.19 builds it without a warning. DistributedDataParallel then reduces each gradient on only one rank, but
+        # every rank updates all parameters.
         raise UnsupportedError(
             f"optimizer {type(part).__name__} with {type(inner).__name__} is not supported together with "
             "use_distributed_optimizer=True: its replicas drift apart; turn this option off, or use "
@@ -346,7 +347,7 @@ def _refuse_quantized(part: OptimizerPart) -> None:
             f"quantized weights are not supported in optimizer {type(part.megatron).__name__}: use DistributedOptimizer"
         )
     if part.has_model_ranges:
-        # What updates the weights then alone writes their bytes and scales, and only in a step.
+        # Here only the optimizer writes the bytes and scales of weights, and only in a step.
         config = part.megatron.config
         settings = ("fp8_recipe", "optimizer_cpu_offload", "main_params_dtype")
         given = ", ".join(f"{name}={getattr(config, name, None)}" for name in settings)

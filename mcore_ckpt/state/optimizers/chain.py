@@ -40,7 +40,7 @@ def _parts(optimizer: Any, is_of_owner: bool) -> list[OptimizerPart]:
 
 def _part(megatron: Any, is_of_owner: bool) -> OptimizerPart:
     inner = getattr(megatron, "optimizer", None)
-    # A kind is recognized by what it has, because its class may be in a package that is not installed.
+    # A kind is recognized by its attributes, because its class may be in a package that is not installed.
     for attribute, kind in _PARTS.items():
         if hasattr(inner, attribute):
             return kind(megatron, inner, is_of_owner)

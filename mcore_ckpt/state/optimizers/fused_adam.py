@@ -30,8 +30,8 @@ class FusedAdamPart(OptimizerPart):
         for each in super().mains():
             main = self._state(each.key).get(_MAIN) if self._has_main(each.key) else None
             if main is None:
-                # Before the first step, a parameter is its own main parameter. One of fp32 stays so: FusedAdam makes a
-                # `master_param` for it, too, but never updates it.
+                # Before the first step, a parameter is its own main parameter. An fp32 parameter stays so: FusedAdam
+                # makes a `master_param` for it, too, but never updates it.
                 yield each
             else:
                 upper = each.key if self._is_halved(each.key) else None
@@ -39,7 +39,7 @@ class FusedAdamPart(OptimizerPart):
 
     def state_of(self, key: torch.Tensor) -> dict[str, Any]:
         if not any(STEP in group for group in self.param_groups):
-            return {}  # moments of zeros, which a load has made beside a main parameter
+            return {}  # moments of zeros, which a load has made with a main parameter
         return {kind: _elements(value) for kind, value in self._state(key).items() if kind != _MAIN}
 
     def bytes_of_first_step(self) -> int:
@@ -76,7 +76,7 @@ class FusedAdamPart(OptimizerPart):
         dtype = self.inner.name_to_dtype_map.get(name)
         if kept is None or (kind == PARAM and not self._has_main(key)) or dtype not in _SCALED:
             return None
-        # The scale of a Float8Tensor belongs to it. FusedAdam has a copy of it, which it never reads.
+        # A Float8Tensor has its own scale. FusedAdam has a copy of the scale, which it never reads.
         found: torch.Tensor = kept._scale_inv if dtype == torch.uint8 else self.inner._scales[key][name]
         return found
 
@@ -90,7 +90,7 @@ class FusedAdamPart(OptimizerPart):
     def encode(self, each: Keyed, kind: str, values: torch.Tensor) -> None:
         elements = self.tensor_of(each, kind, torch.float32)
         if kind != PARAM or not self._is_halved(each.key):
-            # A copy, because `set_scaled_state` divides what it is given.
+            # A copy, because `set_scaled_state` divides its argument in place.
             self.inner.set_scaled_state(each.key, _name(kind), values.clone())
             return
         upper, lower = split_halves(values)
@@ -99,7 +99,7 @@ class FusedAdamPart(OptimizerPart):
 
     def _make_state(self, key: torch.Tensor) -> None:
         # `init_state_fn` of megatron (0.16 to 0.19) leaves out the second argument, which transformer-engine needs
-        # since it has remainders.
+        # since it supports remainders.
         remainders = (self._is_halved(key),) if hasattr(self.inner, "store_param_remainders") else ()
         self.inner.initialize_state(key, *remainders)
 
@@ -108,7 +108,7 @@ class FusedAdamPart(OptimizerPart):
         return found
 
     def _has_main(self, key: torch.Tensor) -> bool:
-        """Returns True if FusedAdam keeps a main parameter beside this parameter of 16 or fewer bits."""
+        """Returns True if FusedAdam keeps a main parameter for this parameter of 16 or fewer bits."""
         return bool(self.inner.master_weights) and key.dtype != torch.float32
 
     def _is_halved(self, key: torch.Tensor) -> bool:
@@ -121,7 +121,7 @@ class FusedAdamPart(OptimizerPart):
         return bool(self.inner.master_weights and getattr(self.inner, "store_param_remainders", False))
 
     def refresh(self) -> None:
-        # FusedAdam does not update what it keeps for a parameter of fp32, but megatron's own save reads it.
+        # FusedAdam does not update the `master_param` of an fp32 parameter, but megatron's own save reads it.
         for key, state in self.inner.state.items():
             if _MAIN in state and not self._has_main(key):
                 self.inner.set_scaled_state(key, _MAIN, key.detach().clone())

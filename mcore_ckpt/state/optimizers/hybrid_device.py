@@ -1,13 +1,13 @@
 """HybridDeviceOptimizer (`optimizer_cpu_offload`), which updates some of the parameters in host memory.
 
 megatron-core 0.16 to 0.19 have the same class. It has an optimizer for the parameters that stay on the device, and one
-or several for those in host memory. Each of its parameters has an inner parameter, which one of these updates: a copy
-in host memory, a copy in fp32, or the parameter itself. The inner parameter is the truth.
+or several for those in host memory. Each of its parameters has an inner parameter, which one of these optimizers
+updates: a copy in host memory, a copy in fp32, or the parameter itself. The inner parameter has the exact values.
 
 The inner parameter is saved and filled. After a load it is copied to the outer one, and
-`_sync_sub_optimizers_state_to_hdo` shows the state again. The step goes to the optimizers inside only: in the outer
-groups it would overwrite theirs before every step. Arguments of its constructor, which torch puts into the groups, are
-not saved, so that another fraction loads them.
+`_sync_sub_optimizers_state_to_hdo` shows the state again. The step goes only to the inner optimizers: in the outer
+groups it would overwrite their steps before every step. The arguments of the constructor, which torch puts into the
+groups, are not saved, so that a run with another offload fraction can load the groups.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from mcore_ckpt.state.optimizers.optimizer_kinds import OptimizerKind, find_kind
 from mcore_ckpt.state.optimizers.part import MainParameter, OptimizerPart, steps_of, write_steps_of
 from mcore_ckpt.state.quantized import is_quantized
 
-# What is in the state and is not part of it: the inner parameter itself, which `_sync_sub_optimizers_state_to_hdo` puts
-# there after each step, and what megatron's own save as dp_reshardable (0.16) leaves.
+# Entries of the state that are not saved: the inner parameter itself, which `_sync_sub_optimizers_state_to_hdo` puts
+# there after each step, and entries that megatron's own save as dp_reshardable (0.16) leaves.
 _NO_STATE = ("master_param", "padding")
-# The arguments of its constructor that say where and how it works. torch's Optimizer puts them into the groups.
+# Arguments of its constructor that control where and how it works. torch's Optimizer puts them into the groups.
 ARGUMENTS = (
     "offload_fraction",
     "cpu_optimizer_cls",
@@ -45,7 +45,7 @@ class HybridDevicePart(OptimizerPart):
     def kind_name(self) -> str:
         names = {kind_name(each) for each in self.inner.sub_optimizers}
         if not names:
-            # On a rank where it has no parameters. The class is an argument of its constructor.
+            # It has no parameters on this rank. The class is an argument of its constructor.
             return kind_name_of(self.inner.defaults["gpu_optimizer_cls"])
         return names.pop() if len(names) == 1 else f"HybridDeviceOptimizer of {', '.join(sorted(names))}"
 
@@ -55,7 +55,7 @@ class HybridDevicePart(OptimizerPart):
 
     @property
     def own_fields(self) -> tuple[str, ...]:
-        # Its groups have all arguments of its constructor. Those that its optimizers train with are saved.
+        # Its groups have all arguments of its constructor. Only those that the inner optimizers use are saved.
         return (*ARGUMENTS, *IMPLEMENTATION)
 
     def group_numbers(self) -> dict[int, int]:

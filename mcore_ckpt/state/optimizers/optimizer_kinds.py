@@ -22,10 +22,10 @@ class OptimizerKind:
     """A kind of state.
 
     Attributes:
-        name: the name that checkpoints have for it.
+        name: its name in checkpoints.
         classes: the classes of optimizers that keep this state. Classes derived from them keep it, too.
         moments: the tensors that belong to the elements of a parameter, so that each range of it has its own part.
-        optional: further such tensors, which some settings add.
+        optional: moments that only some settings add.
         bound: returns the shapes, by kind, of the tensors that belong to a rank's part of a parameter as a whole, and
             cannot be divided in another way. Its arguments are the optimizer and the shape of the rank's part.
         has_step: whether it counts steps.
@@ -42,8 +42,8 @@ class OptimizerKind:
 
 
 def _bound_of_adaptive_muon(inner: Any, shape: tuple[int, ...]) -> Shapes:
-    # The shapes of `AdaptiveMuon._init_group` (emerging-optimizers 0.3.0). The longer axis is averaged over what this
-    # rank has of it.
+    # The shapes of `AdaptiveMuon._init_group` (emerging-optimizers 0.3.0). The longer axis is averaged over this rank's
+    # part of it.
     if inner.moment2_method == "adamuon":
         return {}
     if inner.moment2_method == "namo":
@@ -53,7 +53,7 @@ def _bound_of_adaptive_muon(inner: Any, shape: tuple[int, ...]) -> Shapes:
 
 
 def _bound_of_soap(inner: Any, shape: tuple[int, ...]) -> Shapes:
-    # The moments are in the coordinates of the eigenbases `Q_L` and `Q_R`, which are those of this rank's part.
+    # The moments are in the coordinates of the eigenbases `Q_L` and `Q_R`, which belong to this rank's part.
     rows, columns = shape
     left, right = (rows, rows), (columns, columns)
     return {"exp_avg": shape, "exp_avg_sq": shape, "L": left, "R": right, "Q_L": left, "Q_R": right}

@@ -1,4 +1,4 @@
-"""An optimizer of megatron that is not a chain of others, and what saving and loading ask of it.
+"""A megatron optimizer that is not a chain of others, and the questions of saving and loading to it.
 
 A kind of optimizer that keeps its state elsewhere derives from OptimizerPart and overrides the answers that differ.
 """
@@ -23,13 +23,13 @@ _FP32_BYTES = 4
 
 @dataclass(frozen=True, eq=False)
 class MainParameter:
-    """A parameter on this rank, and the tensor that the optimizer updates in its stead.
+    """A parameter on this rank, and the main parameter that the optimizer updates in its place.
 
     Attributes:
         parameter: the model's parameter.
         key: the tensor under which the optimizer keeps its state.
-        main: the truth of the elements that this rank owns.
-        flat: the first of these elements in the parameter, and the one after the last.
+        main: the exact values of the elements that this rank owns.
+        flat: the range `(start, stop)` of these elements in the parameter.
         is_model_view: whether `main` shares the memory of the model's parameter (fp32 training).
         upper: the upper 16 bits of each value (bfloat16), if `main` has only the lower ones (int16); None otherwise.
     """
@@ -61,7 +61,7 @@ class Form:
     """The form in which an optimizer keeps the values of a main parameter or of a moment.
 
     Attributes:
-        dtype: the dtype of the elements; None if it becomes that of the checkpoint.
+        dtype: the dtype of the elements; None if it becomes the checkpoint's dtype.
         is_scaled: whether a value is the element times a scale, which all elements of the tensor share.
         is_halved: whether the elements are the lower 16 bits of the values, and the model has the upper ones.
     """
@@ -152,15 +152,15 @@ class OptimizerPart:
 
     @property
     def has_model_ranges(self) -> bool:
-        """True if megatron hands ranges of the model's own 16-bit parameters to the optimizer in a distributed one."""
+        """True if a DistributedOptimizer hands ranges of the model's own 16-bit parameters to its inner optimizer."""
         return bool(getattr(self.megatron.config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False))
 
     def _sharded_groups(self) -> Sequence[tuple[Any, Any, bool]]:
-        """Returns groups of a DistributedOptimizer's model parameters, their main ones, and whether these are views."""
+        """Returns a DistributedOptimizer's groups: model parameters, main parameters, and whether these are views."""
         owner = self.megatron
         fp32 = (owner.model_fp32_groups, owner.shard_fp32_groups, True)
         if self.has_model_ranges:
-            # Then megatron keeps no main parameters (the list has `None`s). The optimizer in it gets ranges of the
+            # Megatron keeps no main parameters here (the list has `None`s). The inner optimizer gets ranges of the
             # model's own 16-bit parameters.
             return (owner.model_float16_groups, owner.shard_float16_groups, True), fp32
         return (owner.model_float16_groups, owner.shard_fp32_from_float16_groups, False), fp32
@@ -172,7 +172,7 @@ class OptimizerPart:
         return found
 
     def new_state_of(self, key: torch.Tensor) -> dict[str, Any]:
-        """Returns the dict that has the state of a parameter, to be changed. Makes one if there is none."""
+        """Returns the dict with the state of a parameter, for changes. Makes one if there is none."""
         found: dict[str, Any] = self.inner.state[key]
         return found
 
@@ -187,7 +187,7 @@ class OptimizerPart:
         return {} if kind is None else kind.bound(self.inner, tuple(main.shape))
 
     def bound_tensor(self, key: torch.Tensor, kind: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Returns such a tensor, to be filled. Makes one if there is none."""
+        """Returns a tensor of the bound state, to be filled. Makes one if there is none."""
         state = self.new_state_of(key)
         if state.get(kind) is None:
             state[kind] = torch.empty(tuple(shape), dtype=dtype, device=key.device)
@@ -195,7 +195,7 @@ class OptimizerPart:
         return found
 
     def forget_state_of(self, key: torch.Tensor, keep_main: bool) -> None:
-        """Removes the state of a parameter that had done no step when it was saved.
+        """Removes the state of a parameter that had done no step at the save.
 
         If `keep_main` is True, the main parameter stays, even if it is part of the state.
         """
@@ -235,11 +235,11 @@ class OptimizerPart:
         raise NotImplementedError(f"{type(self).__name__} keeps all state in a plain form")
 
     def watched(self) -> list[torch.Tensor]:
-        """Returns the tensors that the optimizer updates. A save looks whether they are still the same ones."""
+        """Returns the tensors that the optimizer updates. A save checks whether they are still the same tensors."""
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def watched_mains(self) -> list[torch.Tensor]:
-        """Returns the main parameters that are part of the optimizer's state. They come and go with it."""
+        """Returns the main parameters that are part of the optimizer's state. They are made and dropped with it."""
         return []
 
     # -- the number of steps -------------------------------------------------------------------------------
@@ -251,8 +251,8 @@ class OptimizerPart:
     def write_step(self, step: float | int | None) -> None:
         """Sets the step of every param group, or of every parameter that has state, on this rank.
 
-        Each parameter gets a tensor of its own. `DistributedOptimizer.load_state_dict` (0.16.1) shares one tensor among
-        all parameters, so that Adam increments the shared step once per parameter.
+        Each parameter gets its own tensor. `DistributedOptimizer.load_state_dict` (0.16.1) shares one tensor among all
+        parameters, so that Adam increments the shared step once per parameter.
         """
         if self.inner is not None:
             write_steps_of(self.inner, step)
@@ -260,11 +260,11 @@ class OptimizerPart:
     # -- after a load --------------------------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Brings everything up to date that follows from the main parameters and the state, but for the model."""
+        """Updates everything, except the model, that follows from the main parameters and the state."""
 
     @property
     def changes_model(self) -> bool:
-        """Whether filling the main parameters changes the model's parameters on this rank, and on no replica."""
+        """Whether filling the main parameters changes the model's parameters on this rank, but not on its replicas."""
         return False
 
     def copy_to_model(self) -> None:
@@ -273,9 +273,9 @@ class OptimizerPart:
             self.megatron._copy_main_params_to_model_params()
 
     def follow_model(self) -> None:
-        """Makes the main parameters those of the model, which alone has been loaded.
+        """Sets the main parameters from the model, if only the model has been loaded.
 
-        Main parameters of quantized weights have been loaded themselves, and stay.
+        The main parameters of quantized weights stay, because they have been loaded themselves.
         """
         mains = list(self.mains())
         if not any(is_quantized(each.parameter) for each in mains):
