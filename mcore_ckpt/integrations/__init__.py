@@ -1,5 +1,4 @@
-"""Adapters for training frameworks: each offers the classes or functions that its framework expects.
+"""Integrations for training frameworks: each offers the classes or functions that its framework expects.
 
-A framework is imported only when its adapter is. Of this package, an adapter uses only doors and the public names of
-rooms.
+A framework is imported only when its integration is. An integration uses only the doors and the public names of rooms.
 """

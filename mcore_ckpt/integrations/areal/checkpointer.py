@@ -136,7 +136,7 @@ class Checkpointer:
 
         Args:
             path: the folder. An existing folder is replaced.
-            processing_class: the tokenizer or processor to write beside the weights; the default is the engine's own.
+            processing_class: the tokenizer or processor to write with the weights; the default is the engine's own.
             wait: True waits until the folder is there. False waits only until the model may change again.
 
         Raises:

@@ -21,8 +21,8 @@ from mcore_ckpt.integrations.areal.checkpointer import Checkpointer
 if TYPE_CHECKING:
     from areal.api import FinetuneSpec, SaveLoadMeta
 
-# Only type checkers need a base here. At run time `CheckpointedEngine` is a mixin, and each engine class below names
-# AReaL's engine as its second base.
+# Only type checkers need a base class here. At run time `CheckpointedEngine` is a mixin, and each engine class below
+# names AReaL's engine as its second base.
 _Engine: Any = areal.MegatronEngine if TYPE_CHECKING else object
 
 logger = logging.getLogger(__name__)

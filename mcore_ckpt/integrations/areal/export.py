@@ -29,7 +29,7 @@ _looked_at: set[Path] = set()
 class HfExport:
     """One export, which begins when this object is made. Every rank makes such an object and calls `end`.
 
-    The model is first saved beside its final place, as a checkpoint that holds only `hf_model`. Then rank 0 moves the
+    The model is first saved next to its final folder, as a checkpoint that holds only `hf_model`. Then rank 0 moves the
     folder with the weights into place.
 
     Args:
@@ -93,7 +93,7 @@ def _finish_earlier(root: Path) -> None:
             continue
         try:
             _finish(entry, hidden["what"], root / hidden["name"])
-        except OSError as error:  # raising on rank 0 alone would let the other ranks wait in the export
+        except OSError as error:  # if only rank 0 raised, the other ranks would wait in the export
             logger.warning("%s is left as it is: %s", entry, error)
 
 

@@ -244,7 +244,7 @@ class RecoverHandler(areal.RecoverHandler):
         return bool(agree(self._steps.agreement, topic, {}, lambda: {"found": stock_files.found(self._root)})["found"])
 
     def _load_stock(self, engines: Mapping[str, Any]) -> Progress:
-        """Loads a run that AReaL itself saved, to continue it here."""
+        """Loads the files that AReaL itself saved, to continue the run here."""
         progress = self._read(partial(stock_files.read_stock, self._root))
         logger.warning("%s: continuing from what AReaL itself saved", self._root)
         for name, each in engines.items():

@@ -87,8 +87,8 @@ def write(
         role_dir: the folder `recover_info` in the step's folder.
         step: the step's number.
         roles: the engines that the step consists of.
-        read_progress: returns this rank's progress. Of the JSON states, those of rank 0 are stored. If the function
-            raises on one rank, all ranks raise.
+        read_progress: returns this rank's progress. Only rank 0's JSON states are stored. If the function raises on one
+            rank, all ranks raise.
         before: runs on rank 0 before anything is written.
         may_commit: runs on rank 0 right before the commit. If it raises, nothing is committed.
 
@@ -98,7 +98,8 @@ def write(
     """
 
     with agreement.call(f"saving {role_dir.name} of step {step}"):
-        # Now, because the agreement may do its work on another thread, which is none for the trainer's objects.
+        # Read the progress now: the agreement may do its work on another thread, which must not use the trainer's
+        # objects.
         read_now = _called(read_progress)
 
         def write_files(files: RoleWriter) -> None:
@@ -113,7 +114,7 @@ def write(
 
 
 def _called(read_progress: Callable[[], Progress]) -> Callable[[], Progress]:
-    """Calls a function, and returns one that returns or raises the same."""
+    """Calls a function, and returns a function that returns or raises the same."""
     failures: list[Exception] = []
     try:
         progress = read_progress()
@@ -122,7 +123,7 @@ def _called(read_progress: Callable[[], Progress]) -> Callable[[], Progress]:
 
     def returned() -> Progress:
         if failures:
-            raise failures.pop()  # it is not kept, because its traceback keeps what the callers have
+            raise failures.pop()  # not kept, because its traceback keeps the callers' objects
         return progress
 
     return returned

@@ -123,7 +123,7 @@ class RecoverySteps:
         return RecoveryStep(step, folder)
 
     def delete_old(self) -> None:
-        """Deletes older steps if the current one is complete. Only logs what the disk says: it must not fail a save."""
+        """Deletes older steps if the current one is complete. Logs errors of the disk: they must not fail a save."""
         if self.agreement.is_coordinator and (current := self.current) is not None:
             try:
                 self.agreement.runner.run(lambda: self._delete_old(current))
@@ -131,9 +131,9 @@ class RecoverySteps:
                 logger.warning("%s: old steps could not be deleted: %s", self._root, error)
 
     def _prepare(self, step: int) -> None:
-        """Runs on rank 0 before a save: takes the lock, and removes what an earlier attempt left of this step."""
+        """Runs on rank 0 before a save: takes the lock, and removes the remains of an earlier attempt at this step."""
         self._lock.take(self._timeout_s / 2)
-        # Even one that lacks files may be mended, and is no reason to begin anew.
+        # A step that lacks files counts, too: it may be mended, so the training must not begin anew.
         there = [status.step for status in list_steps(self._root) if status.is_claimed]
         if self.current is None and there:
             raise CheckpointError(
@@ -172,7 +172,7 @@ class RecoverySteps:
         self._copy_step_file(step)
 
     def _copy_step_file(self, step: int) -> None:
-        """Copies the step's step_info.json to the place beside the tracker that AReaL's documents name."""
+        """Copies the step's step_info.json into the root, where AReaL's documents say it is."""
         if set(stock_files.found(self._root)) - {STEP_FILE}:
             stock_files.move_aside(self._root)
         source = step_dir(self._root, step) / INFO_ROLE / STEP_FILE

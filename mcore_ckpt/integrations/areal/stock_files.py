@@ -27,7 +27,7 @@ def read_stock(folder: Path, rank: int) -> Progress:
 
     Args:
         folder: AReaL's recover_info folder.
-        rank: the rank whose data loader state to read, if each rank has one of its own.
+        rank: the rank whose data loader state to read, if each rank has its own state.
 
     Raises CheckpointCorruptError: a file is missing, damaged, or holds more than plain values.
     """
@@ -59,7 +59,7 @@ def _schedule(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _counted(control: Any) -> int:
-    """Returns what a `FrequencyControl.state_dict` has counted since the control last fired."""
+    """Returns the count in a `FrequencyControl.state_dict` since the control last fired."""
     counts = [control.get(name) for name in ("steps", "last_steps")] if isinstance(control, dict) else [None]
     known = [count for count in counts if isinstance(count, int)]
     return max(0, known[0] - known[1]) if len(known) == 2 else 0

@@ -46,7 +46,7 @@ class _Replaced(Generic[T]):
 
 
 def _handler(trainer: Any, stock: Any) -> Any:
-    """Returns our handler if all trained engines are ours. Others write no manifest, so no step would be complete."""
+    """Returns our handler if all trained engines are ours. Others write no manifest, so a step is never complete."""
     engines = {name: getattr(trainer, name, None) for name in ("actor", "critic")}
     engines = {name: engine for name, engine in engines.items() if engine is not None}
     others = [name for name, engine in engines.items() if not ours.is_checkpointed(engine)]

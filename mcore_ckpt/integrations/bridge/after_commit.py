@@ -18,7 +18,7 @@ _EVENT = "on_checkpoint_save"
 
 @dataclass(frozen=True, eq=False)
 class AnnouncedSave:
-    """A save that somebody is to be told of.
+    """A save whose commit is announced.
 
     Attributes:
         handle: the save.
@@ -34,7 +34,7 @@ class AnnouncedSave:
 
 
 def event_of(ctx: Any, callback_manager: Any) -> Callable[[], None] | None:
-    """Returns a function that fires Bridge's event; None if no callback listens to it. All ranks have the same."""
+    """Returns a function that fires Bridge's event; None if no callback listens to it. All ranks get the same."""
     if callback_manager is None:
         return None
     from megatron.bridge.training.callbacks import CallbackContext, should_fire
@@ -51,17 +51,17 @@ def event_of(ctx: Any, callback_manager: Any) -> Callable[[], None] | None:
 
 
 class Announcements:
-    """Tells of the save that was begun last, once it is committed. Every rank calls the same methods."""
+    """Announces the last save, once it is committed. Every rank calls the same methods."""
 
     def __init__(self) -> None:
         self._save: AnnouncedSave | None = None
 
     def follow(self, save: AnnouncedSave) -> None:
-        """Follows another save. The one before has ended."""
+        """Follows another save. The previous save has ended."""
         self._save = save
 
     def tell(self, state: Any, has_ended: bool) -> None:
-        """Tells of the save if it has ended on all ranks.
+        """Announces the save if it has ended on all ranks.
 
         Callbacks may communicate, so they are called on all ranks at the same time. If there are none, the ranks need
         not agree, and nothing keeps a GPU waiting.

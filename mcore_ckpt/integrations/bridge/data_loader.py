@@ -1,8 +1,8 @@
 """Saves the state of Megatron-Bridge's data loader in the checkpoint, and hands it to Bridge after a load.
 
-Bridge itself writes it beside its checkpoints, as files that can be of another iteration than the weights. It is a
-pickle of Megatron Energon's classes, and Bridge reads it back without running anything else (`energon_torch_load`).
-Here it travels as bytes, which nothing of ours opens.
+Bridge itself writes the state next to its checkpoints, in files that can belong to another iteration than the weights.
+The state is a pickle of Megatron Energon's classes, which Bridge reads without running other code
+(`energon_torch_load`). This package stores its bytes and never opens them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mcore_ckpt.checkpoint import megatron_dir
 from mcore_ckpt.errors import CheckpointMismatchError
 
 STATE = "bridge_data_loader"  # the key in the saved state
-# The key of Bridge's files, and its name in the context that `setup` reads (0.5 and newer).
+# The key in Bridge's files, and the name of the state in the context that `setup` reads (0.5 and newer).
 _FIELD, CONTEXT_FIELD = "dataloader_state_dict", "dataloader_state_dir"
 
 
@@ -39,15 +39,15 @@ def read_state(iterator: Any, dp: tuple[int, int]) -> dict[str, Any] | None:
 
 
 class HandedOver:
-    """The folder from which Bridge's `maybe_load_dataloader_state` reads the state that was loaded."""
+    """The folder from which Bridge's `maybe_load_dataloader_state` reads the loaded state."""
 
     def __init__(self) -> None:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def write(self, state: Mapping[str, Any] | None, iteration: int, dp: tuple[int, int]) -> str | None:
-        """Returns the folder; None if the checkpoint has no state. It is there until the next call, or `remove`.
+        """Returns the folder; None if the checkpoint has no state. It exists until the next call, or `remove`.
 
-        Raises CheckpointMismatchError: the state is of another data-parallel size.
+        Raises CheckpointMismatchError: the state belongs to another data-parallel size.
         """
         self.remove()
         if state is None:

@@ -1,4 +1,4 @@
-"""Reads the transformers config of the model that a run of Megatron-Bridge's names, once for all saves and loads."""
+"""Reads the transformers config of the model that Megatron-Bridge's configuration names, once for all calls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mcore_ckpt.integrations.kit.together import on_all_ranks
 
 
 class PublishedConfig:
-    """Keeps the config of the HuggingFace model that was asked for last. Every rank calls the same methods."""
+    """Keeps the config of the last requested HuggingFace model. Every rank calls the same methods."""
 
     def __init__(self) -> None:
         self._source: str | None = None

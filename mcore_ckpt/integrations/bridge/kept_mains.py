@@ -1,8 +1,8 @@
 """Keeps main parameters that Megatron-Bridge would round after a load.
 
 With `optimizer_cpu_offload`, Bridge's `setup` copies the bf16 parameters of the model over all main parameters as soon
-as the manager has loaded (`sync_hybrid_device_optimizer_fp32_master_copies`, 0.6.2). That is right after the weights
-alone were loaded. After the optimizer was loaded, too, it loses the bits that bf16 does not have.
+as the manager has loaded (`sync_hybrid_device_optimizer_fp32_master_copies`, 0.6.2). That is right if only the weights
+were loaded. If the optimizer was loaded, too, it loses the bits that bf16 does not have.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-# The dict of HybridDeviceOptimizer (megatron-core 0.16 to 0.19) from a parameter to the one that is updated in its
-# place, and those to other copies of it. After a load all are what the updated one is, in their own dtype.
+# The dict of HybridDeviceOptimizer (megatron-core 0.16 to 0.19) that maps a parameter to the one that is updated in its
+# place, and the dicts that map it to other copies. After a load, all of them have the values of the updated one, in
+# their own dtypes.
 _UPDATED = "param_to_inner_param"
 _COPIES = ("gpu_params_map_cpu_copy", "param_to_fp32_param")
 
@@ -33,7 +34,7 @@ class KeptMains:
         ]
 
     def restore(self) -> None:
-        """Puts them back, and frees the copies."""
+        """Restores the parameters, and frees the copies."""
         kept, self._kept = self._kept, []
         with torch.no_grad():
             for copy, levels in kept:
@@ -42,7 +43,7 @@ class KeptMains:
 
 
 def _levels(inner: Any) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]]]:
-    """Yields the parameter that is updated, and all that are copies of it, itself among them."""
+    """Yields each parameter that is updated, with all of its copies, itself included."""
     for outer, updated in getattr(inner, _UPDATED).items():
         copies = [getattr(inner, name, {}).get(outer) for name in _COPIES]
         levels = [outer, updated, *(copy for copy in copies if copy is not None)]

@@ -38,8 +38,8 @@ from mcore_ckpt.state import process_groups_of
 class McoreCheckpointManager:
     """A checkpoint manager for `checkpoint.custom_manager_class`. Bridge makes one on every rank.
 
-    Checkpoints are `<checkpoint.save>/global_steps_{iteration}/{role}`. Those that Bridge has written itself, and
-    HuggingFace folders, are loaded by Bridge's own manager.
+    Checkpoints are `<checkpoint.save>/global_steps_{iteration}/{role}`. Bridge's own manager loads HuggingFace folders
+    and the checkpoints that Bridge has written itself.
 
     Args:
         checkpoint_config: `cfg.checkpoint`.
@@ -48,8 +48,8 @@ class McoreCheckpointManager:
         UnsupportedError: an option cannot be honoured.
         InvalidArgumentError: `load` or `pretrained_checkpoint` names one checkpoint of ours. Bridge sees only the
             folder of all of them.
-        CheckpointNotFoundError: `exit_on_missing_checkpoint` or `ckpt_step` is set, and `load` has no checkpoint. With
-            the first alone, one in `pretrained_checkpoint` is enough.
+        CheckpointNotFoundError: `exit_on_missing_checkpoint` or `ckpt_step` is set, and `load` has no checkpoint. If
+            only the first is set, a checkpoint in `pretrained_checkpoint` is enough.
     """
 
     def __init__(self, checkpoint_config: Any) -> None:
@@ -67,7 +67,7 @@ class McoreCheckpointManager:
 
     @property
     def checkpointing_context(self) -> dict[str, Any]:
-        """What Bridge's `setup` reads after a load: where the data loader's state is."""
+        """The context that Bridge's `setup` reads after a load. It names the folder of the data loader's state."""
         context: dict[str, Any] = self._stock.checkpointing_context
         return context
 
@@ -104,7 +104,7 @@ class McoreCheckpointManager:
             lambda: _saved_state(ctx),
             data_iterator=ctx.train_data_iterator,
         )
-        self._announcements.tell(state, has_ended=True)  # of the save before, which this one has waited for
+        self._announcements.tell(state, has_ended=True)  # announces the previous save, for which this one has waited
         fire = after_commit.event_of(ctx, callback_manager)
         place = step_dir(Path(args.folder("save")), step)
         self._announcements.follow(after_commit.AnnouncedSave(handle, place, step, fire))
@@ -150,7 +150,7 @@ class McoreCheckpointManager:
         return step, ctx.state.train_state.floating_point_operations_so_far
 
     def finalize_async_saves(self, state: Any, blocking: bool = False, terminate: bool = False) -> None:
-        """Tells callbacks and loggers of a save that has committed. Bridge calls it before each iteration.
+        """Announces a committed save to callbacks and loggers. Bridge calls it before each iteration.
 
         Args:
             state: Bridge's GlobalState.
@@ -158,8 +158,9 @@ class McoreCheckpointManager:
             terminate: True also waits, and then frees the memory that saves use.
 
         Raises:
-            UnsupportedError, CheckpointNotFoundError: only the first call raises them, for what was not known before:
-                a model that a checkpoint cannot hold, and adapters that `exit_on_missing_checkpoint` misses.
+            UnsupportedError, CheckpointNotFoundError: only the first call raises them, because earlier the model was
+                not known: a checkpoint cannot hold the model, or `exit_on_missing_checkpoint` is set and there are no
+                adapters.
             CheckpointError: the save that was under way failed. All ranks raise it. Without `blocking` and `terminate`
                 this method does not raise it, but the next save or load does.
         """
@@ -173,7 +174,7 @@ class McoreCheckpointManager:
             self._stock.finalize_async_saves(state, blocking=True, terminate=True)
 
     def _begin(self, cfg: Any) -> None:
-        """Checks once, as soon as Bridge shows its whole configuration, what `cfg.checkpoint` alone did not say."""
+        """Checks once, as soon as Bridge shows its whole configuration, the options outside of `cfg.checkpoint`."""
         if self._has_begun:
             return
         self._has_begun = True
@@ -205,7 +206,7 @@ class McoreCheckpointManager:
         state, dp = loaded.state.get(data_loader.STATE), _data_parallel(training.model)
 
         def write() -> None:
-            # A rank without a state has nothing to compare, so the error of the others must reach it.
+            # A rank without a state has nothing to compare, so the errors of other ranks must reach it.
             folder = self._handed_over.write(state, loaded.iteration, dp)
             self.checkpointing_context[data_loader.CONTEXT_FIELD] = folder
 
@@ -223,6 +224,6 @@ def _data_parallel(model: list[Any]) -> tuple[int, int]:
 
 
 def _saved_state(ctx: Any) -> dict[str, Any]:
-    """Returns what this rank saves beside the training's own state. It is called inside the save."""
+    """Returns this rank's extra state. It is called inside the save."""
     loader = data_loader.read_state(ctx.train_data_iterator, _data_parallel(ctx.model))
     return {**saved_state(ctx.state, ctx.num_floating_point_operations_so_far), data_loader.STATE: loader}

@@ -1,4 +1,4 @@
-"""Translates Megatron-Bridge's CheckpointConfig. Every field of it is honoured, without effect here, or refused."""
+"""Translates Megatron-Bridge's CheckpointConfig. Every field is honoured, has no effect here, or is refused."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ HONOURED = frozenset(
 )
 WITHOUT_EFFECT = frozenset(
     {
-        # How Bridge's own format is written, and its own saves run beside the training.
+        # How Bridge's own format is written, and how its own asynchronous saves run.
         *("fully_parallel_save", "ckpt_fully_parallel_save_process_group", "ckpt_assume_constant_structure"),
         *("storage_writers_per_rank", "dist_ckpt_workers", "dist_ckpt_save_pre_mcore_014"),
         *("dist_ckpt_optim_fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient"),
         *("use_persistent_ckpt_worker", "async_strategy", "async_write_results_mp_mode"),
         *("async_ckpt_cpu_priority", "async_ckpt_io_priority", "async_ckpt_use_cpu_shm"),
-        # How it is read. They have their effect where Bridge's loader reads a checkpoint of its own.
+        # How Bridge's own format is read. They have their effect when Bridge's loader reads its own checkpoints.
         *("fully_parallel_load", "ckpt_fully_parallel_load_exchange_algo", "ckpt_fully_parallel_load_process_group"),
         *("ckpt_load_validate_sharding_integrity", "stream_ckpt_dequant", "strict_fsdp_dtensor_load"),
-        # Belong to options that are refused, or that are off.
+        # Settings of options that are refused, or that are off.
         *("non_persistent_global_ckpt_dir", "non_persistent_local_ckpt_dir", "non_persistent_local_ckpt_algo"),
         *("replication_jump", "replication_factor", "hf_trust_remote_code", "hf_distributed_save"),
         "hf_save_every_n_ranks",
-        # Bridge has them from Megatron-LM, and its training (0.6.2) reads none of them.
+        # Options that Bridge has taken over from Megatron-LM. Its training (0.6.2) reads none of them.
         *("save_params_interval", "save_activations_interval", "save_tokens_per_expert_interval"),
         *("save_wgrads_interval", "save_dgrads_interval", "use_checkpoint_args", "use_mp_args_from_checkpoint_args"),
         *("use_tokenizer_model_from_checkpoint_args", "auto_detect_ckpt_format", "ckpt_convert_format"),
@@ -81,7 +81,7 @@ REFUSED = {
 
 
 def refuse_unsupported(checkpoint: Any, but: Collection[str] = ()) -> None:
-    """Raises UnsupportedError if a field of `cfg.checkpoint`, but these, has a value that cannot be honoured."""
+    """Raises UnsupportedError if a field of `cfg.checkpoint`, except `but`, has a value that cannot be honoured."""
     for name, refusal in REFUSED.items():
         if name in but:
             continue
@@ -103,7 +103,7 @@ def refuse_unsupported(checkpoint: Any, but: Collection[str] = ()) -> None:
 
 
 def overridden_config(checkpoint: Any, config: CheckpointConfig, has_adapters: bool) -> CheckpointConfig:
-    """Returns our options, overridden by what Bridge has words for."""
+    """Returns our options, overridden by the options that Bridge has for them."""
     kept = kept_count(checkpoint.most_recent_k)
     contents = config.save_contents
     # Bridge 0.4 and 0.5 have fewer fields.
@@ -148,7 +148,7 @@ def arguments(cfg: Any) -> Arguments:
             async_save=checkpoint.async_save,
             save_retain_interval=checkpoint.save_retain_interval,
             verify_integrity=getattr(checkpoint, "verify_integrity", False),
-            # For the way back: Megatron-LM compares these with its own arguments.
+            # For a step for Megatron-LM, which compares these with its own arguments.
             num_layers=model.num_layers,
             hidden_size=model.hidden_size,
             num_attention_heads=model.num_attention_heads,

@@ -1,4 +1,4 @@
-"""Finds out whose checkpoint a run of Megatron-Bridge's resumes from: ours, or Bridge's own."""
+"""Decides whether a run of Megatron-Bridge resumes from a checkpoint of ours or from Bridge's own."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from mcore_ckpt.integrations.kit.together import decided_by_rank_0
 from mcore_ckpt.steps import move_tracker, newest_complete, read_tracker
 
 _TOPIC = "finding a checkpoint"
-# The options that say that there must be a checkpoint in `load`.
+# The options that require a checkpoint in `load`.
 _NEEDED = ("ckpt_step", "exit_on_missing_checkpoint")
-# Bridge's tracker, which it prefers to Megatron-LM's. It has the counters of the newest checkpoint of its own.
+# Bridge's tracker, which it prefers to Megatron-LM's. It has the counters of the newest checkpoint in Bridge's format.
 _TRACKER = "latest_train_state.pt"
 
 
@@ -33,12 +33,13 @@ class Source(Enum):
 def check_findable(checkpoint: Any, role: str, timeout_s: float) -> None:
     """Makes sure that Bridge asks for a load if there is a checkpoint. Every rank calls it, before `setup` asks.
 
-    Bridge calls the manager only if it sees a tracker in the folder (`_should_load_checkpoint`, 0.4 to 0.6), and begins
-    from scratch without a word if not. A crash between the commit of the first step and the tracker leaves none.
+    Bridge calls the manager only if it sees a tracker in the folder (`_should_load_checkpoint`, 0.4 to 0.6), and
+    otherwise begins from scratch without a word. A crash between the commit of the first step and the tracker leaves no
+    tracker.
 
     Raises:
         InvalidArgumentError: an option names one checkpoint instead of the folder of all.
-        CheckpointNotFoundError: a checkpoint must be there, and there is none.
+        CheckpointNotFoundError: there is no checkpoint, although an option requires one.
         AgreementError: the ranks have other options, or a rank is missing.
     """
 
@@ -57,7 +58,7 @@ def check_findable(checkpoint: Any, role: str, timeout_s: float) -> None:
 
 
 def check_adapters_findable(checkpoint: Any, timeout_s: float) -> None:
-    """Does what `check_findable` could not do before a run was known to have adapters. Every rank calls it.
+    """Does the checks of `check_findable` that need to know that a run has adapters. Every rank calls it.
 
     Adapters are only in `load`: Bridge itself has taken the base model from `pretrained_checkpoint`.
 
@@ -98,7 +99,7 @@ def _is_asked(value: Any) -> bool:
 
 
 def _has_checkpoint(root: Path) -> bool:
-    """True if Bridge asks for a load from a folder. Bridge 0.4 and 0.5 do not for one of a HuggingFace model."""
+    """True if Bridge asks for a load from a folder. Bridge 0.4 and 0.5 do not ask if it has a HuggingFace model."""
     from megatron.bridge.training.utils import checkpoint_utils
 
     is_huggingface = getattr(checkpoint_utils, "is_hf_checkpoint_dir", lambda path: False)
@@ -121,7 +122,7 @@ def _request(checkpoint: Any) -> dict[str, str]:
 
 
 def no_foreign_checkpoint(root: Path, step: int | None) -> None:
-    """Finds no checkpoint in Bridge's format: `find_source` has decided already."""
+    """Finds no checkpoint in Bridge's format, because `find_source` has already decided."""
 
 
 def _look(checkpoint: Any, role: str) -> Source:
@@ -138,7 +139,7 @@ def _look(checkpoint: Any, role: str) -> Source:
 
 
 def _bridge_checkpoint(root: Path, step: int | None) -> tuple[int, Callable[[], Theirs]] | None:
-    """Finds the checkpoint of Bridge's own that its tracker names, or of a step."""
+    """Finds the checkpoint in Bridge's format that its tracker names, or that of a given step."""
     iteration = step if step is not None else _tracked(root)
     if iteration is None or not megatron_dir(root, iteration).is_dir():
         return None

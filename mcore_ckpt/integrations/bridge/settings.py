@@ -1,4 +1,4 @@
-"""Keeps what Megatron-Bridge's configuration has no words for."""
+"""Keeps the settings that Megatron-Bridge's configuration has no options for."""
 
 from __future__ import annotations
 
@@ -46,5 +46,5 @@ def configure(
 
 
 def settings() -> LoopSettings:
-    """Returns what `configure` was given last."""
+    """Returns the settings of the last call of `configure`."""
     return _settings

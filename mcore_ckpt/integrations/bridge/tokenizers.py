@@ -1,4 +1,4 @@
-"""Writes the files of Megatron-Bridge's tokenizers beside the model, as Bridge's own checkpoints have them."""
+"""Writes the files of Megatron-Bridge's tokenizers into the model's folder, as Bridge's own checkpoints have them."""
 
 from __future__ import annotations
 

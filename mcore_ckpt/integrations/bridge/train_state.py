@@ -1,4 +1,4 @@
-"""Saves and restores Megatron-Bridge's TrainState: iteration, samples, operations and what else it counts."""
+"""Saves and restores Megatron-Bridge's TrainState: iteration, samples, operations and its other counters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _KEY = "train_state"  # in the state of LoopCheckpoints.save
 
 
 def saved_state(state: Any, operations: float) -> dict[str, Any]:
-    """Returns what a save keeps of Bridge's GlobalState, for LoopCheckpoints.save.
+    """Returns the part of Bridge's GlobalState that a save keeps, for LoopCheckpoints.save.
 
     Args:
         state: Bridge's GlobalState.
@@ -29,13 +29,13 @@ def saved_state(state: Any, operations: float) -> dict[str, Any]:
         "num_floating_point_operations_so_far": operations,
         **{name: getattr(train_state, name) for name in COUNTERS},
         _KEY: {**counts, "floating_point_operations_so_far": operations},
-        # For the way back. It is the same on all ranks.
+        # For a step for Megatron-Bridge's own manager. It is the same on all ranks.
         "run_config": _as_yaml(state.cfg) if dist.get_rank() == 0 else None,
     }
 
 
 def restore_train_state(state: Any, loaded: Loaded) -> None:
-    """Sets Bridge's TrainState, and the number of micro-batches that follows from it.
+    """Sets Bridge's TrainState, and the number of micro-batches, which follows from it.
 
     Args:
         state: Bridge's GlobalState.
@@ -47,7 +47,7 @@ def restore_train_state(state: Any, loaded: Loaded) -> None:
         state.train_state.step = 0
         return
     saved = loaded.state.get(_KEY)
-    if saved is None:  # the step is of another framework
+    if saved is None:  # another framework has saved the step
         operations = {"floating_point_operations_so_far": loaded.operations}
         saved = {"step": loaded.iteration, **loaded.counters, **operations}
     known = {field.name for field in fields(TrainState)}
@@ -56,7 +56,7 @@ def restore_train_state(state: Any, loaded: Loaded) -> None:
 
 
 def _as_yaml(cfg: Any) -> str:
-    """Returns what Bridge's own checkpoints have as run_config.yaml. Only Bridge knows how to write it."""
+    """Returns the contents of run_config.yaml in Bridge's own checkpoints. Only Bridge knows how to write it."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run_config.yaml"
         cfg.to_yaml(str(path))

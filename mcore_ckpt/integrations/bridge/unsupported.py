@@ -1,4 +1,4 @@
-"""Refuses what Megatron-Bridge's contexts can ask for and a checkpoint here cannot do."""
+"""Refuses requests of Megatron-Bridge's contexts that this package cannot honour."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron.core.utils import unwrap_model
 from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.integrations.megatron.refusals import check_groups
 
-# Bridge keeps gate and up of such layers in turn, and saves them one after the other (0.6.2, `_get_model_glu_...`).
+# Bridge interleaves gate and up of such layers, and saves them one after the other (0.6.2, `_get_model_glu_...`).
 _INTERLEAVED = ("moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size")
 
 _NO_MODELOPT = (
@@ -72,7 +72,7 @@ def _refuse_both(ctx: Any) -> None:
 
 
 def _is_converted(chunk: Any) -> bool:
-    """True if ModelOpt has quantized, pruned or distilled a chunk of the model, which has its state then."""
+    """True if ModelOpt has quantized, pruned or distilled a chunk of the model, which then has ModelOpt's state."""
     try:
         modelopt = import_module("modelopt.torch.opt")
     except ImportError:

@@ -1,8 +1,8 @@
-"""What all integrations share, each of them once.
+"""The code that all integrations share.
 
 - `kept`: the one CheckpointManager that an integration keeps between saves;
-- `options`: our options among a framework's own, and its words for how many checkpoints stay;
-- `together`: what rank 0 decides for all ranks;
+- `options`: our options among a framework's options, and its words for how many checkpoints stay;
+- `together`: decisions of rank 0 for all ranks;
 - `published`: the config of the HuggingFace model that a training started from;
 - `loop`: saving and loading for loops like Megatron-LM's, with `arguments` (their options, by Megatron-LM's names),
   `resume` (which checkpoint such a loop resumes from) and `rerun` (the state of a step that is to be run again).

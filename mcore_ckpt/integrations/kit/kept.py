@@ -1,8 +1,8 @@
 """Keeps one CheckpointManager between saves, and the place of the training among all commits for the whole run.
 
-Frameworks load with one manager and save with another, which may have another root. `KeptManager` tells the second one
-what the first has loaded. If the training is saved with its optimizer, only loads with the optimizer count: slime loads
-reference models into the model that it trains.
+Frameworks load with one manager and save with another, which may have another root. `KeptManager` tells the second
+manager what the first one has loaded. If the training is saved with its optimizer, only loads with the optimizer count:
+slime loads reference models into the model that it trains.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from mcore_ckpt.steps import RunHistory
 
 
 class KeptManager:
-    """Keeps a CheckpointManager, and makes another only if what it was made for has changed.
+    """Keeps a CheckpointManager, and makes another one only if its arguments have changed.
 
     A manager has a plan and as much host memory as the training state needs. So it is kept between saves, and it is
-    closed before another one is made. Its saves go on from what was loaded or saved last, by whichever manager. Every
-    rank calls the same methods.
+    closed before another one is made. Its saves go on from the last checkpoint that any manager has loaded or saved.
+    Every rank calls the same methods.
     """
 
     def __init__(self) -> None:
         self.manager: CheckpointManager | None = None
         self._made_for: tuple[Any, ...] = ()
-        # By root, the one that was used last at the end; of loads and saves with an optimizer, and of those without.
+        # By root, with the last used root at the end. Calls with an optimizer and calls without one are kept apart.
         # slime loads reference models into the model that it trains, but without the optimizer.
         self._histories: dict[bool, dict[Path, RunHistory]] = {True: {}, False: {}}
 
@@ -62,7 +62,7 @@ class KeptManager:
     def loader(
         self, root: str | Path, trainer: Mapping[str, Any], config: CheckpointConfig
     ) -> Iterator[CheckpointManager]:
-        """Yields a manager of its own for a load, and closes it. The next save goes on from what it has loaded.
+        """Yields a separate manager for a load, and closes it. The next save goes on from the loaded step.
 
         Args:
             root, trainer, config: see `get`.

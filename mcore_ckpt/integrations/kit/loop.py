@@ -1,8 +1,8 @@
 """Saves and loads for training loops like Megatron-LM's, whatever framework they belong to.
 
 Such a loop has options with Megatron-LM's names (`arguments`), counts iterations and samples, and may resume from a
-checkpoint of its own format. A framework's integration reads the options and the counters from where the framework has
-them, and puts them back there after a load.
+checkpoint in the framework's own format. The framework's integration reads the options and the counters from the
+framework, and puts them back after a load.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mcore_ckpt.state import process_groups_of, read_rng, write_rng
 
 logger = logging.getLogger(__name__)
 
-# The key in extra_state of what these loops save. It is the same for all frameworks, so a run can change its framework.
+# The key of these loops' state in extra_state. All frameworks use the same key, so a run can change its framework.
 _KEY = "megatron"
 # For Megatron-LM's `set_checkpoint_version`. 3.0 means the order of query, key and value that it has used since 2021.
 CHECKPOINT_VERSION = 3.0
@@ -36,7 +36,7 @@ CHECKPOINT_VERSION = 3.0
 
 @dataclass(frozen=True, eq=False)
 class Training:
-    """What a loop trains, and what its checkpoints need beside that. See CheckpointManager for the fields."""
+    """The objects that a loop trains, and others that its checkpoints need. See CheckpointManager for the fields."""
 
     model: list[Any]
     optimizer: Any = None
@@ -64,7 +64,7 @@ class Training:
 
 @dataclass(frozen=True)
 class LoopSettings:
-    """What a loop's own options do not contain. An integration's `configure` sets it. See CheckpointManager."""
+    """Settings that a loop's own options lack. An integration's `configure` sets them. See CheckpointManager."""
 
     config: CheckpointConfig = field(default_factory=CheckpointConfig)
     role: str = "actor"
@@ -74,11 +74,11 @@ class LoopSettings:
 
 @dataclass(frozen=True, eq=False)
 class Loaded:
-    """What a load has brought back, beside the training's own state.
+    """The state that a load has brought back, besides the training's own.
 
     Attributes:
-        folder: the folder of all checkpoints in which it was found.
-        state: what `LoopCheckpoints.save` was given as `state`, completed with the counters.
+        folder: the folder of all checkpoints in which the checkpoint was found.
+        state: the `state` of `LoopCheckpoints.save`, completed with the counters.
     """
 
     folder: str
@@ -125,7 +125,7 @@ class LoopCheckpoints:
             training: what is trained.
             args: the loop's options.
             config: the options of this package, which `args` overrides.
-            state: returns what is to be loaded with the training: `num_floating_point_operations_so_far`, the counters,
+            state: returns the values to load with the training: `num_floating_point_operations_so_far`, the counters,
                 and anything else that is plain. If it raises on one rank, all ranks raise.
             data_iterator: the training's data iterator, whose state the rerun state machine needs.
             path, max_to_keep: see CheckpointManager.save.
@@ -185,9 +185,9 @@ class LoopCheckpoints:
             logger.warning("%s names no folder, so training starts from the beginning", load_arg)
             return None
 
-        # The nodes have steps of this run, which saves to `args.save`, and none of the run that `load_arg` may name.
+        # The nodes have steps of this run, which saves to `args.save`, but not of the run that `load_arg` may name.
         config = config if str(args[load_arg]) == str(args["save"]) else replace(config, fast=None)
-        # A manager of its own finds the checkpoint: what the load needs depends on what is found.
+        # A separate manager finds the checkpoint, because the arguments of the load depend on the checkpoint.
         finder = CheckpointManager(
             folders[0], config=args.loading(config, training.optimizer is not None), **training.arguments()
         )
@@ -247,8 +247,8 @@ class LoopCheckpoints:
         """Waits for an async save.
 
         Args:
-            blocking: True waits until no save is under way. False does nothing, because a save commits on a thread of
-                its own.
+            blocking: True waits until no save is under way. False does nothing, because a save commits on its own
+                thread.
             terminate: True also waits, and then frees the memory that saves use.
 
         Raises:
@@ -262,7 +262,7 @@ class LoopCheckpoints:
 
 
 def restore_counters(loaded: Loaded, args: Arguments) -> None:
-    """Puts the numbers of samples back into a loop's options, and takes them over for the number of micro-batches."""
+    """Restores the numbers of samples in a loop's options, and in the calculator of the number of micro-batches."""
     for name, count in loaded.counters.items():
         args[name] = count
     # update_num_microbatches fails if the calculator has not been set up.

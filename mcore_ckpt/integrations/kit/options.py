@@ -11,16 +11,16 @@ from mcore_ckpt.errors import UnsupportedError
 
 
 def own_fields(said_elsewhere: Collection[str]) -> list[Field[Any]]:
-    """Returns the fields of CheckpointConfig for which a framework has no words of its own."""
+    """Returns the fields of CheckpointConfig for which a framework has no options."""
     return [field for field in fields(CheckpointConfig) if field.name not in said_elsewhere]
 
 
 def refuse_fast(config: CheckpointConfig, where: str, why: str) -> None:
-    """Raises UnsupportedError if a configuration has a fast tier, with which a framework would not resume.
+    """Raises UnsupportedError if a configuration has a fast tier, from which a framework would not resume.
 
     Args:
         config: the configuration.
-        where: what it is called in the framework.
+        where: its name in the framework.
         why: why the framework needs all steps in a shared folder.
     """
     if config.fast is not None:

@@ -1,4 +1,4 @@
-"""Reads config and tokenizer of the model that a training started from, to write them beside the checkpoints."""
+"""Reads config and tokenizer of the model that a training started from, to write them into the checkpoints."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ def published_config(path: str | None, needed: bool) -> Any:
     """Returns the transformers config of a HuggingFace folder or model name; None without a path.
 
     Args:
-        path: what the framework was given as its HuggingFace model.
+        path: the HuggingFace model in the framework's configuration.
         needed: True if a config that cannot be read is an error: the checkpoints get a HuggingFace model, too.
-            Otherwise it is a warning, and None is returned. Such a model may have Python code of its own.
+            Otherwise it is a warning, and None is returned: the model may have its own Python code.
 
     Raises OSError, ValueError: the config is needed, and transformers cannot read it.
     """

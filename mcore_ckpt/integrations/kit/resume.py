@@ -1,4 +1,4 @@
-"""Finds the checkpoint that a loop like Megatron-LM's resumes from: one of ours, or one of the framework's format."""
+"""Finds the checkpoint that a loop like Megatron-LM's resumes from: one of ours, or one in the framework's format."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Theirs:
 
     Attributes:
         folder: its folder.
-        state: what all ranks share, in the form of `LoopCheckpoints.save`.
+        state: the state that all ranks share, in the form of `LoopCheckpoints.save`.
         tp, pp: the tensor-parallel and pipeline-parallel sizes, which its random number generators fit.
         weights_alone: whether it has no optimizer.
     """
@@ -37,8 +37,8 @@ class Theirs:
     weights_alone: bool = False
 
 
-# Called with the folder of all checkpoints and the step that was asked for, or None for the newest. Returns a function
-# that reads the checkpoint, with its iteration; None if there is none. Only rank 0 calls it.
+# Called with the folder of all checkpoints and the requested step, or None for the newest. Returns a function that
+# reads the checkpoint, with its iteration; None if there is none. Only rank 0 calls it.
 FindTheirs = Callable[[Path, int | None], "tuple[int, Callable[[], Theirs]] | None"]
 
 
@@ -52,7 +52,7 @@ def find(
         role: the role in our steps.
         step: the step to load; None for the newest.
         find_theirs: finds a checkpoint in the framework's own format.
-        on_nodes: the steps that the nodes of the fast tier have; of `step` alone if it is given.
+        on_nodes: the steps that the nodes of the fast tier have; only `step` if it is given.
 
     Returns:
         {"step": step} for a step of ours; {"path": folder} for a folder that is a checkpoint of ours;
@@ -80,7 +80,7 @@ def find(
 
 
 def megatron_checkpoint(root: Path, step: int | None) -> tuple[int, Callable[[], Theirs]] | None:
-    """Finds the checkpoint of Megatron-LM's (format torch_dist) that its tracker names, or of a step.
+    """Finds the checkpoint of Megatron-LM (format torch_dist) that its tracker names, or that of a given step.
 
     The root may also be the checkpoint's own folder, such as `iter_0000100`. Of Megatron-LM's folders, only the one
     that the tracker names is known to be complete. If the caller gives a step or the folder, it is not checked.
@@ -99,7 +99,7 @@ def megatron_checkpoint(root: Path, step: int | None) -> tuple[int, Callable[[],
 def read_megatron_checkpoint(path: Path) -> Theirs:
     """Reads the state that all ranks share. Never executes code in a file.
 
-    A released checkpoint has weights alone, and training begins with them (`load_checkpoint` of core_r0.16 to main).
+    A released checkpoint has only weights, and training begins with them (`load_checkpoint` of core_r0.16 to main).
 
     Raises CheckpointCorruptError: a file is missing or damaged.
     """
@@ -125,7 +125,7 @@ def _names_release(root: Path) -> bool:
 
 
 def check_integrity(path: str) -> None:
-    """Compares the files of a checkpoint of Megatron-LM's with the SHA-256 digests in it. Every rank calls it.
+    """Compares the files of a Megatron-LM checkpoint with the SHA-256 digests in it. Every rank calls it.
 
     Raises:
         CheckpointCorruptError: a file differs, or the checkpoint was saved without `verify_integrity`.

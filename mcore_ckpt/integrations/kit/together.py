@@ -11,7 +11,7 @@ from mcore_ckpt.ranks import Agreement, agree, rendezvous
 
 
 def decided_by_rank_0(name: str, topic: str, question: Any, answer: Callable[[], Any], timeout_s: float) -> Any:
-    """Returns rank 0's answer on every rank, because each rank alone might see another state of a shared file system.
+    """Returns rank 0's answer on every rank, because ranks might see different states of a shared file system.
 
     Every rank calls it with the same question.
 
@@ -19,8 +19,8 @@ def decided_by_rank_0(name: str, topic: str, question: Any, answer: Callable[[],
         name: a name for the meeting of the ranks, the same on all of them.
         topic: what is being decided, for messages.
         question: a plain JSON value that is the same on all ranks.
-        answer: returns a plain JSON value. It is called only on rank 0, on another thread (see `io/disk_watch.py`):
-            without the modes of torch, the current GPU and the context variables of this one.
+        answer: returns a plain JSON value. It is called only on rank 0, on another thread (see `io/disk_watch.py`),
+            without torch's modes, the current GPU and the context variables of this thread.
         timeout_s: how long a rank waits for the others, in seconds.
 
     Raises AgreementError: the questions differ, or a rank is missing.

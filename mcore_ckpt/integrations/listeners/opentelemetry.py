@@ -30,8 +30,8 @@ Attributes = dict[str, str | int | float]
 class OpenTelemetryListener:
     """Records one span for each save, load, upload and deletion, with a child span for each phase, and metrics.
 
-    Spans are recorded when the work has ended, with the times at which it began and ended. They are roots of traces of
-    their own, because a save outlives what the trainer was doing when it called `save`.
+    Spans are recorded when the work has ended, with the times at which it began and ended. Each span begins its own
+    trace, because a save outlives the trainer's span in which it was called.
 
     Args:
         tracer_provider: None: the global one, as `opentelemetry.trace.set_tracer_provider` has set it.
@@ -76,7 +76,7 @@ class OpenTelemetryListener:
         self._step = meter.create_gauge("mcore_ckpt.committed_step", "{step}", "The step that was committed last.")
 
     def __call__(self, event: Event) -> None:
-        """Records what one event says."""
+        """Records one event."""
         common: Attributes = {"mcore_ckpt.role": event.role, "mcore_ckpt.rank": event.rank}
         match event:
             case Started():

@@ -3,8 +3,8 @@
 Training jobs are hard to scrape: they have thousands of processes without fixed ports. A node_exporter runs on each
 node already, and reads all files `*.prom` in the folder of `--collector.textfile.directory`.
 
-Each rank writes a file of its own, so that no two processes write one file, and a dashboard shows which rank is slow.
-A rank has about 30 series. If that is too much for a large job, pass the listener on one rank of each node only.
+Each rank writes its own file, so that no two processes write the same file, and a dashboard shows which rank is slow. A
+rank has about 30 series. If that is too much for a large job, pass the listener on one rank of each node only.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _DONE, _FAILED = "done", "failed"
 
 
 class PrometheusListener:
-    """Keeps one text file for each role and rank up to date. A file is replaced as a whole, so none is read half.
+    """Keeps one text file for each role and rank up to date. A file is replaced as a whole, so nobody reads half of it.
 
     Args:
         directory: the folder that node_exporter reads. It must exist.
         run: the name of the training. It is a label of all metrics and part of the file's name. Two trainings on one
-            node need different ones.
+            node need different names.
 
     Raises:
         InvalidArgumentError: the folder does not exist.
@@ -65,7 +65,7 @@ class PrometheusListener:
 
 
 class _Metrics:
-    """The metrics of one role on one rank, in a registry of their own."""
+    """The metrics of one role on one rank, in a separate registry."""
 
     def __init__(self, run: str, role: str, rank: int) -> None:
         self.registry = CollectorRegistry()

@@ -10,7 +10,7 @@ from mcore_ckpt.integrations.listeners.figures import scalars
 
 
 class Writer(Protocol):
-    """What is used of a SummaryWriter. Those of torch and of tensorboardX have it."""
+    """The methods that are used of a SummaryWriter. torch's and tensorboardX's have them."""
 
     def add_scalar(
         self, tag: str, scalar_value: float, global_step: int | None = None, walltime: float | None = None

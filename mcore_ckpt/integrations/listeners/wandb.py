@@ -9,7 +9,7 @@ from mcore_ckpt.integrations.listeners.figures import scalars
 
 
 class Run(Protocol):
-    """What is used of a run of W&B."""
+    """The method that is used of a W&B run."""
 
     def log(self, data: dict[str, Any], *, commit: bool | None = None) -> None: ...
 
@@ -17,8 +17,8 @@ class Run(Protocol):
 class WandbListener:
     """Logs `mcore_ckpt/<role>/<figure>`, and the step as `mcore_ckpt/<role>/step`.
 
-    The figures become part of the row that the trainer logs next, or of the last one (`commit=False`). A row of their
-    own would count up W&B's step, and W&B refuses what a trainer logs with a lower one.
+    The figures become part of the row that the trainer logs next, or of the last one (`commit=False`). A separate row
+    would count up W&B's step, and W&B refuses figures that a trainer then logs with a lower step.
 
     Args:
         run: what `wandb.init` returned. None: the run that is active when an event comes; `wandb.init` must have been
@@ -30,7 +30,7 @@ class WandbListener:
 
     def __init__(self, run: Run | None = None) -> None:
         if run is None:
-            _active_run()  # says now that the package is missing
+            _active_run()  # fails now if the package is missing
         self._run = run
 
     def __call__(self, event: Event) -> None:

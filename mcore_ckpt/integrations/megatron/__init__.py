@@ -257,8 +257,7 @@ def maybe_finalize_async_save(blocking: bool = False, terminate: bool = False) -
     """Waits for an async save. Megatron-LM's loop calls it at each iteration and at the end (`async_utils.py`).
 
     Args:
-        blocking: True waits until no save is under way. False does nothing, because a save commits on a thread of its
-            own.
+        blocking: True waits until no save is under way. False does nothing, because a save commits on its own thread.
         terminate: True also waits, and then frees the memory that saves use.
 
     Raises:

@@ -29,7 +29,7 @@ class MilesCheckpoints(ActorCheckpoints):
 
 
 class AdapterCheckpoints(MilesCheckpoints):
-    """Saves and loads a model's adapters alone. The base model comes from `--ref-load` or `--hf-checkpoint`."""
+    """Saves and loads only a model's adapters. The base model comes from `--ref-load` or `--hf-checkpoint`."""
 
     _loads_base = False
 

@@ -1,9 +1,9 @@
-"""Checkpoints for NeMo-RL (2026-08) with its Megatron backend. A start script of ours runs one of NeMo-RL's:
+"""Checkpoints for NeMo-RL (2026-08) with its Megatron backend. Our start script runs a start script of NeMo-RL:
 
     uv run python -m mcore_ckpt.integrations.nemo_rl examples/run_grpo.py --config ...
 
-Or pass `worker_extension_cls_fqn="mcore_ckpt.integrations.nemo_rl.PolicyWorker"` to `Policy` in a script of your own,
-after `register()`. See docs/integrations.md.
+Or pass `worker_extension_cls_fqn="mcore_ckpt.integrations.nemo_rl.PolicyWorker"` to `Policy` in your own script, after
+`register()`. See docs/integrations.md.
 """
 
 from __future__ import annotations

@@ -27,9 +27,9 @@ def register(worker: str = WORKER) -> None:
 
 
 def choose_worker(worker: str = WORKER) -> None:
-    """Lets every Policy with the Megatron backend have our workers. NeMo-RL's algorithms make it without naming one.
+    """Gives our workers to every Policy with the Megatron backend. NeMo-RL's algorithms make a Policy without a worker.
 
-    This changes one method of NeMo-RL's in the driver's process.
+    This changes one method of NeMo-RL in the driver's process.
 
     Args:
         worker: the dotted path of the worker.

@@ -1,8 +1,8 @@
 """Takes the place of Megatron-Bridge's functions in NeMo-RL's workers.
 
 NeMo-RL's driver names a folder for each save, `<checkpoint_dir>/tmp_step_{N}/policy/weights`, and renames the step when
-all is written (`nemo_rl/utils/checkpoint.py`). So a checkpoint is `weights/policy` there. NeMo-RL never counts Bridge's
-iterations: all its checkpoints are of iteration 0, and so are ours.
+everything is written (`nemo_rl/utils/checkpoint.py`). So a checkpoint is `weights/policy` there. NeMo-RL never counts
+Bridge's iterations: all its checkpoints are of iteration 0, and so are ours.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class BridgeFunctions:
         """
         weights = Path(state.cfg.checkpoint.save)
         refuse_save(_context(state, model))
-        # NeMo-RL sets it for the first load of a run with FP8 parameters, which is Bridge's. A save has no use for it.
+        # NeMo-RL sets it for the first load of a run with FP8 parameters, which Bridge does. A save does not need it.
         refuse_unsupported(state.cfg.checkpoint, but=("load_main_params_from_ckpt",))
         root, role = _place(weights)
         args = arguments(state.cfg)
@@ -158,7 +158,7 @@ class BridgeFunctions:
 def _place(weights: Path) -> tuple[Path, str]:
     """Returns the folder of all steps, and the role, of a folder `<root>/step_{N}/{role}/weights`.
 
-    Raises InvalidArgumentError: the folder is called otherwise.
+    Raises InvalidArgumentError: the folder has another name.
     """
     if weights.name != "weights" or not _STEP.fullmatch(weights.parent.parent.name):
         raise InvalidArgumentError(
@@ -168,7 +168,7 @@ def _place(weights: Path) -> tuple[Path, str]:
 
 
 def _context(state: Any, model: list[Any], skip: bool = False) -> Any:
-    """Returns what Bridge's manager would be given, for the checks that its integration makes."""
+    """Returns a context like that of Bridge's manager, for the checks of Bridge's integration."""
     return SimpleNamespace(
         state=state, model=model, non_persistent_ckpt=False, strict=True, skip_load_to_model_and_opt=skip
     )

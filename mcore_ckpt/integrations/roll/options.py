@@ -16,8 +16,8 @@ from mcore_ckpt.steps import PreservationPolicy
 
 PIPELINE_ROLE = "pipeline"  # ROLL's name for the driver's role, and for its folder
 
-# ROLL sets these in other ways: save_only_model, save_hf_model, async_upload, max_ckpt_to_keep, the list of clusters. A
-# remote store is refused, because the copies would lack the driver's role.
+# ROLL has other options for these fields: save_only_model, save_hf_model, async_upload, max_ckpt_to_keep, the list of
+# clusters. A remote store is refused, because the copies would lack the driver's role.
 _SAID_ELSEWHERE = {
     "save_contents",
     "load_contents",

@@ -65,7 +65,7 @@ class CheckpointStrategy:
             global_step: the N of `ckpt_id`.
             ckpt_id: `checkpoint-{N}`.
             tag: must be "checkpoint".
-            local_state_path: not used, as `save_dir`.
+            local_state_path: not used, like `save_dir`.
             kwargs: `is_last_step=True` waits until the role is committed, whatever `async_upload` is.
 
         Returns:
@@ -102,7 +102,7 @@ class CheckpointStrategy:
             manager.agree(f"starting to save {role} in {ckpt_id}", {"ckpt_id": ckpt_id}, answer)
             handle = manager.save(global_step, roles=(role, PIPELINE_ROLE), path=step_path / role)
         finally:
-            lock.release()  # the manager has a share of its own in the lock
+            lock.release()  # the manager holds the lock itself
         self._saved = step_path
         if kwargs.get("is_last_step") or not options.async_upload:
             handle.wait()
@@ -154,7 +154,7 @@ class CheckpointStrategy:
                 keep_every=policy.keep_every,
                 save_contents=(*contents, "hf_model") if args.save_hf_model else contents,
                 async_save=options.async_upload,
-                # ROLL fills the base model from model_name_or_path, and its own strategy saves the adapters alone, too.
+                # ROLL fills the base model from model_name_or_path, and its own strategy saves only the adapters, too.
                 skip_frozen=options.config.skip_frozen or any(hasattr(m, "peft_config") for m in self.models_unwrapped),
             )
             self._manager = CheckpointManager(

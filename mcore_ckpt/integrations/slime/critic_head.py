@@ -1,6 +1,7 @@
-"""Leaves a critic's head out of a load from a language model, whose head gives logits of the whole vocabulary.
+"""Leaves a critic's head out of a load from a language model, whose head has one row per token.
 
-slime starts a critic from the actor's weights, and then makes its head anew (`_critic_output_layer_needs_reinit`).
+slime starts a critic from the actor's weights, and then initializes its head again
+(`_critic_output_layer_needs_reinit`).
 """
 
 from __future__ import annotations

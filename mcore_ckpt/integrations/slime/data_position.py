@@ -1,8 +1,8 @@
-"""Keeps weights and the position in the prompts' data together, which slime saves one after the other.
+"""Keeps the weights together with the position in the prompts' data. slime saves the one after the other.
 
 slime's driver saves the model, then `<save>/rollout/global_dataset_state_dict_{rollout id}.pt` (`RolloutDataSource`,
-2026-08). If it dies in between, slime loads the newest weights, finds no file for them, and silently uses the data from
-its beginning again.
+2026-08). If it dies in between, slime loads the newest weights, finds no file for them, and silently starts the data
+from the beginning.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def data_file(root: Path, rollout_id: int) -> Path:
 
 
 def newest_with_data(root: Path, role: str, data_root: Path) -> int | None:
-    """Returns the newest complete step that has its data position, if the newest step of all lacks it.
+    """Returns the newest complete step that has its data position, if the newest complete step lacks it.
 
     The driver reads the data position of the step that the actors return, so both go back together.
 

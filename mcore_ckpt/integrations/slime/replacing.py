@@ -1,4 +1,4 @@
-"""Replaces the functions with which slime's actors save and load. miles is a fork that has them in the same places.
+"""Replaces the functions with which slime's actors save and load. miles, a fork, has the same functions.
 
 slime has no hook for checkpoints. `slime.backends.megatron_utils` imports Megatron-LM's functions into its modules
 `checkpoint` and `model`, and calls them from there. `--custom-megatron-init-path` names a function that each rank calls
@@ -28,10 +28,10 @@ from mcore_ckpt.steps import complete_steps
 
 logger = logging.getLogger(__name__)
 
-# slime says them by --async-save and --no-load-optim. Which roles a step has follows from --use-critic. Saves always
-# copy at once: slime puts other models' weights into the live parameters between two steps (`_switch_model`).
+# slime has --async-save and --no-load-optim for these fields. --use-critic decides which roles a step has. Saves always
+# copy at once, because slime puts other models' weights into the live parameters between two steps (`_switch_model`).
 _SAID_ELSEWHERE = ("async_save", "async_mode", "roles", "load_contents")
-# What slime sets for a run that has no checkpoint yet (`slime_validate_args`).
+# The arguments that slime sets for a run without a checkpoint (`slime_validate_args`).
 _FROM_THE_BEGINNING = {"finetune": True, "no_load_optim": True, "no_load_rng": True}
 
 
@@ -80,7 +80,7 @@ class ActorCheckpoints:
         self._tokenizer = published_tokenizer(args.hf_checkpoint)
         # The driver looks for the data position there. miles gives the critic another --load after this.
         self._data_root = args.load
-        # The step that each folder was resumed from: --keep-old-actor loads the same folder once more.
+        # The step that was loaded from each folder, because --keep-old-actor loads the same folder once more.
         self._resumed: dict[str, int] = {}
 
     def save_checkpoint(
@@ -171,11 +171,11 @@ class ActorCheckpoints:
         self._checkpoints.finalize(blocking, terminate)
 
     def is_megatron_checkpoint(self, stock: Any) -> Any:
-        """Returns a function that tells checkpoints from HuggingFace folders. Ours may be one step's folder."""
+        """Returns a function that tells checkpoints from HuggingFace folders. Ours may be a step's folder."""
         return lambda path: any(Path(path).glob(f"{{,*/}}{MANIFEST_FILE}")) or stock(path)
 
     def replace_more(self, model: Any) -> None:
-        """Replaces what only a fork has, given its module `backends.megatron_utils.model`."""
+        """Replaces functions that only a fork has, in its module `backends.megatron_utils.model`."""
 
     def _read_config(self) -> CheckpointConfig:
         given = getattr(self._args, "mcore_ckpt", None) or {}
@@ -183,7 +183,7 @@ class ActorCheckpoints:
         refuse_fast(config, "args.mcore_ckpt", "the driver looks for the data position of each step in --load")
         retains = config.max_to_keep is not None or Arguments(self._args)["save_retain_interval"] is not None
         if retains and self._args.rollout_global_dataset:
-            # The driver writes the data position of a step after the step before may have been deleted.
+            # The driver may write the data position of a step after the previous step has been deleted.
             config = replace(config, max_to_keep=max(2, config.max_to_keep or 1))
         return config
 
@@ -198,13 +198,13 @@ class ActorCheckpoints:
         return bool(self._args.use_critic) and getattr(self._args, "megatron_config_path", None) is None
 
     def _roles(self, role: str, rollout_id: int) -> tuple[str, ...]:
-        """Returns the roles that a step consists of: the driver saves the actor only from a certain rollout on."""
+        """Returns the roles that a step consists of. The driver saves the actor only from a certain rollout on."""
         if not self._shares_folder() or rollout_id < self._args.num_critic_only_steps:
             return (role,)
         return ("actor", "critic")
 
     def _only_critic_was_trained(self, training: Training) -> bool:
-        """True if all complete steps are of the time when the critic alone was trained (`--num-critic-only-steps`)."""
+        """True if all complete steps are from the time when only the critic was trained (`--num-critic-only-steps`)."""
         args = self._args
         if training.role != "actor" or args.finetune or not self._shares_folder():
             return False

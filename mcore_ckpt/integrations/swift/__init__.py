@@ -2,8 +2,8 @@
 
     python -m mcore_ckpt.integrations.swift sft --model Qwen/Qwen3-8B --output_dir out ...
 
-takes the place of `megatron sft`, and `pt` and `rlhf` that of the other two. All options are ms-swift's own. A pipeline
-of one's own takes a trainer class from here, or puts `CheckpointTrainer` first among the bases of its own. See
+takes the place of `megatron sft`, and `pt` and `rlhf` that of the other two. All options are ms-swift's own. Your own
+pipeline can use a trainer class from here, or put `CheckpointTrainer` first among the bases of its trainer. See
 docs/integrations.md.
 """
 
@@ -18,7 +18,7 @@ if find_spec("swift") is None or find_spec("mcore_bridge") is None:
 
 __all__ = ["TRAINERS"]
 
-# A class is made when it is first used, because it imports a part of ms-swift that the others do not need.
+# A class is made when it is first used, because it imports a part of ms-swift that the other classes do not need.
 TRAINERS = (
     "MegatronTrainer",
     "MegatronEmbeddingTrainer",
@@ -35,7 +35,7 @@ TRAINERS = (
 def __getattr__(name: str) -> Any:
     if name not in ("CheckpointTrainer", *TRAINERS):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # Importing it takes seconds, which `__main__` does without.
+    # Importing it takes seconds, and `__main__` does not need it.
     found: Any = import_module(f"{__name__}.trainer").CheckpointTrainer
     if name in TRAINERS:
         base = getattr(import_module("swift.megatron.trainers"), name)

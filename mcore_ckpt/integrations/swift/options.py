@@ -12,9 +12,9 @@ from mcore_ckpt.errors import InvalidArgumentError, UnsupportedError
 from mcore_ckpt.integrations.kit.arguments import Arguments
 from mcore_ckpt.integrations.kit.options import refuse_fast
 
-# ms-swift says these in its own words: async_save, no_load_optim and the like, save_total_limit, tuner_type.
+# ms-swift has its own options for these fields: async_save, no_load_optim and the like, save_total_limit, tuner_type.
 _SAID_ELSEWHERE = ("async_save", "load_contents", "max_to_keep", "keep_every", "roles", "skip_frozen")
-# A step in a remote store would lack what ms-swift puts beside our folder: args.json and the HuggingFace weights.
+# A step in a remote store would lack the files that ms-swift puts next to our folder: args.json, HuggingFace weights.
 _REFUSED = ("remote", "prune_remote", "upload_timeout_s")
 
 
@@ -34,13 +34,13 @@ def read_config(args: Any) -> CheckpointConfig:
     config = CheckpointConfig.from_dict(given, "--mcore_ckpt", but=(*_SAID_ELSEWHERE, *_REFUSED))
     refuse_fast(config, "--mcore_ckpt", "ms-swift puts args.json and the HuggingFace weights beside each checkpoint")
     if getattr(args, "offload_model", False) or getattr(args, "offload_optimizer", False):
-        # GRPO and GKD give the memory back after the step, whatever still reads it.
+        # GRPO and GKD free the memory after the step, even if a save still reads it.
         config = replace(config, async_mode="snapshot")
     return config
 
 
 def arguments(args: Any, **changed: Any) -> Arguments:
-    """Returns ms-swift's options by Megatron-LM's names, with changes: most names are the same."""
+    """Returns ms-swift's options by Megatron-LM's names, most of which are the same, with some values changed."""
     return Arguments(SimpleNamespace(**{**vars(args), **changed}))
 
 
@@ -48,9 +48,9 @@ def saving(config: CheckpointConfig, is_peft: bool, has_model: bool) -> Checkpoi
     """Returns our options for a save.
 
     Args:
-        config: the user's.
-        is_peft: True if the adapters alone are saved.
-        has_model: False if ms-swift keeps the weights as safetensors alone (`save_safetensors` with `no_save_optim`).
+        config: the user's options.
+        is_peft: True if only the adapters are saved.
+        has_model: False if ms-swift keeps the weights only as safetensors (`save_safetensors` with `no_save_optim`).
     """
     return replace(config, skip_frozen=is_peft, save_contents=config.save_contents if has_model else ("extra",))
 

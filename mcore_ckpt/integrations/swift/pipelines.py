@@ -34,7 +34,8 @@ _BY_TYPE = {
 class OwnArguments:
     """A mixin that adds `--mcore_ckpt` to ms-swift's options: options of CheckpointConfig as JSON.
 
-    It must be the first base. It raises InvalidArgumentError for wrong options of ours before ms-swift does anything.
+    It must be the first base. It raises InvalidArgumentError for wrong values of our options before ms-swift does
+    anything.
     """
 
     mcore_ckpt: str | None = None
@@ -60,15 +61,15 @@ class RLHFArguments(OwnArguments, MegatronRLHFArguments):
 
 
 class CheckpointPipeline:
-    """A mixin that gives a Megatron pipeline trainers of ours. It must be the first base."""
+    """A mixin that gives our trainers to a Megatron pipeline. It must be the first base."""
 
     args: Any
 
     def prepare_trainer(self) -> Any:
-        """Makes the trainer that ms-swift chooses. Raises UnsupportedError if there is none of ours in its place."""
+        """Makes our class of the trainer that ms-swift chooses. Raises UnsupportedError if we have none."""
         args = self.args
         name = _BY_TYPE.get(args.rlhf_type or args.task_type, "MegatronTrainer")
-        # Its names are looked up there: `sft` imports them, `rlhf` asks the package.
+        # The trainers' names are looked up in these modules: `sft` imports them, `rlhf` asks the package.
         module = sft if hasattr(sft, name) else trainers
         with replaced((module.__name__,), name, getattr(own, name)):
             trainer = super().prepare_trainer()  # type: ignore[misc]

@@ -28,12 +28,12 @@ logger = logging.getLogger(__name__)
 ROLE = "actor"
 """The folder in `checkpoint-{N}` that takes the place of ms-swift's `iter_{N}`."""
 
-# The modules that call `load_mcore_checkpoint`. The second, for RLHF, needs packages that other trainings do without.
+# The modules that call `load_mcore_checkpoint`. The second, for RLHF, needs packages that other trainings do not need.
 LOADING = ("swift.megatron.trainers.base", "swift.megatron.trainers.rlhf_mixin")
 SAVING = ("swift.megatron.trainers.base",)
-# merge_lora writes the merged weights of `checkpoint-{N}` to the folder beside it that has this at its name's end.
+# merge_lora writes the merged weights of `checkpoint-{N}` to a folder whose name has this at its end.
 _MERGED = "-merged"
-# What a resumed run has to know to keep the best checkpoint. ms-swift itself forgets it.
+# The fields that a resumed run needs to keep the best checkpoint. ms-swift itself forgets them.
 _BEST = ("best_metric", "best_global_step", "best_model_checkpoint")
 
 
@@ -65,7 +65,7 @@ class CheckpointTrainer:
             super()._load_checkpoint()  # type: ignore[misc]
 
     def _load_iteration(self) -> int:
-        """Returns the iteration of the HuggingFace weights that the run starts from, if they lie in a checkpoint."""
+        """Returns the iteration of the HuggingFace weights that the run starts from, if they belong to a checkpoint."""
         args = self.args
         named = args.adapters[0] if args.tuner_type != "full" and args.adapters else args.model
         folder = None if named is None else _step_of_weights(named)
@@ -105,8 +105,8 @@ class CheckpointTrainer:
     def _rotate_checkpoints(self, output_dir: str) -> None:
         """Deletes all checkpoints but the newest `save_total_limit`, one of which is the best. Only rank 0 calls it.
 
-        Checkpoints are counted on disk and by step, so a restart changes nothing. Pinned ones stay, and the one that
-        was saved just now, even if the run went back and newer ones are there.
+        Checkpoints are counted on disk and by step, so a restart changes nothing. Pinned checkpoints stay, and so does
+        the one that was saved just now, even if the run went back and newer ones exist.
         """
         limit = kept_count(self.args.save_total_limit)
         if limit is None:
@@ -130,16 +130,17 @@ class CheckpointTrainer:
         peft_format: bool = False,
         async_finalize_fn: Callable[[], Any] | None = None,
     ) -> bool:
-        """Takes the place of ms-swift's `save_mcore_checkpoint`, and has its arguments."""
+        """Replaces ms-swift's `save_mcore_checkpoint`, with the same arguments."""
         step_path = Path(output_dir or args.output_dir)
         options = arguments(args, save=str(step_path.parent))
         training = self._training(self.wrapped_models, optimizer, opt_param_scheduler)
         config = saving(self._own, peft_format, bool(models))
         handle = self._checkpoints.save(iteration, training, options, config, self._counters, path=step_path / ROLE)
         if is_master():
-            # What ms-swift copies beside a merged model, and reads the iteration of HuggingFace weights from.
+            # The file that ms-swift copies into a merged model, and from which it reads the iteration of HuggingFace
+            # weights.
             write_tracker(step_path, iteration)
-        self._link_committed()  # the save before, which the manager has waited for
+        self._link_committed()  # the previous save, for which the manager has waited
         if args.async_save and async_finalize_fn is not None:
             self._committing = (handle, async_finalize_fn)
         return bool(args.async_save)
@@ -160,11 +161,11 @@ class CheckpointTrainer:
         load_arg: str = "mcore_model",
         adapter_name: str = "default",
     ) -> int:
-        """Takes the place of ms-swift's `load_mcore_checkpoint`, and has its arguments."""
+        """Replaces ms-swift's `load_mcore_checkpoint`, with the same arguments."""
         folder = getattr(args, load_arg)
         is_peft = load_arg == "mcore_adapter"
         if load_arg.startswith("mcore_ref") or (args.tuner_type != "full" and not is_peft):
-            # Weights beside those that are trained: a reference, or the base model below adapters.
+            # Weights that are not trained: a reference model, or the base model of adapters.
             _refuse_ours(load_arg, folder)
             return int(
                 load_mcore_checkpoint(
@@ -207,17 +208,17 @@ def _is_ours(folder: str) -> bool:
     """Returns True for a step's folder, a role's folder, or the folder of all steps, if this package wrote them."""
     path = Path(folder)
     return any((each / MANIFEST_FILE).exists() for each in (path, path / ROLE)) or any(
-        # One that lacks files, too, is no reason to begin anew: to load it fails, and says why.
+        # A step that lacks files counts, too: loading it fails with the reason, and the run does not begin anew.
         status.is_claimed
         for status in list_steps(path)
     )
 
 
 def _step_of_weights(folder: str) -> str | None:
-    """Returns the step of ours of which HuggingFace weights are; None if there is none.
+    """Returns our step that HuggingFace weights belong to; None if there is none.
 
-    That is their own folder or, for merged weights, the one beside it: ms-swift copies the counters to the merged
-    weights as `iter_{N}/common.pt`, which no step of ours has.
+    That is their own folder or, for merged weights, the folder of the checkpoint. ms-swift copies the counters to the
+    merged weights as `iter_{N}/common.pt`, which no step of ours has.
     """
     if _is_ours(folder):
         return folder

@@ -1,6 +1,6 @@
-"""Loads the adapters that verl 0.7 writes into files of each rank, beside the optimizer's `torch_dist` shards.
+"""Loads the adapters that verl 0.7 writes into one file per rank, next to the optimizer's `torch_dist` shards.
 
-verl 0.8 and newer have adapters in `torch_dist` shards, which need nothing of this.
+verl 0.8 and newer have adapters in `torch_dist` shards, which do not need this module.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def load_adapter_files(manager: CheckpointManager, chunks: Sequence[Any], optimi
     Args:
         manager: connects the ranks.
         chunks: the model.
-        optimizer: whose main parameters are to follow the adapters; None to leave them.
+        optimizer: the optimizer whose main parameters are set from the adapters; None to leave them.
         folder: `adapter_checkpoint` of verl's checkpoint.
 
     Raises:
@@ -51,7 +51,7 @@ def load_adapter_files(manager: CheckpointManager, chunks: Sequence[Any], optimi
 
 
 def _read(chunk: Any, file: Path) -> dict[torch.Tensor, torch.Tensor]:
-    """Returns the saved tensor of each adapter. The file names them as the model without its wrappers does."""
+    """Returns the saved tensor of each adapter. The file has the names of the unwrapped model."""
     while hasattr(chunk, "module"):
         chunk = chunk.module
     found = load_safely(file, str(file))

@@ -48,7 +48,7 @@ class McoreCkptConfig(_OwnOptions, McoreCheckpointConfig):
 
 
 def switch_over() -> None:
-    """Makes whatever verl is installed use this package, unless VERL_ENGINE_VENDOR names other engines.
+    """Makes any installed version of verl use this package, unless VERL_ENGINE_VENDOR names other engines.
 
     The environment variable is the only way in verl 0.9, because its `EngineRegistry.get_engine_cls` (0.9.1) ignores
     the options.

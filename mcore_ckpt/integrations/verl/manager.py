@@ -46,8 +46,8 @@ class MegatronCheckpointManager:
             `async_save`, and the options that McoreCkptConfig adds.
         checkpoint_contents: the option of verl 0.4 that replaces both `save_contents` and `load_contents`.
         role: "actor" or "critic".
-        hf_config: a transformers config to write beside the checkpoint. `hf_model` needs it.
-        processing_class: a tokenizer or processor to write beside the checkpoint.
+        hf_config: a transformers config to write into the checkpoint. `hf_model` needs it.
+        processing_class: a tokenizer or processor to write into the checkpoint.
         tokenizer: the name of `processing_class` in verl 0.4.
         frees_memory: True if parameters or optimizer state are offloaded between the phases of a step. Then
             `save_checkpoint` returns only after it has copied them, whatever `async_mode` is.
@@ -151,8 +151,8 @@ class MegatronCheckpointManager:
                 names the newest complete step. If the tracker named the step that cannot be loaded, it names the
                 complete step from then on.
             CheckpointCorruptError: the checkpoint is damaged. The message and the tracker are as above.
-            CheckpointMismatchError: the checkpoint does not fit the model. Nothing has been changed; of a checkpoint of
-                verl's own manager, the weights may have been loaded.
+            CheckpointMismatchError: the checkpoint does not fit the model. Nothing has been changed; but the weights of
+                a checkpoint of verl's own manager may have been loaded.
         """
         place = Place.of(local_path, self.role)
         config = self._with(hdfs_path, None)
@@ -183,7 +183,7 @@ class MegatronCheckpointManager:
             self._delete_later = place
 
     def _remove_bare_steps(self, manager: CheckpointManager, place: Place) -> None:
-        """Removes verl's data of steps that only the nodes had, and no longer have. Every rank calls it."""
+        """Removes verl's data of steps that only the nodes had and that they no longer have. Every rank calls it."""
 
         def bare() -> dict[str, Any]:
             try:
@@ -226,12 +226,12 @@ class MegatronCheckpointManager:
             self._manager_of(place, replace(self._config, load_contents=rest)).load(path=place.folder)
 
     def _look_at(self, place: Place, on_nodes: resume.OnNodes) -> dict[str, Any]:
-        """Returns what rank 0 sees of verl's own manager in a folder, as JSON values; "" for what is not there.
+        """Returns the files of verl's own manager that rank 0 sees in a folder, as JSON values; "" for a missing one.
 
         `on_nodes` has the steps that the nodes of the fast tier have.
         """
-        # Beside adapters, verl 0.7.0 writes HuggingFace weights with the adapters merged into them, which the base
-        # model must not get.
+        # With adapters, verl 0.7.0 also writes HuggingFace weights with the adapters merged into them. The base model
+        # must not get these.
         weights = None if self._config.skip_frozen else huggingface_weights(place.folder)
         return {
             "there": place.step in on_nodes or resume.is_checkpoint(place.folder),

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 # The steps that the nodes of the fast tier have, with all roles.
 OnNodes = Mapping[int, NodeStep]
 _NONE: OnNodes = {}
-# What verl's trainers are known to write into a step.
+# The files that verl's trainers are known to write into a step.
 _KNOWN = ("data.pt", "data_#.pt", "transfer_queue")
 
 
@@ -69,9 +69,9 @@ def why_not_whole(place: Place, on_nodes: OnNodes = _NONE) -> str | None:
 
 
 def step_to_go_back_to(place: Place, on_nodes: OnNodes = _NONE) -> int | None:
-    """Returns the newest other complete step. Steps that have what older ones have are preferred to all others.
+    """Returns the newest other complete step. Steps with the same files as older steps are preferred.
 
-    Of the steps that only the nodes have, verl finds those that have a folder in the root.
+    verl finds steps that only the nodes have if they have a folder in the root.
     """
     found = _whole_steps(place, on_nodes)
     for number, (step, path) in enumerate(found):
@@ -112,14 +112,14 @@ def send_back(place: Place, has_copies: bool, on_nodes: OnNodes = _NONE) -> str:
 
 
 def bare_steps(place: Place) -> list[int]:
-    """Returns the steps of which the root has verl's data and no checkpoint, and that no start would resume from.
+    """Returns the steps for which the root has verl's data but no checkpoint, and from which no start would resume.
 
-    Steps that the tracker names, that are being saved, or that are newer than the newest complete step in the root are
-    not among them. The nodes of the fast tier may still have those that are. Raises OSError.
+    It leaves out steps that the tracker names, that are being saved, or that are newer than the newest complete step in
+    the root. The nodes of the fast tier may still have the others. Raises OSError.
     """
     complete = newest_complete(place.root)
     newest = complete.step if complete is not None else 0
-    # Nothing is deleted that the trainer does not write into each step.
+    # Only files that the trainer writes into each step are deleted.
     known = set() if complete is None else companions_of(complete.path).keys()
     needed = {place.step, read_tracker(place.root)}
     older = {step: folders for step, folders in step_dirs(place.root).items() if step < newest and step not in needed}
@@ -140,7 +140,7 @@ def remove_steps(root: Path, steps: Collection[int]) -> None:
 
 def _whole_steps(place: Place, on_nodes: OnNodes) -> list[tuple[int, Path]]:
     """Returns the other complete steps of a place, the newest first, each with its folder."""
-    # Of a step that only the nodes have, the folder in the root has no commit.
+    # If only the nodes have a step, its folder in the root has no commit.
     here = [status for status in list_steps(place.root) if status.committed or status.step not in on_nodes]
     everywhere: list[StepStatus | NodeStep] = [*here, *on_nodes.values()]
     last_first = reversed(oldest_first(everywhere))

@@ -1,4 +1,4 @@
-"""Finds in checkpoints of verl's own manager what it does not keep in `torch_dist` shards.
+"""Finds the parts of a checkpoint that verl's own manager keeps outside of its `torch_dist` shards.
 
 These are the HuggingFace weights, which it writes by default, and the adapters of verl 0.7.
 """

@@ -1,7 +1,7 @@
 """Moves the value head of a critic between checkpoints of verl's own manager and ours.
 
-verl's critics are saved by mbridge, which calls the head `lm_head.weight`, with one row, beside the config of a
-language model (verl 0.9.1 with mbridge 0.15). HuggingFace's name for it is `score.weight`.
+mbridge saves verl's critics. It calls the head `lm_head.weight`, with one row, and writes the config of a language
+model (verl 0.9.1 with mbridge 0.15). HuggingFace's name for it is `score.weight`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from mcore_ckpt.errors import CheckpointMismatchError
 from mcore_ckpt.manager import CheckpointManager
 
 _HEAD = "lm_head.weight"
-# What `load_hf` then leaves alone: the folder's head, and the model's.
+# The tensors that `load_hf` then ignores: the folder's head, and the model's.
 IGNORED = (_HEAD, "output_layer.weight")
 
 
@@ -30,13 +30,13 @@ def value_head_file(folder: Path) -> Path | None:
 
 
 def fill_value_head(manager: CheckpointManager, chunks: Sequence[Any], optimizer: Any, file: Path) -> None:
-    """Fills the model's head from the file. Every rank calls it, and those of the last stage have a head.
+    """Fills the model's head from the file. Every rank calls it; the ranks of the last stage have a head.
 
     Args:
         manager: connects the ranks.
         chunks: the model.
-        optimizer: whose main parameters are to follow the head; None to leave them.
-        file: what `value_head_file` has returned.
+        optimizer: the optimizer whose main parameters are set from the head; None to leave them.
+        file: the result of `value_head_file`.
 
     Raises CheckpointMismatchError: the head does not fit the model. The head has not changed.
     """

@@ -1,8 +1,8 @@
 """Makes the megatron workers of verl 0.4 to 0.7 save and load with this package.
 
-These workers make the checkpoint manager by its name in `verl.workers.megatron_workers`, which importing this module
-replaces. So it can be what `model.external_lib` names: the workers import that before they make the manager. verl 0.8
-and newer have engines instead (`engines.py`), and import `model.external_lib` for the actor alone.
+These workers look the checkpoint manager up by name in `verl.workers.megatron_workers`, and importing this module
+replaces it there. So `model.external_lib` can name this module: the workers import it before they make the manager.
+verl 0.8 and newer have engines instead (`engines.py`), and import `model.external_lib` only for the actor.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mcore_ckpt.integrations.verl.manager import MegatronCheckpointManager
 
 
 class WorkerCheckpointManager(MegatronCheckpointManager):
-    """The manager for verl's megatron workers, which offload and end in another way than its engines.
+    """The manager for verl's megatron workers, which offload and end differently from its engines.
 
     Args:
         config: `actor_rollout_ref` for an actor, `critic` for a critic.
