@@ -14,7 +14,7 @@ def size_text(size: float) -> str:
     if round(size) < 1000:
         return f"{size:.0f} B"
     units = ("kB", "MB", "GB", "TB")
-    # What would be rounded to 1000 has the next unit.
+    # A number that would be rounded to 1000 gets the next unit.
     exponent = next((each for each in range(1, len(units)) if round(size / 1000**each, 1) < 1000), len(units))
     return f"{size / 1000**exponent:.1f} {units[exponent - 1]}"
 
@@ -53,7 +53,7 @@ def duration_text(seconds: float) -> str:
 
 
 def age_text(seconds: float | None) -> str:
-    """Formats how long ago something was; empty if that is not known.
+    """Formats how long ago something was; returns an empty text if that is not known.
 
     >>> age_text(3), age_text(200), age_text(90_000)
     ('3 s ago', '3 min ago', '1 d ago')

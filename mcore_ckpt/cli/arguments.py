@@ -37,7 +37,7 @@ def step_number(text: str) -> int:
 
 
 def number_in(text: str) -> int | None:
-    """Returns the whole number that a text is; None if it is none, or one with thousands of digits."""
+    """Returns the whole number in a text; None if it is no number, or has thousands of digits."""
     try:
         return int(text)
     except ValueError:
@@ -82,14 +82,14 @@ TAKES: Mapping[str, frozenset[str]] = {
     "doctor": _ANY_FOLDER,
     "bench": _ANY_FOLDER,
 }
-# These take the folder of steps above the path, too. Others would do more than what was asked for.
+# These commands take the folder of steps above the path, too. Others would then do more than the user wants.
 _TAKES_ABOVE = ("list", "watch")
 
 
 def taken(path: Path, command: str, flag: str = "") -> Path:
     """Returns the path that a command is to use: the given one, or the only folder of steps right below or above it.
 
-    It says on stderr that it has taken another folder.
+    If it takes another folder, it says so on stderr.
 
     Args:
         path: the path that was given.
@@ -117,7 +117,7 @@ def taken(path: Path, command: str, flag: str = "") -> Path:
 
 
 def _hub_advice(path: Path, command: str) -> str:
-    """Returns what to do with the name of a model on the hub that was given for a folder; empty if it is none."""
+    """Returns advice if a model on the hub is named where a folder is needed; otherwise an empty text."""
     from mcore_ckpt.formats import HubModel
 
     if HubModel.find(path) is None:
@@ -169,14 +169,14 @@ def check_patterns(flag: str, patterns: Sequence[str]) -> None:
 
 
 def check_not_given(args: argparse.Namespace, flags: Sequence[str], why: str) -> None:
-    """Raises InvalidArgumentError, which says why they have no effect, if some of these flags are given."""
+    """Raises InvalidArgumentError if some of these flags are given. The message says why they have no effect."""
     given = [flag for flag in flags if getattr(args, _name_of(flag)) not in (None, False)]
     if given:
         raise InvalidArgumentError(f"{', '.join(given)}: without effect, {why}: leave out what has no effect")
 
 
 def add_ignore(parser: argparse.ArgumentParser, tensors: str = "tensors") -> None:
-    """Adds `--ignore`, whose help calls what is left out `tensors`. `check_patterns` checks its values."""
+    """Adds `--ignore`. Its help calls the left-out tensors `tensors`. `check_patterns` checks its values."""
     parser.add_argument(
         "--ignore",
         action="append",
@@ -269,7 +269,7 @@ STAGE_FLAGS = (
 
 
 def add_stage_options(parser: argparse.ArgumentParser) -> None:
-    """Adds what divides layers among pipeline stages if they are not divided evenly. `stage_options` reads it."""
+    """Adds the options that divide layers unevenly among pipeline stages. `stage_options` reads it."""
     for which in ("first", "last"):
         text = f"layers of the {which} pipeline rank, if the layers are not divided evenly"
         parser.add_argument(f"--{which}-stage-layers", type=int, metavar="N", help=text)

@@ -31,7 +31,7 @@ EXAMPLES = (
     "collect /mnt/node*/run checkpoints --step 100 --json",
 )
 
-# More lines than this help nobody.
+# Nobody reads more lines than this.
 _MOST_LINES = 50
 
 

@@ -1,4 +1,4 @@
-"""`mcore-ckpt completion`: prints what makes a shell complete commands, options and folders."""
+"""`mcore-ckpt completion`: prints a script with which a shell completes commands, options and folders."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
     if args.html is not None:
         _check_may_write(args.html)
         overview = _overview(Selection(selection.step, tuple(chosen)), other, args.json)
-        replace_file(args.html.resolve(), build_page(overview.to_json()))  # a link stays, and what it leads to changes
+        replace_file(args.html.resolve(), build_page(overview.to_json()))  # a link stays, and its target changes
     if args.json:
         shown = [
             _as_json(folder, manifest, args.tensors) | {"tensor": tensor_as_json(details.get(folder))}
@@ -119,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Checks what can be checked before a checkpoint is looked for. Raises InvalidArgumentError."""
+    """Checks the arguments as far as that needs no checkpoint. Raises InvalidArgumentError."""
     check_patterns("--tensors", [] if args.tensors is None else [args.tensors])
     args.path = taken(args.path, "inspect")
     if args.html is not None:
@@ -151,7 +151,7 @@ def _check_may_write(file: Path) -> None:
 
 
 def _other(path: Path, role: str | None) -> Selection:
-    """Selects the checkpoint to compare with: of its roles, only the one that is shown if a role was chosen."""
+    """Selects the checkpoint to compare with. If a role was chosen, selects only this role."""
     from mcore_ckpt.tools.examine.select import Selection, select
 
     found = select(path)

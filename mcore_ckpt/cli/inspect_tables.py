@@ -55,7 +55,7 @@ def show_tables(
 
 
 def origin_facts(manifest: Manifest) -> list[tuple[str, str]]:
-    """Returns of which run a checkpoint is, and its place among the commits, as far as its manifest says it."""
+    """Returns the run of a checkpoint and its place among the commits, as far as its manifest has them."""
     facts = []
     if manifest.run is not None:
         parent = manifest.run.parent
@@ -68,9 +68,9 @@ def origin_facts(manifest: Manifest) -> list[tuple[str, str]]:
 
 
 def model_facts(manifest: Manifest) -> list[tuple[str, str]]:
-    """Returns what the model computes with its tensors, as a pair of a topic and facts.
+    """Returns the facts of the model, as a pair of a topic and a text.
 
-    What is off is left out, and so are lists, such as a number for each layer. `--json` has all of it.
+    Facts that are off are left out, and so are lists, such as a number for each layer. `--json` has all facts.
     """
     facts = (manifest.model or {}).items()
     told = [f"{name} {value}" for name, value in facts if value not in (None, False) and not isinstance(value, list)]

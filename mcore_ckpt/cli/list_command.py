@@ -33,7 +33,7 @@ EXAMPLES = (
     "list checkpoints --json",
 )
 
-# Of `step_row`.
+# The headings of the cells of `step_row`.
 STEP_HEADINGS = ("step", "roles", "size>", "age>", "state", "place")
 
 _STYLES = {"complete": "green", "partial": "green", "saving": "yellow", "damaged": "red", "incomplete": "red"}

@@ -54,7 +54,8 @@ def main(argv: Sequence[str] | None = None, **defaults: Any) -> int:
 
     Args:
         argv: the arguments; None for those of this process.
-        defaults: what a script with other defaults than `mcore-ckpt` sets, such as `default_target` of `merge`.
+        defaults: defaults of arguments, for a script whose defaults differ from those of `mcore-ckpt`, such as
+            `default_target` of `merge`.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a file name can contain bytes that are not text
@@ -64,7 +65,7 @@ def main(argv: Sequence[str] | None = None, **defaults: Any) -> int:
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
-        # As with `| head`. What the interpreter still flushes when it exits must go somewhere, or it complains.
+        # As with `| head`. The interpreter flushes once more when it exits, and would complain if that failed.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return READER_GONE
 
@@ -99,9 +100,9 @@ def _complain(message: str) -> None:
 
 
 def _named(words: Sequence[str]) -> Iterable[str]:
-    """Returns the commands whose parsers are needed: the one that is called, or all, to list them and their names.
+    """Returns the commands whose parsers are needed: the called one, or all, if their names are to be listed.
 
-    The modules of the others are not imported, which would take as long as the work of a small command.
+    The modules of other commands are not imported, because that takes as long as the work of a small command.
     """
     return words[:1] if words and words[0] in COMMANDS else COMMANDS
 

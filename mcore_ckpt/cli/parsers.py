@@ -23,7 +23,7 @@ class Parser(argparse.ArgumentParser):
         names = {each.strip("-").replace("_", "-"): each for each in self._options()}
         given = (word.partition("=")[0].strip("-").replace("_", "-") for word in unknown if word.startswith("--"))
         meant = next((names[close] for word in given for close in _alike(word, list(names))), None)
-        # The advice comes after what is redacted, because some secrets are known by the end of their line.
+        # The advice is added after redaction, because some secrets are recognized by the end of their line.
         complaint = redacted(f"unrecognized arguments: {' '.join(unknown)}")
         self.error(complaint + (otherwise if meant is None else _did_you_mean(meant)))
 
@@ -78,7 +78,7 @@ class CommandParser(Parser):
 
 
 def _alike(word: str, known: Sequence[str]) -> list[str]:
-    """Returns what a word may stand for: the known one that is most alike, if one is enough so."""
+    """Returns the known word that is most like a given word, if one is similar enough."""
     return difflib.get_close_matches(word, known, 1, cutoff=0.7)  # --jsno is json, but --step is not tp
 
 

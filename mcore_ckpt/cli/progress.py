@@ -12,7 +12,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 def progress_of_bytes(quiet: bool) -> Progress:
     """Returns a bar of bytes done, speed and time left.
 
-    It is shown on stderr, because stdout is for the result, and only if that is a terminal: a log has no use for it.
+    It is shown on stderr, because stdout is for the result, and only if stderr is a terminal, because a log needs no
+    bar.
     """
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     quiet = quiet or not sys.stderr.isatty()
@@ -20,7 +21,7 @@ def progress_of_bytes(quiet: bool) -> Progress:
 
 
 def progress_in(bar: Progress, what: str) -> Callable[[int, int], None]:
-    """Adds a task to a bar, and returns the function that tells it the bytes done and the bytes of all."""
+    """Adds a task to a bar, and returns the function that takes the bytes done and the bytes in all."""
     task = bar.add_task(what, total=None)
 
     def update(done: int, total: int) -> None:

@@ -29,19 +29,19 @@ def result_console() -> Console:
 
 class _ResultConsole(Console):
     def on_broken_pipe(self) -> None:
-        """Leaves the error to `main`: rich would end the process with status 1, which is that of a bad checkpoint."""
+        """Leaves the error to `main`: rich would end the process with status 1, which means a bad checkpoint."""
         raise
 
 
 def table_of(console: Console, headings: Sequence[str], rows: Sequence[Sequence[Cell]]) -> RenderableType:
     """Returns a table, or, if the terminal is too narrow for it, a few lines for each row.
 
-    No word is cut: what does not fit goes on in the next line.
+    No word is cut: a cell that does not fit continues in the next line.
 
     Args:
         console: where it will be shown.
         headings: the headings of the columns. Columns whose headings end in ">" are aligned to the right.
-        rows: the cells. The first one names the row. Square brackets in them mean nothing.
+        rows: the cells. The first one names the row. Square brackets in them are plain text.
     """
     texts = [[_text(cell) for cell in row] for row in rows]
     names = [heading.removesuffix(">") for heading in headings]

@@ -31,7 +31,7 @@ EXAMPLES = (
     "verify checkpoints --step 100 --json",
 )
 
-# A broken disk has thousands of bad blocks; more lines than this help nobody.
+# A broken disk has thousands of bad blocks. Nobody reads more lines than this.
 _MOST_LINES = 50
 _MOST_PATHS = 4
 

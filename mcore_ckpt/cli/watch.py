@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _follow(look: Callable[[], Look], show: Callable[[Look], None], args: argparse.Namespace) -> None:
-    """Shows one look after the other, until it is enough."""
+    """Shows one look after the other, until the options end the command."""
     while True:
         found = look()
         show(found)

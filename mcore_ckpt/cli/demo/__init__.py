@@ -1,6 +1,6 @@
 """`mcore-ckpt demo`: kills a training and shows that it resumes with exactly the same losses.
 
-`enable_cpu` is for trainings of one's own on a machine without a GPU.
+`enable_cpu` is for your own trainings on a machine without a GPU.
 """
 
 from __future__ import annotations

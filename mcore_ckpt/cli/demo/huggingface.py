@@ -19,7 +19,7 @@ _NEW_TOKENS = 60
 
 @dataclass(frozen=True)
 class Generated:
-    """What transformers, which does not know this package, computed with an exported model.
+    """The results of transformers, which does not know this package, for an exported model.
 
     Attributes:
         loss: the loss on the held-out text, computed in the same way as Megatron's.

@@ -1,6 +1,6 @@
 """Builds the page of `mcore-ckpt inspect --html`: one file with style, scripts and data in it, which needs no network.
 
-The template is beside this module. Scripts share one scope, in the order of `SCRIPTS`.
+The template is in the same folder. Scripts share one scope, in the order of `SCRIPTS`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-# In the head of each page. No other file has it there.
+# The head of each page has this text, and no other file has it there.
 _TITLE = b"<title>mcore_ckpt</title>"
 _HEAD_BYTES = 2048
 SCRIPTS = (
