@@ -36,23 +36,23 @@ class FastTier:
     """Configuration of the fast tier: checkpoints in folders of the nodes, with copies on other nodes.
 
     With it, `save` writes to the node's own folder, which is memory or a local disk, and every `durable_every`-th step
-    is copied to the root beside the training. docs/fast_tier.md says when to use what.
+    is copied to the root while the training goes on. docs/fast_tier.md says when to use what.
 
     Attributes:
-        folder: a folder of each node's own, with the same path on all nodes, which is not the root. Below `/dev/shm` it
-            is memory, which outlives the processes, but not the node. On a local disk it also outlives a restart of the
-            node. One that another user has made or can write in is refused.
-        replicas: how many other nodes get a copy of each file. So many nodes can be lost at once without losing a step.
-            Bytes that another node's rank has anyway, because it is a data-parallel replica, are not sent.
+        folder: a folder that each node has for itself, with the same path on all nodes. It must not be the root. Below
+            `/dev/shm` it is memory, which outlives the processes, but not the node. On a local disk it also outlives a
+            restart of the node. A folder that another user has made or can write to is refused.
+        replicas: how many other nodes get a copy of each file. This many nodes can be lost at once without losing a
+            step. Bytes that another node's rank has anyway, because it is a data-parallel replica, are not sent.
         keep: how many steps each node keeps.
-        durable_every: every how many saved steps one is also saved to the root. None: never. Then the nodes' folders
-            are all there is, and no shared file system is needed.
+        durable_every: one of this many saved steps is also saved to the root. None: none is. Then all checkpoints are
+            in the nodes' folders, and no shared file system is needed.
         bytes_per_s: how many bytes a second each node receives at most for the copies of one role. None: no limit.
         domain: returns, on each node, the name of its failure domain, such as its rack. Copies go to nodes of other
-            domains. None: each node is a domain of its own.
-        tls: a folder with `cert.pem`, `key.pem` and `ca.pem`. With it, what nodes send each other is encrypted, and
-            each node must show a certificate of that authority. None: nothing is encrypted, as in the job's other
-            traffic (gloo, NCCL).
+            domains. None: each node is its own domain.
+        tls: a folder with `cert.pem`, `key.pem` and `ca.pem`. With it, all data between nodes are encrypted, and each
+            node must show a certificate of that authority. None: nothing is encrypted, as in the job's other traffic
+            (gloo, NCCL).
 
     Raises:
         InvalidArgumentError: a value is not allowed.
@@ -135,7 +135,7 @@ class CheckpointConfig:
             not, the first replica writes the whole file.
         verify_replicas: whether each save compares all bytes of all tensors that several ranks hold as replicas, and
             warns if they differ. The trainer waits for it. If not, each save compares small parts of a few tensors,
-            others each time, which costs nothing that can be measured.
+            different ones each time, at no measurable cost.
         load_replicas: how ranks load tensors that are the same on several ranks: those of the model, which data and
             context parallelism replicate, and those of an optimizer that is not distributed. "read": each rank reads
             them. "broadcast": one rank reads them and sends them to the other ranks, which is faster if the network is
@@ -173,15 +173,15 @@ class CheckpointConfig:
         reset_moments: whether `load` may start an optimizer with new moments if it needs others than the checkpoint has
             (Muon after Adam), and take over only its main parameters. If not, such a load is refused.
         shared_with_group: whether the group may read and write what is saved, as far as the umask lets it. True: new
-            folders have mode 0770 and files 0660, less what the umask takes. False: 0700 and 0600. None: a root that is
-            there already decides, and what is made in it is as open as it is; for a new root and for the fast tier it
-            is True if the umask lets the group write, and else False. Folders that are there keep their modes.
+            folders have mode 0770 and files 0660, restricted by the umask. False: 0700 and 0600. None: new folders and
+            files are as open as a root that exists already; a new root and the fast tier follow the umask: as with True
+            if it lets the group write, otherwise as with False. Existing folders keep their modes.
         strict: whether `load` raises an error if the checkpoint that it reads is damaged. If not, it loads the next
             older one.
         listeners: what to call with the events of saves, loads, deletions and uploads (`mcore_ckpt.events`): functions,
-            or objects of `mcore_ckpt.integrations.listeners`. They run on a thread of their own, and nothing that they
-            do affects a save. Each rank calls its own, so ranks may have different ones, or none.
-        fast: the fast tier, for which each node has a folder of its own. None: every step is saved to the root.
+            or objects of `mcore_ckpt.integrations.listeners`. They run on their own thread, and nothing that they do
+            affects a save. Each rank calls its own, so ranks may have different ones, or none.
+        fast: the fast tier, which needs a folder on each node. None: every step is saved to the root.
 
     Raises:
         InvalidArgumentError: a value is not allowed, or two values contradict each other.
@@ -276,7 +276,7 @@ class CheckpointConfig:
 
 
 def _callable(listeners: object) -> tuple[Listener, ...]:
-    """Returns the listeners as a tuple. Raises InvalidTypeError if one is not what a listener must be."""
+    """Returns the listeners as a tuple. Raises InvalidTypeError if one cannot be called with an event."""
     if callable(listeners) or isinstance(listeners, str) or not isinstance(listeners, Iterable):
         raise InvalidTypeError(f"listeners is {listeners!r}: use a list of listeners, such as [LoggingListener()]")
     found = tuple(listeners)
@@ -318,7 +318,7 @@ def _texts(field: str, words: object, example: str) -> tuple[str, ...]:
 
 
 def named_listeners(names: Any, where: str) -> Any:
-    """Returns the listeners that paths of classes or functions stand for. What is not a text stays as it is.
+    """Returns the listeners that paths of classes or functions name. Values that are not texts stay as they are.
 
     Raises InvalidArgumentError: a path leads nowhere, or to something that cannot be called.
 

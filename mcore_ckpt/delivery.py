@@ -1,4 +1,4 @@
-"""Delivers events to listeners on a thread of its own, so that no listener can hold up or fail a save.
+"""Delivers events to listeners on its own thread, so that no listener can hold up or fail a save.
 
 `Delivery.post` only puts an event into a queue. What can go wrong, and what happens then:
 
@@ -9,10 +9,10 @@
 - The system grants no thread: events wait until a later call gets one.
 - The process forks: the child begins with an empty queue and no thread, because the parent delivers what waits.
 
-Nothing is computed for an event but sums that a report has anyway. Each manager has its own thread, so a listener that
-hangs stops only that manager's events. Events hold text in the place of errors: an error's traceback would keep the
-host images of a failed save alive for as long as a listener keeps the event. Nothing is sent between ranks, because a
-listener on each rank costs nothing, and a message of each rank to rank 0 would.
+Events contain only sums that a report has anyway, so they cost no computation. Each manager has its own thread, so a
+listener that hangs stops only that manager's events. Events hold text in the place of errors: an error's traceback
+would keep the host images of a failed save alive for as long as a listener keeps the event. Nothing is sent between
+ranks, because a listener on each rank costs nothing, but a message of each rank to rank 0 would.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Delivery:
 
     @property
     def has_listeners(self) -> bool:
-        """True if somebody is told of events."""
+        """True if there are listeners."""
         return bool(self._listeners)
 
     def drain(self, seconds: float | None = None, is_last: bool = True) -> bool:
@@ -127,7 +127,7 @@ class Delivery:
         return False
 
     def close(self) -> None:
-        """Drains, and lets the thread end. Later events, such as of an upload that goes on, are still delivered."""
+        """Drains, and lets the thread end. Later events, such as those of a continuing upload, are still delivered."""
         if self._listeners:
             self.drain()
             with self._changed:

@@ -28,8 +28,8 @@ Public calls also raise these built-in errors:
 - MemoryError: `save` and `load`, on the rank that has too little memory. The other ranks raise a CommitError or
   AgreementError.
 - OSError: `pin` and `unpin`, if the pin cannot be written or removed; `resumable_steps`, if the root cannot be read.
-- KeyboardInterrupt, SystemExit and what else signal handlers raise: every call, on the rank that got the signal. The
-  other ranks raise a CommitError or AgreementError at once.
+- KeyboardInterrupt, SystemExit and other exceptions of signal handlers: every call, on the rank that got the signal.
+  The other ranks raise a CommitError or AgreementError at once.
 - Errors of functions that the caller passes in, such as the clock of a Schedule.
 """
 

@@ -17,9 +17,9 @@ them, pickle them or send them elsewhere.
 
 Each rank tells only its own listeners, with its own bytes and times: nothing is sent between ranks. Each Started is
 followed by exactly one Committed or Failed of the same step, unless the process dies. A call that is refused for its
-arguments tells nothing. Calls that need no manager, such as `load_hf` and `mcore-ckpt prune`, have no listeners and so
-no events. With a fast tier, Committed means committed on the nodes. Copies on other nodes and in the root, and
-deletions from the nodes' folders, are not told: `SaveHandle.copies` and `SaveHandle.drain` have the former.
+arguments has no event. Calls that need no manager, such as `load_hf` and `mcore-ckpt prune`, have no listeners and so
+no events. With a fast tier, Committed means committed on the nodes. Copies to other nodes and to the root, and
+deletions from the nodes' folders, have no events; `SaveHandle.copies` and `SaveHandle.drain` report the copies.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from mcore_ckpt.redaction import redacted
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """What all events have.
+    """The fields of all events.
 
     Attributes:
         step: the step. None for a load that failed before it had chosen a checkpoint.
@@ -146,7 +146,7 @@ class Committed(Event):
         nbytes: the bytes that this rank wrote.
         seconds: the time from the call of `save` to the commit.
         stall_s: how long `save` held up the training.
-        phases: what the time was spent on, in the order in which the phases began.
+        phases: the phases of the save, in the order in which they began.
     """
 
     nbytes: int

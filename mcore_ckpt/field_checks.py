@@ -85,8 +85,8 @@ def check_fields(owner: Any, of: str = "", before: str = "") -> None:
 
     Args:
         owner: the dataclass.
-        of: what follows a field's name in messages, such as " of the fast tier".
-        before: what stands before it.
+        of: the text after a field's name in messages, such as " of the fast tier".
+        before: the text before a field's name in messages.
 
     Raises:
         InvalidArgumentError: a value has another type than its field, or is out of range.
@@ -97,7 +97,7 @@ def check_fields(owner: Any, of: str = "", before: str = "") -> None:
 
 
 def check_value(name: str, value: Any, hint: Any, limits: Mapping[str, Any] = _NO_LIMITS) -> None:
-    """Checks one value that is, or should be, a number, a boolean or a text. Other types are left to their owners.
+    """Checks one value that is, or should be, a number, a boolean or a text. Values of other types are not checked.
 
     Raises:
         InvalidArgumentError: it has another type than `hint`, or is out of range. The message begins with `name`.
@@ -151,7 +151,7 @@ def _advice(value: Any, kind: type, optional: bool, limits: Mapping[str, Any]) -
 
 
 def _meant(text: str, kind: type, optional: bool) -> Any:
-    """Returns what a word from YAML or from the environment stands for. Returns the word if it stands for nothing."""
+    """Returns the value that a word from YAML or the environment stands for; the word itself if it stands for none."""
     word = text.strip().lower()
     if optional and word in _NONES:
         return None
@@ -220,7 +220,7 @@ def options_of(
     Args:
         given: the mapping: a dict or OmegaConf's DictConfig.
         known: the names of all options.
-        where: what the mapping is called, for messages.
+        where: the name of the mapping, for messages.
         read: reads the options that are not plain values, by name.
 
     Raises:

@@ -1,7 +1,7 @@
 """Tells exceptions that a signal handler has raised in the midst of our code from errors of our code.
 
-A handler of the training (a preemption, an alarm, Ctrl-C) raises what it likes, wherever the main thread is. That is no
-failure of a save or load, so no `except` of ours may turn it into one: the caller gets it as it is.
+A handler of the training (a preemption, an alarm, Ctrl-C) may raise any exception, wherever the main thread is. That is
+no failure of a save or load, so this package must not turn it into one: the caller gets the exception unchanged.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def is_interrupt(error: BaseException) -> bool:
 
 
 def _passes_handler(trace: TracebackType | None) -> bool:
-    """True if a function of the traceback was called by Python for a signal: with the frame that it interrupted."""
+    """True if Python has called a function of the traceback for a signal, with the frame that it interrupted."""
     while trace is not None:
         frame = trace.tb_frame
         code = frame.f_code
@@ -34,7 +34,7 @@ def _passes_handler(trace: TracebackType | None) -> bool:
 
 
 def chain_of(error: BaseException, outer: BaseException | None) -> Iterator[BaseException]:
-    """Yields an error and what it came from, up to `outer`, which its caller was handling already."""
+    """Yields an error and its causes, up to `outer`, which the caller was already handling."""
     todo, seen = [error], set[int]()
     while todo:
         each = todo.pop()
@@ -47,7 +47,7 @@ def chain_of(error: BaseException, outer: BaseException | None) -> Iterator[Base
 
 @contextmanager
 def interrupts_as_themselves() -> Iterator[None]:
-    """Raises an interrupt that the block has raised as it is, although code in between has made an error of it."""
+    """Raises an interrupt of the block unchanged, even if code in between has turned it into another error."""
     outer = sys.exc_info()[1]
     try:
         yield

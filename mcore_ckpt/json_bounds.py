@@ -1,7 +1,7 @@
 """Refuses JSON that is small as text and large as Python objects, before a parser makes objects of it.
 
 An empty list takes three bytes of text and 64 bytes of memory. So the characters that begin or end a value are counted
-first, at the speed of memory. Text that says something has few of them: a tensor's name, a path or a hash is long.
+first, at the speed of memory. Honest text has few of them, because a tensor's name, a path or a hash is long.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LARGE_BYTES = 4 << 20
 _COSTS = (64, 180, 130, 72, 40)
 # The deepest nesting. The deepest of our own is 6, and configurations of models have as much.
 MOST_DEPTH = 100
-# How much of the text is looked at in one piece where its strings must be told from the rest.
+# The size of the pieces in which strings are told apart from the rest of a text.
 _PIECE = 16 << 10
 # How long a string may be whose characters may take several bytes of memory each.
 _LONG_STRING = 256 << 10
@@ -40,9 +40,9 @@ class TooDenseError(ValueError):
 class Density:
     """How many bytes of text there are at least for each value of a kind, on average.
 
-    A `string` is one that is not the name of a member. A `value` is one that follows another one, or is in a list.
-    Text of more than LARGE_BYTES may take at most `times` its size in memory. Up to there it takes up to 20 times as
-    much, for example as the settings of each of 10,000 layers in a model's configuration: at most 80 MB.
+    A `string` is a string that is not the name of a member. A `value` is a value that follows another one, or is in a
+    list. Text of more than LARGE_BYTES may take at most `times` its size in memory. Up to there it takes up to 20 times
+    as much, for example as the settings of each of 10,000 layers in a model's configuration: at most 80 MB.
     """
 
     string: int = 24
@@ -53,9 +53,9 @@ class Density:
     times: int | None = 4
 
 
-# What has been seen: text of a checkpoint has 13 bytes and more for each value, 19 for each member, 80 for each string.
+# Measured: text of a checkpoint has 13 bytes and more for each value, 19 for each member, 80 for each string.
 USUAL = Density()
-# What ranks send each other, such as the positions of files: `[0,5],`.
+# Messages between ranks have, for example, the positions of files: `[0,5],`.
 MESSAGES = Density(string=8, member=6, object=12, list=6, value=3, times=None)
 
 
@@ -74,7 +74,8 @@ def check(data: bytes, density: Density = USUAL) -> None:
     """Raises TooDenseError if a parser would take too much memory for a text."""
     if len(data) <= SMALL_BYTES:
         return
-    # Characters inside of strings look like those outside. So what this count refuses is counted again without them.
+    # Characters inside of strings look like those outside. So a text that this count refuses is counted again without
+    # its strings.
     if not _fits(_counts(data), len(data), density):
         counts = [0] * 5
         for piece in without_strings(data):
@@ -119,7 +120,7 @@ def _is_shallow(brackets: bytes) -> bool:
 
 
 def without_strings(data: bytes) -> Iterator[bytes]:
-    """Yields the text in pieces, without what is between quotes. The quotes stay."""
+    """Yields the text in pieces, without the contents of quotes. The quotes stay."""
     start, is_inside = 0, False
     while start < len(data):
         piece = data[start : start + _PIECE]

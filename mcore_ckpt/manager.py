@@ -158,7 +158,7 @@ class CheckpointManager:
         config: CheckpointConfig,
         objects: Mapping[str, Any],
     ) -> None:
-        """Makes the parts of a manager with the other ranks. `failed` gets what is to be closed if that fails."""
+        """Makes the parts of a manager with the other ranks. `failed` gets the parts to close if that fails."""
         trainer = read_trainer(
             agreement, local_path(root, "root").absolute(), role, as_chunks(model), config, dict(objects)
         )
@@ -188,7 +188,7 @@ class CheckpointManager:
         space_watch = SpaceWatch(trainer.root, is_deleting_here)
         history = _history(trainer, remote, fast)
         commits = agreement.for_thread("saves")
-        # Saves read the state on the trainer's thread, unless it is copied. Then CUDA is none of their business.
+        # The thread of an async save reads only host copies of the state, so it needs no CUDA settings.
         commits.runner = DiskWatch(config.timeout_s, who=who, beside=self._disk) if config.async_save else self._disk
         self._context = SaveContext(trainer, commits, images, lock, uploads, space_watch, self._delivery, history)
         self._closing, self._tier = Closing.of(self._context, fast), None if fast is None else fast.tier
@@ -264,7 +264,7 @@ class CheckpointManager:
         max_to_keep: int | None,
         called: float,
     ) -> SaveRequest:
-        """Reads and checks what `save` got."""
+        """Reads and checks the arguments of `save`."""
         extra_state = _read_extra_state(extra_state) if callable(extra_state) else extra_state
         self._check_save(step, extra_state)
         role_dir, counts = find_destination(self._trainer.root, self._trainer.role, step, _full_path(path))
@@ -326,7 +326,7 @@ class CheckpointManager:
 
     @property
     def history(self) -> RunHistory:
-        """From which checkpoint the training goes on. Another manager can go on from there, when this one is closed."""
+        """The checkpoint that the training goes on from. Another manager can go on from it once this one is closed."""
         return self._context.history
 
     @property
@@ -389,7 +389,7 @@ class CheckpointManager:
         return remote_steps(self._remote, self._trainer.root, step, required)
 
     def fast_steps_found(self, roles: Sequence[str], step: int | None) -> tuple[list[NodeStep], list[NodeStep]]:
-        """Returns the steps of the fast tier that are whole with all these roles, and what is left of newer ones.
+        """Returns the steps of the fast tier that are whole with all these roles, and the remains of newer steps.
 
         The newest are first. Every rank calls it, and all get the same result. Without a fast tier there are none.
 
@@ -417,7 +417,7 @@ class CheckpointManager:
     def before_step(self) -> None:
         """Makes later work of the current CUDA stream wait until a lazy save has copied the state.
 
-        Call it before code of your own changes parameters. `optimizer.step()`, parameter gathers and loading call it
+        Call it before your own code changes parameters. `optimizer.step()`, parameter gathers and loading call it
         themselves. If no copy is under way, nothing happens. The host does not wait, unless the stream is being
         captured into a CUDA graph. A graph that changes parameters must be replayed after a call of `before_step`.
 
@@ -450,9 +450,9 @@ class CheckpointManager:
     def close(self) -> None:
         """Waits for a save that is under way, and frees the host memory. The manager cannot be used afterwards.
 
-        Rank 0 also waits for uploads, for at most `upload_timeout_s`. The next run uploads what the store lacks then.
-        Listeners are waited for as by `wait`. In a forked child of the process that has made the manager, nothing is
-        done.
+        Rank 0 also waits for uploads, for at most `upload_timeout_s`. The next run uploads the checkpoints that the
+        store then lacks. It waits for listeners as `wait` does. In a forked child of the process that has made the
+        manager, it does nothing.
 
         Raises:
             CheckpointError: a background save failed, and its error had not been raised yet. The manager is closed
@@ -463,7 +463,7 @@ class CheckpointManager:
         self._background.wait_until_idle()
         self._guards.remove()
         self._closed = True
-        with ExitStack() as last:  # what is named last comes first, and all of it comes although something fails
+        with ExitStack() as last:  # runs in reverse order, and completely even if something fails
             last.callback(self._background.raise_failure)
             last.callback(self._closing.close)
             last.callback(self._remove_interrupted)

@@ -1,12 +1,12 @@
-"""Keeps a forked child away from what belongs to its parent.
+"""Keeps a forked child away from its parent's objects.
 
 A child (a data loader's worker, one of `multiprocessing`, `os.fork`) has a copy of every object, but none of the
 threads. Whatever lock a thread held at the fork is held for ever in the child, and sockets, locks on files and keys in
 the job's store are still the parent's. So the child has to leave them alone, also at its end.
 
 A forked child runs our exit handlers, and has copies of our locks as some thread held them. So in a child the lists of
-what is to be finished are empty, locks are new, and what belongs to the parent refuses to be used. A manager that is
-dropped without `close` is closed when the last save that uses its context has ended (`save/closing.py`).
+unfinished work are empty, locks are new, and the parent's objects refuse to be used. A manager that is dropped without
+`close` is closed when the last save that uses its context has ended (`save/closing.py`).
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ Kept = TypeVar("Kept", bound=_Clearable)
 
 
 def emptied_in_child(kept: Kept) -> Kept:
-    """Returns a collection of what has threads or locks in this process. In a forked child it is empty.
+    """Returns a collection for objects with threads or locks in this process. In a forked child it is empty.
 
-    So exit handlers, which run in a child, too, find nothing to wait for there but what the child has made.
+    So exit handlers, which also run in a child, wait there only for objects that the child has made.
     """
     os.register_at_fork(after_in_child=kept.clear)
     return kept

@@ -40,7 +40,7 @@ from mcore_ckpt.urls import local_path
 logger = logging.getLogger(__name__)
 
 AUTO, OFF = "auto", "off"
-# What others call them; None: it is not clear which of them is meant.
+# Words of other programs for them; None if it is not clear which one is meant.
 _WORDS = {
     **dict.fromkeys(("latest", "newest", "last", "true", "yes", "on"), AUTO),
     **dict.fromkeys(("disable", "never", "false", "no"), OFF),
@@ -57,7 +57,7 @@ class Recovery:
 
     Attributes:
         step: the step that every role was loaded from. None: nothing was loaded, so start from the beginning.
-        results: what the manager of each role has loaded, by role.
+        results: the result of each role's load, by role.
         skipped: for each newer step that could not be loaded, and each of another run, the reason; the newest first.
     """
 
@@ -86,7 +86,7 @@ def recover(
         retries: how often a failed attempt is repeated.
 
     Returns:
-        The step and what each role has loaded.
+        The step, and the result of each role's load.
 
     Raises:
         CheckpointNotFoundError: the given step or path does not exist; or, with "auto", there are checkpoints, but no
@@ -133,7 +133,7 @@ def _recovered(by_role: Mapping[str, CheckpointManager], resume: str | int | Pat
 
 
 def _check_resume(resume: object) -> None:
-    """Raises InvalidArgumentError for what is no way to resume, with the right spelling of words and numbers."""
+    """Raises InvalidArgumentError for an invalid `resume`. The message has the right spelling."""
     what = "use 'auto', 'off', a step or a path"
     if isinstance(resume, bool) or not isinstance(resume, (str, int, os.PathLike)) or resume == "":
         raise InvalidArgumentError(f"resume is {resume!r}: {what}")
@@ -207,7 +207,7 @@ def resumable_steps(root: str | Path, roles: Sequence[str], step: int | None = N
 
 
 def _warn(root: Path, choice: Choice[Step], step: int | None) -> None:
-    """Logs which steps are passed over, and that the tracker names another one than is loaded."""
+    """Logs which steps are passed over, and whether the tracker names another step than the loaded one."""
     choice.warn()
     if step is None:
         warn_if_tracker_differs(root, choice.steps)

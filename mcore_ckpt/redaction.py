@@ -26,20 +26,20 @@ _START = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{0,30}:(?:\\?/)+")
 _BEFORE_URL = ("::", "/", ",", "=", "&", "|", "(", "[", "{")  # within another one; a password can have a `:/`
 _ENCODED = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{0,30}%(?:25)*3A(?:%(?:25)*2F|/){2}[^\s'\"<>`]*", re.IGNORECASE)
 _IN_TEXT = re.compile(rf"{_START.pattern}[^\s'\"<>`]*")
-# What follows a URL in a sentence.
+# Characters that follow a URL in a sentence.
 _PUNCTUATION = re.compile(r"(?<![).,;:?!\]}])[).,;:?!\]}]+$")
 _QUERY = re.compile(r"\?|#|%(?:25)*3F", re.IGNORECASE)
-# Without these, what follows a `#` is no query, but belongs to a path.
+# Without these, the text after a `#` is no query, but part of a path.
 _FILLED = re.compile(rf"\?|{_IS}", re.IGNORECASE)
 _PARAMETER = re.compile(rf"(?:;|%(?:25)*3B)[\w.-]+{_IS}[^/?#;]*", re.IGNORECASE)
 _AUTHORITY = re.compile(r"(?:[^/?#\\]|\\(?!/))*")
 _USER = re.compile(rf".*{_AT}", re.DOTALL)
 _USER_END = re.compile(rf"{_AT}$")
-# A host, with a port or without; the end of one URL of a chain; the ARN of an access point in place of a bucket. What
-# else has a `:` is a user with a password that has a `/`, `?` or `#`. A port has two digits or more.
+# A host, with a port or without; the end of one URL of a chain; the ARN of an access point in place of a bucket. Any
+# other text with a `:` is a user with a password that has a `/`, `?` or `#`. A port has two digits or more.
 _HOST = re.compile(r"[^:]*(?::\d{2,5}|::)?|\[[0-9A-Fa-f:.%]*\](?::\d*)?|arn:.*", re.DOTALL)
 _PORT = re.compile(r":\d*$")
-# What is before an `@` in these is a part of a path or, in Azure's, a container: it is no user if no password follows.
+# In these, the text before an `@` is part of a path or, in Azure's, a container. Without a password it is no user.
 _WITHOUT_USER = ("file:", "local:", "abfs:", "abfss:", "wasb:", "wasbs:", "az:")
 
 # The names of options, headers and parameters that hold secrets. Of `*_token` only these, because models have others.
@@ -78,7 +78,7 @@ _TOKEN = re.compile(
     r"|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)"
 )
 _RELATIVE_QUERY = re.compile(rf"\?(?=[\w.%-]+{_IS})[^\s'\"<>`]*")
-# In front of a host, without a scheme. Behind a `/` or a port, what follows the next `/` is a path.
+# In front of a host, without a scheme. After a `/` or a port, the text after the next `/` is a path.
 _USER_AND_PASSWORD = re.compile(
     rf"(?:(?<![^\s'\"=(,\[/])[^\s:/@'\"=(,]{{1,64}}:[^\s/'\"]{{1,256}}"
     rf"|(?<![^\s'\"=(,\[])[^\s:/@'\"=(,]{{1,64}}:(?![/:]|\d{{2,5}}/)(?:(?!:/)[^\s'\"]){{1,256}}){_AT}(?=[\w\[])"
@@ -86,11 +86,11 @@ _USER_AND_PASSWORD = re.compile(
 
 
 def redacted(text: str, secrets: Iterable[str] = ()) -> str:
-    """Returns a text without the secrets in it. What is left says which host, bucket and path are meant.
+    """Returns a text without the secrets in it. The rest still names the host, bucket and path.
 
     Args:
         text: any text, such as the message of an error.
-        secrets: what else must not stand in it, such as `secrets_of` a URL.
+        secrets: further texts to remove, such as `secrets_of` a URL.
 
     Example:
         >>> redacted("cannot open simplecache::s3://KEY:SECRET@bucket/run?sig=SECRET (token=SECRET)")

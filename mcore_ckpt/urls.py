@@ -11,7 +11,7 @@ from mcore_ckpt.redaction import MASK, redacted_url
 
 _FORM = "use a URL such as s3://bucket/prefix or file:///folder"
 _URL = re.compile(r"(?:[A-Za-z][A-Za-z0-9+.-]*::)*[A-Za-z][A-Za-z0-9+.-]*:/")  # fsspec chains URLs with `::`
-# What follows these is not a bucket, a container or a host.
+# After these schemes comes no bucket, container or host.
 _WITHOUT_HOST = ("file", "local", "memory", "hdfs")
 
 
@@ -76,7 +76,7 @@ def is_url(text: str) -> bool:
 
 
 def _advice(url: str) -> str | None:
-    """Returns what to write instead. None if the form is right."""
+    """Returns advice for another spelling; None if the form is right."""
     scheme, slashes, rest = url.partition("://")
     if "::" in url or url != url.strip():
         return _FORM
