@@ -63,7 +63,7 @@ class CheckpointNotFoundError(CheckpointError):
 
 
 class CheckpointCorruptError(CheckpointError):
-    """A file of a checkpoint is missing, or its bytes are not those that were saved."""
+    """A file of a checkpoint is missing, or its bytes differ from the saved ones."""
 
 
 class CheckpointMismatchError(CheckpointError):

@@ -1,4 +1,4 @@
-"""Defines the events that a CheckpointManager tells its listeners, and what a listener is.
+"""Defines the events that a CheckpointManager sends to its listeners, and what a listener is.
 
 A listener is anything that can be called with one event. `CheckpointConfig(listeners=[...])` takes them, and
 `mcore_ckpt.integrations.listeners` has ready ones. Events hold only numbers, strings and paths, so a listener may keep
@@ -183,7 +183,7 @@ class Loaded(Event):
         nbytes: the bytes that this rank read from tensor files.
         seconds: the time from the call of `load` to the ranks' last agreement.
         skipped: for each newer checkpoint that was not loaded, the reason; the newest first.
-        rounded: how many tensors of this rank were rounded, by what was rounded to what.
+        rounded: how many tensors of this rank were rounded, by the two dtypes, as in LoadReport.
     """
 
     nbytes: int

@@ -23,7 +23,7 @@ _COSTS = (64, 180, 130, 72, 40)
 MOST_DEPTH = 100
 # The size of the pieces in which strings are told apart from the rest of a text.
 _PIECE = 16 << 10
-# How long a string may be whose characters may take several bytes of memory each.
+# The longest string whose characters may take several bytes of memory each.
 _LONG_STRING = 256 << 10
 
 _STRING = re.compile(rb'"[^"]*"')
@@ -125,7 +125,7 @@ def without_strings(data: bytes) -> Iterator[bytes]:
     while start < len(data):
         piece = data[start : start + _PIECE]
         if (len(piece) - len(piece.rstrip(b"\\"))) % 2:
-            piece = data[start : start + len(piece) + 1]  # a backslash belongs to what follows it
+            piece = data[start : start + len(piece) + 1]  # a backslash belongs to the next byte
         start += len(piece)
         piece = piece.replace(b"\\\\", b"").replace(b'\\"', b"")
         before = b""

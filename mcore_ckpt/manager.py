@@ -142,7 +142,7 @@ class CheckpointManager:
                 with agreement.call(_SETTING_UP):
                     self._set_up(agreement, failed, root, role, model, config, objects)
             except BaseException as error:
-                # Others may have a manager already, whose first call would wait for this rank.
+                # Other ranks may have a manager already, and its first call would wait for this rank.
                 with suppress(RuntimeError):  # the store is gone
                     agreement.fail_next_round(_SETTING_UP, error)
                 raise
@@ -207,7 +207,7 @@ class CheckpointManager:
         path: str | Path | None = None,
         max_to_keep: int | None = None,
     ) -> SaveHandle:
-        """Saves, as step `step`, what `save_contents` names. Every rank calls it, at the same point of training.
+        """Saves the state that `save_contents` names. Every rank calls it, at the same point of training.
 
         Returns when the checkpoint is committed; with `async_save`, as soon as the training state may change again.
         With a fast tier, it is committed on the nodes; without `async_save`, a durable one also in the root.
@@ -274,7 +274,7 @@ class CheckpointManager:
         return SaveRequest(Saving(role_dir, step, policy if counts else None), declared, extra_state, called)
 
     def load(self, *, step: int | None = None, path: str | Path | None = None, verify: str = "read") -> LoadResult:
-        """Loads what `load_contents` names. Every rank calls it.
+        """Loads the contents that `load_contents` names. Every rank calls it.
 
         Args:
             step: the step to load.
@@ -345,7 +345,7 @@ class CheckpointManager:
         Args:
             topic: what is being agreed on, for messages.
             request: plain JSON values that are the same on all ranks, or a function that returns them. Such a function
-                can first check what can be wrong on a single rank.
+                can first check conditions that may fail on a single rank.
             answer: returns plain JSON values. It is called only on rank 0.
 
         Raises:

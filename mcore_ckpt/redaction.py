@@ -5,8 +5,8 @@ always certain, because people also write passwords with `/`, `?` or `@` into UR
 
 Secrets are removed from messages of errors (`CheckpointError.__init__`, so every message of ours passes it), from what
 ranks and listeners are told (`errors.to_record`, `ErrorText`), from tracebacks in logs, the config's `repr`, mount
-options and what argparse quotes. A store also knows the secrets of its URL, because libraries quote them alone. Where
-the end of a secret is not certain, more is removed, not less.
+options and what argparse quotes. A store also knows the secrets of its URL, because libraries quote them without the
+URL.
 """
 
 from __future__ import annotations

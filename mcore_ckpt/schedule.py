@@ -136,7 +136,7 @@ class RoleSchedules:
 
     Args:
         frequency: how often to save each role.
-        clock: returns seconds, as that of a Schedule.
+        clock: returns seconds, as in Schedule.
 
     Example:
         >>> schedules = RoleSchedules(Frequency(steps=2))

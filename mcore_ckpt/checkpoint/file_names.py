@@ -104,7 +104,7 @@ def _may_be_folder(entry: os.DirEntry[str]) -> bool:
 
     A step whose folder is a broken link or cannot be examined must be reported as unreadable, not as missing.
     """
-    # The listing of the parent says what an entry is. Only a link takes another call to the file system.
+    # The parent's listing shows the type of an entry. Only a link takes another call to the file system.
     try:
         return entry.is_dir() or (entry.is_symlink() and not os.path.exists(entry.path))
     except OSError:
@@ -279,7 +279,7 @@ def model_file(tp: int, pp: int) -> str:
 
 
 def expert_file(etp: int, pp: int, ep: int) -> str:
-    """Returns the path of a model file with experts, for layouts in which experts have files of their own."""
+    """Returns the path of a model file with experts, for layouts in which experts have separate files."""
     return f"{MODEL_DIR}/mp_rank_{etp:02d}_{pp:03d}_{ep:03d}/{MODEL_FILE}"
 
 

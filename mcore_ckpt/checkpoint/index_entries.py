@@ -57,7 +57,7 @@ class IndexEntries:
         if places is None:
             self._decoded = _by_name(self._decode(data))
         self._places = places or {}
-        # Where the aliases end, and what follows the shards.
+        # The place where the aliases end, and the text after the shards.
         self._middle, self._behind = data.find(_BETWEEN), data[data.rfind(_BEHIND) :]
 
     def of(self, name: str) -> FileIndex:

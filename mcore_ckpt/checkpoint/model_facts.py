@@ -203,7 +203,7 @@ _KINDS: Mapping[str, Callable[[_Values], bool]] = {
     "mup": lambda of: bool(of("use_mup")),
 }
 
-# What a longer context changes on purpose, and what only the training reads.
+# Facts that a longer context changes on purpose, and facts that only the training reads.
 _MAY_CHANGE = frozenset({*_TABLE["rotary"], *_TABLE["llama3 rotary"], *_TABLE["latent yarn"], *_TABLE["yarn"]}) - {
     *("rotary_percent", "rotary_interleaved", "mrope_section", "no_rope_freq")
 } | {"sliding_window_rope_base", "full_attention_rope_base", "rotary_base_per_layer", "moe_expert_capacity_factor"}

@@ -103,7 +103,7 @@ def _range(item: Any) -> tuple[int, int]:
 
 
 def optional(record: Mapping[str, Any]) -> tuple[Run | None, Commit | None]:
-    """Returns the run and the commit of a manifest's record; None for what it does not have. Raises FieldError."""
+    """Returns the run and the commit of a manifest's record; each is None if it is missing. Raises FieldError."""
     run = decode_run(record["run"]) if "run" in record else None
     return run, decode_commit(record["commit"]) if "commit" in record else None
 

@@ -18,7 +18,7 @@ from mcore_ckpt.io.checksums import crc32
 _KNOWN_FLAGS = zf.DESCRIPTOR_FLAG | zf.UTF8_FLAG
 
 ReadAt = Callable[[int, int], bytes]
-"""Reads bytes: (offset, nbytes) -> bytes. Raises an error of its own type if the file is too short."""
+"""Reads bytes: (offset, nbytes) -> bytes. Raises its own type of error if the file is too short."""
 
 
 class ArchiveError(ValueError):

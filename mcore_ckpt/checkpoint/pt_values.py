@@ -29,7 +29,7 @@ Storage = Callable[[StoredBytes], torch.Tensor]
 
 
 def decode_pt(data: bytes) -> Any:
-    """Decodes the value in the bytes of a small `.pt` file. The tensors in the value have memory of their own.
+    """Decodes the value in the bytes of a small `.pt` file. The tensors in the value have their own memory.
 
     Raises:
         ValueError: the file is damaged, or contains something other than plain values (ArchiveError, PickleError).

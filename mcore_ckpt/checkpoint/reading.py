@@ -42,7 +42,7 @@ def read_manifest(role_dir: Path, manifest_file: str = file_names.MANIFEST_FILE)
 
 
 def read_manifest_summary(role_dir: Path) -> ManifestSummary:
-    """Reads what a listing needs of the manifest in a role's folder, much faster than all of a large manifest.
+    """Reads the part of a role's manifest that a listing needs, much faster than all of a large manifest.
 
     Raises CheckpointNotFoundError and CheckpointCorruptError like `read_manifest`.
     """
@@ -156,7 +156,7 @@ def read_index(role_dir: Path, record: FileRecord) -> FileIndex:
 
 
 def read_entries(role_dir: Path, record: FileRecord) -> IndexEntries:
-    """Reads a file's index, of which only the wanted entries are decoded. Raises CheckpointCorruptError."""
+    """Reads a file's index. Its entries are decoded when they are asked for. Raises CheckpointCorruptError."""
     return parse_entries(_index_data(role_dir, record), record, role_dir / record.path)
 
 

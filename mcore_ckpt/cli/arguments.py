@@ -131,7 +131,7 @@ def _hub_advice(path: Path, command: str) -> str:
 
 
 def check_can_be_file(flag: str, path: Path) -> None:
-    """Raises InvalidArgumentError if no file can be written at a path, because of what is there. Names `flag`."""
+    """Raises InvalidArgumentError, which names `flag`, if a path cannot be a file, for example as it is a folder."""
     if path.exists() and not path.is_file():
         what = "a folder" if path.is_dir() else "no regular file"
         raise InvalidArgumentError(f"{flag} {path}: is {what}: name another file")

@@ -20,7 +20,7 @@ def add_examples(parser: argparse.ArgumentParser, examples: Sequence[str]) -> No
 
     Args:
         parser: the command's parser.
-        examples: command lines as they are typed, without "mcore-ckpt"; what follows " # " is explanation.
+        examples: command lines as they are typed, without "mcore-ckpt"; the text after " # " is an explanation.
     """
     lines = [example.partition(" # ") for example in examples]
     width = max(len(line) for line, _, _ in lines)

@@ -1,4 +1,4 @@
-"""Lets a command that is told to end clean up first."""
+"""Lets a command clean up when it is told to end."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ Public names, for integrations:
 - `replace_file` replaces a file such that even after a crash either the old or the new file is there;
 - `make_folder` makes a folder and its parents, `top_mode` says with which mode, `sync_dir` makes the names in a folder
   durable;
-- `DiskWatch` gives work up whose call to the file system does not return.
+- `DiskWatch` gives up work if one of its calls to the file system does not return.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 Three things limit a folder: the free bytes of its file system, the number of files (inodes) that can still be made, and
 the quotas of the user, group or project that the files will belong to.
 
-A save that would have fitted is never refused. So the size of what is to be written is a lower bound, and a limit that
-the system does not tell is no limit. `DiskSpace.is_certain` is False where files may take less space than their bytes:
-it is True only for the types of file systems that `io/file_systems.py` calls exact.
+A save that would have fitted is never refused. So the size of the files to write is a lower bound, and a limit that the
+system does not tell is no limit. `DiskSpace.is_certain` is False where files may take less space than their bytes: it
+is True only for the types of file systems that `io/file_systems.py` calls exact.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Limit:
     Attributes:
         kind: whether it limits the bytes or the entries.
         free: how much can still be written.
-        where: what has the limit, for messages.
+        where: the place that has the limit, for messages.
     """
 
     kind: Kind
@@ -263,7 +263,7 @@ def _own_blocks(device: int) -> int:
 
 @dataclass(frozen=True)
 class _Rights:
-    """What this thread may do. Capabilities count only outside of user namespaces, so there they may be unused."""
+    """The rights of this thread. Capabilities count only outside of user namespaces; inside they may have no effect."""
 
     uid: int
     gids: frozenset[int]

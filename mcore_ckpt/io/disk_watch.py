@@ -1,4 +1,4 @@
-"""Runs work that uses a file system on a thread of its own, and gives it up if a call to the system does not return.
+"""Runs work that uses a file system on its own thread, and gives it up if a call to the system does not return.
 
 A frozen file system, or one whose server has gone, answers neither with success nor with an error, and nothing wakes a
 thread that waits for it. So the caller looks, while it waits, at which calls the threads of the work are. It gives the
@@ -55,7 +55,7 @@ class Call:
     """A call to the system that has not returned.
 
     Attributes:
-        doing: what was asked for.
+        doing: the operation.
         path: the file or folder.
         seconds: for how long at least.
     """
@@ -187,7 +187,7 @@ def _path(frame: FrameType | None) -> str:
 
 
 class Work(Generic[Result]):
-    """Work on a thread of its own.
+    """Work on its own thread.
 
     Args:
         work: the work.

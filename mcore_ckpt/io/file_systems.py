@@ -1,4 +1,4 @@
-"""Lists what is known of types of file systems, from their documents and from trials (docs/doctor.md).
+"""Describes types of file systems, from their documents and from trials (docs/doctor.md).
 
 The native writer asks by itself whether a file is in memory (`has_no_disk` in csrc/file.cpp).
 """
@@ -16,7 +16,7 @@ TMPFS_MAGIC = 0x01021994
 
 @dataclass(frozen=True)
 class Abilities:
-    """What a file system can do, as it was seen where it was tried (docs/doctor.md).
+    """The abilities of a type of file system, as seen in trials (docs/doctor.md).
 
     Attributes:
         direct: whether O_DIRECT bypasses the page cache.
@@ -31,7 +31,7 @@ class Abilities:
 
 @dataclass(frozen=True)
 class FileSystem:
-    """What is known of a type of file system. The defaults are those of an unknown type.
+    """The description of a type of file system. The defaults describe an unknown type.
 
     Attributes:
         place: where its files are. `layer` is an overlay, as containers have it.
@@ -70,7 +70,7 @@ _BY_NAME = {
     # (`ovl_statfs`). So nobody knows whether the upper layer compresses, and it is not exact either. The path of the
     # upper layer in mountinfo is that of the host, and means nothing inside a container.
     "overlay": FileSystem("layer", abilities=_ALL),
-    # Servers can compress and deduplicate. What they tell can also be old, a unit of their own, or a quota.
+    # Servers can compress and deduplicate. Their numbers can also be old, in other units, or a quota.
     **dict.fromkeys(
         ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb3", "9p", "virtiofs", "afs", "gfs2", "ocfs2"),
         _NETWORK,
@@ -80,7 +80,7 @@ _BY_MAGIC = {system.magic: system for system in (_EXT, _XFS, _TMPFS)}
 
 
 def of_name(name: str) -> FileSystem:
-    """Returns what is known of a type by its name in mountinfo.
+    """Returns the description of a type by its name in mountinfo.
 
     Example:
         >>> of_name("nfs4").place, of_name("zfs").place
@@ -90,7 +90,7 @@ def of_name(name: str) -> FileSystem:
 
 
 def of_magic(magic: int) -> FileSystem:
-    """Returns what is known of a type by its number in statfs(2). Its abilities may be unknown, as those of ext are.
+    """Returns the description of a type by its number in statfs(2). Its abilities may be unknown, as for ext.
 
     Example:
         >>> of_magic(0xEF53).is_exact, of_magic(0x6969).is_exact

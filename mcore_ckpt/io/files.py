@@ -159,7 +159,7 @@ def claim_file(path: Path, data: bytes) -> None:
 
 @contextmanager
 def _temporary_file(path: Path, data: bytes, write: Callable[[Path, bytes], None]) -> Iterator[Path]:
-    """Writes a temporary file beside `path`, yields its path, and finally deletes the file if it is still there."""
+    """Writes a temporary file next to `path`, yields its path, and finally deletes the file if it is still there."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         write(temporary, data)
@@ -169,12 +169,12 @@ def _temporary_file(path: Path, data: bytes, write: Callable[[Path, bytes], None
 
 
 def remove_abandoned_files(path: Path, seconds: float) -> None:
-    """Removes temporary files beside `path` of processes that have died while they wrote it.
+    """Removes temporary files next to `path` that processes left when they died while writing `path`.
 
     Args:
         path: the file.
-        seconds: how long after its last change a temporary file is taken for one of a dead process. If a process is
-            only slow, its write fails with FileNotFoundError.
+        seconds: how long after its last change a temporary file counts as left by a dead process. If a process is only
+            slow, its write fails with FileNotFoundError.
 
     Raises OSError.
     """

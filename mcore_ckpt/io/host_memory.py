@@ -186,7 +186,7 @@ class _Preparation:
 
 def _lower_priority() -> None:
     try:
-        # On Linux each thread has a niceness of its own.
+        # On Linux each thread has its own niceness.
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), tuning.PREPARE_NICENESS)
     except OSError as error:  # a container may forbid the call
         logger.debug("the thread that prepares host memory keeps its priority: %s", error)

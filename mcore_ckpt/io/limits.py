@@ -18,7 +18,7 @@ PICKLE_BYTES = 1 << 30
 PLAIN_BYTES = 4 << 30
 # config.json and the index of HuggingFace weights.
 HF_JSON_BYTES = 256 << 20
-# Tokenizers and other files that are copied beside HuggingFace weights: the size of one, the size of all, and how many.
+# Tokenizers and other files that are copied with HuggingFace weights: the size of one, the size of all, and how many.
 HF_ASSET_BYTES = 128 << 20
 HF_ASSETS_BYTES = 256 << 20
 HF_ASSETS = 10_000

@@ -25,7 +25,7 @@ def bytes_free(folder: Path) -> int | None:
 
 
 def is_memory(folder: Path) -> bool:
-    """Returns True if what is written into a folder, or where it would be made, is held in memory. Raises OSError."""
+    """Returns True if a folder, or the place where it would be made, is in memory. Raises OSError."""
     mount = mount_of(existing(folder))
     return mount is not None and of_name(mount.kind).place == "memory"
 

@@ -48,7 +48,7 @@ class Usage(NamedTuple):
 
     @property
     def shown(self) -> int | None:
-        """What the system shows as free in a folder of the project."""
+        """The free amount that the system shows in a folder of the project."""
         limit = self.soft or self.hard
         return max(0, limit - self.used) if limit else None
 
@@ -73,7 +73,7 @@ class Quota:
         return f"quota of {self.kind} {self.number}"
 
     def is_shown_by(self, space: os.statvfs_result) -> bool:
-        """True if `space` is what is left of this quota, and not of the disk."""
+        """True if `space` shows what is left of this quota instead of the disk."""
         blocks = None if self.nbytes.shown is None else self.nbytes.shown // space.f_frsize
         return blocks == space.f_bfree or (self.entries.shown is not None and self.entries.shown == space.f_ffree)
 

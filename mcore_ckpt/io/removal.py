@@ -14,7 +14,7 @@ from mcore_ckpt.io.threads import results_of
 def remove_tree(folder: Path) -> None:
     """Removes a folder and its contents as far as possible. Raises nothing, and follows no link.
 
-    What cannot be read or removed stays, with the folders that it is in. All else is removed.
+    Entries that cannot be read or removed stay, with the folders that they are in. Everything else is removed.
 
     `shutil.rmtree` waits for the file system at each file in turn. This takes as many calls, but they overlap.
     """
@@ -38,7 +38,7 @@ def _remove_folder(parent: int | None, name: str) -> None:
 
 def _remove_contents(folder: int) -> None:
     files, folders = list[str](), list[str]()
-    with suppress(OSError), os.scandir(folder) as listed:  # after an error, what was listed before it is removed
+    with suppress(OSError), os.scandir(folder) as listed:  # after an error, the entries listed so far are removed
         for entry in listed:
             (folders if entry.is_dir(follow_symlinks=False) else files).append(entry.name)
     results_of(files, partial(_unlink, folder), tuning.LOOK_THREADS)

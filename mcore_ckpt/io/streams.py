@@ -40,8 +40,8 @@ def stream(files: Iterable[Sequence[P]], read: Callable[[Sequence[Placed[P]]], o
     whatever the sizes of the files.
 
     Args:
-        files: the parts of each file (see `cuts_of`). Small files share a batch. Each part of a larger file
-            is a batch of its own.
+        files: the parts of each file (see `cuts_of`). Small files share a batch. Each part of a larger file is a
+            separate batch.
         read: fills the memory of all parts of a batch. It is called on another thread, one call at a time.
 
     Raises:
@@ -80,7 +80,7 @@ def memory_at(buffer: _native.HostBuffer, offset: int, nbytes: int, dtype: torch
 
 
 def _batches(files: Iterable[Sequence[P]]) -> Iterator[list[P]]:
-    """Groups parts into batches. Small files share a batch; each part of a larger file is a batch of its own."""
+    """Groups parts into batches. Small files share a batch; each part of a larger file is a separate batch."""
     waiting: list[P] = []
     nbytes = 0
     for parts in files:

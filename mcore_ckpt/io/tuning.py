@@ -52,7 +52,7 @@ GATHER_BELOW_BYTES = 64 << 10
 # at a time.
 WEIGHT_PIECE_BYTES = 256 << 20
 
-# Memory that a load uses for tensors that it cannot fill in place: those of another dtype or not in row-major order.
+# Memory that a load uses for tensors that it cannot fill directly: of another dtype, or not in row-major order.
 CONVERT_BYTES = 128 << 20
 
 # Approximate size of a batch of tensors that one replica reads and broadcasts to the others.

@@ -75,7 +75,7 @@ def members(data: bytes | memoryview) -> dict[str, Place] | None:
 
 
 class _Pieces(Generic[T]):
-    """A long list or object, of which some values are decoded at a time.
+    """A long list or object that is decoded a few values at a time.
 
     Args:
         decoder: decodes a piece.
@@ -166,7 +166,7 @@ def names_in(data: bytes, place: Place, key: str) -> tuple[str, ...]:
 
 
 def without_spaces(data: bytes) -> bytes:
-    """Returns the same JSON without spaces between its values. Raises FieldError if it is none."""
+    """Returns the same JSON without spaces between its values. Raises FieldError if the text is no JSON."""
     try:
         return msgspec.json.format(data, indent=-1)
     except _MALFORMED as error:

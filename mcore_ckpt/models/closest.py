@@ -133,7 +133,7 @@ class _Watched(dict[str, Any]):
 
 
 def _by_fields(known: Iterable[Architecture], config: HfConfig) -> str:
-    """Compares the numbers of fields that rules read, less those that they need and that are not there."""
+    """Compares how many fields the rules read, minus how many fields they need and do not find."""
     tried = [(a.model_type, *_try(a, config)) for a in known if a.rules]
     model_type, read, missing = max(tried, key=lambda each: (each[1] - len(each[2]), each[0]))
     lacking = f"; it needs {_some(missing)}, which the config lacks" if missing else ""

@@ -51,8 +51,8 @@ class Rule(Protocol):
     def to_hf(self, mcore: McoreValues, base: HfConfig) -> HfFields:
         """Returns the fields of `config.json` that express Megatron's values.
 
-        `base` is the config that the caller puts these fields into. The rule leaves out what no field can express. The
-        caller notices, because it translates the result back with `to_mcore` and compares.
+        `base` is the config that the caller puts these fields into. The rule leaves out values that no field can
+        express. The caller notices, because it translates the result back with `to_mcore` and compares.
         """
         ...
 

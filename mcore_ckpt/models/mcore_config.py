@@ -349,7 +349,7 @@ def _spell_for_both_versions(architecture: Architecture, config: dict[str, Any])
             continue
 
 
-# The second is what vision-language models are called.
+# The second word is the ending for vision-language models.
 _LANGUAGE_MODELS = ("ForCausalLM", "ForConditionalGeneration")
 
 

@@ -81,7 +81,7 @@ def _adapters_among(names: Iterable[str]) -> dict[AdapterKey, dict[str, str]]:
 
 
 def _keys_of(name: str, position: int) -> Iterator[tuple[AdapterKey, int | None]]:
-    """Yields the adapters that an mcore weight can have, and the number of the expert among those that share one."""
+    """Yields the adapters that an mcore weight can have, each with the expert's number if experts share it."""
     if _IS_WEIGHT.fullmatch(name) is None:
         return
     modules: list[tuple[str, int | None]] = [(name.removesuffix(WEIGHT), None)]

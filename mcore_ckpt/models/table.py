@@ -155,7 +155,7 @@ class Table:
         hf_layer: the beginning of the HuggingFace names of layer `{layer}`. `{hf}` stands for `hf`.
         hf_mtp_layer: the beginning of the HuggingFace names of a multi-token-prediction layer. `{mtp}` is its number,
             and `{layer}` its number if the count of layers goes on after the decoder's.
-        hf_mtp_decoder: what follows `hf_mtp_layer` in the names of the rows of `layer`.
+        hf_mtp_decoder: the text after `hf_mtp_layer` in the names of the rows of `layer`.
         spellings: other beginnings of names that folders have, each with the one in the table. The first that fits a
             name counts.
         is_hybrid: True if the mcore model is a HybridModel, whose layers have one mixer each, and whose depths of

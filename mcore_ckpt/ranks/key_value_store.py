@@ -106,7 +106,7 @@ def missing(store: Any, keys: Sequence[str]) -> list[str]:
 def all_there(store: Any, keys: Sequence[str], found: Callable[[Sequence[str]], object] = len) -> Callable[[], bool]:
     """Returns a function for `poll` that returns True once the store has all keys.
 
-    It asks for RANKS_AT_ONCE keys at a time and never again for those that were there, because a request for thousands
+    It asks for RANKS_AT_ONCE keys at a time and never again for keys that were there, because a request for thousands
     of keys holds up this process's other threads, and is repeated at each poll. It calls `found` once with each part of
     the keys that is there completely, in their order.
     """

@@ -1,6 +1,6 @@
 """Lets ranks meet under a name that no earlier group of ranks has used.
 
-The job's key-value store outlives its processes. `torchrun --max-restarts` starts new workers beside the store of the
+The job's key-value store outlives its processes. `torchrun --max-restarts` starts new workers with the store of the
 dead ones (torch 2.13, `DynamicRendezvousHandler.next_rendezvous`), and everything the dead workers wrote is still in
 it. With numbered names, a name would occur again after a restart, and a rank would accept a dead rank's message as an
 answer.

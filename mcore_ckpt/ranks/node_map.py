@@ -10,11 +10,11 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class Node:
-    """One node of the job: a machine, or a container with folders of its own.
+    """One node of the job: a machine, or a container with its own folders.
 
     Attributes:
         host: what `hosts.this_host` returns there.
-        domain: the failure domain, such as a rack. What fails together has the same domain.
+        domain: the failure domain, such as a rack. Nodes that fail together have the same domain.
         ranks: the world ranks that run there, ascending. The first one is the node's lead.
         address: "host:port" of the lead's peer server; empty until it is known.
     """
@@ -26,7 +26,7 @@ class Node:
 
     @property
     def lead(self) -> int:
-        """The rank that does what has to be done once on a node."""
+        """The rank that does the work that is done once per node."""
         return self.ranks[0]
 
     @property

@@ -1,4 +1,4 @@
-"""Finds the process groups of the parallel layout: those of a model, or those of megatron's `parallel_state`."""
+"""Finds the process groups of the parallel layout, in a model or in megatron's `parallel_state`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from mcore_ckpt.errors import InvalidStateError, UnsupportedError
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# The fields of megatron's ProcessGroupCollection (0.16 to 0.19) that every layout needs, and those that can be absent.
+# The fields of megatron's ProcessGroupCollection (0.16 to 0.19) that every layout needs, and the fields that can be
+# absent.
 _NEEDED = ("tp", "pp", "cp", "dp")
 _EXPERTS = ("ep", "expt_tp", "expt_dp")
 _OTHERS = ("dp_cp", *_EXPERTS, "inter_dist_opt")
@@ -47,11 +48,11 @@ def has_process_group() -> bool:
 
 
 def find_process_groups(model: Any = None) -> ProcessGroups | None:
-    """Returns the process groups that a model was built with, or those of `parallel_state`.
+    """Returns the process groups that a model was built with, or the groups of `parallel_state`.
 
     Args:
-        model: an unwrapped megatron model. The groups of its `pg_collection` are used, and those of `parallel_state`
-            for what the collection lacks. None, or a model without a collection: the groups of `parallel_state`.
+        model: an unwrapped megatron model. The groups of its `pg_collection` are used, and `parallel_state` for groups
+            that the collection lacks. None, or a model without a collection: the groups of `parallel_state`.
 
     Returns:
         The groups. None if torch.distributed is not initialized, so that this process is the only rank.

@@ -149,10 +149,10 @@ class Agreement:
     def begin(self, topic: str, name: str | None = None, timeout_s: float | None = None) -> Round:
         """Begins the next round.
 
-        All ranks must begin the same rounds in the same order. A rank may skip a round that has a `name` of its own.
-        `timeout_s` replaces the agreement's timeout in this round.
+        All ranks must begin the same rounds in the same order. A rank may skip a round that has a `name`. `timeout_s`
+        replaces the agreement's timeout in this round.
 
-        Raises InvalidStateError in a forked child: the store would take its words for those of its parent.
+        Raises InvalidStateError in a forked child: the store would take its messages for those of its parent.
         """
         if is_shared(self._store):
             self._home.check("this Agreement")
@@ -178,11 +178,11 @@ class Agreement:
 
     @contextmanager
     def call(self, topic: str) -> Iterator[None]:
-        """Makes the rounds of the `with` block, in whatever number, those of one call of all ranks.
+        """Makes all rounds of the `with` block belong to one call of all ranks, however many they are.
 
-        A rank may leave the block with an exception of its own, such as of a signal handler: the others are told in
-        the round that they come to next, and in the next call all ranks are at the same round again. An exception of a
-        signal handler comes out as it is.
+        A rank may leave the block with its own exception, such as one of a signal handler: the others are told in the
+        round that they come to next, and in the next call all ranks are at the same round again. An exception of a
+        signal handler is raised unchanged.
         """
         outer, is_outermost = sys.exc_info()[1], self._rounds is None
         try:
@@ -228,7 +228,7 @@ class Agreement:
         return unpack(self._store.get(given))
 
     def for_thread(self, name: str) -> Agreement:
-        """Returns an agreement of the same ranks with a client of its own, for rounds on another thread."""
+        """Returns an agreement of the same ranks with its own client, for rounds on another thread."""
         place = f"{self._namespace}/{name}"
         return Agreement(self._store.clone(), self.rank, self.world_size, place, self._timeout_s, self._host)
 
@@ -389,7 +389,7 @@ class Round:
         self._deadline = min(self._deadline, time.monotonic() + seconds)
 
     def restart_deadline(self) -> None:
-        """Restarts the deadline. A rank calls it when it has finished work of its own, such as writing its files."""
+        """Restarts the deadline. A rank calls it when it has finished its own work, such as writing its files."""
         self._deadline = time.monotonic() + self._timeout_s
 
     def submit(self, record: Record) -> None:
@@ -407,7 +407,7 @@ class Round:
     def leave(self, error: BaseException) -> Record | None:
         """Fails the round, in which `error` has interrupted this rank. All ranks except rank 0 call it.
 
-        Returns None, or, if it is too late because rank 0 acts already, what the others get.
+        Returns None; if it is too late, because rank 0 already acts, returns the record that the others get.
         """
         if not self.is_over:
             self.fail(error)  # in place of the record, which rank 0 may have read already
@@ -526,7 +526,7 @@ class Round:
         self._store.set(key, pack(message))
 
     def _wait(self, ready: Callable[[], bool]) -> bool:
-        # Rank 0 alone waits for submissions. All others wait for its word at the same time.
+        # Only rank 0 waits for submissions. All others wait for rank 0's outcome at the same time.
         pollers = 1 if self._rank == 0 else self._world_size
         return poll(ready, pollers, self._deadline, self._limit)
 

@@ -44,7 +44,7 @@ class RankCoordinates:
 
 @dataclass(frozen=True)
 class Replicas:
-    """The world ranks that hold the same dense tensors as this rank, and those that hold the same experts.
+    """The world ranks that hold the same dense tensors as this rank, and the ones with the same experts.
 
     The first rank in each tuple owns the file with these tensors. `groups` has the process group of each tuple; it is
     None in a process without process groups.
@@ -78,7 +78,7 @@ class Topology:
 
     @property
     def experts_apart(self) -> bool:
-        """True if experts have files of their own, because they are cut differently from dense tensors."""
+        """True if experts have separate files, because they are cut differently from dense tensors."""
         return self.ep > 1 or self.etp != self.tp
 
     def has_generators_of(self, other: Topology) -> bool:

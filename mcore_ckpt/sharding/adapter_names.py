@@ -2,7 +2,7 @@
 
 A wrapper (`AdapterWrapper`) keeps a layer as `to_wrap` and the layer's adapter as `adapter`. Its `state_dict` lists the
 layer's tensors under the wrapper's own name, and the adapter's tensors under `adapter.`. HuggingFace's PEFT, with which
-ROLL trains, has other names for the same tensors; on disk there are those of Megatron-Bridge.
+ROLL trains, has other names for the same tensors; on disk, Megatron-Bridge's names are used.
 
 - Where Bridge permutes rows. With tensor parallelism, `linear_fc1` has a rank's rows of the gate, and then its rows of
   up. Bridge (0.3 to 0.6) ignores that when it describes the magnitude of such a layer, and B of CanonicalLoRA's
@@ -11,10 +11,10 @@ ROLL trains, has other names for the same tensors; on disk there are those of Me
   under the same size, and `merge` refuses them by name. DoRA of row-parallel layers has other magnitudes on each
   tensor-parallel rank, so a manager refuses it.
 - PEFT's wrapped layers (ROLL: `mcore_adapter`'s, around transformer-engine's layers) are the same adapters under other
-  names, which `without_peft` translates when a live model is read; on disk there are Bridge's names alone. Their
-  regions follow from the layer's weight: B has its rows and A its columns. ROLL's own `sharded_state_dict` (2026-08)
-  gives B of `linear_fc1` one range of rows where the weight has two, gate and up. Its experts' adapters have a smaller
-  rank but the scale of the larger one, so they are refused.
+  names, which `without_peft` translates when a live model is read; on disk there are only Bridge's names. Their regions
+  follow from the layer's weight: B has its rows and A its columns. ROLL's own `sharded_state_dict` (2026-08) gives B of
+  `linear_fc1` one range of rows where the weight has two, gate and up. Its experts' adapters have a smaller rank but
+  the scale of the larger one, so they are refused.
 - Grouped experts. One adapter for all experts of a rank: Bridge 0.6 keeps it equal on all ranks, so each
   expert-parallel rank stores a copy and any size loads it. Bridge 0.3 lets them drift apart, which is refused with
   expert parallelism. One adapter for each expert (`share_expert_adapters=False`): a tensor with an axis of experts, cut
@@ -109,9 +109,9 @@ _PERMUTED = re.compile(
 def permuted_in_bridge(name: str) -> str | None:
     """Returns "magnitude" or "component" for a tensor whose rows Megatron-Bridge (0.3 to 0.6) puts into another order.
 
-    `linear_fc1` holds, on each tensor-parallel rank, the rank's rows of the gate and then those of up. Bridge describes
-    the magnitude of such a layer (DoRA) as if it were cut without regard to this, and B of CanonicalLoRA's adapter of
-    the gate, or of up, as if it held both. So the order of rows in Bridge's own checkpoints depends on the
+    `linear_fc1` holds, on each tensor-parallel rank, the rank's rows of the gate, and then its rows of up. Bridge
+    describes the magnitude of such a layer (DoRA) as if it were cut without regard to this, and B of CanonicalLoRA's
+    adapter of the gate, or of up, as if it held both. So the order of rows in Bridge's own checkpoints depends on the
     tensor-parallel size. Returns None for any other tensor.
     """
     match = _PERMUTED.fullmatch(name)

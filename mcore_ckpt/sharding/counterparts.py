@@ -4,10 +4,10 @@ A layer of GPTModel has attention and an MLP. A layer of HybridModel (megatron-c
 Mamba mixer. So the same sequence of parts has different layer numbers in the two. In multi-token prediction, GPTModel
 has one layer per depth, and HybridModel a stack of layers (`MultiTokenPredictionLayer`).
 
-All ranks tell each other, when a manager is made, what their layers consist of. A load matches this sequence of parts
-with that of the stored names, one by one, and each depth of multi-token prediction by itself. Megatron's own loader
-(`gpt_checkpoint_interop.py`, 0.19) matches the i-th attention with the i-th layer whatever lies between. Here the order
-must be the same, because otherwise the loaded model would compute something else.
+When a manager is made, all ranks tell each other the parts of their layers. A load matches this sequence of parts, one
+by one, with the sequence in the stored names, and each depth of multi-token prediction separately. Megatron's own
+loader (`gpt_checkpoint_interop.py`, 0.19) matches the i-th attention with the i-th layer whatever lies between. Here
+the order must be the same, because otherwise the loaded model would compute something else.
 """
 
 from __future__ import annotations

@@ -42,12 +42,12 @@ _MIXER_SECTIONS = re.compile(rf"{_MIXER}(?:in_proj|conv1d)\.(?:weight|bias)")
 _MIXER_PER_HEAD = re.compile(rf"{_MIXER}(?:A_log|dt_bias|D)|(?:.*\.)?mixer\.norm\.weight")
 _MIXER_ROW = re.compile(rf"{_MIXER}out_proj\.weight")
 # In MLASelfAttention, the transformer-engine spec duplicates the down projections on all ranks (`TELinear`), but the
-# local spec cuts them (`ColumnParallelLinear`). Norms of queries and keys are whole on all ranks, except those that
-# Megatron-Bridge has for MiniMax-M2, which cover all heads and are cut as the heads are.
+# local spec cuts them (`ColumnParallelLinear`). Norms of queries and keys are whole on all ranks, except
+# Megatron-Bridge's norms for MiniMax-M2, which cover all heads and are cut as the heads are.
 _BY_SPEC = re.compile(r"(?:.*\.)?(?:linear_(?:q|kv)_down_proj|self_attention\.[qk]_layernorm)\.weight")
 # Low-rank adapters are column-parallel layers, except A of a row-parallel layer (`ParallelLinearAdapter` of
-# Megatron-Bridge). The magnitude of DoRA has one element per row of the weight. Under PEFT, the matrix that does not
-# touch what the layer cuts is whole on all ranks: A of a column-parallel layer, and B of a row-parallel one.
+# Megatron-Bridge). The magnitude of DoRA has one element per row of the weight. Under PEFT, the matrix without the axis
+# that the layer cuts is whole on all ranks: A of a column-parallel layer, and B of a row-parallel one.
 _ADAPTER_ROW = re.compile(
     r".*\.(?:linear_proj|linear_fc2|out_proj)\.adapter\."
     r"(?:(?P<a>linear_in\.weight)|(?P<b>linear_out\.weight)|weight_magnitude)"
@@ -65,7 +65,7 @@ class Cut:
         axis: the axis that is cut. None if each rank has the whole tensor.
         sections: the lengths of the sections along the axis, as proportions. Each section is cut separately. Gate and
             up of a gated linear unit are `(1, 1)` (`apply_swiglu_sharded_factory`). The queries, keys, values, ... of a
-            GatedDeltaNet have different lengths (`_split_tensor_factory`). Each section is a piece of its own even if
+            GatedDeltaNet have different lengths (`_split_tensor_factory`). Each section is a separate piece even if
             nothing is cut.
     """
 

@@ -47,8 +47,8 @@ def join(lists: Iterable[Sequence[str]]) -> list[str]:
         ['layers.[0-2].w']
     """
     found: _Found = {}
-    # Thousands of ranks have hundreds of thousands of names. So equal entries are read once, and each step over the
-    # last number, that of an expert, is one in C.
+    # Thousands of ranks have hundreds of thousands of names. So equal entries are read once, and steps over the last
+    # number, an expert's, run in C.
     for entry in set().union(*lists):
         pattern, texts = _texts(entry)
         of_pattern, *last = found.setdefault(pattern, {}), *map(_numbers, texts[-1:])

@@ -36,7 +36,7 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True, eq=False)
 class _Bucket:
-    """A bucket of DistributedDataParallel of which some weights are wanted, and the optimizer that updates it.
+    """A bucket of DistributedDataParallel with wanted weights, and the optimizer that updates it.
 
     Each data-parallel rank owns a shard of it. The shards are equally long, and in the order of the ranks.
     """
@@ -205,7 +205,8 @@ class MainWeights:
             take: called with the weights' elements in each piece, which the next piece overwrites: on a GPU, in stream
                 order.
 
-        Raises what `take` raises, but only after the last piece, because the other ranks wait for this rank's elements.
+        Raises the error of `take`, but only after the last piece, because the other ranks wait for this rank's
+        elements.
         """
         mains = _mains_by_parameter(self.optimizer) if self.pieces else {}
         failure: Exception | None = None

@@ -97,7 +97,7 @@ def process_groups_of(model: Any) -> ProcessGroups | None:
 
 
 def _groups_of(module: torch.nn.Module) -> ProcessGroups | None:
-    # Megatron-Bridge's Qwen25VLModel keeps the collection in the language model alone.
+    # Megatron-Bridge's Qwen25VLModel keeps the collection only in the language model.
     has_own = getattr(module, "pg_collection", None) is not None
     return find_process_groups(module if has_own else language_model_of(module))
 
@@ -369,7 +369,7 @@ def _give_missing_groups(module: torch.nn.Module, groups: ProcessGroups) -> None
 
 
 def _of_tied_model(module: Any, metadata: dict[str, Any]) -> dict[str, Any]:
-    """Returns what `sharded_state_dict` should return for a stage with a copy of the first stage's embedding.
+    """Returns the correct `sharded_state_dict` of a stage with a copy of the first stage's embedding.
 
     `LanguageModule.sharded_state_dict` (0.16 to 0.19) fails if a later stage has tied embeddings and either layers of
     multi-token prediction, or its own process groups. The modules know the places of their tensors nevertheless. With

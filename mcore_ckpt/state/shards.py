@@ -26,7 +26,7 @@ class LocalShard:
             of a training step.
         of_all_experts: whether the tensor belongs to all experts of this rank (an adapter of grouped experts), and
             either has a different region on each expert-parallel rank or is equal on all of them.
-        refresh: for an `_extra_state`, of which `tensor` is only a copy: the function that reads the state again. It
+        refresh: for an `_extra_state`, whose `tensor` is only a copy: the function that reads the state again. It
             returns None if the state no longer exists.
         restore: for an `_extra_state`, on which copying into `tensor` has no effect: the function that sets the loaded
             state.

@@ -44,7 +44,7 @@ def read_trainer(
     config: CheckpointConfig,
     objects: dict[str, Any],
 ) -> Trainer:
-    """Checks and collects what this rank knows without asking other ranks.
+    """Checks and collects what this rank knows by itself.
 
     Args:
         agreement, root, role, chunks, config: as in `Trainer`.

@@ -131,7 +131,7 @@ def _refuse_peft_layer(path: str, module: Any) -> None:
 
 
 def _refuse_shared_elements(path: str, module: torch.nn.Module) -> None:
-    """Refuses tensors of which several elements have one place in memory, such as a parameter made by `expand`.
+    """Refuses tensors in which several elements share a place in memory, such as a parameter made by `expand`.
 
     torch cannot write into them, so a load would fail after it has changed other tensors.
     """
@@ -238,7 +238,7 @@ def refuse_unsupported_experts(topology: Topology, model: Sequence[LocalShard]) 
 def refuse_names_of_two_stages(by_rank: Iterable[Iterable[str]]) -> None:
     """Raises UnsupportedError for a name of two tensors on two pipeline stages that megatron does not tie.
 
-    A load would give one stage's values to both. megatron ties the copies of the token embedding, but not those of
+    A load would give one stage's values to both. megatron ties the copies of the token embedding, but not the copies of
     learned positions, which a stage with multi-token prediction has, too.
 
     Args:

@@ -6,8 +6,8 @@ Public names, for integrations and commands:
   `holds_something`, `find_moved_aside`, and whether one may be replaced: `check_own_step`;
 - how large a step is: `StepSize`, `size_of`;
 - their order: `oldest_first`;
-- what a node of the fast tier has of a checkpoint: `NodeFiles`, `files_of_node`, and a step that the nodes have
-  together: `NodeStep`;
+- the files of a checkpoint on a node of the fast tier: `NodeFiles`, `files_of_node`, and a step on all nodes together:
+  `NodeStep`;
 - the file that names the newest step: `read_tracker`, `write_tracker`, `move_tracker`, `remove_tracker`;
 - which steps stay: `PreservationPolicy`, `delete_old_steps`, `delete_step`, `discard_step`, `pin`, `unpin`;
 - a role of plain files, such as a data position: `commit_role` with `RoleWriter`, `RoleReader`, `uncommit_role`,
@@ -16,7 +16,7 @@ Public names, for integrations and commands:
 - locks: `TrainerLock` lets only one trainer at a time save a role, and `reading` prevents the deletion of steps while
   they are read;
 - saves that have not committed: `RunningSave`, `running_saves`;
-- what crashed processes left: `remove_leftovers`, `remove_sibling_leftovers`.
+- leftovers of crashed processes: `remove_leftovers`, `remove_sibling_leftovers`.
 """
 
 from __future__ import annotations

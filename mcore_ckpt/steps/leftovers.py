@@ -159,7 +159,7 @@ def _may_have_leftovers(step_path: Path, role: str) -> bool:
     try:
         return role in names and (step_path / role / file_names.OWNER_FILE).exists()
     except OSError:
-        return True  # `_remove_in` says what is wrong with it
+        return True  # `_remove_in` reports the error
 
 
 def _is_between_renames(role_dir: Path, attempt: str, alone: bool) -> bool:

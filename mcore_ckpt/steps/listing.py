@@ -80,7 +80,7 @@ class StepStatus(Weighed):
         aside: the folders of committed roles that a save was moving aside when it died. Such a checkpoint counts as the
             role's until the next trainer puts it back. The one of a flat role is next to the step's folder, which may
             be missing.
-        seen: roles whose files this process has looked at in the commit that it is ending.
+        seen: the roles whose files this process has just looked at, because it is ending their commit.
         says: the summaries of the manifests of the committed roles, and of roles that belong to another run.
         in_node_folder: true in a node's folder of the fast tier, where a step can have no more than one node's files.
     """
@@ -236,7 +236,7 @@ def newest_complete(
 def _last_first(listed: _Listed, likely: Collection[int | None]) -> Iterator[list[_Look]]:
     """Yields looks at steps: first at all steps that are likely or unknown, then at the others, the last commit first.
 
-    A known step that another process saves again is seen as such when it is looked at.
+    If another process has saved a known step again, the look at the step shows it.
     """
     own, known = below(listed.root), _known(listed.root, listed.folders)
     commits: dict[int, list[Commit | None]] = {}

@@ -25,7 +25,7 @@ class Replaceable:
 
     Attributes:
         force: True if the user has asked for it.
-        what: what the tool writes, for messages.
+        what: the kind of thing that the tool writes, for messages.
         is_like: returns whether a folder holds such a thing. No other folder is ever replaced.
     """
 

@@ -228,14 +228,14 @@ def safest(found: Iterable[FastCheckpoint], replicas: int) -> list[FastCheckpoin
 
 
 def in_order_of_saves(found: Iterable[FastCheckpoint]) -> list[FastCheckpoint]:
-    """Returns the checkpoints of a step, the one that was saved last at the end."""
+    """Returns the checkpoints of a step, with the last saved one at the end."""
     # Without numbers, a clock has to decide, but a checkpoint in a staging folder was saved last.
     return sorted(found, key=lambda each: (each.commit.number, each.is_staged, each.head.created))
 
 
 @dataclass(frozen=True)
 class NodeStep(Weighed):
-    """A step that the nodes have together, or what is left of one.
+    """A step on all nodes together, or the remains of one.
 
     Attributes:
         step: the step's number.
@@ -287,7 +287,7 @@ class NodeStep(Weighed):
 
     @staticmethod
     def of(record: Sequence[Any]) -> NodeStep:
-        """Returns what `to_record` has turned into this record, without its checkpoints."""
+        """Returns the object that `to_record` has turned into this record, without its checkpoints."""
         step, heads, reason = record
         summaries = [
             ManifestSummary(step, role, (role,), "", "", commit=commit and decode_commit(commit))

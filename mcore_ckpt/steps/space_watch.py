@@ -137,7 +137,7 @@ class SpaceWatch:
             role_dir: the role's folder, of the save that was checked last.
             step: its step.
             deletes: whether retention deletes steps after this commit, or after the commits of the step's other roles.
-                One step frees the space of about one save, so nothing is said then.
+                One step frees the space of about one save, so there is no warning then.
 
         Returns:
             The argument for `foresee`, once old steps have been deleted. None if it need not look.
@@ -323,7 +323,7 @@ _WORDS = {"nbytes": "bytes", "entries": "files"}
 
 
 def _files_of_rank_0(role_dir: Path, need: Need) -> Need:
-    """Returns the need of what rank 0 makes in every save: owner file, manifest, and missing folders."""
+    """Returns the need of the files that rank 0 makes in every save: owner file, manifest, and missing folders."""
     above = existing(role_dir.parent)
     missing = len(role_dir.parent.parts) - len(above.parts)
     manifest = _MANIFEST_BYTES_PER_FILE * len(need.sizes)

@@ -38,7 +38,7 @@ class StepSize:
 
 
 def size_of(status: StepStatus) -> StepSize:
-    """Reads the manifests of a step's committed roles. A role whose manifest cannot be read any more has no files."""
+    """Reads the manifests of a step's committed roles. A role counts as empty if its manifest cannot be read."""
     found = {role: size for role in sorted(status.committed) if (size := _size_of_role(status.role_dir(role)))}
     spread = [role for role, size in found.items() if size.is_spread]
     of_nodes = {role: held for role in spread if (held := _held(status.role_dir(role))) is not None}

@@ -118,7 +118,7 @@ def open_together(
 def await_opening(agreement: Agreement, topic: str, attempt: Attempt) -> None:
     """Waits until rank 0 has made the staging folder, if `open_together` has gone on without it. Every rank calls it.
 
-    Raises what `open_together` would have raised.
+    Raises the errors that `open_together` would have raised.
     """
     if not attempt.is_late:
         return
@@ -200,7 +200,7 @@ def commit_together(
     Args:
         agreement: connects this rank with the other ranks that save, on the calling thread.
         topic: what is being saved, for messages.
-        attempt: what `open_together` returned.
+        attempt: the result of `open_together`.
         write: writes this rank's files below the staging folder, durably, and returns a record for rank 0. If the ranks
             might have different disks, it must call `check_seen` first, so that the error makes this round fail.
         describe: runs on rank 0 and makes the manifest from the records of all ranks.

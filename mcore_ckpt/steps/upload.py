@@ -144,7 +144,7 @@ class Upload:
                             f"{self._role_dir / record.path}: became shorter while it was uploaded"
                         )
                     filled += count
-                # These bytes are not read again. The page cache should keep what training reads.
+                # These bytes are not read again. The page cache should keep files that training reads.
                 drop_from_cache(descriptor, start, filled)
                 yield part
                 start += filled
@@ -268,7 +268,7 @@ def tidy_up(
     latest: int,
     deleted: Callable[[int, float], object] = lambda step, seconds: None,
 ) -> None:
-    """Moves the remote tracker after an upload, copies pins, and deletes what is no longer needed.
+    """Moves the remote tracker after an upload, copies pins, and deletes steps and attempts that are no longer needed.
 
     Args:
         remote: the steps in the store.
@@ -288,7 +288,7 @@ def tidy_up(
         gone = [key for key in superseded(step, uploaded) if key not in pending]
         for key in gone:
             remote.delete(key)
-        # Without numbers, the attempt that was just uploaded may have taken the place of one that seemed newer.
+        # Without numbers, the attempt that was just uploaded may have replaced one that seemed newer.
         if gone or step.step == uploaded.step:
             steps[position] = remote.step(step.step)
     last = newest(steps)

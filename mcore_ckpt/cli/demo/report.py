@@ -164,7 +164,7 @@ def loss_table(outcome: Outcome) -> Table:
 
 
 def add_loss(table: Table, outcome: Outcome, step: int, loss: float) -> None:
-    """Adds one row: a loss of an interrupted run beside the expected one, with all digits."""
+    """Adds one row: a loss of an interrupted run and the expected loss, with all digits."""
     expected = outcome.uninterrupted.losses[step]
     same = "[green]yes[/]" if loss.hex() == expected.hex() else "[red]NO[/]"
     table.add_row(str(step), repr(expected), repr(loss), same)

@@ -1,4 +1,4 @@
-"""Starts the demo's three trainings, kills one of them, and compares what they report.
+"""Starts the demo's three trainings, kills one of them, and compares their reports.
 
 The ranks write one JSON line for each event (`training.Progress`): their process ids, each finished step with its loss,
 each save. The parent follows these lines, so that it can kill the ranks after a certain step and not after a certain

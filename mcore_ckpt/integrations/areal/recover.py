@@ -41,7 +41,7 @@ class RecoverHandler(areal.RecoverHandler):
     The configuration and the calls are those of AReaL's RecoverHandler.
 
     Args:
-        config: AReaL's configuration. After a restart its present frequencies apply, not those of the saved step.
+        config: AReaL's configuration. After a restart its present frequencies apply, not the saved ones.
         ft_spec: AReaL's FinetuneSpec.
         keep: how many complete steps stay on disk. If there is more than one, `load` can skip a damaged step.
         others: further engines for `load` to load. AReaL's PPOTrainer saves its critic, but passes only its actor to

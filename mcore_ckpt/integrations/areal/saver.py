@@ -52,7 +52,7 @@ class Saver(areal.Saver):
         return self._schedules.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continues counting from these counters. The frequency is the one that the config has now.
+        """Continues counting from these counters. The frequency comes from the present config.
 
         Raises ValueError if the counters are invalid.
         """

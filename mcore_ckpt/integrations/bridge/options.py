@@ -55,7 +55,7 @@ WITHOUT_EFFECT = frozenset(
 
 @dataclass(frozen=True)
 class _Refusal:
-    """The values of a field that are allowed, and what to do instead of giving another one."""
+    """The allowed values of a field, and advice for users of other values."""
 
     allowed: tuple[Any, ...]
     instead: str

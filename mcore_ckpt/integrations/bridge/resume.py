@@ -107,7 +107,7 @@ def _has_checkpoint(root: Path) -> bool:
 
 
 def find_source(checkpoint: Any, role: str, timeout_s: float) -> Source:
-    """Returns where to resume from. Every rank calls it, and all get what rank 0 has found.
+    """Returns where to resume from. Every rank calls it, and all get rank 0's answer.
 
     Raises CheckpointNotFoundError: there are steps of ours, but none is complete; or `ckpt_step` is missing.
     """

@@ -277,7 +277,7 @@ def _find_together(
     check: Callable[[], None],
     look: Callable[[Path, int | None], dict[str, Any] | None],
 ) -> dict[str, Any]:
-    """Returns on all ranks what rank 0 has found to load; empty if there never was a checkpoint."""
+    """Returns, on all ranks, the checkpoint that rank 0 has found; an empty dict if there never was one."""
     step = args["ckpt_step"] or None  # Megatron-LM asks whether it is true
     needed = args["exit_on_missing_checkpoint"] or len(folders) > 1
 

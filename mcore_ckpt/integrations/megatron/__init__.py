@@ -83,7 +83,7 @@ def configure(
     hf_config: Any = None,
     processing_class: Any = None,
 ) -> None:
-    """Sets what Megatron's arguments do not contain. Call it once on every rank, before the first save or load.
+    """Sets the options that Megatron's arguments lack. Call it once on every rank, before the first save or load.
 
     Args:
         args: any object whose attributes have the names of Megatron-LM's arguments: `save`, `load`, `ckpt_step`,

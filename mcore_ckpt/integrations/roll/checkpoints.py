@@ -72,7 +72,7 @@ def copy_files(source: Path, files: RoleWriter) -> None:
 
 
 def uncommit_earlier_save(step_path: Path, role: str) -> None:
-    """Undoes what an earlier run committed to a step, before a role is saved to that step again.
+    """Undoes the commits of an earlier run to a step, before a role is saved to that step again.
 
     A step is saved again after a rollback, or after a crash that left it incomplete. Without this function the step
     would be complete as soon as it has all roles, although they are of different saves. The driver's role is removed

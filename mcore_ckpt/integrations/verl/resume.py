@@ -44,7 +44,7 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def why_not_whole(place: Place, on_nodes: OnNodes = _NONE) -> str | None:
-    """Returns what a step lacks because its trainer died while saving it.
+    """Says which parts a step lacks because its trainer died while saving it.
 
     A single role of such a step could be loaded. But then the trainer would fail at the next role, or would silently
     start its data from the beginning.

@@ -1,4 +1,4 @@
-"""Kimi-K2.5 and K2.6: Kimi-K2's decoder beside a vision tower and a projector.
+"""Kimi-K2.5 and K2.6: Kimi-K2's decoder with a vision tower and a projector.
 
 The fields of the language model are in `text_config`, and so is `quantization_config`: experts are published as packed
 4-bit integers. Tower and projector are modules of the Python files that come with the model. Megatron-Bridge's model
@@ -48,7 +48,7 @@ _TOWER = (
 )
 _DECODER = language_model_rows(lambda name: f"language_model.{name}")
 _MTP = tuple(replace(row, mcore=LANGUAGE_MODEL + row.mcore) if row.is_copy else row for row in DEEPSEEK_TABLE.mtp)
-# transformers (5.23) reads the published names, but begins some of those that it writes in other ways.
+# transformers (5.23) reads the published names, but writes some of them with another beginning.
 _SPELLINGS = (
     ("language_model.model.blocks.", "language_model.model.layers."),
     ("model.mm_projector.", PROJECTOR),

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL, Qwen3-VL and Qwen3.5, and the mixtures of the last two: a Qwen decoder beside a vision tower.
+"""Qwen2.5-VL, Qwen3-VL and Qwen3.5, and the mixtures of the last two: a Qwen decoder with a vision tower.
 
 The language model is in `language_model`. Its fields are in `text_config`, or in `config.json` itself (Qwen2.5-VL as
 published). The tower is either transformers' own, whose tensors are the same on both sides (`visual`; Megatron-Bridge's

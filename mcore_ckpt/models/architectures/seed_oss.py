@@ -32,7 +32,8 @@ ARCHITECTURES = (
         (
             *DENSE,
             ROPE,
-            # In SeedOssAttention, o_proj has a field of its own for its bias, which megatron's add_qkv_bias leaves out.
+            # In SeedOssAttention, a separate field controls the bias of o_proj, which megatron's add_qkv_bias leaves
+            # out.
             Same("add_qkv_bias", "attention_bias", default=True),
             Refused("attention_out_bias", False),
             Refused("mlp_bias", False),
