@@ -1,4 +1,4 @@
-"""Defines the events that a CheckpointManager sends to its listeners, and what a listener is.
+"""Defines the events that a CheckpointManager sends to its listeners.
 
 A listener is anything that can be called with one event. `CheckpointConfig(listeners=[...])` takes them, and
 `mcore_ckpt.integrations.listeners` has ready ones. Events hold only numbers, strings and paths, so a listener may keep

@@ -3,10 +3,9 @@
 `redacted` is the only place that knows what a secret looks like. Where a secret may end and the rest begin is not
 always certain, because people also write passwords with `/`, `?` or `@` into URLs. Then more is removed, not less.
 
-Secrets are removed from messages of errors (`CheckpointError.__init__`, so every message of ours passes it), from what
-ranks and listeners are told (`errors.to_record`, `ErrorText`), from tracebacks in logs, the config's `repr`, mount
-options and what argparse quotes. A store also knows the secrets of its URL, because libraries quote them without the
-URL.
+Error messages pass through it in `CheckpointError.__init__`, the records for other ranks and listeners in
+`errors.to_record` and `ErrorText`. It also cleans tracebacks in logs, the config's `repr`, mount options and the
+arguments that argparse quotes. A store also knows the secrets of its URL, because libraries quote them without the URL.
 """
 
 from __future__ import annotations
@@ -118,7 +117,7 @@ def redacted_url(url: str) -> str:
 
 
 def secrets_of(url: str) -> list[str]:
-    """Returns the secrets of a URL as other programs may quote them: with the user, alone, and percent-decoded.
+    """Returns the secrets of a URL as programs may quote them: with and without the user, encoded and decoded.
 
     Example:
         >>> secrets_of("s3://key:pass%40word@bucket/run")

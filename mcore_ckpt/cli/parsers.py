@@ -13,13 +13,13 @@ from mcore_ckpt.redaction import redacted
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose complaints quote the arguments without secrets, and say what may be meant."""
+    """A parser that removes secrets from quoted arguments, and suggests what an unknown one may mean."""
 
     def error(self, message: str) -> NoReturn:
         super().error(redacted(message))
 
     def refuse(self, unknown: Sequence[str], otherwise: str = "") -> NoReturn:
-        """Complains about unknown arguments, and names an option like one of them, or ends with `otherwise`."""
+        """Complains about unknown arguments. Suggests a similar option, or ends with `otherwise` if there is none."""
         names = {each.strip("-").replace("_", "-"): each for each in self._options()}
         given = (word.partition("=")[0].strip("-").replace("_", "-") for word in unknown if word.startswith("--"))
         meant = next((names[close] for word in given for close in _alike(word, list(names))), None)

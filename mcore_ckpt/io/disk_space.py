@@ -128,8 +128,8 @@ class DiskSpace:
         limits: the limits that the system tells.
         block: each file takes a multiple of this many bytes.
         folder_bytes: how many bytes a new folder takes.
-        is_certain: False if files may take less space than their bytes, as where they are compressed. Then files that
-            seem too large are written nevertheless, after a warning.
+        is_certain: False if files may take less space than their bytes, for example because of compression. Then
+            files that seem too large are written nevertheless, after a warning.
     """
 
     limits: tuple[Limit, ...]
@@ -157,7 +157,7 @@ class DiskSpace:
         return min((free // part for free, part in parts if part), default=None)
 
     def without(self, nbytes: int) -> DiskSpace:
-        """Returns the free space that is left while so many bytes of it are in use."""
+        """Returns the free space after another `nbytes` bytes are used."""
         limits = (
             replace(limit, free=max(0, limit.free - nbytes)) if limit.kind == "nbytes" else limit
             for limit in self.limits

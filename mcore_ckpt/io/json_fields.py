@@ -20,8 +20,8 @@ MAX_INT = 2**62
 MAX_NAME = 4096
 
 
-# A text of so few bytes may have any density of values, because it is a piece of something larger. Decoded, it takes up
-# to 20 times as much memory.
+# A text of at most this many bytes may have any number of values per byte, because it is a piece of something larger.
+# Decoded, it takes up to 20 times as much memory.
 _FEW_BYTES = 1 << 18
 
 
@@ -79,7 +79,7 @@ def parse(data: bytes) -> dict[str, Any]:
 
 
 def parse_text(data: bytes, constant: Callable[[str], Any]) -> dict[str, Any]:
-    """Decodes a JSON object in which NaN, Infinity and -Infinity stand for what `constant` returns for them.
+    """Decodes a JSON object and calls `constant` for the values of NaN, Infinity and -Infinity.
 
     Raises FieldError if the text is not a JSON object, if a name occurs twice in an object, if a number is too large
     for a float, or if there are more values than the size of the text allows.
@@ -147,8 +147,8 @@ def get_names(record: Mapping[str, Any], key: str) -> tuple[str, ...]:
 
 def as_names(values: Sequence[Any], key: str) -> tuple[str, ...]:
     """Returns `values` as a tuple if they are printable names. Raises FieldError."""
-    # Check all names together, because a large model has a hundred thousand. If one is wrong, the check of each shows
-    # it.
+    # Check all names together, because a large model has a hundred thousand. If one is wrong, check each separately,
+    # so that the error shows it.
     if (
         set(map(type, values)) <= {str}
         and all(map(str.isprintable, values))

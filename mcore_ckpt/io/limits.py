@@ -9,7 +9,7 @@ from __future__ import annotations
 
 MANIFEST_BYTES = 128 << 20
 # How many tensors the files of a manifest can list together. A reader's table of them takes 4 bytes per tensor, and 20
-# while it is made.
+# while it is being built.
 MANIFEST_HELD = 100_000_000
 INDEX_BYTES = 256 << 20
 DIRECTORY_BYTES = 256 << 20

@@ -85,7 +85,7 @@ class Store:
         return f"{self.url}/{key}"
 
     def redacted(self, error: BaseException) -> str:
-        """Returns the type and the text of an error without secrets, those of the URL among them."""
+        """Returns the type and the text of an error without secrets, also without the URL's."""
         return f"{type(error).__name__}: {self.plain(error)}"
 
     def plain(self, error: BaseException) -> str:
@@ -207,7 +207,7 @@ class Store:
         """Runs `work` until it succeeds, with growing pauses; see `retries.persist`."""
         try:
             return persist(self.url, what, work, self.redacted, stop or threading.Event(), answers)
-        except FileNotFoundError as error:  # of a web server, it has the whole URL
+        except FileNotFoundError as error:  # a web server's error quotes the whole URL
             raise FileNotFoundError(self.plain(error)) from None
 
     def names(self, key: str) -> list[str]:

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Seat:
-    """The place of this process among those of the command, and the store that all of them share.
+    """The number of this process among the command's processes, and the store that they share.
 
     Attributes:
         rank, world_size: this process's number, and how many processes there are.

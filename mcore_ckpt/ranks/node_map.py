@@ -26,7 +26,7 @@ class Node:
 
     @property
     def lead(self) -> int:
-        """The rank that does the work that is done once per node."""
+        """The rank that does all work needed once per node."""
         return self.ranks[0]
 
     @property
@@ -97,9 +97,9 @@ class NodeMap:
         return self._preferred[number]
 
     def _in_order(self, number: int) -> tuple[int, ...]:
-        # In the order by domains, a step as long as the largest domain leaves every domain. If all nodes take the same
-        # step, all get the copies of one node each. If instead each took the first node of the next domain, that node
-        # would get the copies of a whole domain.
+        # Nodes are ordered by domain, so a step as long as the largest domain leads out of every domain. Because all
+        # nodes take the same step, each node gets the copies of one other. If instead each took the first node of the
+        # next domain, that node would get the copies of a whole domain.
         in_order, step = self._by_domain
         count, at = len(in_order), in_order.index(number)
         steps = (*range(step, step * count, step), *range(1, count))

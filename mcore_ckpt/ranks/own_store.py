@@ -9,7 +9,7 @@ from threading import RLock
 class OwnStore:
     """Does what an `Agreement` asks of a store, as `torch.distributed.HashStore` (2.13) does it, but without torch.
 
-    Commands that read no tensor must not wait for the import of torch. Nobody else sets a key, so `get` waits for none.
+    Commands that read no tensor must not wait for the import of torch. Nobody else sets keys, so `get` never waits.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class OwnStore:
         return total
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Sets a key that has the expected value, or that is missing if "" is expected. Returns the value it has now.
+        """Sets a key if it has the expected value; "" also means a missing key. Returns its value afterwards.
 
         If the key is missing and a value was expected, it returns the expected value.
         """
@@ -57,7 +57,7 @@ class OwnStore:
         return self._values.pop(key, None) is not None
 
     def clone(self) -> OwnStore:
-        """Returns a client of the same store, which is this one: no wait blocks it."""
+        """Returns this store itself. No call waits, so it can have several users."""
         return self
 
 

@@ -1,6 +1,6 @@
 """Hides a step before its files are deleted, so that no part of it ever looks like a step.
 
-A role may open a save in the step, commit it, or pin it between the last look and the rename. So the step is checked
+A role may open a save in the step, commit it, or pin it between the last check and the rename. So the step is checked
 again after the rename, and gets its name back if anything has changed. Until then it has `.owner.json`, so no other
 process removes it as a leftover. A crash leaves the step where it was, or leaves a `.deleted-...` folder, which is no
 step. The next start or `prune` removes that folder. A link in the place of a step stays: removing it would free
