@@ -28,7 +28,7 @@ _MEMBERS = {"format", "version", "block_bytes", "tensors", "aliases"}
 # Version 2 has coded shards and bound state. An index without them is still written as version 1, which older readers
 # can read, too.
 _HEADS = tuple((fields.encode(_FORMAT), b"%d" % BLOCK_BYTES, version) for version in (b"1", b"2"))
-# The stored dtypes of coded shards, by the field that says how they are coded.
+# The stored dtypes of coded shards, by the field that names their coding.
 _CODED = {"scale": ("float16", "uint8"), "upper": ("int16",)}
 _VALUES = "float32"
 
@@ -230,7 +230,7 @@ def decode_index(data: bytes, file: str, payload_end: int, regions: Regions | No
     """Decodes an index and checks its numbers.
 
     Every shard must be inside the bytes `[0, payload_end)` of its file, and must have as many bytes as its region.
-    `regions` holds the regions that have been decoded already, if an index is decoded in parts.
+    `regions` holds the regions that are already decoded, if an index is decoded in parts.
 
     Raises:
         FieldError: the data are not an index, or the numbers in the index contradict each other.

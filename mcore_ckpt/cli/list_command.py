@@ -176,7 +176,7 @@ def step_as_json(step: ListedStep) -> dict[str, Any]:
 
 
 def nodes_as_json(found: NodeFiles) -> dict[str, Any]:
-    """Returns how much a node's folder has of a checkpoint as JSON values."""
+    """Returns, as JSON values, how much of a checkpoint a node's folder has."""
     return {"here": found.whole_nodes, "of": found.nodes, "files_here": len(found.here)}
 
 

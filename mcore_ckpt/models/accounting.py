@@ -1,7 +1,8 @@
 """Accounts for every tensor of a source: a conversion writes it, or leaves it out for a reason that it reports.
 
-A conversion hands the names of its source to `account`, with what it writes and the reasons that it has for the rest.
-A tensor with neither would be lost, so the conversion refuses. The user allows a loss with `--ignore`.
+A conversion gives `account` the names of its source, the names that it writes, and the reasons for leaving out others.
+A tensor that is neither written nor left out for a reason would be lost, so the conversion refuses. The user can allow
+the loss with `--ignore`.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class LeftOut:
     """Tensors of a source that a conversion leaves out for one reason.
 
     Attributes:
-        reason: why nothing is lost with them, or that the user has named them.
-        tensors: their names; for some rows of a tensor, its name and these rows.
+        reason: why leaving them out loses nothing, or that the user has named them.
+        tensors: their names. If only some rows of a tensor are left out, the name and these rows.
     """
 
     reason: str

@@ -243,7 +243,7 @@ class NormalizedTopk:
     to all experts.
 
     Attributes:
-        always: True if the weights add up to 1 in all models of the architecture, whose configs have no field for it.
+        always: True if the weights add up to 1 in all models of the architecture. Their configs have no field for it.
     """
 
     always: bool = False

@@ -1,7 +1,7 @@
 """Short lists of tensor names, in which a range stands for the numbers of layers and experts.
 
-`decoder.layers.[0-31].mlp.linear_fc[1-2].weight` stands for 64 names. A list of ten thousand names becomes one of some
-twenty entries, whatever the ranks own: each number of a name can be a range, and an entry has all their combinations.
+`decoder.layers.[0-31].mlp.linear_fc[1-2].weight` stands for 64 names. A list of ten thousand names becomes one of about
+twenty entries, whatever the ranks own. Each number of a name can be a range, and an entry stands for all combinations.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import product
 
-# A number of a name. One that begins with a zero, or is very long, is text, so that the name can be made again.
+# A number in a name. Digits that begin with a zero, and very long ones, count as text, so that no name changes.
 _NUMBER = re.compile(r"(?<![0-9])(0|[1-9][0-9]{0,8})(?![0-9])")
 _NUMBERS = re.compile(r"\[([0-9,-]+)\]|(?<![0-9])(0|[1-9][0-9]{0,8})(?![0-9])")
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 # Takes the place of a number in a pattern.
 _ANY = "\0"
-# Begins the entry of a name that has a bracket, and would be read as something else.
+# Begins the entry of a name that contains a bracket, because the bracket would be read as a range otherwise.
 _AS_IT_IS = "="
 
 Numbers = tuple[int, ...]

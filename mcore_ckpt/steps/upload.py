@@ -1,13 +1,11 @@
 """Uploads one committed checkpoint to a remote store: its files first, its manifest last.
 
-While a file is sent, its CRC is compared with the manifest. After the file has arrived, the checksum of the sent bytes
-is compared with the store's.
+While a file is sent, its CRC is compared with the manifest. If they differ, the file is withdrawn before it is
+complete. After a file has arrived, its size in the store is compared with the manifest, and its ETag or MD5, if the
+store tells one, with that of the sent bytes. If the ETag is no MD5 (encryption, other stores), the file is read back.
 
-A file whose CRC differs from the manifest's is withdrawn before it is complete. Otherwise the size in the store is
-compared, and the ETag or MD5 if the store tells one. If the ETag is no MD5 (encryption, other stores), the file is read
-back. Local bytes are read once, in parts of 16 MiB; memory holds a few parts for each of four files. Before the
-manifest is sent, one listing must show all files, because the store may have been tidied up while this process was
-suspended.
+Local bytes are read once, in parts of 16 MiB. Memory holds a few parts for each of four files. Before the manifest is
+sent, one listing must show all files, because the store may have been tidied up while this process was suspended.
 """
 
 from __future__ import annotations

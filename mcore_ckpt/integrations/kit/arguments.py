@@ -84,7 +84,7 @@ class Arguments:
         return replace(config, save_contents=("model",), load_contents=words, async_save=False)
 
     def refuse_unsupported(self) -> None:
-        """Raises UnsupportedError if the arguments ask for non-persistent checkpoints, or for a format of FSDP."""
+        """Raises UnsupportedError if the arguments ask for non-persistent checkpoints, or for one of FSDP's formats."""
         if self["ckpt_format"] in _FSDP_FORMATS:
             raise UnsupportedError(
                 f"args.ckpt_format is {self['ckpt_format']!r}, which is for Megatron-FSDP and torch's FSDP2: they are "

@@ -29,7 +29,7 @@ _FULL, _SHARED = "full", "shared"
 
 
 def _indexers(layers: int, freq: int, offset: int) -> list[str]:
-    """Returns which layers have an indexer (`is_dsa_skip_topk_layer`, 0.19). Others use the choice of the last one."""
+    """Returns which layers have an indexer (`is_dsa_skip_topk_layer`, 0.19). The others reuse an earlier choice."""
     return [_SHARED if max(layer + 1 - max(offset, 1), 0) % freq else _FULL for layer in range(layers)]
 
 
@@ -127,8 +127,8 @@ _RULES = (
     Same("dsa_indexer_n_heads", "index_n_heads"),
     Same("dsa_indexer_head_dim", "index_head_dim"),
     Same("dsa_indexer_topk", "index_topk"),
-    # Both in transformers (DeepseekV32Indexer). The rotation of queries and keys, which changes no product of them, is
-    # left out there, too.
+    # Both as in transformers (DeepseekV32Indexer). It also leaves out the rotation of queries and keys, which changes
+    # none of their products.
     Constant("dsa_indexer_k_norm_epsilon", 1e-6),
     Constant("dsa_indexer_rotate_activation", False),
 )

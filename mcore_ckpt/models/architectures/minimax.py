@@ -1,11 +1,8 @@
 """MiniMax-M2, M2.5 and M2.7: Mixtral's layers with norms of all queries and of all keys, and sigmoid scores.
 
-megatron-core up to 0.19 has only norms of each head's queries and keys. A model is built with the layer spec that
-Megatron-Bridge has for it (`minimax_m2_layer_spec`), whose norms cover all heads and are cut as the heads are.
-
-MiniMax-M2 has norms of all heads' queries and keys, and megatron-core up to 0.19 has only norms of each head. Its
-`GPTModel` is built with Megatron-Bridge's layer spec, whose norms are cut as the heads are. With megatron's own specs a
-load is refused, because the shapes differ.
+megatron-core up to 0.19 has only norms of each head's queries and keys. So the `GPTModel` must be built with
+Megatron-Bridge's layer spec (`minimax_m2_layer_spec`). Its norms cover all heads and are cut as the heads are. With
+megatron's own specs a load is refused, because the shapes differ.
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ _THETA = 5e6
 
 
 class RotaryDim:
-    """The rule for rotary embeddings that give the rotated part of a head as a number of elements, `rotary_dim`."""
+    """The rule for rotary embeddings whose config has `rotary_dim`, the number of rotated elements of a head."""
 
     def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
         values, size = self._rope(hf).to_mcore(hf), hf.get("rotary_dim")

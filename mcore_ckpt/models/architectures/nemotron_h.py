@@ -1,7 +1,7 @@
 """Nemotron-H and Nemotron-3, hybrid models: each layer is a Mamba mixer, attention, an MLP or a mixture of experts.
 
-A HybridModel (`Table.is_hybrid`) has one mixer per layer, so its layers are the table's, and `hybrid_layer_pattern` is
-one of the values that the rules translate. It says nothing about stages, which are the trainer's choice. A depth of
+A HybridModel (`Table.is_hybrid`) has one mixer per layer, so its layers are the table's. The rules also translate
+`hybrid_layer_pattern`, but without stages, which are the trainer's choice. A depth of
 multi-token prediction is a stack of such layers (`ModelFacts.mtp_stack`).
 """
 

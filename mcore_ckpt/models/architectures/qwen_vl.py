@@ -7,14 +7,18 @@ Qwen2.5-VL), or consists of megatron's modules (`vision_model`; mbridge's Qwen2.
 The table of a vision-language model has the rows of a decoder, whose names get a prefix on both sides (`Table.mcore`,
 `Table.hf`), and the rows of a tower, which occur once per layer of the tower (`Row.per`). The rules of `config.json`
 see the section for the language model as if it were the whole file (`Architecture.section`); `vision_config` stays as
-it is. A live model has a tower of one of two kinds. So the table has the tower's rows twice: with megatron's names and
-cuts, and with the names of HuggingFace (the fact `hf_tower`). The tensors of the checkpoint or of the live model show
-which rows count (`with_tower_of`); a converted checkpoint gets the tower that Megatron-Bridge has. Transformers'
-modules have no `sharded_state_dict`, and megatron assumes that each of their tensors is whole on every rank
-(`sharded_state_dict_default`), which is true. Qwen3-VL uses rotary frequencies for time, height and width in turn, and
-adds the tower's inner features within the decoder. GPTModel can do neither, so a test of images goes as far as its
-tower, and one of Qwen2.5-VL as far as the logits. Kimi-K2.5's tower comes as Python files with the model, which are
-never run here: its tests compare the logits of text and the bits of the tower.
+it is.
+
+A live model has a tower of one of two kinds. So the table has the tower's rows twice: with megatron's names and cuts,
+and with the names of HuggingFace (the fact `hf_tower`). The tensors of the checkpoint or of the live model show which
+rows count (`with_tower_of`). A converted checkpoint gets the tower that Megatron-Bridge has. Transformers' modules have
+no `sharded_state_dict`. megatron assumes that each of their tensors is whole on every rank
+(`sharded_state_dict_default`), which is true.
+
+Tests of Qwen2.5-VL compare the logits of images. Qwen3-VL uses rotary frequencies for time, height and width in turn,
+and adds the tower's inner features within the decoder. GPTModel can do neither, so tests of Qwen3-VL compare only the
+tower's outputs for images. The tower of Kimi-K2.5 comes as Python files with the model, which are never run here. Its
+tests compare the logits of text and the bits of the tower.
 """
 
 from __future__ import annotations
