@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from mcore_ckpt.cli.main import main
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointNotFoundError
-from mcore_ckpt.tools.examine import compare as module
+from mcore_ckpt.tools.examine import tensor_pairs as module
 from mcore_ckpt.tools.examine.compare import ComparedTensor, Comparison, compare, open_folder
 from mcore_ckpt.tools.examine.differences import Differences, Tolerance
 from tests.support.tiny_models import make_hf_folder, make_hf_model

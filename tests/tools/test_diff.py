@@ -16,7 +16,7 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.cli.main import main
 from mcore_ckpt.errors import CheckpointCorruptError, InvalidArgumentError
 from mcore_ckpt.formats.native.reader import NativeReader
-from mcore_ckpt.tools.examine import diff as module
+from mcore_ckpt.tools.examine import tensor_pairs as module
 from mcore_ckpt.tools.examine.diff import Diff, RoleDiff, diff
 from mcore_ckpt.tools.examine.differences import DifferentValue, Tolerance, different_values
 from tests.support.checkpoints import SHAPES

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from mcore_ckpt.formats.huggingface.safetensors_files import read_folder, read_w
 from mcore_ckpt.formats.huggingface.stored_weights import DequantizingReader
 from mcore_ckpt.formats.shard_reader import ShardReader, stored_shard
 from mcore_ckpt.formats.torch_save_files import PtTensor, read_pt
-from mcore_ckpt.io import tuning
 from mcore_ckpt.models.accounting import OF_ACTIVATIONS
 from mcore_ckpt.models.architecture import read_config
 from mcore_ckpt.models.config_fields import HfConfig
@@ -32,15 +30,10 @@ from mcore_ckpt.sharding.patterns import compiled
 from mcore_ckpt.sharding.plan import StoredShard
 from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.tools.examine.differences import EXACT, Differences, Tolerance
+from mcore_ckpt.tools.examine.tensor_pairs import Pair, Progress, Side, compare_pairs
 
 _EMBEDDINGS = (HF_EMBEDDING, "model.language_model.embed_tokens.weight")
 _BIN_FILE, _BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
-
-# The number of bytes of each tensor that a thread compares at a time. If elements differ, their fp64 copies need a few
-# times as much memory.
-_BATCH_BYTES = 8 << 20
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,18 +148,11 @@ def open_folder(name: str | Path) -> Weights:
     except CheckpointNotFoundError:
         reader = _open_bins(folder)
     unchanged = {name: _unchanged(name, info) for name, info in weights_of(reader).items()}
-    return Weights(folder, reader, spelled_by_table(_config_in(folder), unchanged), beside)
-
-
-def _config_in(folder: Path) -> HfConfig:
-    try:
-        return read_config(folder)
-    except CheckpointNotFoundError:
-        return {}  # without it, names are compared as they are
+    return Weights(folder, reader, spelled_by_table(_config(folder), unchanged), beside)
 
 
 def _config(folder: Path) -> HfConfig:
-    """Returns the folder's config, or an empty one. Plain weights can be compared without."""
+    """Returns the folder's config, or an empty one. Plain weights can be compared without, by the names as they are."""
     try:
         return read_config(folder)
     except CheckpointNotFoundError:
@@ -191,7 +177,7 @@ def compare(
         reference: the model that it should be equal to.
         tolerance: how much values may differ.
         ignored: regular expressions; tensors whose whole name matches one are not compared.
-        progress: called with the number of bytes of the reference that have been compared, and the number to compare.
+        progress: called with the number of bytes of `ours` that have been compared, and the number to compare.
 
     Raises:
         CheckpointCorruptError: a file cannot be read.
@@ -205,26 +191,23 @@ def compare(
     patterns = compiled(ignored, "ignored")
     names = list(dict.fromkeys((*reference.tensors, *ours.tensors)))
     left_out = tuple(name for name in names if any(pattern.fullmatch(name) for pattern in patterns))
-    pairs = [_Pair.of(name, ours, reference) for name in names if name not in left_out]
-    if not pairs:
+    tensors = [_Tensor.of(name, ours, reference) for name in names if name not in left_out]
+    if not tensors:
         raise CheckpointMismatchError(
             f"{ours.where} and {reference.where}: nothing is left to compare, because all {len(names)} tensors are "
             "ignored: ignore fewer"
         )
-    total = sum(pair.nbytes for pair in pairs)
-    done, lock = [0], threading.Lock()
-
-    def compare_pair(pair: _Pair) -> ComparedTensor:
-        found = pair.compared(tolerance)
-        with lock:
-            done[0] += pair.nbytes
-            progress(done[0], total)
-        return found
-
-    with ThreadPoolExecutor(tuning.HOST_THREADS, thread_name_prefix="compare") as pool:
-        tensors = tuple(pool.map(compare_pair, pairs))
-    left_out += tuple(sorted({*ours.beside, *reference.beside}))
-    return Comparison(ours.where, reference.where, tensors, left_out, total, time.monotonic() - started)
+    scratch = _ThreadScratch()
+    work = [tensor.pairs(ours.reader, reference.reader, scratch) for tensor in tensors]
+    found = compare_pairs(work, tolerance, progress, "compare")
+    return Comparison(
+        ours.where,
+        reference.where,
+        tuple(tensor.result(each, tolerance) for tensor, each in zip(tensors, found, strict=True)),
+        (*left_out, *sorted({*ours.beside, *reference.beside})),
+        sum(tensor.nbytes for tensor in tensors),
+        time.monotonic() - started,
+    )
 
 
 def _badness(tensor: ComparedTensor) -> tuple[bool, bool, float, int]:
@@ -280,84 +263,79 @@ def _read_bin(path: Path) -> Iterator[tuple[str, tuple[TensorInfo, StoredShard]]
 # -- one tensor --------------------------------------------------------------------------------------------
 
 
+class _ThreadScratch(threading.local):
+    """A scratch memory for each thread."""
+
+    def __init__(self) -> None:
+        self.scratch = Scratch()
+
+
 @dataclass(frozen=True, eq=False)
-class _Pair:
+class _Tensor:
     """A tensor of two models.
 
     Attributes:
         name: its name.
-        ours: the model under test.
-        reference: the reference.
-        left: the tensor of the model under test; None if that model does not have it.
-        right: the tensor of the reference; None if the reference does not have it.
+        ours: the tensor of the model under test; None if that model does not have it.
+        reference: the tensor of the reference; None if the reference does not have it.
         remark: why the two tensors have different names; empty if they have the same name.
+        otherwise: of tensors with different names, the result if they differ; None if they have the same name.
     """
 
     name: str
-    ours: Weights
-    reference: Weights
-    left: FileTensor | None
-    right: FileTensor | None
-    remark: str
+    ours: FileTensor | None
+    reference: FileTensor | None
+    remark: str = ""
+    otherwise: ComparedTensor | None = None
 
     @staticmethod
-    def of(name: str, ours: Weights, reference: Weights) -> _Pair:
+    def of(name: str, ours: Weights, reference: Weights) -> _Tensor:
         left, right = ours.tensors.get(name), reference.tensors.get(name)
-        remark = ""
+        differs = "only one model has it, and it differs from the other model's embedding"
+        otherwise = ComparedTensor(name, _info(left), _info(right), remark=differs)
         if name == HF_HEAD and left is None and (left := ours.embedding):
             remark = "tied in the model under test: compared with its embedding"
         elif name == HF_HEAD and right is None and (right := reference.embedding):
             remark = "tied in the reference: compared with its embedding"
-        return _Pair(name, ours, reference, left, right, remark)
+        else:
+            return _Tensor(name, left, right)
+        return _Tensor(name, left, right, remark, otherwise)
 
     @property
     def nbytes(self) -> int:
         """The size of the reference's tensor in bytes; 0 if one model lacks the tensor."""
-        return self.right.nbytes if self.left is not None and self.right is not None else 0
+        return self.reference.nbytes if self.ours is not None and self.reference is not None else 0
 
-    def compared(self, tolerance: Tolerance) -> ComparedTensor:
-        """Compares the two tensors."""
-        ours, reference = (None if side is None else _info(side) for side in (self.left, self.right))
-        if self.left is None or self.right is None or self.left.tensor.shape != self.right.tensor.shape:
-            return self._not_tied() if self.remark else ComparedTensor(self.name, ours, reference)
-        found = Differences()
-        for left, right in self._batches(self.left, self.right):
-            found.add(left, right, tolerance)
-        is_same = not found.count and (tolerance.any_dtype or self.left.dtype == self.right.dtype)
-        if self.remark and not is_same:
-            return self._not_tied()
+    def pairs(self, ours: CheckpointReader, reference: CheckpointReader, scratch: _ThreadScratch) -> list[Pair]:
+        """Returns the one pair to compare; none if a model lacks the tensor or the shapes differ."""
+        left, right = self.ours, self.reference
+        if left is None or right is None or left.tensor.shape != right.tensor.shape:
+            return []
+        return [Pair(_side(ours, left, scratch), _side(reference, right, scratch))]
+
+    def result(self, found: Differences, tolerance: Tolerance) -> ComparedTensor:
+        """Returns the result, given the differences of what `pairs` has returned."""
+        ours, reference = _info(self.ours), _info(self.reference)
+        is_same = (
+            ours is not None
+            and reference is not None
+            and ours.shape == reference.shape
+            and tolerance.allows(ours.dtype, reference.dtype)
+            and not found.count
+        )
+        if self.otherwise is not None and not is_same:
+            return self.otherwise
         return ComparedTensor(
             self.name, ours, reference, found.count, found.max_abs, found.max_rel, is_same, self.remark
         )
 
-    def _not_tied(self) -> ComparedTensor:
-        """Returns the result for a head that only one model has and that differs from the other model's embedding."""
-        ours, reference = (side.tensors.get(self.name) for side in self._sides)
-        return ComparedTensor(
-            self.name,
-            None if ours is None else _info(ours),
-            None if reference is None else _info(reference),
-            remark="only one model has it, and it differs from the other model's embedding",
-        )
 
-    @property
-    def _sides(self) -> tuple[Weights, Weights]:
-        return self.ours, self.reference
-
-    def _batches(self, left: FileTensor, right: FileTensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Reads the same elements of both tensors, batch by batch, into memory that the next batch overwrites."""
-        count = left.tensor.numel
-        step = max(1, _BATCH_BYTES // max(left.dtype.itemsize, right.dtype.itemsize))
-        memory = [torch.empty(min(step, count), dtype=side.dtype) for side in (left, right)]
-        scratch = Scratch(), Scratch()
-        for start in range(0, count, step):
-            length = min(step, count - start)
-            batch = []
-            for side, tensor, its_memory, its_scratch in zip(self._sides, (left, right), memory, scratch, strict=True):
-                fill(side.reader, [Elements(tensor, start, its_memory[:length])], its_scratch)
-                batch.append(its_memory[:length])
-            yield batch[0], batch[1]
+def _info(tensor: FileTensor | None) -> TensorInfo | None:
+    return None if tensor is None else TensorInfo(tensor.dtype, tuple(tensor.tensor.shape))
 
 
-def _info(tensor: FileTensor) -> TensorInfo:
-    return TensorInfo(tensor.dtype, tuple(tensor.tensor.shape))
+def _side(reader: CheckpointReader, tensor: FileTensor, scratch: _ThreadScratch) -> Side:
+    def read(start: int, memory: torch.Tensor) -> None:
+        fill(reader, [Elements(tensor, start, memory)], scratch.scratch)
+
+    return Side(TensorInfo(tensor.dtype, tuple(tensor.tensor.shape)), read)

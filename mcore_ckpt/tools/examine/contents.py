@@ -7,9 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mcore_ckpt.errors import CheckpointCorruptError
 from mcore_ckpt.formats.native.stored_tensors import StoredTensors
 from mcore_ckpt.sharding.names import natural_order
-from mcore_ckpt.sharding.plan import MODEL, OPAQUE, PARAM, ShardKey, StoredShard
+from mcore_ckpt.sharding.plan import MODEL, OPAQUE, PARAM, ReadRange, ShardKey, StoredShard, plan_reads
+from mcore_ckpt.sharding.regions import Region
 
 
 @dataclass(frozen=True)
@@ -72,3 +74,16 @@ def shards_of(stored: StoredTensors, key: ShardKey) -> Sequence[StoredShard]:
     """Returns all stored shards of a key; those of the model's tensor for a main parameter without bytes of its own."""
     *_, found = [(), *stored.parts(key)]
     return found
+
+
+def reads_of(
+    stored: StoredTensors, key: ShardKey, region: Region, shards: Sequence[StoredShard]
+) -> tuple[ReadRange, ...]:
+    """Returns the ranges of shards in which each element of a region of their global tensor is once.
+
+    Raises CheckpointCorruptError if an element is in none of them.
+    """
+    plan = plan_reads(region, shards)
+    if plan.missing:
+        raise CheckpointCorruptError(f"{stored.place}: tensor {key}: {plan.missing} elements are in none of its files")
+    return plan.reads

@@ -1,19 +1,17 @@
 """Finds what differs between two checkpoints of this package: tensors, optimizer state, and all other state.
 
-Their parallel layouts may differ, because global tensors are compared.
-
-Tensors are compared in flat ranges of 8 MiB. What belongs to ranks' files as a whole (`_extra_state`, SOAP's bases,
-random states) is compared only under the same layout; otherwise a note says so, and does not count as a difference.
+Their parallel layouts may differ, because global tensors are compared. What belongs to ranks' files as a whole
+(`_extra_state`, SOAP's bases, random states) is compared only under the same layout; otherwise a note says so, and does
+not count as a difference.
 """
 
 from __future__ import annotations
 
 import re
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,24 +19,19 @@ import torch
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.dtypes import torch_dtype
 from mcore_ckpt.checkpoint.model_facts import different_facts
-from mcore_ckpt.errors import CheckpointCorruptError, InvalidArgumentError
+from mcore_ckpt.errors import InvalidArgumentError
 from mcore_ckpt.formats.contract import TensorInfo
 from mcore_ckpt.formats.native.reader import NativeReader
-from mcore_ckpt.io import tuning
 from mcore_ckpt.sharding.names import natural_order
 from mcore_ckpt.sharding.patterns import compiled
-from mcore_ckpt.sharding.plan import OPAQUE, ReadRange, ShardKey, StoredShard, plan_reads
+from mcore_ckpt.sharding.plan import OPAQUE, ShardKey, StoredShard
 from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.sharding.synonyms import found_as
 from mcore_ckpt.steps.read_lock import reading
-from mcore_ckpt.tools.examine.contents import keys_of, shards_of
+from mcore_ckpt.tools.examine.contents import keys_of, reads_of, shards_of
 from mcore_ckpt.tools.examine.differences import EXACT, Differences, DifferentValue, Tolerance, different_values
 from mcore_ckpt.tools.examine.select import Selection, select
-
-# How many bytes of each of two tensors a thread compares at a time.
-_BATCH_BYTES = 8 << 20
-
-Progress = Callable[[int, int], None]
+from mcore_ckpt.tools.examine.tensor_pairs import Pair, Progress, Side, compare_pairs
 
 
 @dataclass(frozen=True)
@@ -178,8 +171,9 @@ def diff_selected(
     patterns = compiled(ignored, "ignored")
     with reading([*ours.values(), *theirs.values()]):  # a trainer that still runs could delete a step
         pairs = [_RolePair.open(ours[role], theirs[role], patterns) for role in both]
-        count = _Counter(sum(pair.nbytes for pair in pairs), progress)
-        found = tuple(pair.diff(tolerance, count) for pair in pairs)
+        groups = [tensor.pairs for pair in pairs for tensor in pair.tensors]
+        differences = iter(compare_pairs(groups, tolerance, progress, "diff"))
+        found = tuple(pair.diff(differences, tolerance) for pair in pairs)
     return Diff(
         found,
         tuple(role for role in ours if role not in theirs),
@@ -196,108 +190,50 @@ def _told(selection: Selection) -> str:
     return f"{selection.role_dirs[0].parent} has {', '.join(_roles(selection))}"
 
 
-class _Counter:
-    """Counts compared bytes on several threads."""
-
-    def __init__(self, total: int, progress: Progress) -> None:
-        self._total, self._progress = total, progress
-        self._done, self._lock = 0, threading.Lock()
-
-    def add(self, nbytes: int) -> None:
-        with self._lock:
-            self._done += nbytes
-            self._progress(self._done, self._total)
-
-
-@dataclass(frozen=True, eq=False)
-class _Pair:
-    """One kind of a tensor in A and in B. No shards: it is not there."""
-
-    name: str
-    kind: str
-    left: Sequence[StoredShard]
-    right: Sequence[StoredShard]
-
-    @property
-    def infos(self) -> tuple[TensorInfo | None, TensorInfo | None]:
-        """Dtype and global shape on both sides."""
-        left, right = (_info(shards) for shards in (self.left, self.right))
-        return left, right
-
-    @property
-    def is_whole(self) -> bool:
-        """True if the shards are parts of a global tensor. Others belong to ranks' files, or shards, as a whole."""
-        return self.kind != OPAQUE and all(shard.beside is None for shard in (*self.left[:1], *self.right[:1]))
-
-    @property
-    def is_comparable(self) -> bool:
-        """False if both sides have the tensor, but in the files of other ranks, so that no two shards correspond."""
-        both = self.left and self.right
-        return self.is_whole or not both or {of.file for of in self.left} == {of.file for of in self.right}
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of A that must be compared; 0 if there is nothing to compare with."""
-        left, right = self.infos
-        if left is None or right is None or left.shape != right.shape or not self.is_comparable:
-            return 0
-        return Region.whole(left.shape).numel * left.dtype.itemsize
-
-
-def _info(shards: Sequence[StoredShard]) -> TensorInfo | None:
-    return TensorInfo(torch_dtype(shards[0].dtype), shards[0].region.global_shape) if shards else None
-
-
 @dataclass(frozen=True, eq=False)
 class _RolePair:
-    """Two roles, and the tensors to compare."""
+    """Two roles, and their tensors.
+
+    Attributes:
+        left: A's reader.
+        right: B's reader.
+        tensors: each kind of each tensor, without those of `apart`.
+        apart: how many are in the files of other ranks in B, so that no two shards correspond.
+    """
 
     left: NativeReader
     right: NativeReader
-    pairs: Sequence[_Pair]
+    tensors: Sequence[_Tensor]
+    apart: int
 
     @staticmethod
     def open(left_dir: Path, right_dir: Path, ignored: Sequence[re.Pattern[str]]) -> _RolePair:
         left, right = NativeReader.open(left_dir), NativeReader.open(right_dir)
-        pairs = [
-            pair
+        tensors = [
+            tensor
             for name, other in _names(left, right)
             if not any(pattern.fullmatch(name) for pattern in ignored)
-            for pair in _pairs(left, right, name, other)
+            for tensor in _tensors(left, right, name, other)
         ]
-        return _RolePair(left, right, pairs)
+        there = [tensor for tensor in tensors if tensor is not None]
+        return _RolePair(left, right, there, len(tensors) - len(there))
 
-    @property
-    def nbytes(self) -> int:
-        return sum(pair.nbytes for pair in self.pairs)
-
-    def diff(self, tolerance: Tolerance, count: _Counter) -> RoleDiff:
-        stop = threading.Event()
-        pairs = [pair for pair in self.pairs if pair.is_comparable]
-
-        def compare(pair: _Pair) -> DifferentTensor | None:
-            return _compared(self.left, self.right, pair, tolerance, count, stop)
-
-        with ThreadPoolExecutor(tuning.HOST_THREADS, thread_name_prefix="diff") as pool:
-            try:
-                found = [each for each in pool.map(compare, pairs) if each is not None]
-            except BaseException:
-                stop.set()  # else Ctrl-C would wait for the tensors that are being compared
-                raise
+    def diff(self, differences: Iterator[Differences], tolerance: Tolerance) -> RoleDiff:
+        """Returns the result. Takes the differences of each of its tensors."""
+        found = [tensor.result(next(differences), tolerance) for tensor in self.tensors]
         values, notes = _plain_differences(self.left, self.right)
-        if len(pairs) < len(self.pairs):
+        if self.apart:
             notes.append(
-                f"{len(self.pairs) - len(pairs)} tensors that belong to ranks' files as a whole: not compared, because "
-                "the layouts differ"
+                f"{self.apart} tensors that belong to ranks' files as a whole: not compared, because the layouts differ"
             )
         return RoleDiff(
             Path(self.left.place),
             Path(self.right.place),
-            len(pairs),
-            tuple(sorted(found, key=_badness)),
+            len(self.tensors),
+            tuple(sorted((each for each in found if each is not None), key=_badness)),
             tuple(values),
             tuple(notes),
-            self.nbytes,
+            sum(pair.left.nbytes for tensor in self.tensors for pair in tensor.pairs),
         )
 
 
@@ -314,90 +250,85 @@ def _names(left: NativeReader, right: NativeReader) -> Iterator[tuple[str, str]]
     yield from ((name, name) for name in right.names if name not in matched)
 
 
-def _pairs(left: NativeReader, right: NativeReader, name: str, other: str) -> Iterator[_Pair]:
+# -- one tensor --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class _Tensor:
+    """One kind of a tensor in A and in B.
+
+    Attributes:
+        name, kind: which one.
+        left, right: dtype and shape in A and in B; None where it is not there.
+        pairs: what to compare; empty if it is not in both, or has different shapes.
+    """
+
+    name: str
+    kind: str
+    left: TensorInfo | None
+    right: TensorInfo | None
+    pairs: tuple[Pair, ...] = ()
+
+    def result(self, found: Differences, tolerance: Tolerance) -> DifferentTensor | None:
+        """Returns how it differs; None if it does not."""
+        allowed = all(tolerance.allows(pair.left.info.dtype, pair.right.info.dtype) for pair in self.pairs)
+        if self.pairs and allowed and not found.count:
+            return None
+        numel = sum(pair.left.numel for pair in self.pairs)
+        return DifferentTensor(
+            self.name, self.kind, self.left, self.right, numel, found.count, found.max_abs, found.max_rel
+        )
+
+
+def _tensors(left: NativeReader, right: NativeReader, name: str, other: str) -> Iterator[_Tensor | None]:
+    """Yields each kind of a tensor; None for one that is in the files of other ranks in B."""
     ours = {key.kind: key for key in keys_of(left, name)} if name in left.names else {}
     theirs = {key.kind: key for key in keys_of(right, other)} if other in right.names else {}
     for kind in dict.fromkeys((*ours, *theirs)):
         both = [reader.is_alias(keys[kind]) for reader, keys in ((left, ours), (right, theirs)) if kind in keys]
         if len(both) == 2 and all(both):
             continue  # the main parameters are the model's tensors, which are compared already
-        yield _Pair(
-            name,
-            kind,
-            shards_of(left, ours[kind]) if kind in ours else (),
-            shards_of(right, theirs[kind]) if kind in theirs else (),
-        )
+        here = shards_of(left, ours[kind]) if kind in ours else ()
+        there = shards_of(right, theirs[kind]) if kind in theirs else ()
+        if here and there:
+            yield _in_both(left, right, ShardKey(name, kind), here, there)
+        else:
+            yield _Tensor(name, kind, _info(here) if here else None, _info(there) if there else None)
 
 
-# -- one tensor --------------------------------------------------------------------------------------------
+def _in_both(
+    left: NativeReader, right: NativeReader, key: ShardKey, ours: Sequence[StoredShard], theirs: Sequence[StoredShard]
+) -> _Tensor | None:
+    infos = _info(ours), _info(theirs)
+    parts = [(ours, theirs)]
+    if key.kind == OPAQUE or any(shards[0].beside is not None for shards in (ours, theirs)):
+        # Each of these shards is not a part of a global tensor, but belongs to a rank's file, or a shard, as a whole.
+        there = {shard.file: shard for shard in theirs}
+        if {shard.file for shard in ours} != there.keys():
+            return None
+        parts = [((shard,), (there[shard.file],)) for shard in ours]
+    for here, other in parts:
+        infos = _info(here), _info(other)
+        if infos[0].shape != infos[1].shape:
+            return _Tensor(key.name, key.kind, *infos)
+    pairs = (Pair(_side(left, key, here), _side(right, key, other)) for here, other in parts)
+    return _Tensor(key.name, key.kind, *infos, tuple(pairs))
 
 
-def _compared(
-    left: NativeReader,
-    right: NativeReader,
-    pair: _Pair,
-    tolerance: Tolerance,
-    count: _Counter,
-    stop: threading.Event,
-) -> DifferentTensor | None:
-    """Returns how one tensor differs; None if it does not."""
-    ours, theirs = pair.infos
-    if ours is None or theirs is None:
-        return DifferentTensor(pair.name, pair.kind, ours, theirs)
-    found, numel = Differences(), 0
-    for our_shards, their_shards in _parts(pair):
-        ours, theirs = _info(our_shards), _info(their_shards)
-        if ours is None or theirs is None or ours.shape != theirs.shape:
-            return DifferentTensor(pair.name, pair.kind, ours, theirs)
-        region = Region.whole(ours.shape)
-        numel += region.numel
-        for mine, other in _batches((left, our_shards, ours), (right, their_shards, theirs), region, pair, stop):
-            found.add(mine, other, tolerance)
-            count.add(mine.nbytes)
-    if not found.count and (tolerance.any_dtype or ours.dtype == theirs.dtype):
-        return None
-    return DifferentTensor(pair.name, pair.kind, ours, theirs, numel, found.count, found.max_abs, found.max_rel)
+def _info(shards: Sequence[StoredShard]) -> TensorInfo:
+    return TensorInfo(torch_dtype(shards[0].dtype), shards[0].region.global_shape)
 
 
-def _parts(pair: _Pair) -> Iterator[tuple[Sequence[StoredShard], Sequence[StoredShard]]]:
-    """Yields the shards to compare: all together, or file by file if each is there as a whole."""
-    if pair.is_whole:
-        yield pair.left, pair.right
-        return
-    there = {shard.file: shard for shard in pair.right}
-    for shard in pair.left:
-        yield (shard,), (there[shard.file],)
-
-
-_Side = tuple[NativeReader, Sequence[StoredShard], TensorInfo]
-
-
-def _batches(
-    left: _Side, right: _Side, region: Region, pair: _Pair, stop: threading.Event
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yields the same elements of both sides, batch by batch, in memory that the next batch overwrites."""
-    step = max(1, _BATCH_BYTES // max(left[2].dtype.itemsize, right[2].dtype.itemsize))
-    memory = [torch.empty(min(step, region.numel), dtype=info.dtype) for _, _, info in (left, right)]
-    for start in range(0, region.numel, step):
-        if stop.is_set():
-            return
-        part = region.with_flat(start, min(start + step, region.numel))
-        batch = []
-        for (reader, shards, _), its_memory in zip((left, right), memory, strict=True):
-            target = its_memory[: part.numel]
-            _read(reader, ShardKey(pair.name, pair.kind), part, shards, target)
-            batch.append(target)
-        yield batch[0], batch[1]
+def _side(reader: NativeReader, key: ShardKey, shards: Sequence[StoredShard]) -> Side:
+    info = _info(shards)
+    return Side(info, partial(_read, reader, key, shards, Region.whole(info.shape)))
 
 
 def _read(
-    reader: NativeReader, key: ShardKey, part: Region, shards: Sequence[StoredShard], target: torch.Tensor
+    reader: NativeReader, key: ShardKey, shards: Sequence[StoredShard], whole: Region, start: int, memory: torch.Tensor
 ) -> None:
-    plan = plan_reads(part, shards)
-    if plan.missing:
-        raise CheckpointCorruptError(f"{reader.place}: tensor {key}: {plan.missing} elements are in none of its files")
-    reads: list[tuple[ReadRange, torch.Tensor]] = [(read, target) for read in plan.reads]
-    reader.read(reads)
+    part = whole.with_flat(start, start + len(memory))
+    reader.read([(read, memory) for read in reads_of(reader, key, part, shards)])
 
 
 # -- everything but tensors --------------------------------------------------------------------------------

@@ -33,6 +33,10 @@ class Tolerance:
         """True if no difference is allowed."""
         return self.atol == 0 and self.rtol == 0
 
+    def allows(self, left: torch.dtype, right: torch.dtype) -> bool:
+        """True if tensors of these dtypes can count as the same."""
+        return self.any_dtype or left == right
+
 
 EXACT = Tolerance()
 

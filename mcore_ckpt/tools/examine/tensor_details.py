@@ -16,21 +16,20 @@ from pathlib import Path
 import torch
 
 from mcore_ckpt.checkpoint.dtypes import torch_dtype
-from mcore_ckpt.errors import CheckpointCorruptError, InvalidArgumentError
+from mcore_ckpt.errors import InvalidArgumentError
 from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.ranks.topology import RankCoordinates
 from mcore_ckpt.sharding.overlap import Rows
-from mcore_ckpt.sharding.plan import OPAQUE, PARAM, ReadRange, ShardKey, StoredShard, plan_reads
+from mcore_ckpt.sharding.plan import OPAQUE, PARAM, ReadRange, ShardKey, StoredShard
 from mcore_ckpt.sharding.regions import Box, Region
 from mcore_ckpt.sharding.synonyms import found_as
 from mcore_ckpt.steps.read_lock import reading
-from mcore_ckpt.tools.examine.contents import keys_of, shards_of
+from mcore_ckpt.tools.examine.contents import keys_of, reads_of, shards_of
+from mcore_ckpt.tools.examine.tensor_pairs import Progress
 
 # How many bytes of a tensor are in memory at a time. Their fp64 copies need a few times as much.
 _BATCH_BYTES = 16 << 20
 _SUGGESTED = 3
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -209,10 +208,7 @@ def _reads(reader: NativeReader, key: ShardKey, shards: Sequence[StoredShard]) -
     """Returns ranges in which each element is once, although several tensor-parallel ranks may have stored it."""
     if shards[0].beside is not None:
         return [ReadRange.whole(shard) for shard in shards]
-    plan = plan_reads(Region.whole(shards[0].region.global_shape), shards)
-    if plan.missing:
-        raise CheckpointCorruptError(f"{reader.place}: tensor {key}: {plan.missing} elements are in none of its files")
-    return plan.reads
+    return reads_of(reader, key, Region.whole(shards[0].region.global_shape), shards)
 
 
 def _batches(reads: Iterable[ReadRange], most: int) -> Iterator[list[ReadRange]]:

@@ -1,0 +1,116 @@
+"""Compares pairs of tensors, several pairs at a time, in batches of elements.
+
+The memory does not grow with the tensors. A thread holds one batch of both tensors of its pair and, if elements differ,
+their fp64 copies, which take a few times as much.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from mcore_ckpt.formats.contract import TensorInfo
+from mcore_ckpt.io import tuning
+from mcore_ckpt.sharding.regions import Region
+from mcore_ckpt.tools.examine.differences import Differences, Tolerance
+
+# The size of a batch, by the wider of both dtypes.
+_BATCH_BYTES = 8 << 20
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, eq=False)
+class Side:
+    """One of the two tensors of a pair.
+
+    Attributes:
+        info: its dtype and shape.
+        read: called with the position of an element and a flat tensor of this dtype, which it fills with that element
+            and the following ones. Several threads may call it.
+    """
+
+    info: TensorInfo
+    read: Callable[[int, torch.Tensor], object]
+
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return Region.whole(self.info.shape).numel
+
+    @property
+    def nbytes(self) -> int:
+        """The size in bytes."""
+        return self.numel * self.info.dtype.itemsize
+
+
+@dataclass(frozen=True, eq=False)
+class Pair:
+    """Two tensors of the same shape. The right one is the reference."""
+
+    left: Side
+    right: Side
+
+
+def compare_pairs(
+    groups: Sequence[Sequence[Pair]], tolerance: Tolerance, progress: Progress, thread_name: str
+) -> list[Differences]:
+    """Returns the differences of each group of pairs, added up. A group may be empty.
+
+    Args:
+        groups: the pairs.
+        tolerance: how much values may differ.
+        progress: called after each batch with the number of bytes of left tensors that have been compared, and the
+            number to compare.
+        thread_name: what the names of the threads begin with.
+
+    Raises the first error of a `read`. No thread begins another batch after it, or after Ctrl-C.
+    """
+    count = _Counter(sum(pair.left.nbytes for pairs in groups for pair in pairs), progress)
+    stop = threading.Event()
+
+    def compare_group(pairs: Sequence[Pair]) -> Differences:
+        found = Differences()
+        for pair in pairs:
+            for left, right in _batches(pair, stop):
+                found.add(left, right, tolerance)
+                count.add(left.nbytes)
+        return found
+
+    with ThreadPoolExecutor(tuning.HOST_THREADS, thread_name_prefix=thread_name) as pool:
+        try:
+            return list(pool.map(compare_group, groups))
+        except BaseException:
+            stop.set()  # otherwise this function would return only after the tensors that are being compared
+            raise
+
+
+def _batches(pair: Pair, stop: threading.Event) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yields the same elements of both tensors, batch by batch, in memory that the next batch overwrites."""
+    sides, numel = (pair.left, pair.right), pair.left.numel
+    step = max(1, _BATCH_BYTES // max(side.info.dtype.itemsize for side in sides))
+    memory = [torch.empty(min(step, numel), dtype=side.info.dtype) for side in sides]
+    for start in range(0, numel, step):
+        if stop.is_set():
+            return
+        left, right = (each[: numel - start] for each in memory)
+        pair.left.read(start, left)
+        pair.right.read(start, right)
+        yield left, right
+
+
+class _Counter:
+    """Counts compared bytes on several threads."""
+
+    def __init__(self, total: int, progress: Progress) -> None:
+        self._total, self._progress = total, progress
+        self._done, self._lock = 0, threading.Lock()
+
+    def add(self, nbytes: int) -> None:
+        with self._lock:
+            self._done += nbytes
+            self._progress(self._done, self._total)
