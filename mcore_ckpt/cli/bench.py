@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from mcore_ckpt.cli.amounts import size_text
+from mcore_ckpt.amounts import size_text
 from mcore_ckpt.cli.arguments import add_json, expanded_path, taken
 from mcore_ckpt.cli.progress import progress_of_bytes
 from mcore_ckpt.cli.signals import cleaning_up_at_sigterm

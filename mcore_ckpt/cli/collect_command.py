@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from mcore_ckpt.cli.amounts import moved_text
+from mcore_ckpt.amounts import moved_text
 from mcore_ckpt.cli.arguments import add_force, add_json, check_can_be_folder, expanded_path, step_number, taken
 from mcore_ckpt.cli.progress import progress_in, progress_of_bytes
 from mcore_ckpt.cli.tables import result_console

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mcore_ckpt.cli.amounts import moved_text
+from mcore_ckpt.amounts import moved_text
 from mcore_ckpt.cli.arguments import (
     STAGE_FLAGS,
     add_force,

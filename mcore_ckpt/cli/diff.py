@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from mcore_ckpt.cli.amounts import size_text
+from mcore_ckpt.amounts import size_text
 from mcore_ckpt.cli.arguments import add_ignore, add_json, expanded_path, taken
 from mcore_ckpt.cli.comparison_options import check_comparison
 from mcore_ckpt.cli.progress import progress_in, progress_of_bytes

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from mcore_ckpt.cli.amounts import size_text
+from mcore_ckpt.amounts import size_text
 from mcore_ckpt.cli.arguments import add_json, check_can_be_file, check_patterns, expanded_path, step_number, taken
 from mcore_ckpt.cli.inspect_tables import model_facts, node_facts, origin_facts, show_tables
 from mcore_ckpt.cli.list_command import node_files_as_json

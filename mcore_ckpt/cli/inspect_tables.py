@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from mcore_ckpt.cli.amounts import age_text, size_text
+from mcore_ckpt.amounts import age_text, size_text
 from mcore_ckpt.cli.tables import table_of
 
 if TYPE_CHECKING:

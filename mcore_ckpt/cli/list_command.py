@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
-from mcore_ckpt.cli.amounts import age_text, size_text
+from mcore_ckpt.amounts import age_text, size_text
 from mcore_ckpt.cli.arguments import add_json, expanded_path, taken
 from mcore_ckpt.cli.tables import Cell, is_terminal, result_console, table_of
 from mcore_ckpt.errors import CheckpointError

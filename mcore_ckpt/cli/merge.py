@@ -11,7 +11,7 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mcore_ckpt.cli.amounts import rate_text, size_text
+from mcore_ckpt.amounts import rate_text, size_text
 from mcore_ckpt.cli.arguments import (
     add_force,
     add_ignore,

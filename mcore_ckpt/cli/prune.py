@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mcore_ckpt.cli.amounts import size_text
+from mcore_ckpt.amounts import size_text
 from mcore_ckpt.cli.arguments import add_json, expanded_path, number_in, step_number, taken
 from mcore_ckpt.cli.progress import progress_in, progress_of_bytes
 from mcore_ckpt.cli.tables import result_console

@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from mcore_ckpt.cli.amounts import moved_text
+from mcore_ckpt.amounts import moved_text
 from mcore_ckpt.cli.arguments import (
     add_force,
     add_json,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from mcore_ckpt.cli.amounts import size_text
+from mcore_ckpt.amounts import size_text
 from mcore_ckpt.cli.progress import progress_in, progress_of_bytes
 from mcore_ckpt.cli.tables import is_terminal, table_of
 

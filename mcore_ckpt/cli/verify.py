@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from mcore_ckpt.cli.amounts import moved_text
+from mcore_ckpt.amounts import moved_text
 from mcore_ckpt.cli.arguments import add_json, expanded_path, step_number, taken
 from mcore_ckpt.cli.list_command import node_files_as_json
 from mcore_ckpt.cli.progress import progress_of_bytes

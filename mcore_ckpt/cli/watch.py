@@ -15,7 +15,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from mcore_ckpt.cli.amounts import duration_text, size_text
+from mcore_ckpt.amounts import duration_text, size_text
 from mcore_ckpt.cli.arguments import add_json, expanded_path, step_number, taken
 from mcore_ckpt.cli.list_command import STEP_HEADINGS, save_as_json, step_as_json, step_row
 from mcore_ckpt.cli.tables import is_terminal, result_console, table_of

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from mcore_ckpt.amounts import age_text, duration_text, size_text
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.reading import read_manifest
-from mcore_ckpt.cli.amounts import age_text, duration_text, size_text
 from mcore_ckpt.cli.main import main
 from mcore_ckpt.steps.pins import pin
 from tests.support.checkpoints import ROLE, dead_owner, make, other_host, own, stage

@@ -24,8 +24,14 @@ DOORS = (
     "mcore_ckpt.recover",
     "mcore_ckpt.schedule",
 )
-# They check options, and make the public names of packages, those of integrations included.
-HELPERS = ("mcore_ckpt.field_checks", "mcore_ckpt.public_names", "mcore_ckpt.redaction", "mcore_ckpt.urls")
+# They check options, word amounts, and make the public names of packages, those of integrations included.
+HELPERS = (
+    "mcore_ckpt.amounts",
+    "mcore_ckpt.field_checks",
+    "mcore_ckpt.public_names",
+    "mcore_ckpt.redaction",
+    "mcore_ckpt.urls",
+)
 # The public names of this room are the modules that its own rooms list: see its docstring.
 ROOM_OF_MODULES = "mcore_ckpt.tools"
 OUTSIDE = ("mcore_ckpt.integrations", "mcore_ckpt.cli")

@@ -461,6 +461,13 @@ def test_too_little_space(space: free_space.FreeSpace, severity: Severity, cost:
     assert ("or more" in finding.fact) is not space.disk.is_certain or space.nbytes == 0
 
 
+def test_sizes_have_the_unit_that_fits() -> None:
+    assert str(left(250)) == "250 B free: 2 more saves like step 5 (100 B)"
+    large = replace(left(81_200_000_000), taken=Amount(6_400_000_000, 10), passing=2_500_000)
+    text = "81.2 GB free: 12 more saves like step 5 (6.4 GB, and 2.5 MB more until it is committed)"
+    assert str(large) == text
+
+
 # -- several hosts
 
 

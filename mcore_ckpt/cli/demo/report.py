@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from mcore_ckpt.cli.amounts import size_text
+from mcore_ckpt.amounts import size_text
 from mcore_ckpt.cli.demo.runner import RANKS, SAVE_EVERY, Outcome, Plan, Training, folder_bytes
 
 TITLES = {"uninterrupted": "uninterrupted", "killed": "to be killed", "resumed": "resumed"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from mcore_ckpt.amounts import size_text
 from mcore_ckpt.events import Captured, Committed, Deleted, Event, Failed, Loaded, Started, Uploaded, Written
 
 _LOGGER = logging.getLogger("mcore_ckpt.events")
@@ -37,26 +38,22 @@ def _told(event: Event) -> str:
         case Started():
             return "the save has started"
         case Captured():
-            return f"the state is captured, {_amount(event.nbytes)} in {event.seconds:.3f} s"
+            return f"the state is captured, {size_text(event.nbytes)} in {event.seconds:.3f} s"
         case Written():
-            return f"the files are written, {_amount(event.nbytes)} in {event.seconds:.3f} s"
+            return f"the files are written, {size_text(event.nbytes)} in {event.seconds:.3f} s"
         case Committed():
             phases = ", ".join(f"{phase.name} {phase.seconds:.3f} s" for phase in event.phases)
             waited = f"training waited {event.stall_s:.3f} s"
-            return f"committed, {_amount(event.nbytes)} in {event.seconds:.3f} s, {waited}: {phases}"
+            return f"committed, {size_text(event.nbytes)} in {event.seconds:.3f} s, {waited}: {phases}"
         case Failed():
             during = f" in the phase {event.phases[-1].name!r}" if event.phases else ""
             return f"the {event.operation} has failed after {event.seconds:.3f} s{during}: {event.error.message}"
         case Loaded():
             skipped = f", {len(event.skipped)} newer ones were skipped" if event.skipped else ""
-            return f"loaded, {_amount(event.nbytes)} in {event.seconds:.3f} s{skipped}"
+            return f"loaded, {size_text(event.nbytes)} in {event.seconds:.3f} s{skipped}"
         case Deleted():
             where = " from the remote store" if event.place == "remote" else ""
             return f"the old step is deleted{where}, in {event.seconds:.3f} s"
         case Uploaded():
-            return f"uploaded, {_amount(event.nbytes)} in {event.seconds:.3f} s"
+            return f"uploaded, {size_text(event.nbytes)} in {event.seconds:.3f} s"
     return type(event).__name__
-
-
-def _amount(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.3f} GB"

@@ -6,6 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from mcore_ckpt.amounts import size_text
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
 from mcore_ckpt.io.disk_space import Amount, DiskSpace, space_of
 from mcore_ckpt.steps.listing import newest_complete
@@ -44,11 +45,11 @@ class FreeSpace:
     def __str__(self) -> str:
         if self.nbytes is None:
             return "the file system does not tell how much is free"
-        text = f"{self.nbytes / 1e9:.1f} GB free"
+        text = f"{size_text(self.nbytes)} free"
         if self.saves is not None:
             word = "save" if self.saves == 1 else "saves"
-            more = f", and {self.passing / 1e9:.3g} GB more until it is committed" if self.passing else ""
-            text += f": {self.saves} more {word} like step {self.step} ({self.taken.nbytes / 1e9:.3g} GB{more})"
+            more = f", and {size_text(self.passing)} more until it is committed" if self.passing else ""
+            text += f": {self.saves} more {word} like step {self.step} ({size_text(self.taken.nbytes)}{more})"
         return text if self.disk.is_certain else f"{text}, or more, because it may store files in less space"
 
 
