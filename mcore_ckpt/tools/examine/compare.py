@@ -4,36 +4,33 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointNotFoundError
+from mcore_ckpt.errors import CheckpointMismatchError, CheckpointNotFoundError
 from mcore_ckpt.formats.contract import CheckpointReader, TensorInfo, weights_of
+from mcore_ckpt.formats.huggingface.bin_files import open_bins
 from mcore_ckpt.formats.huggingface.elements import Elements, Scratch, fill
 from mcore_ckpt.formats.huggingface.export_plan import FileTensor
 from mcore_ckpt.formats.huggingface.hub import find_folder
 from mcore_ckpt.formats.huggingface.reader import spelled_by_table
-from mcore_ckpt.formats.huggingface.safetensors_files import read_folder, read_weight_map
+from mcore_ckpt.formats.huggingface.safetensors_files import read_folder
 from mcore_ckpt.formats.huggingface.stored_weights import DequantizingReader
-from mcore_ckpt.formats.shard_reader import ShardReader, stored_shard
-from mcore_ckpt.formats.torch_save_files import PtTensor, read_pt
+from mcore_ckpt.formats.shard_reader import ShardReader
 from mcore_ckpt.models.accounting import OF_ACTIVATIONS
 from mcore_ckpt.models.architecture import read_config
 from mcore_ckpt.models.config_fields import HfConfig
 from mcore_ckpt.models.mapping import HfTensor, Slab
 from mcore_ckpt.models.table import HF_EMBEDDING, HF_HEAD
 from mcore_ckpt.sharding.patterns import compiled
-from mcore_ckpt.sharding.plan import StoredShard
 from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.tools.examine.differences import EXACT, Differences, Tolerance
 from mcore_ckpt.tools.examine.tensor_pairs import Pair, Progress, Side, compare_pairs
 
 _EMBEDDINGS = (HF_EMBEDDING, "model.language_model.embed_tokens.weight")
-_BIN_FILE, _BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,7 +143,7 @@ def open_folder(name: str | Path) -> Weights:
         reader: ShardReader = (weights := DequantizingReader(folder, _config(folder), read_folder(folder)))
         beside = tuple(name for each in weights.left_out if each.reason == OF_ACTIVATIONS for name in each.tensors)
     except CheckpointNotFoundError:
-        reader = _open_bins(folder)
+        reader = open_bins(folder)
     unchanged = {name: _unchanged(name, info) for name, info in weights_of(reader).items()}
     return Weights(folder, reader, spelled_by_table(_config(folder), unchanged), beside)
 
@@ -221,43 +218,6 @@ def _badness(tensor: ComparedTensor) -> tuple[bool, bool, float, int]:
 def _unchanged(name: str, info: TensorInfo) -> FileTensor:
     """Returns a tensor that the file stores under its HuggingFace name and in its HuggingFace form."""
     return FileTensor(HfTensor(name, info.shape, (Slab(0, name, Region.whole(info.shape)),)), info.dtype)
-
-
-def _open_bins(folder: Path) -> ShardReader:
-    shards = _read_bins(folder)
-    return ShardReader(folder, {name: info for name, (info, _) in shards.items()}, lambda name: (shards[name][1],))
-
-
-def _read_bins(folder: Path) -> dict[str, tuple[TensorInfo, StoredShard]]:
-    index = folder / _BIN_INDEX
-    if index.exists():
-        where = read_weight_map(index)
-        files = sorted(set(where.values()))
-    elif (folder / _BIN_FILE).exists():
-        where, files = {}, [_BIN_FILE]
-    else:
-        raise CheckpointNotFoundError(
-            f"{folder}: has neither model*.safetensors nor pytorch_model*.bin, so it has no weights: name the folder "
-            "of a HuggingFace model"
-        )
-    found = {name: shard for file in files for name, shard in _read_bin(folder / file)}
-    if missing := sorted(where.keys() - found.keys()):
-        raise CheckpointCorruptError(
-            f"{folder / where[missing[0]]}: lacks {missing[0]}, which {_BIN_INDEX} places in this file: copy the file "
-            "again"
-        )
-    return found
-
-
-def _read_bin(path: Path) -> Iterator[tuple[str, tuple[TensorInfo, StoredShard]]]:
-    state: Any = read_pt(path)
-    if not isinstance(state, Mapping):
-        raise CheckpointCorruptError(f"{path}: wanted a state dict, found a {type(state).__name__}")
-    for name, tensor in state.items():
-        if not isinstance(tensor, PtTensor):
-            raise CheckpointCorruptError(f"{path}: {name}: wanted a tensor, found a {type(tensor).__name__}")
-        shard = stored_shard(str(name), tensor, Region.whole(tensor.shape))
-        yield str(name), (TensorInfo(tensor.dtype, tensor.shape), shard)
 
 
 # -- one tensor --------------------------------------------------------------------------------------------

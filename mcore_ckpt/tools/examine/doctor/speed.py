@@ -114,47 +114,47 @@ def _large_files(folder: Path, nbytes: int, flags: int, progress: Progress) -> l
     data = memoryview(source)
     for at in range(0, nbytes, _MEBIBYTE):
         data[at : at + _MEBIBYTE] = tile
-    layout = _native.FileLayout([0], [nbytes], [-1], [], nbytes, _MEBIBYTE)
     crcs = _native.crc32_blocks(source.address, nbytes, _MEBIBYTE)
     crc_s = _seconds(lambda: _native.crc32_blocks(source.address, nbytes, _MEBIBYTE))
     copy_s = _seconds(lambda: _native.copy_host([target.address], [source.address], [nbytes], 1))
     ours, raw = folder / "ours", folder / "raw"
-
-    def write_ours() -> None:
-        job = _native.WriteJob(threads=tuning.IO_THREADS, piece_bytes=tuning.WRITE_BYTES)
-        try:
-            job.add_file(ours, layout, 0, nbytes, buffer=source)
-            job.start()
-            job.wait(0)
-            job.finish(0, b"")
-        finally:
-            job.close()
-
-    def read_ours() -> None:
-        job = _native.ReadJob(
-            [str(ours)], threads=tuning.IO_THREADS, piece_bytes=tuning.READ_BYTES, block_bytes=_MEBIBYTE
-        )
-        job.add(0, 0, nbytes, list(crcs), 0, nbytes, 1, nbytes, target.address, nbytes, owner=target)
-        try:
-            job.run()
-        except _native.DamagedBlock as error:
-            raise CheckpointError(f"{ours}: reads back other bytes than were written: {error}") from None
-
     most = 2 * nbytes * (_PAIRS + 1)  # in one direction
     writes = _pairs(
-        write_ours,
+        partial(_write_ours, ours, source),
         lambda: _write_raw(raw, data, flags),
         partial(_delete, ours, raw),
         lambda pairs: progress(2 * nbytes * pairs, 2 * most),
     )
     reads = _pairs(
-        read_ours,
+        partial(_read_ours, ours, crcs, target),
         lambda: _read_raw(raw, memoryview(target), flags),
         partial(_forget, ours, raw),
         lambda pairs: progress(most + 2 * nbytes * pairs, 2 * most),
     )
     cpu = nbytes / (crc_s + copy_s) * min(len(os.sched_getaffinity(0)), tuning.IO_THREADS)
     return [_compared(WRITE, nbytes, writes, cpu), _compared(READ, nbytes, reads, cpu)]
+
+
+def _write_ours(path: Path, source: _native.HostBuffer) -> None:
+    layout = _native.FileLayout([0], [source.nbytes], [-1], [], source.nbytes, _MEBIBYTE)
+    job = _native.WriteJob(threads=tuning.IO_THREADS, piece_bytes=tuning.WRITE_BYTES)
+    try:
+        job.add_file(path, layout, 0, source.nbytes, buffer=source)
+        job.start()
+        job.wait(0)
+        job.finish(0, b"")
+    finally:
+        job.close()
+
+
+def _read_ours(path: Path, crcs: Sequence[int], target: _native.HostBuffer) -> None:
+    nbytes = target.nbytes
+    job = _native.ReadJob([str(path)], threads=tuning.IO_THREADS, piece_bytes=tuning.READ_BYTES, block_bytes=_MEBIBYTE)
+    job.add(0, 0, nbytes, list(crcs), 0, nbytes, 1, nbytes, target.address, nbytes, owner=target)
+    try:
+        job.run()
+    except _native.DamagedBlock as error:
+        raise CheckpointError(f"{path}: reads back other bytes than were written: {error}") from None
 
 
 def _pairs(
