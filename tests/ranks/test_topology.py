@@ -1,15 +1,13 @@
 """Where a rank stands, by megatron's own process groups, in worlds of which this process plays one rank."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from absent_ranks import rank_of
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mcore_ckpt.errors import InvalidStateError, UnsupportedError
 from mcore_ckpt.ranks.process_groups import find_process_groups
@@ -22,17 +20,6 @@ from mcore_ckpt.ranks.topology import (
     read_replicas,
     read_topology,
 )
-
-
-@contextmanager
-def rank_of(world: int, rank: int) -> Iterator[None]:
-    """Makes this process a rank of a world whose other ranks do not exist: groups can be made, but not used."""
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
-    try:
-        yield
-    finally:
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
 
 
 def initialize(tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1, etp: int | None = None, instances: int = 1) -> None:

@@ -12,6 +12,7 @@ from unsharded_model import trainer_of
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.index import Alias
 from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest, WrittenFile, encode_manifest
+from mcore_ckpt.checkpoint.manifest_text import Holds
 from mcore_ckpt.checkpoint.plain_files import pickle_plain, write_plain
 from mcore_ckpt.checkpoint.reading import read_index
 from mcore_ckpt.formats.contract import RankPosition
@@ -63,10 +64,10 @@ def checkpoint(
     names = {each.key.name for tensors in files.values() for each in tensors}
     names |= {alias.key.name for alias in aliases}
     tensors = tuple(sorted(names, key=natural_order))
-    holds = [tuple(runs(_held(folder, file, tensors))) for file in written]
+    holds = [Holds(runs(_held(folder, file, tensors))) for file in written]
     for path, values in (plain or {}).items():
         written.append(write_plain(folder, path, _KINDS[path.partition("/")[0]], pickle_plain(dict(values))))
-        holds.append(())
+        holds.append(Holds())
     manifest = Manifest(
         step=5,
         role=folder.name,
