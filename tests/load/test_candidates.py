@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import ROLE, make
-from stored_tensors import lone_trainer
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, RemoteError
@@ -24,6 +22,8 @@ from mcore_ckpt.steps import tracker
 from mcore_ckpt.steps.remote_steps import RemoteSteps
 from mcore_ckpt.steps.retention import PreservationPolicy
 from mcore_ckpt.steps.upload_queue import UploadQueue
+from tests.support.checkpoints import ROLE, make
+from tests.support.stored_tensors import lone_trainer
 
 
 def role_dir(root: Path, step: int, role: str = ROLE) -> Path:

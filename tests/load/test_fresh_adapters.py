@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from stored_tensors import lone_trainer
 
 from mcore_ckpt.checkpoint.manifest import AdapterSettings
 from mcore_ckpt.errors import CheckpointMismatchError
 from mcore_ckpt.load.fresh_adapters import choice_of
 from mcore_ckpt.ranks.rounds import Agreement
 from mcore_ckpt.state.trainer import Trainer
+from tests.support.stored_tensors import lone_trainer
 
 BASE = "decoder.layers.0.mlp.linear_fc1.weight"
 BRIDGES = "decoder.layers.0.mlp.linear_fc1.adapter.linear_in.weight"

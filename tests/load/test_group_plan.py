@@ -12,7 +12,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from stored_tensors import OPTIMIZER_FILE, checkpoint, locator_of, shard
 
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError
 from mcore_ckpt.load.group_plan import GroupPlan, PartGroups, plan_groups
@@ -21,6 +20,7 @@ from mcore_ckpt.state.group_matching import LiveGroup
 from mcore_ckpt.state.optimizers.part import OptimizerPart
 from mcore_ckpt.state.param_groups import SavedPart, Schedules, group_keys, match_parts
 from mcore_ckpt.state.shards import ParameterState
+from tests.support.stored_tensors import OPTIMIZER_FILE, checkpoint, locator_of, shard
 
 NAMES = ("decoder.layers.0.mlp.linear_fc2.weight", "decoder.final_layernorm.weight", "output_layer.weight")
 OF_RUN = Schedules("run", {}, {})

@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from fused_adam import FusedAdam
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stored_tensors import MODEL_FILE, OPTIMIZER_FILE, checkpoint, locator_of, lone_trainer, shard
 
 from mcore_ckpt.checkpoint.halves import split_halves
 from mcore_ckpt.checkpoint.index import SCALE_REGION
@@ -27,6 +25,8 @@ from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.state.optimizers.chain import optimizer_parts
 from mcore_ckpt.state.optimizers.part import OptimizerPart
 from mcore_ckpt.state.shards import ParameterState
+from tests.support.fused_adam import FusedAdam
+from tests.support.stored_tensors import MODEL_FILE, OPTIMIZER_FILE, checkpoint, locator_of, lone_trainer, shard
 
 A, B = "decoder.final_layernorm.weight", "output_layer.weight"
 MOMENTS = ("exp_avg", "exp_avg_sq")

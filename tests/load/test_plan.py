@@ -11,14 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from absent_ranks import rank_of
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
-from stored_tensors import MODEL_FILE, OPTIMIZER_FILE, checkpoint, lone_trainer, shard
-from unsharded_model import sharded_state_dict
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.halves import split_halves
@@ -34,6 +31,9 @@ from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.state.model import model_shards
 from mcore_ckpt.state.trainer import Trainer
 from mcore_ckpt.state.typed_values import TYPE, to_stored
+from tests.support.absent_ranks import rank_of
+from tests.support.stored_tensors import MODEL_FILE, OPTIMIZER_FILE, checkpoint, lone_trainer, shard
+from tests.support.unsharded_model import sharded_state_dict
 
 TOKENS, HIDDEN = 20, 16
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from stored_tensors import lone_trainer
 
 from mcore_ckpt.errors import CheckpointMismatchError
 from mcore_ckpt.load.same_model import differences_to_live, warn_of_other_model
 from mcore_ckpt.ranks.rounds import Agreement
 from mcore_ckpt.state.trainer import Trainer
+from tests.support.stored_tensors import lone_trainer
 
 SAVED = {"num_attention_heads": 4, "position_embedding_type": "rope", "rotary_base": 10000}
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from stored_tensors import MODEL_FILE, checkpoint, locator_of, lone_trainer, shard
 
 from mcore_ckpt.checkpoint.dtypes import dtype_name
 from mcore_ckpt.errors import CheckpointMismatchError
@@ -17,6 +16,7 @@ from mcore_ckpt.load.tensor_fills import describe_rounding, not_there, plan_fill
 from mcore_ckpt.ranks.topology import Replicas, Topology
 from mcore_ckpt.sharding.plan import MODEL, ShardKey
 from mcore_ckpt.sharding.regions import Region
+from tests.support.stored_tensors import MODEL_FILE, checkpoint, locator_of, lone_trainer, shard
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 WANTED = Wanted(ShardKey("a.weight", MODEL), Region.whole((2, 3)), "model/own.pt")

@@ -9,8 +9,6 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from rank_threads import on_threads
-from stored_tensors import MODEL_FILE, checkpoint, locator_of, shard
 
 from mcore_ckpt.errors import AgreementError, CheckpointCorruptError, CheckpointError, CheckpointMismatchError
 from mcore_ckpt.io import _native
@@ -19,6 +17,8 @@ from mcore_ckpt.load.together import fill_together, names_left_over, plan_togeth
 from mcore_ckpt.ranks.rounds import Agreement, Record
 from mcore_ckpt.ranks.topology import Replicas
 from mcore_ckpt.sharding.plan import MODEL, ShardKey
+from tests.support.rank_threads import on_threads
+from tests.support.stored_tensors import MODEL_FILE, checkpoint, locator_of, shard
 
 RANKS = 3
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from absent_ranks import rank_of
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -20,6 +19,7 @@ from mcore_ckpt.ranks.topology import (
     read_replicas,
     read_topology,
 )
+from tests.support.absent_ranks import rank_of
 
 
 def initialize(tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1, etp: int | None = None, instances: int = 1) -> None:

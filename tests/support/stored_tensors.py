@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from checkpoints import write_alone
-from unsharded_model import trainer_of
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.index import Alias
@@ -25,6 +23,8 @@ from mcore_ckpt.sharding.names import natural_order
 from mcore_ckpt.sharding.plan import MODEL, OPAQUE, Coding, ShardKey, runs
 from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.state.trainer import Trainer
+from tests.support.checkpoints import write_alone
+from tests.support.unsharded_model import trainer_of
 
 # The kinds of small files, by their folders.
 _KINDS = {"optim": "common", "rng_states": "rng", "extra_state": "extra"}
