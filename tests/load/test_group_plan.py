@@ -183,6 +183,29 @@ def test_without_members_only_groups_of_matched_parts_are_candidates(stored: Pat
     assert not any(group.found_in for group in plan.parts[0].live)
 
 
+def test_a_group_may_come_from_another_part_of_the_same_kind(stored: Path) -> None:
+    """Of a chain of two, in which parameters have moved from one to the other."""
+    saved = [saved_as(groups([A])), saved_as(groups([B]))]
+    live = [groups([B]), groups([A])]
+    parts = [adam(each) for each in live]
+    states = [states_of(each, part) for each, part in zip(live, parts, strict=True)]
+    found = match_parts(parts, saved)
+    assert [state.candidates for state in found] == [(0,), (1,)]
+    plan = plan_groups(saved, parts, group_keys(parts), states, found, locator_of(stored), OF_RUN)
+    outcome = plan.decide([plan.to_record()])
+    assert [state.numbers for state in plan.complete(found, outcome)] == [[1], [0]]
+
+
+def test_a_group_is_never_taken_from_another_kind_of_optimizer(stored: Path) -> None:
+    """Although its settings are the same, and nothing else is known."""
+    saved = [{**saved_as(groups([A]), with_members=False), "kind": "Muon"}, saved_as(groups([B]), with_members=False)]
+    live = groups([A])
+    part = adam(live)
+    found = match_parts([part], saved)
+    plan = plan_groups(saved, [part], group_keys([part]), [states_of(live, part)], found, locator_of(stored), OF_RUN)
+    assert plan.complete(found, plan.decide([plan.to_record()]))[0].numbers == [1]
+
+
 def test_members_are_known_by_their_names_in_the_checkpoint(tmp_path: Path) -> None:
     """Which may be synonyms of the live ones."""
     stored_name = "decoder.layers.0.input_layernorm.weight"

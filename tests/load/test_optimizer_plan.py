@@ -299,6 +299,13 @@ def test_an_unknown_parameter_is_refused(tmp_path: Path) -> None:
         planner(folder).plan(part_of(main), [state_of(A, main)], False)
 
 
+def test_a_parameter_of_which_only_a_moment_is_stored(tmp_path: Path) -> None:
+    folder = stored(tmp_path / "actor", shard(A, values(), "exp_avg"))
+    main = torch.zeros(6)
+    with pytest.raises(CheckpointMismatchError, match=r"found no such tensor in the checkpoint: build the model"):
+        planner(folder).plan(part_of(main), [state_of(A, main)], False)
+
+
 def test_a_moment_of_another_shape_is_refused(tmp_path: Path) -> None:
     folder = stored(tmp_path / "actor", shard(A, values(), "param"), *(shard(A, values(5), kind) for kind in MOMENTS))
     main = torch.zeros(6)
@@ -460,6 +467,32 @@ def test_a_main_parameter_that_the_first_step_makes_is_not_filled(tmp_path: Path
     assert plan.newly_started == ((part, state, False),)
     without_model = planner(folder, load_contents=("optimizer",)).plan(part, [state], False)
     assert len(without_model.mains) == 1
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kinds", "starts_anew", "filled"),
+    [
+        (torch.bfloat16, MOMENTS, False, True),
+        (torch.bfloat16, MOMENTS, True, False),  # the first step makes it
+        (torch.bfloat16, (), False, False),
+        (torch.float32, (), False, True),  # it is more precise than the model's tensor
+    ],
+)
+@pytest.mark.parametrize("is_model_view", [False, True])
+def test_when_the_first_step_makes_a_main_parameter(
+    dtype: torch.dtype, kinds: tuple[str, ...], starts_anew: bool, filled: bool, is_model_view: bool, tmp_path: Path
+) -> None:
+    """Before it, FusedAdam has ranges of the model's own parameters."""
+    writes = [shard(A, values().to(dtype), "param"), *(shard(A, values(), kind) for kind in kinds)]
+    folder = stored(tmp_path / "actor", *writes, model={A: values().bfloat16()})
+    parameter = torch.zeros(6, dtype=torch.bfloat16)
+    part = part_of(inner=FusedAdam([parameter], master_weights=True))
+    plan = planner(folder).plan(part, [state_of(A, parameter, is_model_view=is_model_view)], starts_anew)
+    assert [main for _, _, main in plan.all_newly_started] == [filled]
+    assert len(plan.mains) == filled
+    if filled:
+        fill(folder, plan)
+        assert torch.equal(part.inner.state[parameter]["master_param"], values().to(dtype).float())
 
 
 # -- whatever is stored --------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from mcore_ckpt.state.model import model_shards
 from mcore_ckpt.state.trainer import Trainer
 from mcore_ckpt.state.typed_values import TYPE, to_stored
 from tests.support.absent_ranks import rank_of
+from tests.support.fused_adam import FusedAdam
 from tests.support.stored_tensors import MODEL_FILE, OPTIMIZER_FILE, checkpoint, lone_trainer, shard
 from tests.support.unsharded_model import sharded_state_dict
 
@@ -115,7 +116,7 @@ def rank(tp: int = 1, number: int = 0, change: Callable[[torch.nn.Module], objec
 
 def keep_places(model: torch.nn.Module) -> None:
     """Lets a model say where its live tensors belong, as megatron does, when its world is gone."""
-    described = model.sharded_state_dict  # type: ignore[operator]
+    described: Any = model.sharded_state_dict
     found: list[dict[str, Any]] = []
 
     def kept(metadata: dict[str, Any]) -> dict[str, Any]:
@@ -508,7 +509,7 @@ def test_adapters_of_another_scale_are_refused(
     files[MODEL_FILE].append(shard(adapter, torch.zeros(2, HIDDEN)))
     settings = None if saved is None else AdapterSettings(saved)
     folder = save(tmp_path, [one], files, adapters=settings)
-    config = {"adapters": AdapterSettings(live), "load_contents": contents}
+    config: Any = {"adapters": AdapterSettings(live), "load_contents": contents}
     if is_refused:
         words = f"its adapters have alpha {saved:g}, but those of the model have alpha {live:g}: give the "
         assert words in refusal(one, folder, **config)
@@ -528,6 +529,16 @@ def test_another_layout_starts_the_generators_from_the_seed(one: Rank, tmp_path:
     again = plan_of(ranks[1], folder, load_contents=("extra",))
     assert (again.seed, again.extra_state) == (None, {"rank": 1})
     assert again.rng is not None
+
+
+def test_all_tensor_parallel_ranks_start_from_one_seed(tmp_path: Path) -> None:
+    """That of tensor-parallel rank 0, because outside megatron's tracker they must draw equal numbers."""
+    ranks = [rank(2, number) for number in range(2)]
+    other = {file_names.rng_file(0, 1, 0, 0): {"torch": torch.full((16,), 9, dtype=torch.uint8)}}
+    folder = save(tmp_path, ranks, plain=plain_of(ranks) | other)
+    of = ranks[1].trainer(load_contents=("extra",))
+    plan = plan_load(replace(of, topology=replace(of.topology, ep=2)), LocalFolder(folder))
+    assert (plan.rng, plan.seed) == (None, int.from_bytes(bytes([7] * 8), "little"))
 
 
 def test_a_resharded_checkpoint_has_only_the_seed(one: Rank, tmp_path: Path) -> None:
@@ -598,7 +609,8 @@ def test_param_groups_that_rank_0_has_found(one: Rank, stored: Path) -> None:
     assert plan.common is not None
     found = plan.with_groups(plan.common.groups.decide([plan.common.groups.to_record()]))
     assert found.common is not None
-    ((group,),) = [state.param_groups for state in found.common.optimizers]  # type: ignore[misc]
+    ((group,),) = [state.param_groups or () for state in found.common.optimizers]
+    assert group is not None
     assert group["lr"] == 0.5
     assert found.common.changes.kept == ()
 
@@ -655,13 +667,63 @@ def test_replicated_weights_are_read_by_one_rank(one: Rank, stored: Path) -> Non
     assert {fill.replicas for fill in plan.fills} == {(0, 1)}
 
 
+def test_weights_that_follow_from_main_parameters_are_not_sent_to_replicas(stored: Path) -> None:
+    """A replica's weights, which are sent last, would undo how main parameters have changed those here."""
+    mine = rank()
+    parameters = mine.inner.param_groups[0]["params"]
+    mine.optimizer.optimizer = FusedAdam(parameters, master_weights=True, store_param_remainders=True)
+    trainer = replace(mine.trainer(load_replicas="broadcast"), replicas=Replicas((0, 1)))
+    plan = plan_load(trainer, LocalFolder(stored))
+    assert {fill.replicas for fill in plan.model_fills} == {()}
+    assert {fill.replicas for part in plan.parts for fill in part.state} == {(0, 1)}
+
+
+class QuantizedTensor(torch.Tensor):
+    """By this name a weight in 8 bits is known."""
+
+
+def test_quantized_weights_are_filled_through_their_main_parameters(stored: Path) -> None:
+    mine = rank(change=quantize(NORM))
+    weight = dict(mine.model.named_parameters())[NORM]
+    main = torch.nn.Parameter(torch.zeros(HIDDEN))
+    mine.optimizer.__class__ = Float16OptimizerWithFloat16Params
+    rest = [parameter for parameter in mine.model.parameters() if parameter is not weight]
+    mine.optimizer.float16_groups, mine.optimizer.fp32_from_float16_groups = [[weight]], [[main]]
+    mine.optimizer.fp32_from_fp32_groups = [rest]
+    mine.optimizer.optimizer = torch.optim.Adam([main, *rest])
+    alone = plan_of(mine, stored, load_contents=("model",))
+    everything = len(model_shards([mine.model]))
+    assert len(alone.model_fills) == everything
+    (fill_of_main,) = (each for each in alone.model_fills if each.target() is main)
+    assert fill_of_main.encode is None
+    with_optimizer = plan_of(mine, stored)
+    assert len(with_optimizer.model_fills) == everything - 1, "the optimizer's plan fills it"
+    assert [each.target() is main for part in with_optimizer.parts for each in part.mains] == [True]
+
+
+def test_quantized_weights_without_an_optimizer(stored: Path) -> None:
+    mine = rank(change=quantize(NORM))
+    plan = plan_load(replace(mine.trainer(load_contents=("model",)), optimizer=None), LocalFolder(stored))
+    assert [each.encode is not None for each in plan.model_fills].count(True) == 1
+
+
+def quantize(name: str) -> Callable[[torch.nn.Module], None]:
+    def change(model: torch.nn.Module) -> None:
+        module, _, last = name.rpartition(".")
+        weight = torch.nn.Parameter(torch.zeros(HIDDEN).as_subclass(QuantizedTensor))
+        setattr(model.get_submodule(module), last, weight)
+
+    return change
+
+
 class Opaque(torch.nn.Module):
-    """A module with `_extra_state`, as transformer-engine's have."""
+    """A module with `_extra_state`, as transformer-engine's have, and a buffer."""
 
     def __init__(self, state: torch.Tensor | None) -> None:
         super().__init__()
         self.config = SimpleNamespace(num_layers=1)
         self.weight = torch.nn.Parameter(torch.zeros(3))
+        self.register_buffer("counts", torch.zeros(2))
         self.state = state
 
     def get_extra_state(self) -> torch.Tensor | None:
@@ -677,7 +739,7 @@ class Opaque(torch.nn.Module):
 def opaque_plan(
     folder: Path, stored_state: torch.Tensor | None, more: Sequence[TensorWrite] = ()
 ) -> tuple[Opaque, Callable[[], LoadPlan]]:
-    writes = [shard("weight", torch.ones(3)), *more]
+    writes = [shard("weight", torch.ones(3)), shard("counts", torch.ones(2)), *more]
     if stored_state is not None:
         writes.append(shard("_extra_state", stored_state, "opaque"))
     saved = checkpoint(folder / "actor", {MODEL_FILE: writes}, contents=("model",))
@@ -698,12 +760,38 @@ def test_extra_state_of_a_module_is_restored_once_it_is_read(tmp_path: Path) -> 
 
 def test_extra_state_that_the_saved_layers_did_not_have(tmp_path: Path) -> None:
     _, planned = opaque_plan(tmp_path / "none", None)
-    assert len(planned().fills) == 1
+    assert len(planned().fills) == 2
     other = shard("decoder.layers.0.mlp._extra_state", torch.zeros(2, dtype=torch.uint8), "opaque")
     _, planned = opaque_plan(tmp_path / "others", None, [other])
     words = r"tensor _extra_state \(opaque\): wanted 4 bytes, found no such tensor"
     with pytest.raises(CheckpointMismatchError, match=words):
         planned()
+
+
+def test_a_layer_without_extra_state_wants_none(tmp_path: Path) -> None:
+    """Although others of the checkpoint have some."""
+    other = shard("decoder.layers.0.mlp._extra_state", torch.zeros(2, dtype=torch.uint8), "opaque")
+    module, planned = opaque_plan(tmp_path, None, [other])
+    module.state = torch.zeros(0, dtype=torch.uint8)
+    assert len(planned().fills) == 2
+
+
+def test_a_buffer_that_is_rounded_is_said(tmp_path: Path) -> None:
+    """It has no main parameter either."""
+    module = Opaque(None)
+    writes = [shard("weight", torch.ones(3).double()), shard("counts", torch.ones(2).double())]
+    moments = [shard("weight", torch.ones(3), kind) for kind in ("param", *MOMENTS)]
+    one_group = plain_of([])[file_names.COMMON_FILE]
+    folder = checkpoint(
+        tmp_path / "actor",
+        {MODEL_FILE: writes, OPTIMIZER_FILE: moments},
+        plain={file_names.COMMON_FILE: one_group},
+        contents=("model", "optimizer"),
+    )
+    trainer = lone_trainer(module, adam_of(module), load_contents=("model", "optimizer"))
+    plan = plan_load(trainer, LocalFolder(folder))
+    roundings = {fill.target().numel(): fill.rounding for fill in plan.model_fills}
+    assert roundings == {3: None, 2: "model: float64 to float32"}
 
 
 def test_extra_state_that_nobody_takes_is_not_refused(tmp_path: Path) -> None:

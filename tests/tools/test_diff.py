@@ -16,12 +16,14 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.cli.main import main
 from mcore_ckpt.errors import CheckpointCorruptError, InvalidArgumentError
 from mcore_ckpt.formats.native.reader import NativeReader
+from mcore_ckpt.sharding.plan import OPAQUE
 from mcore_ckpt.tools.examine import tensor_pairs as module
 from mcore_ckpt.tools.examine.diff import Diff, RoleDiff, diff
 from mcore_ckpt.tools.examine.differences import DifferentValue, Tolerance, different_values
 from tests.support.checkpoints import SHAPES
 from tests.support.checkpoints import make as make_version
 from tests.support.small_model import make, resharded, tensors_of
+from tests.support.stored_tensors import checkpoint, shard
 
 FC1, FC2 = "decoder.layers.1.mlp.linear_fc1.weight", "decoder.layers.1.mlp.linear_fc2.weight"
 
@@ -78,6 +80,22 @@ def test_one_value(name: str, at: tuple[int, int], whole: Path, tmp_path: Path) 
     }
     assert found.tensors[0].max_abs == pytest.approx(0.5, rel=1e-5)
     assert not found.values
+
+
+def test_all_files_of_tensors_that_belong_to_files_are_counted(tmp_path: Path) -> None:
+    """Each rank has an `_extra_state` of its own under the same name."""
+    states = {0: torch.zeros(3, dtype=torch.uint8), 1: torch.ones(5, dtype=torch.uint8)}
+    name = "decoder.layers.0.mlp._extra_state"
+    files = {file_names.model_file(tp, 0): [shard(name, state, OPAQUE)] for tp, state in states.items()}
+    folder = checkpoint(tmp_path / "actor", files, contents=("model",))
+    told: list[tuple[int, int]] = []
+    role = the_role(diff(folder, folder, progress=lambda *amounts: told.append(amounts)))
+    assert (role.is_same, role.compared, role.nbytes) == (True, 1, 8)
+    assert told == [(3, 8), (8, 8)]
+    files[file_names.model_file(1, 0)] = [shard(name, states[1] + 1, OPAQUE)]
+    other = checkpoint(tmp_path / "other" / "actor", files, contents=("model",))
+    (found,) = the_role(diff(folder, other)).tensors
+    assert (found.kind, found.problem, found.numel, found.differing) == (OPAQUE, "values", 8, 5)
 
 
 def test_the_worst_comes_first(whole: Path, tmp_path: Path) -> None:
