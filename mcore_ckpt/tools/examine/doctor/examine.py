@@ -29,7 +29,7 @@ from mcore_ckpt.tools.examine.doctor.trial import owner_of, trial_folder, unusab
 RANKS = "ranks"
 # How much longer than for anything else a rank waits while others measure their speed, in seconds.
 _MEASURING_S = 180.0
-_FREE_SPACE = "examining the file system"
+_TOPIC = "examining the file system"
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ class _Examination:
                 self._together.append(_missing(self._root, missing))
             return {"trial": None if self._trial is None else self._trial.name, "leaders": sorted(leaders.values())}
 
-        return decide(self._agreement, _FREE_SPACE, work, combine)
+        return decide(self._agreement, _TOPIC, work, combine)
 
     def _open_trial(self, stack: ExitStack) -> None:
         self._trial, self._error = None, None
