@@ -3,7 +3,8 @@
 import logging
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,17 +13,25 @@ import pytest
 import torch
 
 from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.manifest import ManifestSummary
+from mcore_ckpt.config import FastTier
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, RemoteError
+from mcore_ckpt.fast.tier import NodeTier
+from mcore_ckpt.fast.transport import TcpTransport
 from mcore_ckpt.formats.native.folder import LocalFolder
 from mcore_ckpt.formats.native.remote_folder import RemoteFolder
 from mcore_ckpt.io.store import Store
 from mcore_ckpt.load.candidates import find_candidates, folder_of, local_candidate, remote_steps
+from mcore_ckpt.ranks.node_map import Node, NodeMap
 from mcore_ckpt.state.trainer import Trainer
 from mcore_ckpt.steps import tracker
+from mcore_ckpt.steps.node_steps import FastCheckpoint
+from mcore_ckpt.steps.owner import Owner
 from mcore_ckpt.steps.remote_steps import RemoteSteps
 from mcore_ckpt.steps.retention import PreservationPolicy
+from mcore_ckpt.steps.trainer_lock import TrainerLock
 from mcore_ckpt.steps.upload_queue import UploadQueue
-from tests.support.checkpoints import ROLE, make
+from tests.support.checkpoints import ROLE, dead_owner, make, own
 from tests.support.stored_tensors import lone_trainer
 
 
@@ -156,12 +165,16 @@ def remote(root: Path, tmp_path: Path) -> RemoteSteps:
 
 
 class Unreachable:
-    """A store that does not answer."""
+    """A store that does not answer. It notes whether a step of another run would do."""
+
+    def __init__(self) -> None:
+        self.of_any_run: list[bool] = []
 
     def steps(self) -> Any:
         raise RemoteError("s3://bucket: no answer")
 
     def step(self, step: int, of_any_run: bool = False) -> Any:
+        self.of_any_run.append(of_any_run)
         raise RemoteError("s3://bucket: no answer")
 
 
@@ -196,6 +209,8 @@ def test_a_store_that_does_not_answer(root: Path, tmp_path: Path, caplog: pytest
         assert text.startswith(
             f"s3://bucket: no answer; {tmp_path / 'empty'} has no checkpoint to load, and the store may"
         )
+    assert steps_of(find(trainer(root), 10, remote=store)) == [(10, False)]
+    assert store.of_any_run == [True, False], "only if there is no other checkpoint of the step"
     assert remote_steps(None, root, None, required=True) == []
 
 
@@ -203,6 +218,62 @@ def test_a_step_that_only_the_store_has_whole(root: Path, remote: RemoteSteps) -
     remove_a_file(root, 20)
     found = find(trainer(root), remote=remote)
     assert steps_of(found)[0] == (20, True)
+
+
+# -- on the nodes of the fast tier -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> Iterator[NodeTier]:
+    """Node 0 of two nodes of a rank each."""
+    nodes = NodeMap(tuple(Node(f"n{n}", f"n{n}", (n,), "127.0.0.1:1") for n in range(2)))
+    folder = tmp_path / "node"
+    transport, lock = TcpTransport(b"secret", 0.1), TrainerLock(folder, ROLE)
+    with closing(NodeTier(FastTier(folder), ROLE, nodes, 0, 0, folder, transport, None, lock)) as found:
+        yield found
+
+
+def on_nodes(step: int, attempt: str = "b" * 32, last: int = 3) -> FastCheckpoint:
+    """A checkpoint of 4 files, of which the nodes have those up to `last`."""
+    head = ManifestSummary(step, ROLE, (ROLE,), attempt, "2025-01-01T00:00:00+00:00")
+    return FastCheckpoint(head, 4, ((0, ((0, last),)),), True, False, 0)
+
+
+def find_on_nodes(of: Trainer, tier: NodeTier, *fast: FastCheckpoint, **named: Any) -> Any:
+    return find_candidates(of, None, named.get("step"), named.get("path"), tier, fast)
+
+
+def test_what_only_the_nodes_have_is_tried_first_if_it_is_newer(root: Path, tier: NodeTier) -> None:
+    found = find_on_nodes(trainer(root), tier, on_nodes(30))
+    assert steps_of(found) == [(30, False), (20, False), (10, False)]
+    assert ["holders" in each for each in found["candidates"]] == [True, False, False]
+    assert found["candidates"][0]["below"] is None
+
+
+def test_a_step_that_is_named_is_not_taken_for_another_one_on_the_nodes(root: Path, tier: NodeTier) -> None:
+    assert steps_of(find_on_nodes(trainer(root), tier, on_nodes(30), step=20)) == [(20, False)]
+    assert steps_of(find_on_nodes(trainer(root), tier, on_nodes(30), step=30)) == [(30, False)]
+
+
+def test_a_save_that_is_in_both_is_one_candidate(root: Path, tier: NodeTier) -> None:
+    attempt = LocalFolder(role_dir(root, 20)).manifest().attempt
+    found = find_on_nodes(trainer(root), tier, on_nodes(20, attempt))
+    assert steps_of(found) == [(20, False), (10, False)]
+    assert found["candidates"][0]["below"] == str(role_dir(root, 20))
+
+
+def test_a_folder_below_the_root_names_a_step_on_the_nodes(root: Path, tier: NodeTier, tmp_path: Path) -> None:
+    """Before it is copied there. If the nodes have lost it, the message says what they lack."""
+    of, path = trainer(root), role_dir(root, 30)
+    (candidate,) = find_on_nodes(of, tier, on_nodes(30), path=path)["candidates"]
+    assert (candidate["step"], "holders" in candidate) == (30, True)
+    with pytest.raises(CheckpointNotFoundError) as caught:
+        find_on_nodes(of, tier, on_nodes(30, last=1), path=path)
+    assert str(caught.value).startswith(f"{path}: this folder does not exist: name the folder of a role")
+    assert "2 of 4 files are on no node that is left" in str(caught.value)
+    elsewhere = role_dir(tmp_path / "elsewhere", 30)
+    with pytest.raises(CheckpointNotFoundError, match="this folder does not exist"):
+        find_on_nodes(of, tier, on_nodes(30), path=elsewhere)
 
 
 # -- a folder that is named --------------------------------------------------------------------------------
@@ -267,11 +338,16 @@ def test_a_relative_path(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert find(trainer(root), path=path)["candidates"] == [local_candidate(0, role_dir(root, 10))]
 
 
-def test_a_checkpoint_that_a_crash_left_aside_is_found(root: Path) -> None:
-    """A save that moves the old one aside died in between."""
+@pytest.mark.parametrize("is_dead", [True, False])
+def test_a_checkpoint_that_a_crash_left_aside_is_found(is_dead: bool, root: Path) -> None:
+    """It is put back, unless the save that moved it may still be alive: then it is read where it is."""
     path = role_dir(root, 20)
     aside = file_names.replaced_dir(path, "a" * 32)
     path.rename(aside)
-    (candidate,) = find(trainer(root), path=path)["candidates"]
-    assert Path(candidate["folder"]) in (path, aside)
-    assert LocalFolder(Path(candidate["folder"])).manifest().step == 20
+    staging = file_names.staging_dir(path, "a" * 32)
+    staging.mkdir()
+    own(staging, dead_owner(2**22 + 1) if is_dead else Owner.this_process())
+    found = find(trainer(root), path=path)
+    assert found == {"candidates": [local_candidate(0, path if is_dead else aside)], "foreign": None}
+    assert LocalFolder(path if is_dead else aside).manifest().step == 20
+    assert path.exists() is is_dead

@@ -99,16 +99,16 @@ def test_groups_are_found_by_their_members_wherever_they_are_in_the_list(stored:
 
 def test_what_ranks_know_of_a_group_counts_together(stored: Path) -> None:
     """One rank owns state of a part of its members, and another one of the rest, which were in another group."""
-    saved = groups([A], [B], [C], weight_decay=[0.0, 0.1, 0.2])
-    live = groups([A, B], [C], weight_decay=[0.3, 0.4])
+    saved = groups([A], [B], [C], wd_mult=[1.0, 0.5, 0.0])
+    live = groups([A, B], [C], wd_mult=[0.5, 0.0])
     here, parts = planned(stored, saved, live, owned=[A, C])
     there, _ = planned(stored, saved, live, owned=[B])
     alone = here.decide([here.to_record()])
     assert here.complete(parts, alone)[0].numbers == [0, 2]
-    outcome = here.decide([here.to_record(), there.to_record()])
-    (complete,) = here.complete(parts, outcome)
-    assert complete.numbers[1] == 2
-    assert here.complete(parts, outcome) == there.complete(parts, outcome)
+    for records in ([here, there], [there, here]):
+        outcome = here.decide([plan.to_record() for plan in records])
+        assert here.complete(parts, outcome)[0].numbers == [1, 2]
+        assert here.complete(parts, outcome) == there.complete(parts, outcome)
 
 
 def test_a_group_of_several_ones_with_other_rates_keeps_the_runs(stored: Path) -> None:

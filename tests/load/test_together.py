@@ -1,6 +1,7 @@
 """The phases of a load on several ranks: nothing is filled before all have planned, and all raise the same."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_ckpt.errors import AgreementError, CheckpointCorruptError, CheckpointError, CheckpointMismatchError
-from mcore_ckpt.io import _native
+from mcore_ckpt.io import _native, tuning
+from mcore_ckpt.load import together
 from mcore_ckpt.load.fill import TensorFill
 from mcore_ckpt.load.together import fill_together, names_left_over, plan_together, positions_taken
 from mcore_ckpt.ranks.rounds import Agreement, Record
@@ -128,6 +130,31 @@ def test_a_fill_that_fails_on_one_rank_fails_on_all(
     assert [type(each) for each in found.values()] == [wanted] * RANKS
     assert all("a block has a wrong CRC" in str(each) for each in found.values())
     assert sorted(applied) == [rank for rank in range(RANKS) if rank != failing]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_is_read_is_sent_once_all_ranks_have_read(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of tensors that are replicated on ranks 0 and 1, each reads a share. After a failure nothing is sent."""
+    monkeypatch.setattr(tuning, "BROADCAST_BYTES", 8)
+    sent: list[list[int]] = []
+    monkeypatch.setattr(together, "broadcast", lambda shared, _: sent.append([batch.reader for batch in shared]))
+    read: dict[int, int] = {}
+
+    def part(agreement: Agreement) -> int:
+        def fill(wanted: Any) -> int:
+            assert not sent
+            read[agreement.rank] = len(wanted)
+            if fails and agreement.rank == 1:
+                raise CheckpointCorruptError("torn")
+            return 1
+
+        replicated = [replace(each, replicas=(0, 1)) for each in fills()]
+        return fill_together(agreement, Replicas((0, 1)), "loading", [*replicated, *fills()[:1]], fill)
+
+    found = on_ranks(part, 2)
+    assert read == {0: 2, 1: 2}, "one of the replicated ones, and its own"
+    assert sent == ([] if fails else [[0, 1], [0, 1]])
+    assert [isinstance(each, CheckpointError) for each in found.values()] == [fails] * 2
 
 
 def test_buffers_are_freed_even_if_a_fill_fails(monkeypatch: pytest.MonkeyPatch) -> None:
