@@ -134,7 +134,7 @@ def test_a_changed_schedule_is_refused_where_both_must_be_equal(stored: Path) ->
     with pytest.raises(CheckpointMismatchError, match=words):
         plan.decide([plan.to_record()])
     for option in ("run", "checkpoint"):
-        plan, _ = planned(stored, saved, live, Schedules(option, {}, {}))  # type: ignore[arg-type]
+        plan, _ = planned(stored, saved, live, Schedules(option, {}, {}))
         assert plan.parts[0] is not None
         assert plan.decide([plan.to_record()])["numbers"] == [{key: n for n, key in enumerate(plan.parts[0].keys)}]
 
