@@ -70,15 +70,21 @@ def compare_pairs(
 
     Raises the first error of a `read`. No thread begins another batch after it, or after Ctrl-C.
     """
-    count = _Counter(sum(pair.left.nbytes for pairs in groups for pair in pairs), progress)
-    stop = threading.Event()
+    done, total = 0, sum(pair.left.nbytes for pairs in groups for pair in pairs)
+    stop, lock = threading.Event(), threading.Lock()
+
+    def count(nbytes: int) -> None:
+        nonlocal done
+        with lock:
+            done += nbytes
+            progress(done, total)
 
     def compare_group(pairs: Sequence[Pair]) -> Differences:
         found = Differences()
         for pair in pairs:
             for left, right in _batches(pair, stop):
                 found.add(left, right, tolerance)
-                count.add(left.nbytes)
+                count(left.nbytes)
         return found
 
     with ThreadPoolExecutor(tuning.HOST_THREADS, thread_name_prefix=thread_name) as pool:
@@ -101,16 +107,3 @@ def _batches(pair: Pair, stop: threading.Event) -> Iterator[tuple[torch.Tensor, 
         pair.left.read(start, left)
         pair.right.read(start, right)
         yield left, right
-
-
-class _Counter:
-    """Counts compared bytes on several threads."""
-
-    def __init__(self, total: int, progress: Progress) -> None:
-        self._total, self._progress = total, progress
-        self._done, self._lock = 0, threading.Lock()
-
-    def add(self, nbytes: int) -> None:
-        with self._lock:
-            self._done += nbytes
-            self._progress(self._done, self._total)
