@@ -267,6 +267,28 @@ class Pauses:
 # -- rank 0 --------------------------------------------------------------------------------------------------
 
 
+def trainer_of(root: Path, case: Case, agreement: Agreement) -> Trainer:
+    """Returns what rank 0 of a simulated run knows of its training."""
+    return Trainer(
+        root=root,
+        role=ROLE,
+        chunks=(),
+        optimizer=None,
+        lr_scheduler=None,
+        hf_config=None,
+        processing_class=None,
+        config=CheckpointConfig(save_contents=("model", "optimizer", "extra")),
+        coordinates=RankCoordinates(),
+        topology=case.layout.topology,
+        replicas=Replicas(),
+        stages=(),
+        first_instance=True,
+        vocab_size=None,
+        gpu=None,
+        agreement=agreement,
+    )
+
+
 class Rank0:
     """Rank 0 of a simulated run, with all of the package's own code that a commit and a load's plan need."""
 
@@ -281,24 +303,7 @@ class Rank0:
             for store, name in ((self._store, "trainer"), (self._commit_store, "commits"))
         )
         self.found["meeting"] = {"wall_s": time.perf_counter() - start, **vars(self._store.traffic)}
-        self._trainer = Trainer(
-            root=root,
-            role=ROLE,
-            chunks=(),
-            optimizer=None,
-            lr_scheduler=None,
-            hf_config=None,
-            processing_class=None,
-            config=CheckpointConfig(save_contents=("model", "optimizer", "extra")),
-            coordinates=RankCoordinates(),
-            topology=case.layout.topology,
-            replicas=Replicas(),
-            stages=(),
-            first_instance=True,
-            vocab_size=None,
-            gpu=None,
-            agreement=agreement,
-        )
+        self._trainer = trainer_of(root, case, agreement)
         self._names = TensorNames()
         self._own = Reporter(case, 0)
 
@@ -496,26 +501,31 @@ class Reporter:
         self._members = GroupMembers(({0: with_decay, 1: without_decay},))
         self._groups = NO_GROUPS
 
-    def write(self, staging: Path, with_index: bool) -> Callable[[TensorNames], Record]:
+    def write(self, staging: Path, with_index: bool, number: int = 0) -> Callable[[TensorNames], Record]:
+        """Makes the files, and returns what makes the report. Each `number` has other checksums and times."""
         written = []
+        varied = hash((self._rank, number)) & 0xFFFFFFFF if number else 0
         for file, plan in zip(self._saved, self._plans, strict=True):
             if file.writers[-1] != self._rank:
                 continue
             if with_index and self._case.is_read(self._at):
                 size, place = write_sparse(staging, file)
             else:
-                size, place = 4096, IndexPlace(2048, 1024, 0)
+                size, place = 4096, IndexPlace(2048, 1024, varied)
                 _truncate(staging / file.path, size)
-            written.append(WrittenFile(file.path, file.kind, size, 0xDEADBEEF, place, plan.holds))
+            written.append(WrittenFile(file.path, file.kind, size, 0xDEADBEEF ^ varied, place, plan.holds))
         for path, kind in (
             (file_names.rng_file(*self._at.place), "rng"),
             (file_names.extra_file(*self._at.place), "extra"),
         ):
             _truncate(staging / path, SMALL_FILE_BYTES)
-            written.append(WrittenFile(path, kind, SMALL_FILE_BYTES, 0xDEADBEEF))
+            written.append(WrittenFile(path, kind, SMALL_FILE_BYTES, 0xDEADBEEF ^ varied))
         trainer: Any = _Told(self._at)
 
-        times = RankTimes((0.000012, 0.123456), (0.123456, 1.234567), (0.234567, 12.345678), 1.345678, 10_000_000_000)
+        later = varied % 9999 / 1e6
+        times = RankTimes(
+            (0.000012, 0.123456), (0.123456, 1.234567 + later), (0.234567, 12.345678 + later), 1.345678, 10_000_000_000
+        )
 
         def report(names: TensorNames) -> Record:
             self._groups = self._members.listed(KEYS)
