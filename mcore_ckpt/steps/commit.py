@@ -14,9 +14,10 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Protocol
 
 from mcore_ckpt.checkpoint import file_names
-from mcore_ckpt.checkpoint.manifest import Manifest, WrittenFile, decode_manifest, encode_manifest
+from mcore_ckpt.checkpoint.manifest import Manifest, decode_manifest, encode_manifest
 from mcore_ckpt.errors import CommitError
 from mcore_ckpt.io import limits, tuning
 from mcore_ckpt.io.access import top_mode
@@ -35,6 +36,10 @@ _RENAME_EXCHANGE = 2
 # How many times `open_staging` tries to make the step's folder and then the staging folder in it. In between, another
 # role can remove the step's folder, which is still empty.
 _TRIES = 100
+# How many files a thread looks at in one turn, at most, and how many turns each thread has, at least, if there are many
+# files: a thread whose calls take longer takes fewer turns.
+_FILES_AT_ONCE = 64
+_TURNS = 8
 _NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
@@ -69,26 +74,45 @@ def open_staging(role_dir: Path, attempt: str, mode: int | None = None) -> Path:
     raise AssertionError("unreachable: the last try returns or raises")
 
 
-def check_files(staging: Path, files: Iterable[tuple[int, WrittenFile]]) -> None:
-    """Checks that this rank sees every file that the ranks wrote, in its full size. Raises CommitError."""
-    # The size of each file takes a call, however the folders are listed.
-    results_of(list(files), lambda written: _check_file(staging, *written), tuning.LOOK_THREADS)
+class SizedFile(Protocol):
+    """A file with its path below the staging folder and its size in bytes, such as a `WrittenFile`."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def size(self) -> int: ...
 
 
-def _check_file(staging: Path, rank: int, file: WrittenFile) -> None:
-    path = staging / file.path
-    try:
-        size = path.stat().st_size
-    except OSError as error:
-        raise CommitError(
-            f"rank {rank} has written {path}, but rank 0 cannot see it ({error.strerror}): all ranks must save to "
-            "one shared file system"
-        ) from None
-    if size != file.size:
-        raise CommitError(
-            f"rank {rank} has written {file.size} bytes to {path}, but rank 0 sees {size}: all ranks must save to "
-            "one shared file system that shows each rank the others' writes"
-        )
+def check_files(staging: Path, files: Iterable[tuple[int, SizedFile]]) -> None:
+    """Checks that this rank sees every file that the ranks wrote, in its full size. Raises CommitError.
+
+    Args:
+        staging: the staging folder.
+        files: the files, each with the rank that has written it.
+    """
+    # The size of each file takes a call, however the folders are listed. Each thread takes several files at a time,
+    # because for a local file system the threads would else spend most of the time on taking turns.
+    written = list(files)
+    length = max(1, min(_FILES_AT_ONCE, len(written) // (tuning.LOOK_THREADS * _TURNS)))
+    parts = [written[start : start + length] for start in range(0, len(written), length)]
+    results_of(parts, lambda part: _check_part(str(staging), part), tuning.LOOK_THREADS)
+
+
+def _check_part(staging: str, files: Iterable[tuple[int, SizedFile]]) -> None:
+    for rank, file in files:
+        path = f"{staging}/{file.path}"
+        try:
+            size = os.stat(path).st_size
+        except OSError as error:
+            raise CommitError(
+                f"rank {rank} has written {path}, but rank 0 cannot see it ({error.strerror}): all ranks must save to "
+                "one shared file system"
+            ) from None
+        if size != file.size:
+            raise CommitError(
+                f"rank {rank} has written {file.size} bytes to {path}, but rank 0 sees {size}: all ranks must save to "
+                "one shared file system that shows each rank the others' writes"
+            )
 
 
 def check_structures(by_rank: Sequence[Mapping[str, str]], node_of: Callable[[int], int] = lambda rank: 0) -> None:
