@@ -47,7 +47,7 @@ from mcore_ckpt.checkpoint.manifest import Manifest
 from mcore_ckpt.ranks.key_value_store import pack
 from mcore_ckpt.ranks.rounds import Agreement, Record, Round
 from mcore_ckpt.save import new_manifest
-from mcore_ckpt.save.rank_reports import TensorNames
+from mcore_ckpt.save.rank_reports import RankReport, TensorNames
 from mcore_ckpt.save.replica_check import compare_replicas
 from mcore_ckpt.save.save_times import timeline_of
 from mcore_ckpt.steps import commit
@@ -265,12 +265,14 @@ class _Saves:
     def _describe(self, clock: Clock, attempt: Attempt, records: Sequence[Record], number: int) -> Manifest:
         adam = {"kind": "Adam", "param_groups": [dict(group) for group in GROUPS], "grad_scaler": None}
         common = {"optimizers": [adam], "lr_scheduler": None}
-        save = (number, (ROLE,), attempt.number, records)
+        with clock.phase("decode reports"):
+            reports = list(map(RankReport.of, records))
+        save = (number, (ROLE,), attempt.number, reports)
         manifest = new_manifest.build_manifest(self._trainer, self._names, attempt.staging, common, KEYS, *save)
         with clock.phase("compare replicas"):
-            assert not compare_replicas([record["replicas"] for record in records])
+            assert not compare_replicas([report.replicas for report in reports])
         with clock.phase("timeline"):
-            timeline = timeline_of(records, (12.345678, 13.456789))
+            timeline = timeline_of([report.times for report in reports], (12.345678, 13.456789))
         return replace(manifest, save_timeline=timeline, created="2026-01-01T00:00:00+00:00")
 
     def _reports(self, staging: Path, number: int) -> list[Record]:

@@ -30,10 +30,10 @@ from mcore_ckpt.checkpoint.manifest import (
     FileRecord,
     IndexPlace,
     Manifest,
-    WrittenFile,
     decode_manifest,
     encode_manifest,
 )
+from mcore_ckpt.checkpoint.manifest_text import Holds
 from mcore_ckpt.config import FastTier
 from mcore_ckpt.fast.found import found_on_nodes, spread_folder, why_not_whole
 from mcore_ckpt.fast.tier import NodeTier
@@ -42,6 +42,7 @@ from mcore_ckpt.load.candidates import candidates_of
 from mcore_ckpt.ranks.key_value_store import pack, unpack
 from mcore_ckpt.ranks.node_map import NodeMap
 from mcore_ckpt.save.new_manifest import place_files
+from mcore_ckpt.save.rank_reports import FileReport
 from mcore_ckpt.sharding.plan import runs
 from mcore_ckpt.steps.choice import choose
 from mcore_ckpt.steps.node_steps import HeldRole, node_steps
@@ -95,7 +96,7 @@ def figures(model: Model, count: int, ranks_per_node: int) -> dict[str, Any]:
     }
 
 
-def manifest_of(model: Model, world: int) -> tuple[Manifest, list[tuple[int, WrittenFile]]]:
+def manifest_of(model: Model, world: int) -> tuple[Manifest, list[tuple[int, FileReport]]]:
     """Returns the manifest of a save without its placement, and what the ranks have reported as written."""
     layout = Case.of(model, world).layout
     saved = SavedFiles(model, layout)
@@ -109,7 +110,7 @@ def manifest_of(model: Model, world: int) -> tuple[Manifest, list[tuple[int, Wri
             1 << 30,
             0x12345678,
             IndexPlace(1 << 29, 1 << 20, 0x12345678),
-            tuple(runs(positions[part.name] for part in file.parts)),
+            Holds(runs(positions[part.name] for part in file.parts)),
         )
         for rank in range(world)
         for file in saved.of(rank)
@@ -129,7 +130,7 @@ def manifest_of(model: Model, world: int) -> tuple[Manifest, list[tuple[int, Wri
         tensors=tuple(names),
         files=tuple(files),
     )
-    return manifest, [(file.rank, WrittenFile(file.path, file.kind, file.size, file.crc32)) for file in files]
+    return manifest, [(file.rank, FileReport(file.path, file.kind, file.size, file.crc32, None, "")) for file in files]
 
 
 def choice(nodes: NodeMap, manifest: Manifest) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.index import FileIndex, block_count, encode_index
 from mcore_ckpt.checkpoint.manifest import FileRecord, IndexPlace, Manifest, encode_manifest
+from mcore_ckpt.checkpoint.manifest_text import Holds
 from mcore_ckpt.formats.native.replica_shares import share_out
 from mcore_ckpt.io import tuning
 from mcore_ckpt.ranks.topology import RankCoordinates, Topology, coordinates_of
@@ -274,7 +275,7 @@ def write_checkpoint(
         for file in saved_files.of(rank):
             if file.writers[-1] != rank:
                 continue
-            holds = tuple(runs(positions[part.name] for part in file.parts))
+            holds = Holds(runs(positions[part.name] for part in file.parts))
             record = FileRecord(file.path, file.kind, rank, 1, 0, IndexPlace(0, 1, 0), holds)
             if indexed(at):
                 size, place = write_sparse(role_dir, file)

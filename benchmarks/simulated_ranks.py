@@ -42,8 +42,8 @@ from mcore_ckpt.ranks.topology import RankCoordinates, Replicas
 from mcore_ckpt.save import new_manifest
 from mcore_ckpt.save.group_lists import NO_GROUPS, GroupMembers
 from mcore_ckpt.save.new_manifest import build_manifest
-from mcore_ckpt.save.rank_reports import TensorNames, rank_report
-from mcore_ckpt.save.replica_check import compare_replicas
+from mcore_ckpt.save.rank_reports import RankReport, TensorNames, rank_report
+from mcore_ckpt.save.replica_check import ReplicaReport, compare_replicas
 from mcore_ckpt.save.save_times import RankTimes, timeline_of
 from mcore_ckpt.sharding.plan import MODEL, PARAM, ShardKey
 from mcore_ckpt.state.group_matching import live_groups
@@ -333,11 +333,13 @@ class Rank0:
 
         def describe(records: Sequence[Record]) -> Any:
             collected.append(time.perf_counter())
-            save = (step, (ROLE,), attempt.number, records)
+            reports = list(map(RankReport.of, records))
+            save = (step, (ROLE,), attempt.number, reports)
             arguments = (self._trainer, self._names, attempt.staging, common, KEYS, *save)
             with phases.phase("describe"):
-                assert not compare_replicas([record["replicas"] for record in records])
-                return replace(build_manifest(*arguments), save_timeline=timeline_of(records, (12.345678, 13.456789)))
+                assert not compare_replicas([report.replicas for report in reports])
+                timeline = timeline_of([report.times for report in reports], (12.345678, 13.456789))
+                return replace(build_manifest(*arguments), save_timeline=timeline)
 
         with Pauses() as pauses, phases.watch(_COMMIT_PHASES):
             clocks = time.thread_time()
@@ -531,21 +533,21 @@ class Reporter:
             self._groups = self._members.listed(KEYS)
             sent = names.to_send(self._plans, self._rank, self._groups)
             groups = self._groups.holds
-            return rank_report(trainer, written, self._plans, sent, [1], groups, self._replicas(), times)
+            report = rank_report(trainer, written, self._plans, sent, [1], groups, self._replicas(), times)
+            return report.to_record()
 
         return report
 
-    def _replicas(self) -> Record:
+    def _replicas(self) -> ReplicaReport:
         """Returns what a rank tells of its replicas: CRCs of four tensors in each list, and the first one the names."""
         at = self._at
         lists = (f"dense of {at.tp}, {at.pp}", f"experts of {at.etp}, {at.pp}, {at.ep}", f"norms of {at.pp}")
         labels = [hashlib.sha256(text.encode()).hexdigest()[:13] for text in lists]
-        names = [f"decoder.layers.{number}.mlp.experts.local_experts.{number}.linear_fc1.weight" for number in range(4)]
-        return {
-            "crcs": {label: [0x89ABCDEF, 0x9ABCDEF0, 0xABCDEF01, 0xBCDEF012] for label in labels},
-            "names": dict.fromkeys(labels, names) if (at.dp, at.cp) == (0, 0) else {},
-            "mended": [],
-        }
+        names = tuple(f"decoder.layers.{n}.mlp.experts.local_experts.{n}.linear_fc1.weight" for n in range(4))
+        return ReplicaReport(
+            dict.fromkeys(labels, (0x89ABCDEF, 0x9ABCDEF0, 0xABCDEF01, 0xBCDEF012)),
+            dict.fromkeys(labels, names) if (at.dp, at.cp) == (0, 0) else {},
+        )
 
     def committed(self, names: TensorNames) -> None:
         names.mark_sent([*self._plans, self._groups])

@@ -11,6 +11,7 @@ import torch
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest, WrittenFile
+from mcore_ckpt.checkpoint.manifest_text import Holds
 from mcore_ckpt.formats.native.file_plan import StructureCache, plan_file
 from mcore_ckpt.formats.native.write_requests import TensorWrite, WriteRequest
 from mcore_ckpt.formats.native.writer import FileWriter
@@ -65,7 +66,7 @@ def write_checkpoint(root: Path, config: Mapping[str, Any]) -> Path:
         held = [name for name in names if _stage_of(name, len(model.layers)) == pp]
         for tp in range(TP):
             written = _write_file(staging, pp, tp, {name: shapes[name] for name in held}, bits)
-            holds = tuple(runs(names.index(name) for name in held))
+            holds = Holds(runs(names.index(name) for name in held))
             records.append(
                 FileRecord(written.path, written.kind, pp * TP + tp, written.size, written.crc32, written.index, holds)
             )

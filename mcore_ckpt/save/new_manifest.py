@@ -9,18 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt.checkpoint import file_names
-from mcore_ckpt.checkpoint.manifest import FileRecord, IndexPlace, Manifest, StageRecord, WrittenFile
-from mcore_ckpt.checkpoint.manifest_text import NO_TENSORS
+from mcore_ckpt.checkpoint.manifest import FileRecord, IndexPlace, Manifest, StageRecord
+from mcore_ckpt.checkpoint.manifest_text import NO_TENSORS, Holds
 from mcore_ckpt.checkpoint.placement import Placement
 from mcore_ckpt.checkpoint.plain_files import pickle_plain, write_plain
 from mcore_ckpt.checkpoint.versions import package_versions
 from mcore_ckpt.errors import CommitError
 from mcore_ckpt.io.files import sync_dir
 from mcore_ckpt.ranks.node_map import NodeMap
-from mcore_ckpt.ranks.rounds import Record
 from mcore_ckpt.ranks.topology import RankCoordinates
 from mcore_ckpt.save.group_lists import add_members
-from mcore_ckpt.save.rank_reports import TensorNames
+from mcore_ckpt.save.rank_reports import FileReport, RankReport, TensorNames
 from mcore_ckpt.state import optimizer as optimizer_state
 from mcore_ckpt.state.optimizers.chain import optimizer_parts
 from mcore_ckpt.state.param_groups import read_param_groups
@@ -38,7 +37,7 @@ def build_manifest(
     step: int,
     roles: tuple[str, ...],
     attempt: str,
-    records: Sequence[Record],
+    reports: Sequence[RankReport],
     save_count: int = 0,
 ) -> Manifest:
     """Checks that all reported files are there, writes `common.pt`, and returns the manifest.
@@ -51,7 +50,7 @@ def build_manifest(
             members of their param groups.
         groups: the keys of the param groups in `common`, by optimizer.
         step, roles, attempt: values that the manifest contains unchanged.
-        records: the report of each rank (`rank_reports.rank_report`), by rank.
+        reports: the report of each rank, by rank.
         save_count: see `Placement`. It is for the fast tier.
 
     In the fast tier, rank 0 sees only the files of its own node, so each node checks its own (`fast/transaction.py`).
@@ -60,30 +59,27 @@ def build_manifest(
         CommitError: a file is missing or has the wrong size, or the ranks' reports contradict each other.
         OSError: `common.pt` cannot be written.
     """
-    files = [(rank, _written(item)) for rank, record in enumerate(records) for item in record["files"]]
+    files = [(rank, file) for rank, report in enumerate(reports) for file in report.files]
     nodes = trainer.nodes
     if nodes is None:
         commit.check_files(staging, files)
-    parts = [record["parts"] for record in records]
-    commit.check_structures(parts, nodes.number_of if nodes is not None else lambda rank: 0)
-    for record in records:
-        names.receive(record["names"])
+    commit.check_structures(
+        [report.parts for report in reports], nodes.number_of if nodes is not None else lambda rank: 0
+    )
+    for report in reports:
+        names.receive(report.names)
     if "optimizer" in trainer.config.save_contents:
-        add_members(common["optimizers"], groups, names.groups(record["groups"] for record in records))
+        add_members(common["optimizers"], groups, names.groups(report.groups for report in reports))
         for number, part in enumerate(common["optimizers"]):
-            part["step"] = _common_step(number, [record["steps"][number] for record in records])
+            part["step"] = _common_step(number, [report.steps[number] for report in reports])
         file = write_plain(staging, file_names.COMMON_FILE, "common", pickle_plain(common))
         sync_dir((staging / file.path).parent)
-        files.append((trainer.agreement.rank, file))
+        files.append((trainer.agreement.rank, FileReport.of(file)))
     placement = None
     if nodes is not None and trainer.config.fast is not None:
         files, placement = place_files(files, nodes, trainer.config.fast.replicas, save_count)
     in_order, holds = names.in_order(file.holds for _, file in files if file.holds)
-    stages = {
-        (s["pp"], s["vp"]): StageRecord(s["pp"], s["vp"], tuple(s["decoder"]), tuple(s["mtp"]))
-        for r in records
-        for s in r["stages"]
-    }
+    stages = {(pp, vp): StageRecord(pp, vp, *layers) for report in reports for pp, vp, *layers in report.stages}
     return Manifest(
         step=step,
         role=trainer.role,
@@ -93,13 +89,10 @@ def build_manifest(
         versions=package_versions(),
         contents=_contents(trainer),
         topology=trainer.topology,
-        ranks=tuple(RankCoordinates(**record["coordinates"]) for record in records),
+        ranks=tuple(RankCoordinates(*report.coordinates) for report in reports),
         stages=tuple(stage for _, stage in sorted(stages.items())),
         tensors=in_order,
-        files=tuple(
-            FileRecord(file.path, file.kind, rank, file.size, file.crc32, file.index, holds.get(file.holds, NO_TENSORS))
-            for rank, file in files
-        ),
+        files=tuple(_record(rank, file, holds) for rank, file in files),
         adapters=trainer.adapters,
         model=trainer.model or None,
         placement=placement,
@@ -132,9 +125,10 @@ def read_common(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def _written(item: Record) -> WrittenFile:
-    index = IndexPlace(**item["index"]) if item["index"] else None
-    return WrittenFile(item["path"], item["kind"], item["size"], item["crc32"], index, item["holds"])
+def _record(rank: int, file: FileReport, holds: Mapping[str, Holds]) -> FileRecord:
+    index = None if file.index is None else IndexPlace(*file.index)
+    held = holds[file.holds] if file.holds else NO_TENSORS
+    return FileRecord(file.path, file.kind, rank, file.size, file.crc32, index, held)
 
 
 def _common_step(part: int, by_rank: Sequence[float | int | None]) -> float | int | None:
@@ -151,7 +145,7 @@ def _common_step(part: int, by_rank: Sequence[float | int | None]) -> float | in
 
 logger = logging.getLogger(__name__)
 
-Written = tuple[int, WrittenFile]
+Written = tuple[int, FileReport]
 
 
 def place_files(

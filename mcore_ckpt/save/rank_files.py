@@ -31,7 +31,7 @@ from mcore_ckpt.save.hf_export import least_exported_bytes
 from mcore_ckpt.save.host_images import ReservedImages
 from mcore_ckpt.save.plan import SavePlan, saves_model
 from mcore_ckpt.save.rank_reports import rank_report
-from mcore_ckpt.save.replica_check import ReplicaSamples, take_samples
+from mcore_ckpt.save.replica_check import ReplicaReport, ReplicaSamples, take_samples
 from mcore_ckpt.save.save_events import SaveEvents
 from mcore_ckpt.save.save_times import SaveTimes, SpanInSeconds
 from mcore_ckpt.save.small_files import SmallFiles, read_steps, sizes_of_assets
@@ -264,7 +264,9 @@ class RankFiles:
         self._groups = self.plan.groups.listed(self.group_keys)
         names = self._context.names.to_send(self.plan.files, self._trainer.agreement.rank, self._groups)
         replicas, times = self._replicas(writer), self._times.rank_times(stall_s, nbytes)
-        return rank_report(self._trainer, written, self.plan.files, names, steps, self._groups.holds, replicas, times)
+        groups = self._groups.holds
+        report = rank_report(self._trainer, written, self.plan.files, names, steps, groups, replicas, times)
+        return report.to_record()
 
     def _start(self, staging: Path) -> FileWriter:
         if isinstance(self._captured, Exception):
@@ -296,13 +298,12 @@ class RankFiles:
         """Returns how many bytes this rank has written, with its parts of files that several ranks write together."""
         return self._nbytes + sum(file.size for file in written if file.index is None)
 
-    def _replicas(self, writer: FileWriter) -> Record:
-        """Returns what rank 0 compares with what other ranks have (`compare_replicas`)."""
+    def _replicas(self, writer: FileWriter) -> ReplicaReport:
+        """Returns what rank 0 compares with what other ranks have."""
         # Samples that come from a GPU were queued before the copies of tensors, which have been written. A rank that
         # copies none, or only weights that it has made before, has not waited for the samples.
         has_arrived = self._reads_gpu
-        mended = [(each.tensor, each.other, each.stored) for each in writer.mended]
-        return {"crcs": self._samples.to_record(has_arrived), "names": self._samples.names(), "mended": mended}
+        return self._samples.report(has_arrived, ((each.tensor, each.other, each.stored) for each in writer.mended))
 
     def _copy_span(self, last_arrived: float) -> SpanInSeconds:
         """Returns when the copy began and ended (time.perf_counter()).

@@ -5,17 +5,22 @@ from __future__ import annotations
 import base64
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import astuple
 
+import msgspec
+
+from mcore_ckpt import json_bounds
 from mcore_ckpt.checkpoint.manifest import WrittenFile
 from mcore_ckpt.checkpoint.manifest_text import Holds
 from mcore_ckpt.errors import CommitError
 from mcore_ckpt.formats.native.file_plan import FilePlan
-from mcore_ckpt.json_bounds import SMALL_BYTES
+from mcore_ckpt.io import typed_json
+from mcore_ckpt.io.typed_json import Natural
 from mcore_ckpt.ranks.key_value_store import unzip
 from mcore_ckpt.ranks.rounds import Record
 from mcore_ckpt.save.group_lists import NO_GROUPS, GroupId, GroupList, join_groups
-from mcore_ckpt.save.save_times import RankTimes
+from mcore_ckpt.save.replica_check import ReplicaReport
+from mcore_ckpt.save.save_times import RankTimes, TimesRecord
 from mcore_ckpt.sharding.names import natural_order
 from mcore_ckpt.sharding.plan import runs
 from mcore_ckpt.state.trainer import Trainer
@@ -104,9 +109,74 @@ def _packed(names: Sequence[str]) -> str:
 
 def _unpacked(text: str) -> list[str]:
     names = unzip(base64.b64decode(text)).decode()
-    if names.count("\n") * _LEAST_NAME > max(len(names), SMALL_BYTES):
+    if names.count("\n") * _LEAST_NAME > max(len(names), json_bounds.SMALL_BYTES):
         raise CommitError("a rank has sent a list of names that no tensors have")
     return names.split("\n") if names else []
+
+
+class FileReport(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """A file that a rank has written, as in `WrittenFile`. `index` has the fields of `IndexPlace` in order."""
+
+    path: str
+    kind: str
+    size: Natural
+    crc32: Natural
+    index: tuple[Natural, Natural, Natural, Natural] | None
+    holds: str
+
+    @staticmethod
+    def of(file: WrittenFile) -> FileReport:
+        """Describes a file that this rank has written."""
+        at = file.index
+        index = None if at is None else (at.offset, at.size, at.crc32, at.version)
+        return FileReport(file.path, file.kind, file.size, file.crc32, index, file.holds)
+
+
+class RankReport(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """One rank's report, which rank 0 decodes at once to these few objects.
+
+    In a message it is one text. So rank 0 has thousands of texts, and not millions of lists and dicts, for which
+    Python would look through all objects of the training several times to find garbage.
+
+    Attributes:
+        files: the files that the rank has completed.
+        parts: for each file of which the rank has written a part, the digest of its structure.
+        names: the tensor names that rank 0 does not know yet, by digest.
+        coordinates: the fields of `RankCoordinates` in order.
+        stages: the fields of `StageRecord` in order, for each stage.
+        steps: for each chained optimizer, the number of steps that it has done; None if the rank does not know it.
+        groups: the digest of the rank's param groups and their members.
+        replicas: what rank 0 compares with other ranks.
+        times: when the rank planned, copied and wrote (`RankTimes.to_record`).
+    """
+
+    files: tuple[FileReport, ...]
+    parts: dict[str, str]
+    names: dict[str, str]
+    coordinates: tuple[Natural, Natural, Natural, Natural, Natural, Natural, Natural]
+    stages: tuple[tuple[Natural, Natural, tuple[Natural, ...], tuple[Natural, ...]], ...]
+    steps: tuple[float | int | None, ...]
+    groups: str
+    replicas: ReplicaReport
+    times: TimesRecord
+
+    def to_record(self) -> Record:
+        """Returns the report as JSON values."""
+        return {_REPORT: typed_json.encode(self).decode()}
+
+    @staticmethod
+    def of(record: Record) -> RankReport:
+        """Returns what a rank has made with `to_record`. Raises CommitError if it is another thing."""
+        text = str(record.get(_REPORT)).encode()
+        try:
+            json_bounds.check(text, json_bounds.MESSAGES)
+            return typed_json.parse(text, _REPORTS)
+        except ValueError as error:
+            raise CommitError(f"a rank has sent a report that cannot be read: {error}") from None
+
+
+_REPORT = "report"
+_REPORTS: msgspec.json.Decoder[RankReport] = msgspec.json.Decoder(RankReport)
 
 
 def rank_report(
@@ -116,29 +186,25 @@ def rank_report(
     names: Mapping[str, str],
     steps: Sequence[float | int | None],
     groups: str,
-    replicas: Record,
+    replicas: ReplicaReport,
     times: RankTimes,
-) -> Record:
-    """Returns one rank's report as JSON values.
+) -> RankReport:
+    """Returns this rank's report. The arguments are as the attributes of `RankReport`.
 
     Args:
         trainer: this rank's trainer, which has its coordinates and stages.
         written: the files that this rank has completed.
         plans: the files that this rank has written a part of.
-        names: the tensor names that rank 0 does not know yet, by digest.
-        steps: for each chained optimizer, the number of steps that it has done; None if this rank does not know it.
-        groups: the digest of this rank's param groups and their members.
-        replicas: what rank 0 compares with other ranks (`replica_check.compare_replicas`).
-        times: when this rank planned, copied and wrote.
+        names, steps, groups, replicas, times: see `RankReport`.
     """
-    return {
-        "files": [asdict(file) for file in written],
-        "parts": {plan.path: plan.structure for plan in plans},
-        "names": dict(names),
-        "coordinates": asdict(trainer.coordinates),
-        "stages": [asdict(stage) for stage in trainer.stages],
-        "steps": list(steps),
-        "groups": groups,
-        "replicas": replicas,
-        "times": times.to_record(),
-    }
+    return RankReport(
+        files=tuple(map(FileReport.of, written)),
+        parts={plan.path: plan.structure for plan in plans},
+        names=dict(names),
+        coordinates=astuple(trainer.coordinates),
+        stages=tuple(astuple(stage) for stage in trainer.stages),
+        steps=tuple(steps),
+        groups=groups,
+        replicas=replicas,
+        times=times.to_record(),
+    )

@@ -16,13 +16,12 @@ import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
 
+import msgspec
 import torch
 
 from mcore_ckpt.io import _native
 from mcore_ckpt.io.device_waits import wait_before_reading
-from mcore_ckpt.ranks.rounds import Record
 from mcore_ckpt.save.replica_lists import ReplicatedTensors
 from mcore_ckpt.state.offloaded import HostCopies, in_host_memory
 
@@ -34,6 +33,21 @@ _TENSORS, _BYTES = 4, 64 << 10
 
 # At most so many bytes of a GPU's tensor are on the host at a time, if all are compared.
 _PIECE_BYTES = 64 << 20
+
+
+class ReplicaReport(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """What a rank tells rank 0 of its replicated tensors at one save.
+
+    Attributes:
+        crcs: the CRCs of the chosen tensors of each list, by the list's label; None for what could not be read.
+        names: the names of these tensors, if it is this rank that tells them.
+        mended: the tensors of which a writer found another one's first bytes different, with both ranks.
+    """
+
+    crcs: dict[str, tuple[int | None, ...]] = {}
+    names: dict[str, tuple[str, ...]] = {}
+    mended: tuple[tuple[str, int, int], ...] = ()
+
 
 # -- on every rank ------------------------------------------------------------------------------------------------
 
@@ -53,14 +67,17 @@ class ReplicaSamples:
 
     samples: tuple[_Sampled, ...] = ()
 
-    def to_record(self, has_arrived: bool) -> Record:
-        """Returns the CRCs as JSON values. Parts that are copied from a GPU count only if the copies are done."""
-        return {sampled.of.label: [_crc_if(part, has_arrived) for part in sampled.parts] for sampled in self.samples}
+    def report(self, has_arrived: bool, mended: Iterable[tuple[str, int, int]]) -> ReplicaReport:
+        """Returns the CRCs, and the names of the tensors as far as it is this rank that tells them.
 
-    def names(self) -> Record:
-        """Returns the names of the tensors, as far as it is this rank that tells them."""
+        Parts that are copied from a GPU count only if the copies have arrived.
+        """
         told = (sampled for sampled in self.samples if sampled.of.names_them)
-        return {each.of.label: [each.of.names[number] for number in each.numbers] for each in told}
+        return ReplicaReport(
+            {each.of.label: tuple(_crc_if(part, has_arrived) for part in each.parts) for each in self.samples},
+            {each.of.label: tuple(each.of.names[number] for number in each.numbers) for each in told},
+            tuple(mended),
+        )
 
 
 def take_samples(
@@ -149,18 +166,13 @@ def _shown(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks[:most])) + more
 
 
-def compare_replicas(records: Sequence[Record]) -> tuple[DifferentReplicas, ...]:
-    """Compares what all ranks have told.
-
-    Args:
-        records: of each rank a dict with `crcs` (`ReplicaSamples.to_record`), `names` (`ReplicaSamples.names`) and
-            `mended` (the tensors of which a writer found another one's first bytes different).
-    """
-    by_label: dict[str, dict[int, Sequence[Any]]] = {}
+def compare_replicas(reports: Sequence[ReplicaReport]) -> tuple[DifferentReplicas, ...]:
+    """Compares what all ranks have told, in the order of the ranks."""
+    by_label: dict[str, dict[int, Sequence[int | None]]] = {}
     names: dict[str, Sequence[str]] = {}
-    for rank, record in enumerate(records):
-        names.update(record["names"])
-        for label, crcs in record["crcs"].items():
+    for rank, report in enumerate(reports):
+        names.update(report.names)
+        for label, crcs in report.crcs.items():
             by_label.setdefault(label, {})[rank] = crcs
     found = {
         different.tensor: different
@@ -168,14 +180,14 @@ def compare_replicas(records: Sequence[Record]) -> tuple[DifferentReplicas, ...]
         if len(by_rank) > 1
         for different in _differences(by_rank, names.get(label, ()))
     }
-    for tensor, one, other in chain.from_iterable(record["mended"] for record in records):
+    for tensor, one, other in chain.from_iterable(report.mended for report in reports):
         found.setdefault(tensor, DifferentReplicas(tensor, ((min(one, other),), (max(one, other),))))
     return tuple(found.values())
 
 
-def _differences(by_rank: Mapping[int, Sequence[Any]], names: Sequence[str]) -> Iterator[DifferentReplicas]:
+def _differences(by_rank: Mapping[int, Sequence[int | None]], names: Sequence[str]) -> Iterator[DifferentReplicas]:
     # Nearly always all are equal, and there may be thousands of ranks.
-    if len(set(map(str, by_rank.values()))) == 1:
+    if len(set(by_rank.values())) == 1:
         return
     for number, every in enumerate(zip(*by_rank.values(), strict=True)):
         versions: dict[int, list[int]] = {}

@@ -28,6 +28,7 @@ from mcore_ckpt.save.context import SaveContext
 from mcore_ckpt.save.destination import Destination, Following, Place
 from mcore_ckpt.save.new_manifest import build_manifest
 from mcore_ckpt.save.rank_files import RankFiles
+from mcore_ckpt.save.rank_reports import RankReport
 from mcore_ckpt.save.replica_check import DifferentReplicas, compare_replicas
 from mcore_ckpt.save.save_events import SaveEvents
 from mcore_ckpt.save.save_report import SaveReport
@@ -140,6 +141,7 @@ class _Description:
     def describe(self, records: Sequence[Record]) -> Manifest:
         """Returns the manifest that the reports of all ranks make, and warns of replicas that differ."""
         context, attempt, files = self._context, self._place.attempt, self._files
+        reports = list(map(RankReport.of, records))
         manifest = build_manifest(
             context.trainer,
             context.names,
@@ -149,15 +151,16 @@ class _Description:
             self._step,
             self._roles,
             attempt.number,
-            records,
+            reports,
             self._place.save_count,
         )
-        self.different = compare_replicas([record["replicas"] for record in records])
+        self.different = compare_replicas([report.replicas for report in reports])
         context.replica_warnings.tell(self.different)
         manifest = context.history.stamp(manifest, attempt.role_dir)
         self._stamped.append(manifest)
+        times = [report.times for report in reports]
         # Last, because the commit counts up to here.
-        return replace(manifest, save_timeline=timeline_of(records, self._times.commit_span("written")))
+        return replace(manifest, save_timeline=timeline_of(times, self._times.commit_span("written")))
 
     def committed(self) -> None:
         """Notes the place of the save among the commits of the run."""

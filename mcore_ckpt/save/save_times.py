@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mcore_ckpt.checkpoint.timeline import SaveTimeline, Span, Spans
+from mcore_ckpt.checkpoint.timeline import SaveTimeline, Span
 from mcore_ckpt.events import Phase
 from mcore_ckpt.ranks.rounds import Record
 from mcore_ckpt.save.save_report import SaveReport
@@ -134,31 +134,29 @@ class RankTimes:
     stall_s: float | None
     nbytes: int
 
-    def to_record(self) -> Record:
+    def to_record(self) -> TimesRecord:
         """Returns the part of a rank's report that `timeline_of` reads."""
-        return {
-            "plan": _in_us(self.plan),
-            "copy": _in_us(self.copy),
-            "write": _in_us(self.write),
-            "stall": None if self.stall_s is None else _us(self.stall_s),
-            "bytes": self.nbytes,
-        }
+        stall = None if self.stall_s is None else _us(self.stall_s)
+        return (*_in_us(self.plan), *_in_us(self.copy), *_in_us(self.write), self.nbytes, stall)
 
 
-def timeline_of(reports: Sequence[Record], commit: SpanInSeconds) -> SaveTimeline:
+# The starts and ends of planning, copying and writing in microseconds, the bytes, and the stall in microseconds.
+TimesRecord = tuple[int, int, int, int, int, int, int, int | None]
+
+
+def timeline_of(times: Sequence[TimesRecord], commit: SpanInSeconds) -> SaveTimeline:
     """Returns the timeline of a save without an export.
 
     Args:
-        reports: the report of each rank (`rank_reports.rank_report`), by rank.
+        times: of each rank, by rank.
         commit: on rank 0, from the end of writing until now, in seconds since its call of `save`.
     """
-    times = [report["times"] for report in reports]
-    stalls = tuple(each["stall"] for each in times)
+    *spans, nbytes, stalls = zip(*times, strict=True)
     return SaveTimeline(
-        nbytes=tuple(each["bytes"] for each in times),
-        plan=_column(times, "plan"),
-        copy=_column(times, "copy"),
-        write=_column(times, "write"),
+        nbytes=nbytes,
+        plan=(spans[0], spans[1]),
+        copy=(spans[2], spans[3]),
+        write=(spans[4], spans[5]),
         commit=_in_us(commit),
         stall=None if None in stalls else stalls,
     )
@@ -175,10 +173,6 @@ def with_export(timeline: SaveTimeline, reports: Sequence[Record], commit: SpanI
     starts = timeline.write[1]
     ends = tuple(max(start, _us(report["exported"])) for start, report in zip(starts, reports, strict=True))
     return replace(timeline, export=(starts, ends), commit=_in_us(commit))
-
-
-def _column(times: Sequence[Record], part: str) -> Spans:
-    return tuple(each[part][0] for each in times), tuple(each[part][1] for each in times)
 
 
 def _in_us(span: SpanInSeconds) -> Span:

@@ -329,6 +329,15 @@ def test_names_of_one_character_are_refused() -> None:
     assert taken < MOST * len(digits)
 
 
+@pytest.mark.parametrize("value", ["[]", "{}", '""', "0", "[0]", '{"":0}'])
+def test_a_report_of_many_small_values_is_refused(value: str) -> None:
+    """In the message it is one string, of which the check of the message counts nothing."""
+    report = f"[[{','.join([value] * (NBYTES // len(value)))}]]"
+    record = key_value_store.unpack(key_value_store.pack({"report": report}))
+    taken = peak(lambda: refused(lambda: rank_reports.RankReport.of(record)))
+    assert taken < MOST * len(report)
+
+
 @pytest.mark.parametrize("data", [b"", b"z", b"zz", b"{", b"z" + zipped(b"{}")[:-3]])
 def test_a_message_that_makes_no_sense(data: bytes) -> None:
     refused(lambda: key_value_store.unpack(data))

@@ -9,12 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_ckpt.checkpoint.manifest import WrittenFile
 from mcore_ckpt.config import CheckpointConfig, FastTier
 from mcore_ckpt.formats.native.write_requests import WriteRequest
 from mcore_ckpt.ranks.node_map import NodeMap
 from mcore_ckpt.save.new_manifest import Written, place_files
 from mcore_ckpt.save.plan import _with_writers
+from mcore_ckpt.save.rank_reports import FileReport
 from tests.support.unsharded_model import trainer_of
 
 
@@ -24,8 +24,8 @@ def nodes_of(*sizes: int, domains: str = "") -> NodeMap:
     return NodeMap.of(hosts, [domains[int(host[1:])] for host in hosts] if domains else hosts)
 
 
-def file(path: str, crc: int = 7, size: int = 10) -> WrittenFile:
-    return WrittenFile(path, "model", size, crc)
+def file(path: str, crc: int = 7, size: int = 10) -> FileReport:
+    return FileReport(path, "model", size, crc, None, "")
 
 
 @st.composite
@@ -69,7 +69,7 @@ def test_copies_are_sent_only_if_replicas_are_too_few() -> None:
 
 
 @pytest.mark.parametrize("other", [file("a", crc=8), file("a", size=11)])
-def test_replicas_that_differ_are_not_counted(caplog: pytest.LogCaptureFixture, other: WrittenFile) -> None:
+def test_replicas_that_differ_are_not_counted(caplog: pytest.LogCaptureFixture, other: FileReport) -> None:
     """Their node gets a copy if it is the next one, as if it had nothing."""
     written = [(0, file("a")), (1, file("a")), (2, other), (3, file("a"))]
     with caplog.at_level(logging.WARNING):

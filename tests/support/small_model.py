@@ -11,6 +11,7 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.dtypes import torch_dtype
 from mcore_ckpt.checkpoint.index import Alias
 from mcore_ckpt.checkpoint.manifest import AdapterSettings, FileRecord, Manifest, StageRecord, WrittenFile
+from mcore_ckpt.checkpoint.manifest_text import Holds
 from mcore_ckpt.checkpoint.model_facts import Facts
 from mcore_ckpt.checkpoint.plain_files import pickle_plain, write_plain
 from mcore_ckpt.checkpoint.reading import read_index, read_manifest
@@ -156,7 +157,7 @@ def make(
         stages=(StageRecord(0, 0, tuple(range(LAYERS)), ()),),
         tensors=names,
         files=tuple(
-            FileRecord(f.path, f.kind, rank, f.size, f.crc32, f.index, tuple(runs(range(len(names)))) if held else ())
+            FileRecord(f.path, f.kind, rank, f.size, f.crc32, f.index, Holds(runs(range(len(names))) if held else ()))
             for rank, f, held in files
         ),
     )

@@ -1,0 +1,80 @@
+"""What a rank tells rank 0 of its save arrives as it was sent, and rank 0 refuses what is no report."""
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from mcore_ckpt.checkpoint.manifest import IndexPlace, WrittenFile
+from mcore_ckpt.checkpoint.timeline import SaveTimeline
+from mcore_ckpt.errors import CommitError
+from mcore_ckpt.save.rank_reports import FileReport, RankReport
+from mcore_ckpt.save.replica_check import DifferentReplicas, ReplicaReport, compare_replicas
+from mcore_ckpt.save.save_times import RankTimes, timeline_of
+
+TIMES = RankTimes((0.0, 0.5), (0.5, 1.0), (0.75, 2.0), 0.25, 7)
+FILES = (
+    WrittenFile("optim/é.pt", "optimizer", 2**40, 2**32 - 1, IndexPlace(2**39, 500, 8, 2), "d" * 32),
+    WrittenFile("optim/common.pt", "common", 0, 0),
+)
+
+
+def report(times: RankTimes = TIMES, **changed: Any) -> RankReport:
+    sent = RankReport(
+        files=tuple(map(FileReport.of, FILES)),
+        parts={"model/a.pt": "0" * 32},
+        names={"d" * 32: "eJw="},
+        coordinates=(1, 2, 3, 4, 5, 6, 7),
+        stages=((0, 1, (0, 1), (2,)),),
+        steps=(3, 2.5, None),
+        groups="",
+        replicas=ReplicaReport({"label": (1, None)}, {"label": ("a", "b")}, (("c", 0, 1),)),
+        times=times.to_record(),
+    )
+    return msgspec.structs.replace(sent, **changed)
+
+
+def test_a_report_arrives_as_it_was_sent() -> None:
+    record = json.loads(json.dumps(report().to_record()))
+    assert RankReport.of(record) == report()
+    assert type(RankReport.of(record).steps[0]) is int
+    assert FileReport.of(FILES[0]).index == (2**39, 500, 8, 2)
+    # The garbage collector need not look at a dict of texts.
+    assert {type(value) for value in record.values()} == {str}
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {},
+        {"files": []},
+        {"report": None},
+        {"report": "[]"},
+        {"report": report().to_record()["report"][:-1]},
+        report(coordinates=(1, 2)).to_record(),
+        report(files=(FileReport("a", "model", -1, 0, None, ""),)).to_record(),
+    ],
+)
+def test_what_is_no_report_is_refused(record: dict[str, Any]) -> None:
+    with pytest.raises(CommitError, match="a rank has sent a report that cannot be read"):
+        RankReport.of(record)
+
+
+def test_the_timeline_has_the_times_of_all_ranks() -> None:
+    other = RankTimes((0.1, 0.2), (0.2, 0.3), (0.3, 0.4), None, 9)
+    columns = ((0, 100_000), (500_000, 200_000)), ((500_000, 200_000), (1_000_000, 300_000))
+    assert timeline_of([TIMES.to_record(), other.to_record()], (2.0, 2.5)) == SaveTimeline(
+        (7, 9), *columns, ((750_000, 300_000), (2_000_000, 400_000)), (2_000_000, 2_500_000)
+    )
+    assert timeline_of([TIMES.to_record()] * 2, (2.0, 2.5)).stall is not None
+
+
+def test_replicas_are_compared_by_list_and_tensor() -> None:
+    same, drifted = ReplicaReport({"list": (1, 2, None)}), ReplicaReport({"list": (1, 3, 4)})
+    telling = ReplicaReport({"list": (1, 2, None), "alone": (9,)}, {"list": ("a", "b", "c")})
+    assert compare_replicas([telling, same]) == ()
+    assert compare_replicas([same, drifted, telling]) == (DifferentReplicas("b", ((0, 2), (1,))),)
+    assert compare_replicas([same, drifted])[0].tensor == "number 1"
+    mended = ReplicaReport(mended=(("d", 5, 3),))
+    assert compare_replicas([mended]) == (DifferentReplicas("d", ((3,), (5,))),)
