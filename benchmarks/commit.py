@@ -43,6 +43,7 @@ from simulated import Model, SavedFiles
 from simulated_ranks import GROUPS, HOST, KEYS, ROLE, TIMEOUT_S, Case, Reporter, client, trainer_of
 
 from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint import manifest as manifests
 from mcore_ckpt.checkpoint.manifest import Manifest
 from mcore_ckpt.ranks.key_value_store import pack
 from mcore_ckpt.ranks.rounds import Agreement, Record, Round
@@ -171,8 +172,9 @@ _PHASES = (
     (TensorNames, "groups", "names"),
     (TensorNames, "in_order", "names"),
     (new_manifest, "build_manifest", "describe"),
-    (commit, "encode_manifest", "encode"),
-    (commit, "decode_manifest", "read back"),
+    (manifests, "_encode", "encode"),
+    (manifests, "_entries_of", "encode"),
+    (commit, "encode_readable", "read back"),
     (commit, "write_file", "write"),
     (commit, "publish", "publish"),
 )

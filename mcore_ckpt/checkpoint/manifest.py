@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from typing import Any
 
 import msgspec
 
 from mcore_ckpt.checkpoint import file_names, manifest_text, provenance
 from mcore_ckpt.checkpoint import placement as placements
-from mcore_ckpt.checkpoint.manifest_text import NO_TENSORS, Entry, Holds, Members
+from mcore_ckpt.checkpoint.manifest_text import ENTRY_LIST, NO_TENSORS, Entry, Holds, Members
 from mcore_ckpt.checkpoint.placement import Placement
 from mcore_ckpt.checkpoint.provenance import Commit, Run
 from mcore_ckpt.checkpoint.timeline import SaveTimeline, decode_timeline, encoded_timeline
@@ -113,6 +114,8 @@ class _Rank(msgspec.Struct, gc=False):
     tp: Natural
 
 
+_AXES = tuple(RankCoordinates.__dataclass_fields__)
+_coordinates_in_order = attrgetter(*_AXES)
 _RANK_LIST: LongList[_Rank] = LongList(_Rank, b"},{")
 
 
@@ -174,10 +177,35 @@ class ManifestSummary:
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """Encodes a manifest as one line of JSON with a checksum."""
+    return _encode(manifest, _ranks_of(manifest), _entries_of(manifest))
+
+
+def encode_readable(manifest: Manifest) -> bytes:
+    """Encodes a manifest, and proves that `decode_manifest` will read it.
+
+    Raises what `decode_manifest` would raise, and FieldError if it would read another value.
+
+    The text is taken apart and decoded as `decode_manifest` does it. What was decoded of the ranks, files and tensors
+    must be equal to what was encoded. So the checks of these may look at the manifest itself, and no second manifest of
+    thousands of ranks is made.
+    """
+    ranks, entries = _ranks_of(manifest), _entries_of(manifest)
+    data = _encode(manifest, ranks, entries)
+    members = _checked_members(data)
+    decoded = list(members.objects("ranks", _RANK_LIST)), list(members.objects("files", ENTRY_LIST))
+    if decoded != (ranks, entries) or members.names("tensors") != tuple(manifest.tensors):
+        raise fields.FieldError("ranks, files or tensors are not decoded as they were encoded")
+    fields.as_names([entry.path for entry in entries], "path")
+    fields.as_names(list({entry.kind for entry in entries}), "kind")
+    _check_manifest(_read_manifest(members, manifest))
+    return data
+
+
+def _encode(manifest: Manifest, ranks: Sequence[_Rank], entries: Sequence[Entry]) -> bytes:
     # `asdict` would copy every value of thousands of ranks and files, which takes longer than everything else here.
     record = {**vars(manifest), "format": FORMAT, "format_version": manifest.format_version}
     record["topology"] = vars(manifest.topology)
-    record["ranks"] = [rank.by_axis for rank in manifest.ranks]
+    record["ranks"] = ranks
     record["stages"] = [vars(stage) for stage in manifest.stages]
     adapters = manifest.adapters
     record["adapters"] = adapters and {key: value for key, value in vars(adapters).items() if value is not None}
@@ -187,13 +215,22 @@ def encode_manifest(manifest: Manifest) -> bytes:
     record["commit"] = manifest.commit and provenance.encoded_commit(manifest.commit)
     record = {key: value for key, value in record.items() if value is not None}
     del record["files"]
-    return manifest_text.encode(record, [(_entry(file), file.holds) for file in manifest.files])
+    return manifest_text.encode(record, entries)
+
+
+def _ranks_of(manifest: Manifest) -> list[_Rank]:
+    return [_Rank(at.cp, at.dp, at.edp, at.ep, at.etp, at.pp, at.tp) for at in manifest.ranks]
+
+
+def _entries_of(manifest: Manifest) -> list[Entry]:
+    return list(map(_entry, manifest.files))
 
 
 def _entry(file: FileRecord) -> Entry:
     entry = Entry(crc32=file.crc32, kind=file.kind, path=file.path, rank=file.rank, size=file.size)
     if (index := file.index) is not None:
         entry.set_index(index.offset, index.size, index.crc32, index.version)
+        entry.holds = file.holds.text
     return entry
 
 
@@ -239,13 +276,18 @@ def _checked_members(data: bytes) -> Members:
     return members
 
 
-def _read_manifest(members: Members) -> Manifest:
+def _read_manifest(members: Members, known: Manifest | None = None) -> Manifest:
+    """Reads a manifest. Takes its ranks, tensors and files from `known`, if they are known to be those."""
     record = members.small
     versions = fields.get_dict(record, "versions")
     topology = Topology(**_ints_of(Topology, fields.get_dict(record, "topology")))
-    same: dict[Any, Any] = {}  # files and ranks have few kinds and many equal small numbers: each is kept once
-    ranks = tuple(_coordinates(rank, topology, same) for rank in members.objects("ranks", _RANK_LIST))
-    files = tuple(_file_record(entry, holds, same) for entry, holds in members.entries())
+    if known is None:
+        same: dict[Any, Any] = {}  # files and ranks have few kinds and many equal small numbers: each is kept once
+        ranks = tuple(_coordinates(rank, topology, same) for rank in members.objects("ranks", _RANK_LIST))
+        files = tuple(_file_record(entry, holds, same) for entry, holds in members.entries())
+        tensors = members.names("tensors")
+    else:
+        ranks, files, tensors = known.ranks, known.files, known.tensors
     timeline, placement = members.text("save_timeline"), members.text("placement")
     run, commit = provenance.optional(record)
     return Manifest(
@@ -259,7 +301,7 @@ def _read_manifest(members: Members) -> Manifest:
         topology=topology,
         ranks=ranks,
         stages=tuple(_read_stage(item) for item in fields.get_list(record, "stages")),
-        tensors=members.names("tensors"),
+        tensors=tensors,
         files=files,
         adapters=_read_adapters(record["adapters"]) if "adapters" in record else None,
         model=_read_model(record["model"]) if "model" in record else None,
@@ -337,10 +379,9 @@ def _check_manifest(manifest: Manifest) -> None:
     _check_topology(manifest)
     if len(set(manifest.tensors)) != len(manifest.tensors):
         raise fields.FieldError("the manifest lists a tensor twice")
-    seen: set[str] = set()
+    _check_paths(manifest.files)
     held, counts = 0, dict[int, int]()
     for file in manifest.files:
-        _check_path(file.path, seen)
         if file.rank >= len(manifest.ranks):
             raise fields.FieldError(
                 f"{file.path} is listed as written by rank {file.rank}, but there are {len(manifest.ranks)} ranks"
@@ -363,7 +404,10 @@ def _check_topology(manifest: Manifest) -> None:
     virtual = sizes.pop("vpp")
     if virtual < 1 or any(not 1 <= size <= world for size in sizes.values()):
         raise fields.FieldError(f"{world} ranks cannot have the layout {manifest.topology}")
+    most = dict(zip(_AXES, map(max, zip(*map(_coordinates_in_order, ranks), strict=True)), strict=True))
     for number, rank in enumerate(ranks):
+        if all(most[name] < sizes[name] for name in _AXES):
+            break  # as in nearly all manifests, and there may be thousands of ranks
         if any(at >= sizes[name] for name, at in rank.by_axis.items()):
             raise fields.FieldError(f"rank {number} cannot be at {rank} in the layout {manifest.topology}")
 
@@ -377,15 +421,18 @@ def _count_held(file: FileRecord, count: int) -> int:
     return held
 
 
-def _check_path(path: str, seen: set[str]) -> None:
-    """Checks that a path names a file below the role's folder, and not the same file as a path in `seen`."""
-    parts = path.split("/")
-    if "\\" in path or any(part in ("", ".", "..") for part in parts):
-        raise fields.FieldError(f"path {path!r} is not a plain path below the checkpoint's folder")
-    if any(len(part.encode()) > _MOST_PART_BYTES for part in parts):
-        raise fields.FieldError(f"path {path!r} has a part of more than {_MOST_PART_BYTES} bytes")
-    # On some file systems, names that differ only in upper and lower case name the same file.
-    folded = path.casefold()
-    if folded in seen:
-        raise fields.FieldError(f"path {path!r} is listed twice")
-    seen.add(path if path == folded else folded)  # most need no second copy in memory
+def _check_paths(files: Sequence[FileRecord]) -> None:
+    """Checks that each path names a file below the role's folder, and that no two name the same file."""
+    seen: set[str] = set()
+    for file in files:
+        path = file.path
+        framed = f"/{path}/"
+        if "\\" in path or "//" in framed or "/./" in framed or "/../" in framed:
+            raise fields.FieldError(f"path {path!r} is not a plain path below the checkpoint's folder")
+        if len(path) > _MOST_PART_BYTES // 4 and any(len(part.encode()) > _MOST_PART_BYTES for part in path.split("/")):
+            raise fields.FieldError(f"path {path!r} has a part of more than {_MOST_PART_BYTES} bytes")
+        # On some file systems, names that differ only in upper and lower case name the same file.
+        folded = path.casefold()
+        if folded in seen:
+            raise fields.FieldError(f"path {path!r} is listed twice")
+        seen.add(path if path == folded else folded)  # most need no second copy in memory

@@ -8,7 +8,7 @@ objects besides the result, and let other threads, such as the training, run in 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import le, lt
@@ -35,15 +35,22 @@ _ENTRIES = 512
 # times the size of the manifest.
 _LEAST_BYTES = ((_FILES, b'"path":', 96), ("tensors", b'"', 12), (_PLACEMENT, b'"', 12), (_PLACEMENT, b",", 16))
 _DIGITS = b"0123456789"
+# In place of a number of tensors.
+_OUT_OF_ORDER = -1
 
 
 class Holds(Sequence[tuple[int, int]]):
-    """The tensors in a file: runs `(first, last)` of positions, `last` included. A run takes 8 bytes of memory."""
+    """The tensors in a file: runs `(first, last)` of positions, `last` included. A run takes 8 bytes of memory.
 
-    __slots__ = ("ends",)
+    The runs do not change. So what a save asks of them is computed once for all saves.
+    """
+
+    __slots__ = ("_count", "_text", "ends")
 
     def __init__(self, runs: Iterable[tuple[int, int]] = ()) -> None:
         self.ends = array("I", chain.from_iterable(runs))
+        self._count: int | None = None
+        self._text: msgspec.Raw | None = None
 
     def __len__(self) -> int:
         return len(self.ends) // 2
@@ -74,10 +81,21 @@ class Holds(Sequence[tuple[int, int]]):
         """
         if not self.ends:
             return 0
-        firsts, lasts = self.ends[::2], self.ends[1::2]
-        if not (all(map(le, firsts, lasts)) and all(map(lt, lasts, firsts[1:])) and lasts[-1] < tensors):
-            return None
-        return sum(lasts) - sum(firsts) + len(firsts)
+        if self._count is None:
+            firsts, lasts = self.ends[::2], self.ends[1::2]
+            is_ascending = all(map(le, firsts, lasts)) and all(map(lt, lasts, firsts[1:]))
+            self._count = sum(lasts) - sum(firsts) + len(firsts) if is_ascending else _OUT_OF_ORDER
+        return None if self._count == _OUT_OF_ORDER or self.ends[-1] >= tensors else self._count
+
+    @property
+    def text(self) -> msgspec.Raw:
+        """The runs as JSON, which says the same when it is decoded. Raises FieldError if it does not."""
+        if self._text is None:
+            text = typed_json.encode(list(self))
+            if _decoded(text) != self:
+                raise fields.FieldError(f"'holds' {fields.shown(text)} is not decoded as it was encoded")
+            self._text = msgspec.Raw(text)
+        return self._text
 
 
 NO_TENSORS = Holds()
@@ -113,7 +131,7 @@ class _Size(msgspec.Struct, gc=False):
     size: Natural
 
 
-_ENTRY_LIST: LongList[Entry] = LongList(Entry, b"},{")
+ENTRY_LIST: LongList[Entry] = LongList(Entry, b"},{")
 _SIZE_LIST: LongList[_Size] = LongList(_Size, b"},{", is_whole=False)
 
 
@@ -134,7 +152,7 @@ class Members:
     def entries(self) -> Iterator[tuple[Entry, Holds]]:
         """Yields the entries of the files, and what they hold. Equal `holds` are the same object. Raises FieldError."""
         known: dict[bytes, Holds] = {}
-        for entry in self.objects(_FILES, _ENTRY_LIST):
+        for entry in self.objects(_FILES, ENTRY_LIST):
             yield entry, _holds_of(entry, known)
 
     def objects(self, name: str, of: LongList[T]) -> Iterator[T]:
@@ -182,35 +200,32 @@ def _decoded(text: bytes) -> Holds:
     return holds
 
 
-def encode(record: Mapping[str, Any], entries: Sequence[tuple[Entry, Holds]]) -> bytes:
+def encode(record: Mapping[str, Any], entries: Sequence[Entry]) -> bytes:
     """Encodes a manifest as one line of canonical JSON with a checksum.
 
     Args:
         record: all members but `files` and `crc32`. At least one member is sorted before `crc32`.
-        entries: for each file, its members but `holds`, and its `holds`. Only files with an `index` have `holds`.
+        entries: the members of `files`.
     """
-    head = fields.encode({key: value for key, value in record.items() if key < _CHECKSUM})[:-1]
-    middle = fields.encode({key: value for key, value in record.items() if _CHECKSUM < key < _FILES})[1:-1]
-    tail = fields.encode({key: value for key, value in record.items() if key > _FILES})[1:]
-    pieces = [b",", middle, b',"files":[', *_texts(entries), b"],", tail]
+    head = b"{" + _texts(record, lambda name: name < _CHECKSUM)
+    middle = _texts(record, lambda name: _CHECKSUM < name < _FILES)
+    tail = _texts(record, lambda name: name > _FILES)
+    pieces = [b",", middle, b',"files":[', *_entry_texts(entries), b"],", tail, b"}"]
     checksum = crc32(head)
     for piece in pieces:
         checksum = crc32(piece, checksum)
     return b"".join((head, b',"crc32":%d' % checksum, *pieces, b"\n"))
 
 
-def _texts(entries: Sequence[tuple[Entry, Holds]]) -> Iterator[bytes]:
-    # Files that hold the same tensors have the same object, which is kept alive by the caller.
-    texts: dict[int, msgspec.Raw] = {}
+def _texts(record: Mapping[str, Any], is_here: Callable[[str], bool]) -> bytes:
+    # The quicker encoder is for what has only names and whole numbers, which both encode alike.
+    encoders = ((name, typed_json.encode if name in _LARGE else fields.encode) for name in sorted(record))
+    return b",".join(b'"%b":%b' % (name.encode(), encode(record[name])) for name, encode in encoders if is_here(name))
+
+
+def _entry_texts(entries: Sequence[Entry]) -> Iterator[bytes]:
     for start in range(0, len(entries), _ENTRIES):
-        part = entries[start : start + _ENTRIES]
-        for entry, holds in part:
-            if entry.index is not msgspec.UNSET:
-                text = texts.get(id(holds))
-                if text is None:
-                    text = texts[id(holds)] = msgspec.Raw(typed_json.encode(list(holds)))
-                entry.holds = text
-        yield (b"," if start else b"") + typed_json.encode([entry for entry, _ in part])[1:-1]
+        yield (b"," if start else b"") + typed_json.encode(entries[start : start + _ENTRIES])[1:-1]
 
 
 def read(data: bytes) -> Members:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_ckpt.checkpoint import file_names
-from mcore_ckpt.checkpoint.manifest import Manifest, ManifestSummary, WrittenFile, decode_manifest, encode_manifest
+from mcore_ckpt.checkpoint.manifest import Manifest, ManifestSummary, WrittenFile, decode_manifest, encode_readable
 from mcore_ckpt.checkpoint.reading import read_entries, read_manifest, read_manifest_summary, read_remote_manifest
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, CommitError
 from mcore_ckpt.fast.tier import NodeTier
@@ -139,9 +139,8 @@ def commit_on_nodes(
 
     def combine(records: Sequence[Record]) -> Record:
         manifest = describe(records)
-        data = encode_manifest(manifest)
         try:
-            decode_manifest(data)
+            data = encode_readable(manifest)
         except ValueError as error:
             raise CommitError(f"not committed, because the manifest could not be read back: {error}") from None
         tier.publish(attempt.number, data)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 from mcore_ckpt.checkpoint import file_names
-from mcore_ckpt.checkpoint.manifest import Manifest, decode_manifest, encode_manifest
+from mcore_ckpt.checkpoint.manifest import Manifest, encode_readable
 from mcore_ckpt.errors import CommitError
 from mcore_ckpt.io import limits, tuning
 from mcore_ckpt.io.access import top_mode
@@ -151,10 +151,9 @@ def write_manifest(staging: Path, manifest: Manifest) -> None:
         OSError: the manifest cannot be written.
     """
     try:
-        data = encode_manifest(manifest)
+        data = encode_readable(manifest)
         if len(data) > limits.MANIFEST_BYTES:
             raise FieldError(f"it has {len(data)} bytes, more than {limits.MANIFEST_BYTES}")
-        decode_manifest(data)
     except ValueError as error:
         raise CommitError(f"{staging}: not committed, because its manifest could not be read back: {error}") from None
     write_file(staging / file_names.MANIFEST_FILE, [data])

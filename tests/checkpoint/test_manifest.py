@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_ckpt import json_bounds
+from mcore_ckpt.checkpoint import manifest as module
 from mcore_ckpt.checkpoint import manifest_text
 from mcore_ckpt.checkpoint.manifest import (
     FORMAT_VERSION,
@@ -26,6 +27,7 @@ from mcore_ckpt.checkpoint.manifest import (
     decode_manifest,
     decode_summary,
     encode_manifest,
+    encode_readable,
 )
 from mcore_ckpt.checkpoint.manifest_text import Holds
 from mcore_ckpt.checkpoint.placement import Placement
@@ -167,6 +169,82 @@ def test_the_quick_way_reads_what_the_other_way_reads(manifest: Manifest) -> Non
     assert manifest_text._canonical(spaced) is None
     assert decode_manifest(spaced) == manifest
     assert decode_summary(data) == decode_summary(spaced) == manifest.head
+
+
+@settings(deadline=None)
+@given(manifests())
+def test_what_is_proved_to_be_readable_is_the_same_text(manifest: Manifest) -> None:
+    for _ in range(2):  # what is kept of the first time must not change the second one
+        assert encode_readable(manifest) == encode_manifest(manifest)
+
+
+UNREADABLE = {
+    "path-twice": {"files": (MODEL, MODEL)},
+    "path-twice-but-for-capitals": {"files": (COMMON, replace(COMMON, path="optim/COMMON.pt"))},
+    "path-that-leaves": {"files": (replace(COMMON, path="../common.pt"),)},
+    "path-with-a-dot": {"files": (replace(COMMON, path="optim/./common.pt"),)},
+    "path-that-ends-with-a-slash": {"files": (replace(COMMON, path="optim/"),)},
+    "path-with-a-backslash": {"files": (replace(COMMON, path="optim\\common.pt"),)},
+    "path-empty": {"files": (replace(COMMON, path=""),)},
+    "path-unprintable": {"files": (replace(COMMON, path="a\u200bb"),)},
+    "path-too-long": {"files": (replace(COMMON, path="a/" * 2100 + "b"),)},
+    "path-with-a-long-part": {"files": (replace(COMMON, path="optim/" + "é" * 128),)},
+    "kind-unprintable": {"files": (replace(COMMON, kind="a\nb"),)},
+    "size-negative": {"files": (replace(COMMON, size=-1),)},
+    "size-enormous": {"files": (replace(COMMON, size=2**63),)},
+    "rank-that-is-none": {"files": (replace(COMMON, rank=2),)},
+    "index-leaves-the-file": {"files": (replace(MODEL, size=4499),)},
+    "index-negative": {"files": (replace(MODEL, index=IndexPlace(-1, 500, 78)),)},
+    "holds-a-tensor-too-many": {"files": (replace(MODEL, holds=Holds(((0, 2),))),)},
+    "holds-backwards": {"files": (replace(MODEL, holds=Holds(((1, 0),))),)},
+    "holds-a-tensor-twice": {"files": (replace(MODEL, holds=Holds(((0, 0), (0, 1)))),)},
+    "tensor-twice": {"tensors": ("a", "a")},
+    "tensor-unprintable": {"tensors": ("a", "b\x7f")},
+    "tensor-too-long": {"tensors": ("a", "b" * 4097)},
+    "rank-beside-the-layout": {"ranks": (RankCoordinates(), RankCoordinates(tp=1, dp=1, edp=1))},
+    "rank-negative": {"ranks": (RankCoordinates(), RankCoordinates(dp=-1))},
+    "rank-missing": {"ranks": (RankCoordinates(),)},
+    "layout-of-no-rank": {"topology": Topology(world_size=2, dp=0)},
+    "role-a-path": {"role": "../actor"},
+    "step-negative": {"step": -1},
+    "timeline-of-one-rank": {"save_timeline": SaveTimeline((1,), ((1,), (1,)), ((1,), (1,)), ((1,), (1,)), (1, 1))},
+    "placement-of-fewer-files": {"placement": Placement(("node1",), ((0,),))},
+}
+
+
+@pytest.mark.parametrize("changed", UNREADABLE.values(), ids=UNREADABLE)
+def test_what_cannot_be_read_back_is_refused_as_it_would_be_read(changed: dict[str, Any]) -> None:
+    manifest = replace(MANIFEST, **changed)
+    with pytest.raises(FieldError) as reading:
+        decode_manifest(encode_manifest(manifest))
+    with pytest.raises(FieldError, match=re.escape(str(reading.value))):
+        encode_readable(manifest)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"ranks": MANIFEST.ranks[::-1]},
+        {"tensors": MANIFEST.tensors[::-1]},
+        {"files": (COMMON, MODEL)},
+        {"files": (replace(MODEL, crc32=78), COMMON)},
+        {"files": (replace(MODEL, index=IndexPlace(4000, 500, 79)), COMMON)},
+        {"files": (replace(MODEL, holds=Holds(((0, 0),))), COMMON)},
+        {"files": (MODEL, replace(COMMON, path="optim/other.pt"))},
+    ],
+)
+def test_a_text_that_says_another_thing_is_refused(monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any]) -> None:
+    """It can be read, but not as it was meant: the encoder is wrong, or memory has changed meanwhile."""
+    other = encode_manifest(replace(MANIFEST, **changed))
+    monkeypatch.setattr(module, "_encode", lambda *_: other)
+    with pytest.raises(FieldError, match="not decoded as they were encoded"):
+        encode_readable(MANIFEST)
+
+
+def test_runs_whose_text_says_another_thing_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manifest_text.typed_json, "encode", lambda value: b"[[0,2]]")
+    with pytest.raises(FieldError, match="not decoded as it was encoded"):
+        assert Holds(((0, 1),)).text
 
 
 @pytest.mark.parametrize("digits", [1, 4, 8])
