@@ -1,9 +1,9 @@
 """Reads pickles that may be hostile. A pickle can call only functions that the caller lists.
 
 The unpicklers of Python and torch (2.13, under `weights_only`) are not safe enough. With torch's, a pickle can call
-`bytearray` and all storage classes, which allocate any amount of memory. Python sizes its memo by the largest index in
+`bytearray` and all tensor classes, which allocate any amount of memory. Python sizes its memo by the largest index in
 the pickle, so a few bytes can allocate any amount of memory, too. In both unpicklers, hashing a tuple of tuples as the
-key of a dict can take forever, or overflow the stack of the process.
+key of a dict can take forever, or overflow the stack of the process. `benchmarks/pickles.py` measures torch's.
 """
 
 from __future__ import annotations
@@ -287,9 +287,6 @@ class Unpickler:
         self._below.append(self._stack)
         self._stack = []
 
-    def _pop_mark(self) -> None:
-        self._popped()
-
     def _push(self, value: Any) -> None:
         self._stack.append(value)
 
@@ -387,23 +384,22 @@ class Unpickler:
         self._build(made, state)
 
 
-_B1, _B2, _B4, _B8 = struct.Struct("<B"), struct.Struct("<H"), struct.Struct("<I"), struct.Struct("<Q")
+_B1, _B2, _B4 = struct.Struct("<B"), struct.Struct("<H"), struct.Struct("<I")
 _I4, _F8 = struct.Struct("<i"), struct.Struct(">d")
 _STOP = ord(".")
 
 _Action = Callable[[Unpickler], None]
 
-# Each opcode with the memory that it takes, in bytes. The opcodes are in this order: first PROTO, FRAME, MARK, POP_MARK
-# and POP (their names in `pickle`), then those for constants, numbers, text, bytes, tuples, containers and the memo,
-# then those for global names, calls, states and references.
+# Each opcode with the memory that it takes, in bytes. The opcodes are in this order: first PROTO, FRAME and MARK (their
+# names in `pickle`), then those for constants, numbers, text, bytes, tuples, containers and the memo, then those for
+# global names, calls, states and references. Left out are POP and POP_MARK, which Python writes only for values that
+# contain themselves, and the forms of text and bytes for more than 4 GiB, which are more than PICKLE_BYTES.
 _ACTIONS: dict[int, tuple[_Action, int]] = {
     opcode[0]: (action, memory)
     for opcode, action, memory in (
         (b"\x80", lambda p: p._skip(1), 0),
         (b"\x95", lambda p: p._skip(8), 0),
         (b"(", Unpickler._mark, 0),
-        (b"1", Unpickler._pop_mark, 0),
-        (b"0", lambda p: p._stack.pop() and None, 0),
         (b"N", lambda p: p._push(None), _SLOT),
         (b"\x88", lambda p: p._push(True), _SLOT),
         (b"\x89", lambda p: p._push(False), _SLOT),
@@ -414,10 +410,8 @@ _ACTIONS: dict[int, tuple[_Action, int]] = {
         (b"\x8a", lambda p: p._long(_B1), _NUMBER),
         (b"X", lambda p: p._text(_B4), _TEXT),
         (b"\x8c", lambda p: p._text(_B1), _TEXT),
-        (b"\x8d", lambda p: p._text(_B8), _TEXT),
         (b"C", lambda p: p._push(p._take(p._number(_B1))), _TEXT),
         (b"B", lambda p: p._push(p._take(p._number(_B4))), _TEXT),
-        (b"\x8e", lambda p: p._push(p._take(p._number(_B8))), _TEXT),
         (b")", lambda p: p._push(()), _SLOT),
         (b"\x85", lambda p: p._tuple(1), _OBJECT),
         (b"\x86", lambda p: p._tuple(2), _OBJECT),

@@ -75,15 +75,15 @@ def text(value: bytes) -> bytes:
 
 
 # Each call copies all that it is handed, which is two bytes in the pickle.
-ENCODE = named("_codecs", "encode") + b"q\x01" + text(b"x" * 200_000) + b"q\x02" + text(b"latin1") + b"q\x03000"
-FILL = named("_io", "BytesIO") + b"q\x01B" + struct.pack("<I", 200_000) + b"x" * 200_000 + b"K\x00N\x87q\x0200"
-SET = named("builtins", "set") + b"q\x01](" + b"".join(b"M" + struct.pack("<H", n) for n in range(9000)) + b"eq\x0200"
+ENCODE = named("_codecs", "encode") + b"q\x01" + text(b"x" * 200_000) + b"q\x02" + text(b"latin1") + b"q\x03"
+FILL = named("_io", "BytesIO") + b"q\x01B" + struct.pack("<I", 200_000) + b"x" * 200_000 + b"K\x00N\x87q\x02"
+SET = named("builtins", "set") + b"q\x01](" + b"".join(b"M" + struct.pack("<H", n) for n in range(9000)) + b"eq\x02"
 INDEX = named("torch.distributed.checkpoint.metadata", "MetadataIndex") + b")R}("
 INDEX += text(b"fqn") + b"h\x00" + text(b"offset") + b"h\x00" + text(b"index") + b"Nubq\x00"
 
 HUGE = b"\x8a\x08" + struct.pack("<q", 2**61)
 PICKLES: dict[str, bytes] = {
-    "code": pickle.dumps({"a": 1})[:-1] + b"0" + named("os", "system") + b"X\x04\x00\x00\x00true\x85R.",
+    "code": pickle.dumps({"a": 1})[:-1] + named("os", "system") + b"X\x04\x00\x00\x00true\x85R.",
     "code-by-newobj": HEAD + named("subprocess", "Popen") + b"X\x04\x00\x00\x00true\x85\x81.",
     "builtins-eval": HEAD + named("builtins", "eval") + b"X\x01\x00\x00\x001\x85R.",
     "bytearray": HEAD + named("builtins", "bytearray") + b"J\x00\x00\x00\x7f\x85R.",
@@ -117,13 +117,13 @@ PICKLES: dict[str, bytes] = {
     + b"J\x00\x00\x00\x7f\x85X\x01\x00\x00\x00btR.",
     "numpy-objects": HEAD + named("numpy", "dtype") + b"X\x02\x00\x00\x00O8\x85R.",
     "text-copied-again-and-again": HEAD + ENCODE + b"]" + b"h\x01h\x02h\x03\x86Ra" * 4000 + b".",
-    "text-copied-and-forgotten": HEAD + ENCODE + b"h\x01h\x02h\x03\x86R0" * 40_000 + b"}.",
+    "text-copied-and-forgotten": HEAD + ENCODE + b"}" + b"K\x01h\x01h\x02h\x03\x86Rs" * 40_000 + b".",
     "files-filled-again-and-again": HEAD + FILL + b"]" + b"h\x01)Rh\x02ba" * 4000 + b".",
     "sets-made-again-and-again": HEAD + SET + b"]" + b"h\x01h\x02\x85Ra" * 4000 + b".",
     "sets-many": HEAD + b"](" + b"\x8f" * 1_000_000 + b"e.",
     "key-of-indexes-of-indexes": HEAD + b"}" + text(b"x") + b"q\x00" + INDEX * 60 + b"K\x01s.",
     "terminal": HEAD + named("os\x1b[31m", "system") + b".",
-    "stack-empty": HEAD + b"0.",
+    "stack-empty": HEAD + b"\x85.",
     "no-end": HEAD + b"K\x01",
     "text-beyond-the-end": HEAD + b"X\xff\xff\xff\xff.",
 }
@@ -180,6 +180,13 @@ def test_a_hostile_pickle(name: str, reader: str, tmp_path: Path) -> None:
 def test_a_hostile_metadata(name: str, tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(PICKLES[name])
     assert ".metadata" in refused(lambda: load_metadata(tmp_path / ".metadata"))
+
+
+@pytest.mark.parametrize("opcodes", [b"K\x010", b"(K\x011", b"\x8d" + b"\0" * 8, b"\x8e" + b"\0" * 8])
+def test_what_python_writes_for_no_value_of_ours_is_refused(opcodes: bytes, tmp_path: Path) -> None:
+    """POP and POP_MARK are for values that contain themselves, BINUNICODE8 and BINBYTES8 for more than 4 GiB."""
+    (tmp_path / "file.pt").write_bytes(archive_of(HEAD + b"}" + opcodes + b"."))
+    assert "is not allowed" in refused(lambda: READERS["ours"](tmp_path / "file.pt"))
 
 
 class Hostile:
