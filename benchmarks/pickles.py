@@ -1,6 +1,6 @@
 """Compares our reader of `.pt` files with torch.load(weights_only=True): what each makes of hostile files; the cost.
 
-    python -m benchmarks.pickles [--tensors 100000] [--megabytes 1000] [--folder DIR] [--json]
+    python benchmarks/pickles.py [--tensors 100000] [--megabytes 1000] [--folder DIR] [--json]
 
 The hostile files are those of tests/hostile. Each is read in a child process that may take 1 GiB of memory
 and 5 s of a processor.
@@ -19,6 +19,7 @@ import multiprocessing
 import os
 import resource
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -32,6 +33,8 @@ from mcore_ckpt.checkpoint.pt_archive import PtArchive
 from mcore_ckpt.checkpoint.pt_values import reader_of
 from mcore_ckpt.formats.foreign_pickles import load_safely
 from mcore_ckpt.formats.torch_save_files import read_pt
+
+sys.path.append(str(Path(__file__).parents[1]))
 from tests.hostile import test_bombs, test_hostile_pickles
 from tests.hostile.fuzzing import archive_of
 
@@ -70,6 +73,13 @@ def hostile_files(folder: Path) -> dict[str, Path]:
         found[name] = folder / f"{number}.pt"
         found[name].write_bytes(archive_of(data))
     return found
+
+
+def _write_sound(path: Path, tensors: int, megabytes: int) -> None:
+    """In a child, so that the readers do not begin with memory that this process has freed."""
+    elements = megabytes * 1_000_000 // tensors // 4
+    names = (f"decoder.layers.{n // 100}.mlp.experts.local_experts.{n % 100}.weight" for n in range(tensors))
+    torch.save({name: torch.ones(elements) for name in names}, path)
 
 
 def in_child(read: Read, path: Path, is_limited: bool = True) -> dict[str, Any]:
@@ -122,20 +132,17 @@ def main() -> None:
     parser.add_argument("--tensors", type=int, default=100_000, help="tensors of the sound file")
     parser.add_argument("--megabytes", type=int, default=1000, help="size of the sound file")
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"), help="where a temporary folder is made")
+    parser.add_argument("--only-sound", action="store_true", help="leave the hostile files out")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_args()
     found: dict[str, Any] = {"hostile": {}, "sound": {}}
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        for name, path in hostile_files(Path(folder)).items():
+        for name, path in ({} if arguments.only_sound else hostile_files(Path(folder))).items():
             found["hostile"][name] = {reader: in_child(_after_check(reader), path) for reader in READERS}
             if not arguments.json:
                 print(f"{name:40} " + " | ".join(map(_told, found["hostile"][name].values())), flush=True)
         sound = Path(folder, "sound.pt")
-        elements = arguments.megabytes * 1_000_000 // arguments.tensors // 4
-        names = (
-            f"decoder.layers.{n // 100}.mlp.experts.local_experts.{n % 100}.weight" for n in range(arguments.tensors)
-        )
-        torch.save({name: torch.ones(elements) for name in names}, sound)
+        in_child(lambda path: _write_sound(path, arguments.tensors, arguments.megabytes), sound, is_limited=False)
         for reader, read in READERS.items():
             found["sound"][reader] = in_child(read, sound, is_limited=False)
             if not arguments.json:
