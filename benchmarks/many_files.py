@@ -4,8 +4,8 @@
 
 `--steps 100 200 --files 100 200` measures twice, so that calls for each step and file can be told from the others.
 
-Calls are counted, and made slow, by a library that is loaded before the C library (tests/faults/delays.c). What each
-operation is for, and on which of its two places it works: OPERATIONS.
+Calls are counted, and made slow, by a library that is loaded before the C library (tests/faults/disks/delays.c).
+What each operation is for, and on which of its two places it works: OPERATIONS.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from mcore_ckpt.steps.choice import choose
 from mcore_ckpt.tools.maintain.prune import prune
 
 ROLE = "actor"
-LIBRARY = Path(__file__).parents[1] / "tests" / "faults" / "delays.c"
+LIBRARY = Path(__file__).parents[1] / "tests" / "faults" / "disks" / "delays.c"
 MANIFEST = Manifest(
     step=1,
     role=ROLE,

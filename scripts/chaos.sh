@@ -7,4 +7,4 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # With the megatron-core that scripts/test.sh has put on the path, or else that of requirements.txt.
 export OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES="" PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
-exec .venv/bin/python -W ignore tests/chaos/chaos.py "$@"
+exec .venv/bin/python -W ignore tests/faults/kills/chaos.py "$@"

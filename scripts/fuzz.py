@@ -1,6 +1,7 @@
 """Damages checkpoints at random for a while: `python scripts/fuzz.py --seconds 300 [--seed N] [--target NAME]`.
 
-Exits with 1 at the first thing that a reader must not do, naming the seed and the case. See tests/hostile/fuzzing.py.
+Exits with 1 at the first thing that a reader must not do, naming the seed and the case. See
+tests/faults/hostile/fuzzing.py.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from tests.hostile.fuzzing import TARGETS, Escaped, Sample, fuzz
+from tests.faults.hostile.fuzzing import TARGETS, Escaped, Sample, fuzz
 
 # More than any reader takes for a few kilobytes, and than torch has mapped.
 _MOST_BYTES = 24 << 30

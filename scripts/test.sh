@@ -16,12 +16,12 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # The folders of each part of --full. `rest` has what no other part has, and `chaos` what scripts do.
 declare -A folders=(
     [ranks]="tests/distributed"
-    [saves]="tests/save tests/load tests/fast tests/state tests/steps tests/doors tests/io tests/ranks tests/crash"
-    [files]="tests/checkpoint tests/formats tests/models tests/sharding tests/hostile"
-    [tools]="tests/tools tests/cli tests/faults"
+    [saves]="tests/save tests/load tests/fast tests/state tests/steps tests/doors tests/io tests/ranks tests/faults/crash"
+    [files]="tests/checkpoint tests/formats tests/models tests/sharding tests/faults/hostile"
+    [tools]="tests/tools tests/cli tests/faults/disks"
     [frameworks]="tests/integrations tests/verl tests/swift tests/bridge tests/te"
     [native]="tests/cuda tests/native tests/gpu"
-    [power]="tests/power"
+    [power]="tests/faults/power"
 )
 PARTS=(ranks saves files tools frameworks native power rest chaos)
 

@@ -34,14 +34,14 @@ NOT_QUICK = frozenset(
     {
         "areal",
         "bridge",
-        "chaos",
         "crash",
+        "disks",
         "cuda",
         "distributed",
-        "faults",
         "gpu",
         "hostile",
         "hosts",
+        "kills",
         "integrations",
         "s3",
         "swift",
@@ -89,7 +89,7 @@ NOT_QUICK = frozenset(
 )
 
 # Rooms and files of tests about how files are written. A file in memory is written in another way (csrc/write_job.cpp).
-ON_DISK = frozenset({"faults", "native", "save", "test_shared_writes.py"})
+ON_DISK = frozenset({"disks", "native", "save", "test_shared_writes.py"})
 
 # The longest first. Begun last, they would run on alone when all else has ended.
 LONG = (

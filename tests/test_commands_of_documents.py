@@ -56,13 +56,13 @@ RUN_BY = {
     r"python benchmarks/scale\.py.*": ("tests/save/test_scale.py", HERE),
     r"python benchmarks/many_files\.py.*": ("tests/steps/test_many_steps.py", HERE),
     r"python benchmarks/\w+\.py.*": (HERE,),  # by hand, on a machine that is quiet for an hour
-    r"scripts/chaos\.sh .*": ("scripts/test.sh", "tests/chaos/test_chaos.py", HERE),
-    r"scripts/fault_chaos\.sh .*": ("scripts/test.sh", "tests/chaos/test_faults.py", HERE),
+    r"scripts/chaos\.sh .*": ("scripts/test.sh", "tests/faults/kills/test_chaos.py", HERE),
+    r"scripts/fault_chaos\.sh .*": ("scripts/test.sh", "tests/faults/kills/test_faults.py", HERE),
     r"scripts/fast_chaos\.sh .*": ("scripts/test.sh", "tests/hosts/test_fast_chaos.py", HERE),
-    r"scripts/power_loss\.sh .*": ("tests/power/test_power_loss.py", HERE),
-    r"scripts/soak\.sh .*": ("scripts/test.sh", "tests/soak/test_soak.py", HERE),
-    r"python -m tests\.soak\.publish .*": ("tests/soak/test_soak.py",),
-    r"torchrun .* mcore-ckpt doctor .*": ("tests/faults/test_doctor_ranks.py",),
+    r"scripts/power_loss\.sh .*": ("tests/faults/power/test_power_loss.py", HERE),
+    r"scripts/soak\.sh .*": ("scripts/test.sh", "tests/faults/soak/test_soak.py", HERE),
+    r"python -m tests\.faults\.soak\.publish .*": ("tests/faults/soak/test_soak.py",),
+    r"torchrun .* mcore-ckpt doctor .*": ("tests/faults/disks/test_doctor_ranks.py",),
     r"torchrun .* -m mcore_ckpt\.integrations\.bridge .*": ("tests/bridge/with_bridge/test_more_runs.py",),
     r"uv run python -m mcore_ckpt\.integrations\.nemo_rl .*": ("tests/bridge/with_bridge/test_nemo_rl.py",),
     r"NPROC_PER_NODE=8 python -m mcore_ckpt\.integrations\.swift .*": ("tests/swift/test_swift.py",),
@@ -210,7 +210,7 @@ def test_a_program_knows_its_flags(command: str) -> None:
     words = command.replace("[", "").replace("]", "").split()
     script = REPOSITORY / (words[1] if words[0] == "python" else words[0])
     if script.suffix == ".sh":
-        (name,) = re.findall(r" (tests/\w+/\w+\.py) \"\$@\"", script.read_text())
+        (name,) = re.findall(r" (tests/[\w/]+\.py) \"\$@\"", script.read_text())
         script = REPOSITORY / name
     sources = {path.stem: path.read_text() for path in script.parent.glob("*.py")}
     used = [script.stem, *(name for name in sources if re.search(rf"\b{name}\b", sources[script.stem]))]

@@ -1,6 +1,6 @@
 """How many calls to the file system thousands of steps and files take: for each step, for each file, and no more.
 
-Counted by a library before the C library (tests/faults/delays.c), native threads included.
+Counted by a library before the C library (tests/faults/disks/delays.c), native threads included.
 """
 
 import json

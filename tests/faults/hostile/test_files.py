@@ -36,7 +36,7 @@ from mcore_ckpt.steps import pins, retention, tracker, work_folders
 from mcore_ckpt.steps.remote_steps import RemoteSteps
 from mcore_ckpt.steps.trainer_lock import TrainerLock
 from mcore_ckpt.steps.upload_queue import UploadQueue
-from tests.hostile.fuzzing import CONFIG, Sample
+from tests.faults.hostile.fuzzing import CONFIG, Sample
 from tests.support.torch_dist_folder import make_torch_dist
 
 

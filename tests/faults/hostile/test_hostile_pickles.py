@@ -23,7 +23,7 @@ from mcore_ckpt.errors import CheckpointCorruptError
 from mcore_ckpt.formats.foreign_pickles import load_metadata, load_safely
 from mcore_ckpt.formats.torch_save_files import read_pt
 from mcore_ckpt.tools.examine.verify_deep import as_torch_sees_it
-from tests.hostile.fuzzing import PLAIN, archive_of, is_same, pt_of
+from tests.faults.hostile.fuzzing import PLAIN, archive_of, is_same, pt_of
 
 READERS: dict[str, Callable[[Path], Any]] = {
     "ours": lambda path: read_plain(path.parent, record_of(path)),

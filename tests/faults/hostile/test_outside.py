@@ -17,10 +17,10 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import FileRecord
 from mcore_ckpt.models.mapping import hf_tensors
 from mcore_ckpt.models.registry import model_from_config
-from tests.hostile.fuzzing import CONFIG, Sample, archive_of, pt_of
-from tests.hostile.read_everything import BEGIN, END
-from tests.hostile.test_files import sealed
-from tests.hostile.test_hostile_pickles import PICKLES
+from tests.faults.hostile.fuzzing import CONFIG, Sample, archive_of, pt_of
+from tests.faults.hostile.read_everything import BEGIN, END
+from tests.faults.hostile.test_files import sealed
+from tests.faults.hostile.test_hostile_pickles import PICKLES
 from tests.support.torch_dist_folder import make_torch_dist
 
 WORKER = Path(__file__).with_name("read_everything.py")

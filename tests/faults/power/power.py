@@ -38,8 +38,8 @@ from pathlib import Path
 from typing import Protocol
 
 HERE = Path(__file__).parent
-from tests.power.crash_states import Crashes, CrashState, empty  # noqa: E402
-from tests.power.trace_of_files import Recording, Sync, Trace  # noqa: E402
+from tests.faults.power.crash_states import Crashes, CrashState, empty  # noqa: E402
+from tests.faults.power.trace_of_files import Recording, Sync, Trace  # noqa: E402
 from tests.support.lives import say  # noqa: E402
 
 REPORTED = 20
@@ -69,7 +69,7 @@ def hf_model(folder: Path) -> None:
 
 @contextmanager
 def judge_of_saves(crashes: Crashes, folder: Path) -> Iterator[Judge]:
-    from tests.power import judge_saves
+    from tests.faults.power import judge_saves
 
     with judge_saves.alone() as training:
         yield judge_saves.Judge(crashes, folder, training)
@@ -77,7 +77,7 @@ def judge_of_saves(crashes: Crashes, folder: Path) -> Iterator[Judge]:
 
 @contextmanager
 def judge_of_outputs(crashes: Crashes, folder: Path) -> Iterator[Judge]:
-    from tests.power import judge_outputs, reboot
+    from tests.faults.power import judge_outputs, reboot
 
     reboot.boot()
     yield judge_outputs.Judge(crashes, folder)

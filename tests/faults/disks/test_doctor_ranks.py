@@ -15,7 +15,7 @@ from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.ranks.meeting import rendezvous_at
 from mcore_ckpt.tools.examine.doctor import between_hosts, examine, known, speed
 from mcore_ckpt.tools.examine.doctor.findings import Finding, Severity
-from tests.faults.test_one_file_system import see_another_disk
+from tests.faults.disks.test_one_file_system import see_another_disk
 from tests.support.mounting import shown_by
 
 TIMEOUT_S = 30.0

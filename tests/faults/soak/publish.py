@@ -1,6 +1,6 @@
 """Writes a soak's result into docs/reliability.md, with its five curves as docs/soak.svg.
 
-python -m tests.soak.publish RESULT.json
+python -m tests.faults.soak.publish RESULT.json
 """
 
 import json
@@ -9,12 +9,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tests.soak.curves import Line, Panel, draw
-from tests.soak.flatness import TOLERANCES
-from tests.soak.usage import KINDS, Usage
+from tests.faults.soak.curves import Line, Panel, draw
+from tests.faults.soak.flatness import TOLERANCES
+from tests.faults.soak.usage import KINDS, Usage
 
-DOCS = Path(__file__).parents[2] / "docs"
-BEGIN, END = "<!-- written by tests/soak/publish.py -->", "<!-- end -->"
+DOCS = Path(__file__).parents[3] / "docs"
+BEGIN, END = "<!-- written by tests/faults/soak/publish.py -->", "<!-- end -->"
 TITLES = {
     "memory": "memory of each rank (MB in RAM)",
     "threads": "threads of each rank",

@@ -33,9 +33,9 @@ from typing import Any
 import torch
 
 from mcore_ckpt.steps import listing as steps
-from tests.chaos.chaos import Chain, Outcome, Plan, reports_of, run_chains
-from tests.chaos.disturbed_life import TIMEOUT_S, DisturbedLife, run_rank
-from tests.chaos.life import ALARM_S, WORLD
+from tests.faults.kills.chaos import Chain, Outcome, Plan, reports_of, run_chains
+from tests.faults.kills.disturbed_life import TIMEOUT_S, DisturbedLife, run_rank
+from tests.faults.kills.life import ALARM_S, WORLD
 from tests.support.lives import bury, end_store, fork_ranks, host_store, say, wait_until_ready
 from tests.support.small_disks import NOBODY, ext4, frozen
 

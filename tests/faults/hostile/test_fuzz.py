@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.hostile.fuzzing import TARGETS, Sample, fuzz
+from tests.faults.hostile.fuzzing import TARGETS, Sample, fuzz
 
 CASES = int(os.environ.get("MCORE_CKPT_FUZZ_CASES", "60"))
 

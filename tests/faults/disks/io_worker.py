@@ -1,4 +1,4 @@
-"""Run with tests/faults/shim.c loaded: saves and loads of two ranks under a fault, one for each line of JSON on stdin.
+"""Run with shim.c loaded: saves and loads of two ranks under a fault, one for each line of JSON on stdin.
 
 For each, a line of JSON on stdout says what became of it. Nothing but the storage layer, without megatron.
 """

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tests.soak.usage import Usage
+from tests.faults.soak.usage import Usage
 
 # With fewer, a quarter does not have each of the moments that come in turn, and not each kind of fault has been met in
 # the first one. The first of a kind costs once: modules, and lines of source files for tracebacks (1,100 objects).

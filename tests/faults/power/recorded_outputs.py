@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-TESTS = Path(__file__).parent.parent
+TESTS = Path(__file__).parents[2]
 sys.path.insert(0, str(TESTS / "integrations" / "roll_stand_in"))
 # Only to be found: what is imported here of this package for AReaL imports nothing of it.
 sys.path.append(str(TESTS.parent / ".venv" / "areal"))
@@ -28,7 +28,7 @@ from mcore_ckpt.steps import tracker  # noqa: E402
 from mcore_ckpt.steps.remote_steps import RemoteSteps  # noqa: E402
 from mcore_ckpt.steps.retention import PreservationPolicy  # noqa: E402
 from mcore_ckpt.steps.upload_queue import UploadQueue  # noqa: E402
-from tests.power.recording import mark, name_syncs  # noqa: E402
+from tests.faults.power.recording import mark, name_syncs  # noqa: E402
 from tests.support.checkpoints import make  # noqa: E402
 
 TIMEOUT_S = 60.0

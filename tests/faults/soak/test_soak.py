@@ -14,13 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.soak.arithmetic import compile_nothing
-from tests.soak.curves import Line, Panel, draw
-from tests.soak.flatness import LEAST_SAMPLES, TOLERANCES, judge
-from tests.soak.publish import picture, section
-from tests.soak.usage import KINDS, Usage, usage
+from tests.faults.soak.arithmetic import compile_nothing
+from tests.faults.soak.curves import Line, Panel, draw
+from tests.faults.soak.flatness import LEAST_SAMPLES, TOLERANCES, judge
+from tests.faults.soak.publish import picture, section
+from tests.faults.soak.usage import KINDS, Usage, usage
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "soak.sh"
+SCRIPT = Path(__file__).parents[3] / "scripts" / "soak.sh"
 SAVES = 120
 # Of one save. The smallest that are to be found in a life of SAVES.
 LEAKS = Usage(memory=512 << 10, allocated=128 << 10, blocks=50, threads=1, descriptors=1, keys=1, files=1)

@@ -16,9 +16,9 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.steps import tracker
 from mcore_ckpt.steps.listing import complete_steps
-from tests.power.crash_states import Crashes, CrashState, empty
-from tests.power.recorded_outputs import CONVERTED, WORKS
-from tests.power.trace_of_files import Mark
+from tests.faults.power.crash_states import Crashes, CrashState, empty
+from tests.faults.power.recorded_outputs import CONVERTED, WORKS
+from tests.faults.power.trace_of_files import Mark
 
 # Every how many states the work that was interrupted is done again: it takes much longer than to look at its files.
 EVERY = 25

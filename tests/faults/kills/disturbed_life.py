@@ -19,9 +19,9 @@ import torch.distributed as dist
 from mcore_ckpt import CheckpointConfig, CheckpointManager
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.io import tuning
-from tests.chaos.life import ALARM_S, KEEP, LAYOUT, STEPS, WORLD, Life, ledger
 from tests.distributed.snapshot import snapshot
 from tests.distributed.training import build, parallel, train
+from tests.faults.kills.life import ALARM_S, KEEP, LAYOUT, STEPS, WORLD, Life, ledger
 from tests.support.lives import connect, digest, note
 
 TIMEOUT_S = 4.0

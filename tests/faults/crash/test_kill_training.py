@@ -31,7 +31,8 @@ def names_below(root: Path) -> set[str]:
 
 # Of rank 0 all files and the manifest are there, and only the rename is not; rank 1 has not written all of its part of
 # the model's file, and rank 0 waits for it. torchrun itself, which tells a survivor to end, is in the full tier.
-@pytest.mark.full  # in CI, tests/crash/test_kill_save.py kills saves, and tests/chaos and the demo kill trainings
+# In CI, test_kill_save.py kills saves, and tests/faults/kills and the demo kill trainings.
+@pytest.mark.full
 @pytest.mark.parametrize("start", [forked, pytest.param(separate, marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     ("victim", "event", "count", "how"),

@@ -11,7 +11,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from tests.power.trace_of_files import PAGE, ROOT, Bytes, Change, Length, Mark, Names, Node, Sync, Trace, nodes_of
+from tests.faults.power.trace_of_files import (
+    PAGE,
+    ROOT,
+    Bytes,
+    Change,
+    Length,
+    Mark,
+    Names,
+    Node,
+    Sync,
+    Trace,
+    nodes_of,
+)
 
 NEVER = 1 << 60
 

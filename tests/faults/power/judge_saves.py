@@ -23,10 +23,10 @@ from mcore_ckpt.steps.runs import read_root_run
 from mcore_ckpt.tools.examine.verify import verify
 from tests.distributed.snapshot import poison, snapshot
 from tests.distributed.training import Layout, Training, build, parallel
-from tests.power.crash_states import Crashes, CrashState, empty
-from tests.power.reboot import boot
-from tests.power.recorded_saves import HIDDEN, ROOT
-from tests.power.trace_of_files import Mark
+from tests.faults.power.crash_states import Crashes, CrashState, empty
+from tests.faults.power.reboot import boot
+from tests.faults.power.recorded_saves import HIDDEN, ROOT
+from tests.faults.power.trace_of_files import Mark
 from tests.support.checkpoints import remains
 from tests.support.lives import digest
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.power.crash_states import Crashes, CrashState
-from tests.power.trace_of_files import ROOT, Bytes, Change, Disk, Event, Length, Names, Sync, Trace
+from tests.faults.power.crash_states import Crashes, CrashState
+from tests.faults.power.trace_of_files import ROOT, Bytes, Change, Disk, Event, Length, Names, Sync, Trace
 
 OLD, NEW = 1, 2
 DATA = b"new"

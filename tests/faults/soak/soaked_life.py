@@ -40,7 +40,7 @@ from tests.distributed.global_state import global_state
 from tests.distributed.hf_words import hf_config
 from tests.distributed.snapshot import poison, snapshot
 from tests.distributed.training import Layout, build, parallel, train
-from tests.soak.usage import Usage, usage
+from tests.faults.soak.usage import Usage, usage
 from tests.support.lives import connect, digest, note, notes
 
 # The same model and sequences under every layout.
@@ -79,7 +79,7 @@ LEAKED_BYTES = 256 << 10
 
 @dataclass(frozen=True)
 class Fault:
-    """As of tests/faults/shim.c: the first `times` calls on files whose path ends with `file` fail with `number`.
+    """As of tests/faults/disks/shim.c: the first `times` calls on files whose path ends with `file` fail with `number`.
 
     `refuses`: a save in which it is met fails. Otherwise nobody must notice. Only `rank` has it, or all ranks.
     """

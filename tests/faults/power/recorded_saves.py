@@ -20,7 +20,7 @@ from mcore_ckpt.steps.retention import PreservationPolicy
 from mcore_ckpt.tools.maintain.prune import prune
 from tests.distributed import forked_ranks
 from tests.distributed.training import Layout, build, parallel, train
-from tests.power.recording import mark, name_syncs
+from tests.faults.power.recording import mark, name_syncs
 
 WORLD = 2
 HIDDEN = 8

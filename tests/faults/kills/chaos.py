@@ -33,7 +33,7 @@ import torch
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.steps import listing as steps
-from tests.chaos.life import ALARM_S, LAYOUT, TIMEOUT_S, WORLD, Life, ledger, run_rank
+from tests.faults.kills.life import ALARM_S, LAYOUT, TIMEOUT_S, WORLD, Life, ledger, run_rank
 from tests.support.lives import (
     bury,
     damage,

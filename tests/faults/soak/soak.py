@@ -43,10 +43,10 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.cli.main import main as command_line
 from mcore_ckpt.io import tuning
 from mcore_ckpt.steps import listing as steps
-from tests.soak.arithmetic import compile_nothing
-from tests.soak.flatness import judge
-from tests.soak.interning import settle_interned_strings
-from tests.soak.soaked_life import (
+from tests.faults.soak.arithmetic import compile_nothing
+from tests.faults.soak.flatness import judge
+from tests.faults.soak.interning import settle_interned_strings
+from tests.faults.soak.soaked_life import (
     ALARM_S,
     LAYOUTS,
     LEAKS,
@@ -59,7 +59,7 @@ from tests.soak.soaked_life import (
     root_of,
     run_rank,
 )
-from tests.soak.usage import Usage
+from tests.faults.soak.usage import Usage
 from tests.support.lives import (
     bury,
     damage,
