@@ -6,6 +6,7 @@ one process that take no more than a moment, for the loop while one writes.
 
 import gc
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -29,64 +30,8 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("any machine")
 
-# Folders and files that --quick leaves out: they start processes, or train.
-NOT_QUICK = frozenset(
-    {
-        "areal",
-        "bridge",
-        "crash",
-        "disks",
-        "cuda",
-        "distributed",
-        "gpu",
-        "hostile",
-        "hosts",
-        "kills",
-        "integrations",
-        "s3",
-        "swift",
-        "te",
-        "verl",
-        "test_build.py",
-        "test_built_site.py",
-        "test_code_of_documents.py",
-        "test_commands_of_documents.py",
-        "test_compare.py",
-        "test_convert_command.py",
-        "test_demo.py",
-        "test_diff.py",
-        "test_distributed.py",
-        "test_documented_commands.py",
-        "test_first_save.py",
-        "test_foreign_models.py",
-        "test_fsdp_reader.py",
-        "test_gpu_checks.py",
-        "test_hub.py",
-        "test_inspect_page.py",
-        "test_huggingface_writer.py",
-        "test_interrupts.py",
-        "test_json_fields.py",
-        "test_versions.py",
-        "test_many_steps.py",
-        "test_merge_command.py",
-        "test_models_of_the_hub.py",
-        "test_other_world.py",
-        "test_packaging.py",
-        "test_parity.py",
-        "test_reshard_command.py",
-        "test_resharding.py",
-        "test_round_trip.py",
-        "test_s3.py",
-        "test_sanitizers.py",
-        "test_shared_writes.py",
-        "test_simulated_hosts.py",
-        "test_startup.py",
-        "test_transformers.py",
-        "test_upload.py",
-        "test_verify.py",
-        "test_walks.py",
-    }
-)
+# How a file, or the conftest.py of a folder, says that --quick leaves it out: it starts processes, or trains.
+SLOW = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.slow\b", re.MULTILINE)
 
 # Rooms and files of tests about how files are written. A file in memory is written in another way (csrc/write_job.cpp).
 ON_DISK = frozenset({"disks", "native", "save", "test_shared_writes.py"})
@@ -113,6 +58,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "full: repeats, for another case, what a test in CI shows; runs with --full")
+    config.addinivalue_line("markers", "slow: starts processes, or trains; --quick leaves it out")
     config.addinivalue_line("markers", "shows(framework, *columns): cells of docs/compatibility.md")
 
 
@@ -124,9 +70,23 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[Any]:
     return report
 
 
+def is_slow(path: Path) -> bool:
+    """Whether a file or folder has the marker `slow`. It is read, because to import some of them takes long."""
+    file = path / "conftest.py" if path.is_dir() else path
+    return file.suffix == ".py" and file.exists() and SLOW.search(file.read_text()) is not None
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    # Even to import some of them takes long.
-    return True if config.getoption("quick") and collection_path.name in NOT_QUICK else None
+    return True if config.getoption("quick") and is_slow(collection_path) else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_directory(path: Path) -> Iterator[Any]:
+    """Gives the tests of a folder the marker that its conftest.py has."""
+    directory = yield
+    if directory is not None and is_slow(path):
+        directory.add_marker("slow")
+    return directory
 
 
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in a hook of its own

@@ -20,6 +20,8 @@ import pytest
 
 from tests.support.walk import REPOSITORY, all_blocks
 
+pytestmark = pytest.mark.slow
+
 DOCUMENTS = (REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").rglob("*.md")))
 # Of other frameworks, and of megatron's training loop, which the wheels have since 0.17.
 ELSEWHERE = ("areal", "roll", "megatron.training")

@@ -28,6 +28,8 @@ from tests.support.shells import Ended, in_this_process
 from tests.support.tiny_models import make_hf_folder
 from tests.support.walk import REPOSITORY, all_blocks, commands
 
+pytestmark = pytest.mark.slow
+
 DOCUMENTS = (REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").rglob("*.md")))
 
 # Pages that a test follows from beginning to end, with all of their commands.

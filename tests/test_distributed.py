@@ -4,6 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.full
 def test_tests_of_several_ranks_run_under_torchrun(run_python: Callable[..., str], inner_pytest: list[str]) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+pytestmark = pytest.mark.slow
+
 REPOSITORY = Path(__file__).parents[1]
 sys.path += [str(REPOSITORY / "scripts"), str(REPOSITORY / "benchmarks")]
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 SAME: dict[str, Any] = {"padded_vocab": 144, "global_batch": 8, "dropout": 0.0}
 MOE = SAME | {"experts": 4, "expert_bias": True}
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 REPOSITORY = Path(__file__).parent.parent
 PACKAGES = Path(os.environ.get("MCORE_CKPT_REMOTE", REPOSITORY / ".venv" / "remote"))
 

@@ -12,6 +12,8 @@ import pytest
 
 from tests.support.megatron_cases import CASES, VERSIONS, packages
 
+pytestmark = pytest.mark.slow
+
 LAYOUT: dict[str, Any] = {
     # One stage: Megatron itself mixes up the buckets of an embedding that two stages have (test_foreign.py).
     "world": 2,

@@ -21,6 +21,8 @@ from mcore_ckpt.tools.examine.diff import diff
 from tests.support.shells import Ended, QuickShell, Shell, StrangersShell
 from tests.support.walk import REPOSITORY, all_blocks, assert_prints, blocks, commands
 
+pytestmark = pytest.mark.slow
+
 GET_STARTED = REPOSITORY / "docs" / "get_started"
 PAGE, MEGATRON_PAGE = ((GET_STARTED / name).read_text() for name in ("plain_loop.md", "megatron_lm.md"))
 INSTALL = "pip install '.[megatron,hf]'"

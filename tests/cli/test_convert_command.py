@@ -20,6 +20,8 @@ from tests.support.forks import Start, forked, separate
 from tests.support.quantized_folders import FP8_CONFIG, fp8, publish
 from tests.support.tiny_models import make_hf_folder
 
+pytestmark = pytest.mark.slow
+
 REPOSITORY = Path(__file__).parent.parent.parent
 FORMATS = ("native", "torch_dist")
 # torch_dist has no layout.

@@ -24,6 +24,8 @@ from mcore_ckpt.cli.main import main
 from tests.support.forks import Launched, launch
 from tests.support.waiting import wait_for
 
+pytestmark = pytest.mark.slow
+
 REPOSITORY = Path(__file__).parents[2]
 TRANSFORMERS_4 = Path(os.environ.get("MCORE_CKPT_TRANSFORMERS4", REPOSITORY / ".venv" / "transformers4"))
 

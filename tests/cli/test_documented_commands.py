@@ -17,6 +17,8 @@ from tests.support.forks import forked
 from tests.support.mcore_checkpoints import make_checkpoint, weights
 from tests.support.tiny_models import make_hf_folder
 
+pytestmark = pytest.mark.slow
+
 TARGET = re.compile(r" \\\n +--target_dir \S+")
 # A fork is in the folder of the process that it is a fork of.
 PROGRAM = """

@@ -28,6 +28,8 @@ from tests.support import sparse
 from tests.support.checkpoints import make as make_small
 from tests.support.small_model import make, resharded, tensors_of
 
+pytestmark = pytest.mark.slow
+
 browser = pytest.importorskip("tests.support.browser", reason="needs selenium")
 from selenium.webdriver.common.action_chains import ActionChains  # noqa: E402
 from selenium.webdriver.common.by import By  # noqa: E402

@@ -20,6 +20,8 @@ from tests.support.mcore_checkpoints import make_checkpoint
 from tests.support.node_folders import divide
 from tests.support.tiny_models import make_hf_folder
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -25,6 +25,8 @@ from tests.support.node_folders import divide
 from tests.support.small_model import make, tensors_of
 from tests.support.tiny_models import make_hf_folder
 
+pytestmark = pytest.mark.slow
+
 DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "command_line.md"
 TYPES = {
     "integer": lambda value: isinstance(value, int) and not isinstance(value, bool),

@@ -32,6 +32,8 @@ from tests.support.hub_server import HubServer
 from tests.support.mcore_checkpoints import make, make_checkpoint, mcore_tensors, pad_vocabulary, weights
 from tests.support.tiny_models import make_hf_folder
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 IMPORTS = ("mcore_ckpt.cli.main", "mcore_ckpt.tools.convert.merge")
 ASSETS = {

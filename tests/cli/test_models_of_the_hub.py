@@ -18,6 +18,8 @@ from tests.support.mcore_checkpoints import make_checkpoint, weights
 from tests.support.rank_threads import on_threads
 from tests.support.tiny_models import make_hf_folder
 
+pytestmark = pytest.mark.slow
+
 NAME = "tiny/Qwen3-tiny"
 TOKENIZER = b'{"of": "the tokenizer"}'
 

@@ -9,6 +9,8 @@ from mcore_ckpt.cli.main import main
 from mcore_ckpt.steps import tracker
 from tests.support.small_model import STEP, make, tensors_of
 
+pytestmark = pytest.mark.slow
+
 ROLE = Path(f"global_steps_{STEP}", "actor")
 
 

@@ -14,6 +14,8 @@ import mcore_ckpt
 from mcore_ckpt.cli.main import COMMANDS
 from tests.support.small_model import make, tensors_of
 
+pytestmark = pytest.mark.slow
+
 # Each takes a second or more to import.
 SLOW = ("torch", "transformers", "megatron", "safetensors", "numpy")
 

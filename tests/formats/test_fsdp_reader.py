@@ -35,6 +35,8 @@ from tests.support.fsdp_training import KINDS, WORLD, model_of
 from tests.support.global_tensors import to_mcore
 from tests.support.tiny_models import make_hf_folder, make_hf_model, read_config
 
+pytestmark = pytest.mark.slow
+
 TESTS = Path(__file__).parents[1]
 
 

@@ -37,6 +37,8 @@ from tests.support.hub_server import HubServer
 from tests.support.rank_threads import on_threads
 from tests.support.tiny_models import make_hf_folder
 
+pytestmark = pytest.mark.slow
+
 huggingface_hub = pytest.importorskip("huggingface_hub")
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parent.parent

@@ -38,6 +38,8 @@ from tests.support.mcore_checkpoints import (
 )
 from tests.support.tiny_models import NAMES, make_hf_folder
 
+pytestmark = pytest.mark.slow
+
 
 class Memory:
     """Reads tensors that are in memory; implements `formats.contract.CheckpointReader`."""

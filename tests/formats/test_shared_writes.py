@@ -34,6 +34,8 @@ from tests.support.checkpoints import write_alone
 from tests.support.rank_threads import SLACK_S, on_threads
 from tests.support.waiting import LONG_S
 
+pytestmark = pytest.mark.slow
+
 PATH = "model/mp_rank_00_000/model_states.pt"
 TOPIC = "saving step 7"
 

@@ -3,6 +3,8 @@ import torch
 
 from mcore_ckpt.io import _native
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def gpu() -> None:

@@ -12,6 +12,8 @@ import pytest
 
 from tests.support.tiny_models import NAMES, architecture_of, computes_images, megatron_has
 
+pytestmark = pytest.mark.slow
+
 REPOSITORY = Path(__file__).parents[2]
 DENSE = ("llama", "mistral", "qwen2", "qwen3", "seed_oss", "qwen2_5_vl", "qwen3_vl")
 # Their logits, of up to 5, change by 1e-4 if the last bit of the embedding changes: each CPU adds in another order. A

@@ -12,6 +12,8 @@ from tests.support.hosts import Hosts
 from tests.support.link_speed import bytes_per_s
 from tests.support.waiting import wait_for
 
+pytestmark = pytest.mark.slow
+
 TRAIN = Path(__file__).with_name("train_on_hosts.py")
 MEGABIT = 1e6
 # As many as wait in a socket until they are received.

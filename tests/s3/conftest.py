@@ -8,6 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 collect_ignore_glob = [] if "MCORE_CKPT_S3" in os.environ else ["test_*.py"]
 
 BUCKET = "bucket"

@@ -24,6 +24,8 @@ from tests.support.endings import Ended, run_to_the_end
 from tests.support.unsharded_model import sharded_state_dict, trainer_of
 from tests.support.waiting import LONG_S, wait_for
 
+pytestmark = pytest.mark.slow
+
 PIECE = tuning.PREPARE_BYTES
 
 

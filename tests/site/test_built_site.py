@@ -22,6 +22,7 @@ REPOSITORY = Path(__file__).parents[2]
 PACKAGES = Path(os.environ.get("MCORE_CKPT_DOCS", REPOSITORY / ".venv" / "docs"))
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.full,
     pytest.mark.skipif(not PACKAGES.is_dir(), reason="needs mkdocs: bash scripts/side_packages.sh docs"),
 ]

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "many_files.py"
 # Enough that looks at them overlap.
 FEW, MANY = 40, 80

@@ -4,6 +4,8 @@ import pytest
 
 from mcore_ckpt.steps.upload import SentBytes, part_size
 
+pytestmark = pytest.mark.slow
+
 
 def test_checksums_that_stores_tell() -> None:
     one, two, whole = SentBytes(False), SentBytes(False), SentBytes(True)

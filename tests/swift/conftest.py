@@ -3,6 +3,9 @@
 import os
 from pathlib import Path
 
-# Not swift itself: this folder has its name, and pytest puts the one above on the path.
+import pytest
+
+pytestmark = pytest.mark.slow
+
 _FOLDERS = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
 collect_ignore = [] if any((Path(folder) / "mcore_bridge").is_dir() for folder in _FOLDERS) else ["with_swift"]

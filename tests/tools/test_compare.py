@@ -21,6 +21,8 @@ from mcore_ckpt.tools.examine.differences import Differences, Tolerance
 from tests.support.tiny_models import make_hf_folder, make_hf_model
 from tests.tools.test_foreign_models import STAGES, mcore_of, save_verl
 
+pytestmark = pytest.mark.slow
+
 Tensors = dict[str, torch.Tensor]
 NAMES = ("model.embed_tokens.weight", "lm_head.weight", "a", "b")
 

@@ -25,6 +25,8 @@ from tests.support.checkpoints import make as make_version
 from tests.support.small_model import make, resharded, tensors_of
 from tests.support.stored_tensors import checkpoint, shard
 
+pytestmark = pytest.mark.slow
+
 FC1, FC2 = "decoder.layers.1.mlp.linear_fc1.weight", "decoder.layers.1.mlp.linear_fc2.weight"
 
 Change = Callable[[dict[str, torch.Tensor]], Any]

@@ -27,6 +27,8 @@ from mcore_ckpt.tools.examine.find import find_checkpoint
 from tests.support.global_tensors import to_mcore
 from tests.support.tiny_models import make_hf_folder, read_config
 
+pytestmark = pytest.mark.slow
+
 Tensors = dict[str, torch.Tensor]
 
 

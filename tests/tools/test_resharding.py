@@ -35,6 +35,8 @@ from mcore_ckpt.tools.convert.reshard.target import WantedLayout
 from mcore_ckpt.tools.examine.select import select
 from tests.support.small_model import HIDDEN, STEP, VOCABULARY, make, resharded, shapes, stored, tensors_of
 
+pytestmark = pytest.mark.slow
+
 QKV = "decoder.layers.1.self_attention.linear_qkv.weight"
 
 

@@ -17,6 +17,8 @@ from mcore_ckpt.tools.convert.to_native import convert_to_native
 from tests.support.mcore_checkpoints import model_of, weights
 from tests.support.tiny_models import LAYERS, NAMES, VOCAB, architecture_of, flat, make_hf_folder, read_config
 
+pytestmark = pytest.mark.slow
+
 # More than 131 tokens, whatever the tensor-parallel size.
 PADDING = {"vocab_divisor": 16}
 EVEN_STAGES, UNEVEN_STAGES = "Et|t|t|t{m}L", "Et|tt|t|{m}L"

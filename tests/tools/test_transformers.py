@@ -21,6 +21,8 @@ from tests.support.load_with_transformers import NEW_TOKENS, PROMPT, SPECIAL
 from tests.support.mcore_checkpoints import make_checkpoint
 from tests.support.tiny_models import NAMES, architecture_of, make_hf_folder, mtp_prefix
 
+pytestmark = pytest.mark.slow
+
 REPOSITORY = Path(__file__).parents[2]
 # Installed beside the environment, which has transformers 5.
 TRANSFORMERS_4 = Path(os.environ.get("MCORE_CKPT_TRANSFORMERS4", REPOSITORY / ".venv" / "transformers4"))

@@ -41,6 +41,8 @@ from mcore_ckpt.tools.examine import verify as verifying
 from mcore_ckpt.tools.examine.verify import verify, verify_role
 from tests.support.checkpoints import ROLE, SHAPES, make, stage
 
+pytestmark = pytest.mark.slow
+
 MODEL_FILE = file_names.model_file(0, 0)
 OPTIMIZER_FILE = file_names.optimizer_file(0, 0, 0, 0)
 FLIPS = os.environ.get("MCORE_CKPT_FLIPS")

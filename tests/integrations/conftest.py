@@ -1,0 +1,5 @@
+"""The tests of this room train, or import frameworks."""
+
+import pytest
+
+pytestmark = pytest.mark.slow
