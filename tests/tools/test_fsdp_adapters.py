@@ -19,7 +19,14 @@ ALPHA, RANK = 6, 4
 TOKENS = torch.randint(0, VOCAB, (2, 12), generator=torch.Generator().manual_seed(3))
 
 add_peft_to_path()
-peft = pytest.importorskip("peft")
+peft: Any
+
+
+@pytest.fixture(autouse=True, scope="module")
+def import_peft() -> None:
+    """To import it takes seconds, and every worker of pytest imports this file, but one runs its tests."""
+    global peft
+    peft = pytest.importorskip("peft")
 
 
 def adapted(name: str = "qwen3", **options: Any) -> Any:
