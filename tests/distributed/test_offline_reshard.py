@@ -39,7 +39,6 @@ class Case:
 
 # Of each way to cut a model, and of each kind of optimizer, one journey.
 IN_CI = {
-    "dp2-to-tp2-to-pp2",
     "ep2-to-tp2-bf16",
     "tied-pp2-to-tp2",
     "expert-bias",
