@@ -2,7 +2,7 @@
 
     python benchmarks/pickles.py [--tensors 100000] [--megabytes 1000] [--folder DIR] [--json]
 
-The hostile files are those of tests/hostile. Each is read in a child process that may take 1 GiB of memory
+The hostile files are those of tests/faults/hostile. Each is read in a child process that may take 1 GiB of memory
 and 5 s of a processor.
 torch.load comes in four forms: as it is, with mapped files, onto the device `meta`, and under FakeTensorMode. Before
 each of them the archive passes the checks of `PtArchive`, as torch itself checks no archive. What a reader does is one
@@ -35,8 +35,8 @@ from mcore_ckpt.formats.foreign_pickles import load_safely
 from mcore_ckpt.formats.torch_save_files import read_pt
 
 sys.path.append(str(Path(__file__).parents[1]))
-from tests.hostile import test_bombs, test_hostile_pickles
-from tests.hostile.fuzzing import archive_of
+from tests.faults.hostile import test_bombs, test_hostile_pickles
+from tests.faults.hostile.fuzzing import archive_of
 
 MOST_MEMORY, MOST_CPU_SECONDS = 1 << 30, 5
 Read = Callable[[Path], object]
