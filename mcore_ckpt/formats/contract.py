@@ -1,4 +1,7 @@
-"""Defines the read contract: a reader lists a checkpoint's tensors, locates their shards, and reads ranges of them.
+"""Defines the read contract and the write contract.
+
+A reader lists a checkpoint's tensors, locates their shards, and reads ranges of them. A writer knows the files of the
+checkpoint or model that it is to write, and writes some of them at a time.
 
 Each kind of checkpoint has one reader, in `native/`, `huggingface/`, `torch_dist/`, `verl_ranks/` or `fsdp/`. `merge`
 and `test` read every kind through this contract, `load` and `reshard` our own, `load_hf` and `convert` also HuggingFace
@@ -10,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from mcore_ckpt.ranks.topology import RankCoordinates, Topology
 from mcore_ckpt.sharding.plan import ReadRange, ShardKey, StoredShard
@@ -140,3 +143,75 @@ def weights_of(reader: CheckpointReader) -> dict[str, TensorInfo]:
     """
     found = ((name, reader.info(ShardKey(name, reader.weight_kind))) for name in reader.names)
     return {name: info for name, info in found if info is not None}
+
+
+@dataclass(frozen=True)
+class FileToWrite:
+    """A file that a writer will write.
+
+    Attributes:
+        name: its path, relative to the folder that the writer writes.
+        nbytes: the number of bytes that it holds of tensors or other data. The file itself may be larger.
+    """
+
+    name: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class FileReport:
+    """What a process reports of a file that it has written.
+
+    Attributes:
+        number: the number of the file in the writer's `files`.
+        size: the size of the file in bytes.
+        details: plain JSON values that the writer's `finish` needs of the file.
+    """
+
+    number: int
+    size: int
+    details: Any = None
+
+
+class CheckpointWriter(Protocol):
+    """Writes one checkpoint or model into a folder, with the bytes that a reader gives it.
+
+    Several processes can share the work. Each has such a writer with the same `files`, and calls `write` for some of
+    them. When all files are there, one process calls `finish`. Then each process can `check` a part.
+    """
+
+    @property
+    def files(self) -> Sequence[FileToWrite]:
+        """The files to write. `finish` adds some small ones."""
+
+    def write(self, numbers: Sequence[int], folder: Path, progress: Callable[[int], None]) -> Sequence[FileReport]:
+        """Writes some of the files durably, but not their names. Memory does not grow with the files.
+
+        Args:
+            numbers: the numbers of the files to write.
+            folder: the folder to write into. It exists, and has none of these files.
+            progress: called with the number of bytes written since the last call.
+
+        Raises:
+            CheckpointError: the source is damaged, or writing was stopped.
+            OSError: a file could not be written.
+        """
+
+    def finish(self, reports: Sequence[FileReport], folder: Path) -> None:
+        """Writes what belongs to the files (an index, a manifest, a configuration) when all of them are there.
+
+        Args:
+            reports: what `write` has returned on all processes, in the order of the processes.
+            folder: the folder.
+
+        Raises:
+            CheckpointError, OSError: a file could not be read or written.
+        """
+
+    def check(self, folder: Path, part: int, parts: int) -> None:
+        """Reads one of several parts of a finished folder and compares it with the source, bit for bit.
+
+        Raises:
+            CheckpointMismatchError: the bits differ.
+            CheckpointCorruptError: the folder or the source cannot be read.
+        """

@@ -44,6 +44,7 @@ from mcore_ckpt.ranks.key_value_store import (
     timeout_of,
     unpack,
 )
+from mcore_ckpt.ranks.own_store import OwnStore
 
 # Each rank that closes adds this to a number if it has keys left, and 1 in any case.
 _HAS_KEYS = 1 << 32
@@ -328,6 +329,16 @@ class Agreement:
         del self._begun[:reached]
 
 
+class Alone(Agreement):
+    """The agreement of a process that works alone and reports to nobody.
+
+    `decide` does its part at once. Errors come out as they are, because there is no rank to name.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(OwnStore(), 0, 1, "mcore_ckpt/alone", 0.0)
+
+
 def _submission_key(prefix: str, rank: int) -> str:
     return f"{prefix}/rank/{rank}"
 
@@ -601,6 +612,11 @@ def decide(
         BaseException: what a signal handler has raised on this rank. The other ranks raise a CheckpointError, unless it
             was too late to tell them; `Agreement.decided` has what they got then.
     """
+    if isinstance(agreement, Alone):
+        record = combine([work()])
+        if act is not None:
+            act()
+        return record
     scope = nullcontext() if name is not None else agreement.call(topic)
     with scope, interrupts_as_themselves(), store_failures(topic, error):
         try:

@@ -1,0 +1,57 @@
+"""Writes the folder of a HuggingFace model: the weights, their index, the configuration and the files beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mcore_ckpt.formats.contract import CheckpointReader, FileReport, FileToWrite
+from mcore_ckpt.formats.huggingface.assets import write_config
+from mcore_ckpt.formats.huggingface.export_plan import ExportPlan
+from mcore_ckpt.formats.huggingface.side_files import CONFIG_FILE, copy_side_files
+from mcore_ckpt.formats.huggingface.weights_check import check_weights
+from mcore_ckpt.formats.huggingface.writer import write_index, write_weights
+from mcore_ckpt.models.architecture import HfModel, read_config
+from mcore_ckpt.models.quantization import quantization_of
+
+
+@dataclass(frozen=True, eq=False)
+class ModelWriter:
+    """Writes a model. It satisfies `formats.contract.CheckpointWriter`.
+
+    Attributes:
+        plan: the files of the weights.
+        reader: the reader of the tensors.
+        model: the model, which `config.json` will describe.
+        config_dir: the folder with the configuration, the tokenizer and the other files to copy.
+        allow_nan: whether to write NaN instead of refusing it.
+    """
+
+    plan: ExportPlan
+    reader: CheckpointReader
+    model: HfModel
+    config_dir: Path
+    allow_nan: bool = False
+
+    @property
+    def files(self) -> Sequence[FileToWrite]:
+        return [FileToWrite(file.name, file.nbytes) for file in self.plan.files]
+
+    @property
+    def quantizes_as_before(self) -> bool:
+        """True if the weights are quantized by the method that `config_dir` names, so that its files describe them."""
+        before = quantization_of(read_config(self.config_dir))
+        return before is not None and (self.plan.quantization or {}).get("quant_method") == before.method
+
+    def write(self, numbers: Sequence[int], folder: Path, progress: Callable[[int], None]) -> list[FileReport]:
+        written = write_weights(self.plan, numbers, self.reader, folder, progress, allow_nan=self.allow_nan)
+        return [FileReport(number, file.size) for number, file in zip(numbers, written, strict=True)]
+
+    def finish(self, reports: Sequence[FileReport], folder: Path) -> None:
+        write_index(self.plan, folder)
+        copy_side_files(self.config_dir, folder, without=(CONFIG_FILE,), quantized=self.quantizes_as_before)
+        write_config(folder, self.model, self.plan.dtype, self.plan.has_mtp, self.plan.quantization)
+
+    def check(self, folder: Path, part: int, parts: int) -> None:
+        check_weights(self.plan, range(part, len(self.plan.files), parts), self.reader, folder)
