@@ -38,7 +38,7 @@ from mcore_ckpt.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from mcore_ckpt.ranks import Agreement
-    from mcore_ckpt.tools.convert.for_trainers.convert import WayBackReport
+    from mcore_ckpt.tools.convert.for_trainers.convert import TrainerConversionReport
     from mcore_ckpt.tools.convert.from_huggingface import ConversionReport
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -149,9 +149,9 @@ def run(args: argparse.Namespace) -> int:
             bar.update(task, completed=done, total=total)
 
         if args.checkpoint is not None:
-            back = _convert_back(args, agreement, progress)
+            back = _convert_for_trainer(args, agreement, progress)
             if agreement.is_coordinator:
-                _show_back(back, args.json)
+                _show_for_trainer(back, args.json)
         else:
             report = _convert(args, source, agreement, progress)
             if agreement.is_coordinator:
@@ -196,10 +196,10 @@ def _model(args: argparse.Namespace) -> str:
     return with_revision(args.hf_model_path, args.revision)
 
 
-def _convert_back(args: argparse.Namespace, agreement: Agreement, progress: Any) -> WayBackReport:
-    from mcore_ckpt.tools.convert.for_trainers.convert import convert_back
+def _convert_for_trainer(args: argparse.Namespace, agreement: Agreement, progress: Any) -> TrainerConversionReport:
+    from mcore_ckpt.tools.convert.for_trainers.convert import convert_for_trainer
 
-    return convert_back(
+    return convert_for_trainer(
         args.checkpoint,
         args.output_path,
         args.layout or "megatron",
@@ -245,7 +245,7 @@ def _show(report: ConversionReport, as_json: bool) -> None:
         console.print(f"  {each.text}", markup=False)
 
 
-def _show_back(report: WayBackReport, as_json: bool) -> None:
+def _show_for_trainer(report: TrainerConversionReport, as_json: bool) -> None:
     if as_json:
         plain = asdict(report) | {"source": [str(path) for path in report.source], "path": str(report.path)}
         print(json.dumps(plain))

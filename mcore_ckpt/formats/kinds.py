@@ -84,7 +84,7 @@ def step_folders(path: Path) -> list[Path]:
     return [release, *numbered] if has_release else numbered
 
 
-def is_way_back(path: Path) -> bool:
+def has_torch_dist(path: Path) -> bool:
     """Returns True if a folder, or one of the folders in it, is a torch_dist checkpoint."""
     folders = [path / name for name in names_in(path)]
     return bool(torch_dist_folders(path)) or any(torch_dist_folders(folder) for folder in folders)

@@ -15,7 +15,8 @@ from mcore_ckpt.io.disk_space import DiskSpace, Limit
 from mcore_ckpt.steps import commit, new_folder, tracker
 from mcore_ckpt.steps import listing as steps
 from mcore_ckpt.steps.owner import Owner
-from mcore_ckpt.tools.convert import to_native, to_torch_dist
+from mcore_ckpt.tools.convert import destinations, to_torch_dist
+from mcore_ckpt.tools.convert.reshard import role_writer
 from tests.support.forks import Start, forked, separate
 from tests.support.quantized_folders import FP8_CONFIG, fp8, publish
 from tests.support.tiny_models import make_hf_folder
@@ -222,7 +223,7 @@ def test_the_test_finds_what_was_written_wrong(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = make_hf_folder(tmp_path / "hf", "qwen3")
-    module = to_native if form == "native" else to_torch_dist
+    module = role_writer if form == "native" else to_torch_dist
     check = module.check_written
 
     def with_another_folder(catalog: object, *more: object) -> None:
@@ -267,8 +268,9 @@ def test_what_a_killed_conversion_left_is_not_in_place(
     folder, output = make_hf_folder(tmp_path / "hf", "qwen3"), tmp_path / "out"
     with monkeypatch.context() as patched:
         patched.setattr(commit, "publish", die)
-        patched.setattr(to_torch_dist, "publish_folder", die)
-        patched.setattr(commit, "discard", lambda _: None)  # a killed process tidies nothing up
+        patched.setattr(destinations, "publish_folder", die)
+        for tidy_up in ("discard", "remove_folder"):  # which a killed process does not
+            patched.setattr(commit, tidy_up, lambda _: None)
         with pytest.raises(Killed):
             convert(folder, output, "--format", form)
     assert steps.complete_steps(output) == []

@@ -18,6 +18,7 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.cli.main import main
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.formats.huggingface import elements as filling
+from mcore_ckpt.formats.huggingface import model_writer
 from mcore_ckpt.formats.huggingface import writer as writing
 from mcore_ckpt.io import _native, tuning
 from mcore_ckpt.io import streams as streaming
@@ -25,7 +26,6 @@ from mcore_ckpt.io.disk_space import DiskSpace, Limit
 from mcore_ckpt.ranks.rounds import Agreement
 from mcore_ckpt.steps import commit, new_folder
 from mcore_ckpt.steps.role_files import files_manifest
-from mcore_ckpt.tools.convert import merge as merging
 from mcore_ckpt.tools.convert.merge import MergeRequest, merge
 from tests.support.forks import Start, forked, separate
 from tests.support.hub_server import HubServer
@@ -230,7 +230,7 @@ def test_if_one_rank_fails_all_do(saved: Path, tmp_path: Path, monkeypatch: pyte
         return writing.write_weights(plan, numbers, *rest, **options)
 
     request = MergeRequest(saved, tmp_path / "out" / "merged")
-    monkeypatch.setattr(merging, "write_weights", write)
+    monkeypatch.setattr(model_writer, "write_weights", write)
     ends = on_ranks(3, lambda agreement: merge(request, agreement=agreement))
     for error in ends:
         assert isinstance(error, CheckpointError)
@@ -378,7 +378,7 @@ def test_a_target_that_fills_meanwhile_stays(saved: Path, tmp_path: Path, monkey
         target.mkdir()
         (target / "mine").write_text("x")
 
-    monkeypatch.setattr(merging, "write_index", write_index)
+    monkeypatch.setattr(model_writer, "write_index", write_index)
     with pytest.raises(CheckpointError, match="could not be put in place"):
         merge(MergeRequest(saved, target))
     assert os.listdir(target) == ["mine"]
@@ -497,7 +497,7 @@ def test_a_full_disk(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     def write_index(*arguments: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "index")
 
-    monkeypatch.setattr(merging, "write_index", write_index)
+    monkeypatch.setattr(model_writer, "write_index", write_index)
     with pytest.raises(CheckpointError, match="No space left on device"):
         merge(MergeRequest(saved, tmp_path / "out" / "merged"))
     assert nothing_left(tmp_path / "out")
@@ -510,10 +510,10 @@ def test_a_full_disk(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 # -- killed ------------------------------------------------------------------------------------------------
 
 KILLED_AT = {
-    "before the first file": "writing.write_weights = merging.write_weights = lambda *rest, **options: die()",
+    "before the first file": "model_writer.write_weights = lambda *rest, **options: die()",
     "in the middle of a file": "tuning.STREAM_BYTES = 8192; refuse = writing._refuse_nan; writing._refuse_nan = "
     "lambda placed: die() if placed.part.start > 50000 else refuse(placed)",
-    "before the config": "merging.write_config = lambda *rest: die()",
+    "before the config": "model_writer.write_config = lambda *rest: die()",
     "before the rename": "os.rename = lambda *names: die()",
     "after the rename": "new_folder.sync_dir = lambda path: die() if (path / 'merged').exists() else None",
 }
@@ -521,8 +521,7 @@ KILLED = """
 import os, signal, sys
 from mcore_ckpt.io import tuning, streams as streaming
 from mcore_ckpt.cli.main import main
-from mcore_ckpt.tools.convert import merge as merging
-from mcore_ckpt.formats.huggingface import writer as writing
+from mcore_ckpt.formats.huggingface import model_writer, writer as writing
 from mcore_ckpt.steps import new_folder
 def die(): os.kill(os.getpid(), signal.SIGKILL)
 {point}
@@ -559,7 +558,7 @@ def test_another_run_that_lives_keeps_its_folder(saved: Path, tmp_path: Path, mo
             merge(MergeRequest(saved, tmp_path / "merged"))
         return writing.write_weights(plan, *rest, **options)
 
-    monkeypatch.setattr(merging, "write_weights", write)
+    monkeypatch.setattr(model_writer, "write_weights", write)
     with pytest.raises(CheckpointError, match="could not be put in place"):
         merge(MergeRequest(saved, tmp_path / "merged"))
     assert os.listdir(tmp_path) == ["merged"]

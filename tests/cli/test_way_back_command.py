@@ -21,7 +21,8 @@ from mcore_ckpt.io.disk_space import DiskSpace, Limit
 from mcore_ckpt.sharding.cuts import Cut
 from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.steps import new_folder, tracker
-from mcore_ckpt.tools.convert.for_trainers import convert
+from mcore_ckpt.tools.convert import destinations
+from mcore_ckpt.tools.convert.for_trainers import layouts
 from tests.support.small_model import HIDDEN, LAYERS, STEP, VOCABULARY, Tensors, make, tensors_of
 
 ROLE = Path(f"global_steps_{STEP}", "actor")
@@ -216,7 +217,7 @@ def test_a_damaged_checkpoint_leaves_nothing(layout: str, tmp_path: Path, capsys
 def test_the_test_finds_what_was_written_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source, read = saved(tmp_path, tensors_of()), convert.read_slice
+    source, read = saved(tmp_path, tensors_of()), layouts.read_slice
     written = []
 
     def read_once_wrongly(reader: Any, wanted: Any) -> torch.Tensor:
@@ -226,7 +227,7 @@ def test_the_test_finds_what_was_written_wrong(
             values.view(-1)[1] += 1
         return values
 
-    monkeypatch.setattr(convert, "read_slice", read_once_wrongly)
+    monkeypatch.setattr(layouts, "read_slice", read_once_wrongly)
     assert back(source, tmp_path / "theirs", "--test") == 1
     assert "optimizer.state.exp_avg." in capsys.readouterr().err
     assert not (tmp_path / "theirs").exists()
@@ -266,7 +267,7 @@ def test_a_failing_rename_leaves_the_tracker(
     def fail(*args: object) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(convert, "publish_folder", fail)
+    monkeypatch.setattr(destinations, "publish_folder", fail)
     assert back(source, tmp_path / "theirs", "--force") == 1
     assert "no space left" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "theirs").iterdir()] == ["latest_checkpointed_iteration.txt"]

@@ -16,7 +16,7 @@ from mcore_ckpt import CheckpointManager
 from mcore_ckpt.errors import CheckpointNotFoundError, InvalidArgumentError, UnsupportedError
 from mcore_ckpt.ranks import rendezvous
 from mcore_ckpt.steps import complete_steps
-from mcore_ckpt.tools.convert.for_trainers.convert import convert_back
+from mcore_ckpt.tools.convert.for_trainers.convert import convert_for_trainer
 from tests.distributed.adapters import FROZEN, with_adapters
 from tests.distributed.agreement import everywhere
 from tests.distributed.foreign_checkpoints import save_torch_dist, seed_replicas_alike
@@ -348,7 +348,7 @@ def test_a_run_goes_back(fork: str, shared_path: Path) -> None:
         first = Run(DP2, arguments(DP2, root, fork, **more), patched, fork)
         first.go(first.start(), 2)
         at_save, reference = snapshot(first.training), train(first.training, 2, 4)
-        convert_back(root, back, "megatron", rendezvous("test-slime/back", 60.0), test=True)
+        convert_for_trainer(root, back, "megatron", rendezvous("test-slime/back", 60.0), test=True)
         if dist.get_rank() == 0:
             shutil.copytree(root / "rollout", back / "rollout")
         dist.barrier()

@@ -14,7 +14,7 @@ from mcore_ckpt import CheckpointConfig
 from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.integrations import megatron as drop_in
 from mcore_ckpt.ranks import rendezvous
-from mcore_ckpt.tools.convert.for_trainers.convert import WayBackReport, convert_back
+from mcore_ckpt.tools.convert.for_trainers.convert import TrainerConversionReport, convert_for_trainer
 from mcore_ckpt.tools.convert.reshard.reshard import reshard
 from mcore_ckpt.tools.convert.reshard.target import WantedLayout
 from mcore_ckpt.tools.examine.select import select
@@ -56,9 +56,11 @@ def save_by_loop(training: Training, root: Path) -> None:
     drop_in.maybe_finalize_async_save(terminate=True)
 
 
-def converted(source: Path, root: Path, layout: str = "megatron", **more: Any) -> WayBackReport:
+def converted(source: Path, root: Path, layout: str = "megatron", **more: Any) -> TrainerConversionReport:
     _conversions[0] += 1
-    return convert_back(source, root, layout, rendezvous(f"test-way-back/{_conversions[0]}", 60.0), test=True, **more)
+    return convert_for_trainer(
+        source, root, layout, rendezvous(f"test-way-back/{_conversions[0]}", 60.0), test=True, **more
+    )
 
 
 def groups_of(training: Training) -> list[dict[str, Any]]:

@@ -5,9 +5,6 @@ other, with their places listed in `.metadata`. This module does not call `FileS
 the last tensor of every name in memory until the file is complete (`_write_files_from_queue`, torch 2.13), and these
 tensors add up to the whole model.
 
-Several processes can share the work: each calls `write_slices` for some of the files, and one of them calls
-`write_rest` when all of them have been written.
-
 torch's `FileSystemWriter` keeps the last tensor of every name until its file is done, which is the whole model, and
 megatron's planner needs the model. So the bytes are written here. Layer specs name some norms differently, and which
 spec will load the checkpoint is not known: such a norm is written under the names of both. `_extra_state` has
@@ -21,7 +18,9 @@ import json
 import os
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,9 @@ from torch.distributed.checkpoint.metadata import (
 
 from mcore_ckpt.checkpoint.dtypes import dtype_name, torch_dtype
 from mcore_ckpt.errors import CheckpointMismatchError
+from mcore_ckpt.formats.contract import FileReport, FileToWrite
 from mcore_ckpt.formats.kinds import TORCH_DIST_CONFIG
+from mcore_ckpt.formats.torch_dist.files import TorchDistFiles, WantedPart
 from mcore_ckpt.formats.torch_dist.keys import Place
 from mcore_ckpt.io import tuning
 from mcore_ckpt.io.files import open_new, write_file
@@ -48,6 +49,8 @@ from mcore_ckpt.sharding.regions import Piece, Region, Shape
 
 _COMMON_FILE = "common.pt"
 _METADATA_FILE = ".metadata"
+# With two threads, one file is read while another is written.
+_THREADS = 2
 
 
 @dataclass(frozen=True)
@@ -204,19 +207,65 @@ def _describe(
     return found
 
 
-def file_name(number: int) -> str:
-    """Returns the name of the file with this number."""
+@dataclass(frozen=True, eq=False)
+class TorchDistWriter:
+    """Writes a folder for `dist_checkpointing.load`. It satisfies `formats.contract.CheckpointWriter`.
+
+    Attributes:
+        contents: everything that the folder is to hold.
+        read: returns the elements of a slice as a tensor of the shape `Slice.sizes`. Two threads call it.
+        place: the folder that `read` reads, for messages.
+    """
+
+    contents: Contents
+    read: Callable[[Slice], torch.Tensor]
+    place: Path | str
+
+    @cached_property
+    def files(self) -> Sequence[FileToWrite]:
+        slices = enumerate(self.contents.files)
+        return [FileToWrite(_file_name(number), sum(each.nbytes for each in file)) for number, file in slices]
+
+    def write(self, numbers: Sequence[int], folder: Path, progress: Callable[[int], None]) -> list[FileReport]:
+        reports = []
+
+        def write_file_of(number: int) -> list[list[int]]:
+            return _write_slices(self.contents.files[number], folder / _file_name(number), self.read)
+
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="torch-dist") as pool:
+            for number, places in zip(numbers, pool.map(write_file_of, numbers), strict=True):
+                reports.append(FileReport(number, sum(places[-1]), places))
+                progress(self.files[number].nbytes)
+        return reports
+
+    def finish(self, reports: Sequence[FileReport], folder: Path) -> None:
+        _write_rest(self.contents, {report.number: report.details for report in reports}, folder)
+
+    def check(self, folder: Path, part: int, parts: int) -> None:
+        written = TorchDistFiles(folder, [folder])
+        for each in [each for file in self.contents.files for each in file][part::parts]:
+            self._check_slice(written, each)
+        for key in self.contents.objects:
+            written.read_object(key)
+
+    def _check_slice(self, written: TorchDistFiles, each: Slice) -> None:
+        wanted = self.read(each)
+        for key in each.keys:
+            found = torch.empty_like(wanted)
+            written.read(WantedPart(key, each.global_shape, each.offsets, found))
+            if not torch.equal(found.view(-1).view(torch.uint8), wanted.view(-1).view(torch.uint8)):
+                raise CheckpointMismatchError(
+                    f"{written.path}: tensor {key}: the written bits differ from {each.tensor} of {self.place}: check "
+                    "the disks and convert again"
+                )
+
+
+def _file_name(number: int) -> str:
     return f"__{number}_0.distcp"
 
 
-def write_slices(slices: Sequence[Slice], path: Path, read: Callable[[Slice], torch.Tensor]) -> list[list[int]]:
-    """Writes one file durably, slice by slice. Returns the offset and the length in bytes of each.
-
-    Args:
-        slices: the slices of the file.
-        path: the file, which must not exist.
-        read: returns the elements of a slice as a tensor of the shape `Slice.sizes`.
-    """
+def _write_slices(slices: Sequence[Slice], path: Path, read: Callable[[Slice], torch.Tensor]) -> list[list[int]]:
+    """Writes one file durably, slice by slice. Returns the offset and the length in bytes of each."""
     places = []
     with open(open_new(path), "wb") as stream:
         for each in slices:
@@ -235,21 +284,15 @@ def saved_object(value: Any) -> bytes:
     return saved.getvalue()
 
 
-def write_rest(contents: Contents, places: Mapping[int, Sequence[Sequence[int]]], folder: Path) -> None:
-    """Writes what is left when all files with slices are there: objects, `.metadata` and the other small files.
-
-    Args:
-        contents: what the folder is to hold.
-        places: for the number of each file, what `write_slices` has returned.
-        folder: the folder.
-    """
+def _write_rest(contents: Contents, places: Mapping[int, Sequence[Sequence[int]]], folder: Path) -> None:
+    """Writes objects, `.metadata` and the other small files. `places` has the places of each file's slices."""
     stored = {
-        MetadataIndex(key, each.offsets): _StorageInfo(file_name(number), offset, length)
+        MetadataIndex(key, each.offsets): _StorageInfo(_file_name(number), offset, length)
         for number, file in enumerate(contents.files)
         for each, (offset, length) in zip(file, places[number], strict=True)
         for key in each.keys
     }
-    stored |= _write_objects(contents.objects, folder / file_name(len(contents.files)))
+    stored |= _write_objects(contents.objects, folder / _file_name(len(contents.files)))
     # `FileSystemWriter.finish` would store the path of the staging folder, which is about to be renamed.
     metadata = Metadata(contents.describe(), storage_data=stored, version=CURRENT_DCP_VERSION)
     write_file(folder / _METADATA_FILE, [pickle.dumps(metadata)])

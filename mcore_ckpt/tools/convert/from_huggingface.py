@@ -5,15 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 
 import torch
 
-from mcore_ckpt.checkpoint.dtypes import torch_dtype
-from mcore_ckpt.errors import CheckpointMismatchError
 from mcore_ckpt.formats.huggingface.hub import find_folder_together
 from mcore_ckpt.formats.huggingface.reader import FolderContents, HuggingFaceReader, read_contents
 from mcore_ckpt.formats.huggingface.side_files import find_side_files, not_read, warn_of_missing_code
@@ -21,13 +18,8 @@ from mcore_ckpt.models.accounting import LeftOut, together
 from mcore_ckpt.models.mcore_config import to_mcore_config
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide
 from mcore_ckpt.sharding.cuts import Cut
-from mcore_ckpt.sharding.plan import MODEL, ReadRange
 from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.sharding.towers import in_tower
-from mcore_ckpt.steps.new_folder import Replaceable, check_may_replace
-
-Progress = Callable[[int, int], None]
-"""Called with the number of bytes that this process has written so far, and the number that it will write in all."""
 
 
 @dataclass(frozen=True)
@@ -55,16 +47,6 @@ def left_out_of(reader: HuggingFaceReader, destination: Path) -> tuple[LeftOut, 
     """Returns what a conversion does not take from a folder: tensors, files of weights, and files beside them."""
     beside = find_side_files(reader.place, destination=destination)
     return together(reader.left_out, not_read(reader.place, reader.contents.sizes), beside.left_out)
-
-
-def check_together(agreement: Agreement, path: Path, replaceable: Replaceable) -> None:
-    """Checks that a folder may be written, before a model is downloaded or read. Every process raises the same."""
-
-    def combine(_: Sequence[Record]) -> Record:
-        check_may_replace(path, replaceable)
-        return {}
-
-    decide(agreement, f"looking at {path}", dict, combine)
 
 
 def open_folder(
@@ -117,26 +99,3 @@ def whole_region(reader: HuggingFaceReader, name: str) -> Region:
         # Megatron cuts gate and up separately (`apply_swiglu_sharded_factory`).
         sections = (1, 1)
     return Cut(0, sections).region(shape, 0, 1) if sections else Region.whole(shape)
-
-
-def check_written(reader: HuggingFaceReader, names: Iterable[str], read: Callable[[str, Region], torch.Tensor]) -> None:
-    """Compares written tensors with the HuggingFace folder, bit for bit, one stored tensor at a time.
-
-    Args:
-        reader: the reader of the HuggingFace folder.
-        names: the names of the tensors to compare.
-        read: returns a region of a written tensor, flattened.
-
-    Raises:
-        CheckpointMismatchError: the bits differ.
-    """
-    for name in names:
-        for shard in reader.parts_of(name):
-            wanted = torch.empty(prod(shard.region.local_shape), dtype=torch_dtype(shard.dtype))
-            reader.read([(ReadRange.whole(shard), wanted)])
-            found = read(name, shard.region)
-            if found.dtype != wanted.dtype or not torch.equal(found.view(torch.uint8), wanted.view(torch.uint8)):
-                raise CheckpointMismatchError(
-                    f"{reader.contents.folder / shard.file}: tensor {name} ({MODEL}), {shard.region.describe()}: the "
-                    "written bits differ from this file: check the disks and convert again"
-                )

@@ -6,7 +6,6 @@ a model.
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,7 +15,6 @@ from typing import Any
 import torch
 
 from mcore_ckpt.checkpoint import file_names
-from mcore_ckpt.checkpoint.manifest import WrittenFile
 from mcore_ckpt.checkpoint.model_facts import described
 from mcore_ckpt.errors import (
     CheckpointMismatchError,
@@ -28,38 +26,29 @@ from mcore_ckpt.errors import (
 from mcore_ckpt.formats.contract import CheckpointReader, TensorInfo, weights_of
 from mcore_ckpt.formats.fsdp.adapters import saved_modules
 from mcore_ckpt.formats.fsdp.reader import read_copied_model
-from mcore_ckpt.formats.huggingface.adapter_folder import AdapterFolder, write_adapter_config, write_adapter_folder
-from mcore_ckpt.formats.huggingface.assets import write_config
+from mcore_ckpt.formats.huggingface.adapter_folder import AdapterFolder, AdapterWriter
 from mcore_ckpt.formats.huggingface.export_plan import MAX_SHARD_BYTES, ExportOptions, ExportPlan, UnknownTensorsError
 from mcore_ckpt.formats.huggingface.fp8_blocks import Fp8Blocks
 from mcore_ckpt.formats.huggingface.hub import find_folder, find_folder_together
+from mcore_ckpt.formats.huggingface.model_writer import ModelWriter
 from mcore_ckpt.formats.huggingface.safetensors_files import read_folder
-from mcore_ckpt.formats.huggingface.side_files import (
-    CONFIG_FILE,
-    copy_side_files,
-    find_side_files,
-    warn_of_missing_code,
-)
+from mcore_ckpt.formats.huggingface.side_files import find_side_files, warn_of_missing_code
 from mcore_ckpt.formats.huggingface.stored_weights import DequantizingReader
 from mcore_ckpt.formats.huggingface.tokenizer_size import tokens_in
-from mcore_ckpt.formats.huggingface.writer import write_index, write_weights
 from mcore_ckpt.formats.kinds import is_hf_folder
-from mcore_ckpt.io.files import new_folder, sync_folders
 from mcore_ckpt.models.accounting import COPIES, IGNORED, LeftOut, account, matching, of_states, together
 from mcore_ckpt.models.architecture import HfModel, read_config
 from mcore_ckpt.models.config_fields import HfConfig
-from mcore_ckpt.models.quantization import quantization_of
 from mcore_ckpt.models.reconcile import reconcile, with_tokens
 from mcore_ckpt.models.registry import model_from_config
 from mcore_ckpt.models.stated_facts import IN_CONFIG, check_rows, other_facts
 from mcore_ckpt.models.table import MCORE_EMBEDDING
-from mcore_ckpt.ranks.rounds import Agreement, Record, decide, same_everywhere
-from mcore_ckpt.sharding.assignment import share_of
+from mcore_ckpt.ranks.rounds import Agreement, Alone
 from mcore_ckpt.sharding.plan import PARAM
 from mcore_ckpt.sharding.synonyms import found_as
-from mcore_ckpt.steps import commit, leftovers
-from mcore_ckpt.steps.new_folder import Replaceable, check_may_replace, check_space, mode_as, publish_folder
+from mcore_ckpt.steps.new_folder import Replaceable, mode_as
 from mcore_ckpt.steps.read_lock import reading
+from mcore_ckpt.tools.convert.destinations import NewFolder
 from mcore_ckpt.tools.convert.merge_adapters import (
     AdapterMerge,
     Adapters,
@@ -69,10 +58,10 @@ from mcore_ckpt.tools.convert.merge_adapters import (
     plan_with_adapters,
 )
 from mcore_ckpt.tools.convert.merge_plan import plan_model
+from mcore_ckpt.tools.convert.walk import Writers, check_together, plan_together, write_together
 from mcore_ckpt.tools.examine.compare import Weights
 from mcore_ckpt.tools.examine.find import Backend, FoundCheckpoint, facts_of_checkpoint, find_checkpoint, open_reader
-
-Progress = Callable[[int, int], None]
+from mcore_ckpt.tools.examine.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -183,9 +172,13 @@ class MergeJob:
         tensors = {tensor.name: tensor for file in self.plan.files for tensor in file.tensors}
         return Weights(self.where, self.reader, tensors)
 
-    def described(self) -> Record:
-        """Returns the part of the plan that all ranks compare, because each of them writes some of the files."""
-        return {"source": str(self.where), "files": [[file.name, file.nbytes] for file in self.plan.files]}
+    def writers(self, allow_nan: bool = False) -> Writers:
+        """Returns the writers of the model and of the adapter, whichever of the two are to be written."""
+        adapter = None if self.adapter is None else AdapterWriter(self.adapter, self.reader, allow_nan)
+        if adapter is not None and self.adapters == "only":
+            return [(".", adapter)]
+        model = ModelWriter(self.plan, self.reader, self.model, self.config_dir, allow_nan)
+        return [(".", model), *([] if adapter is None else [(file_names.MERGED_ADAPTER_DIR, adapter)])]
 
 
 def merge(
@@ -213,69 +206,17 @@ def merge(
         >>> merge(MergeRequest(Path("ckpt/global_steps_100/actor"), Path("model")))  # doctest: +SKIP
     """
     started = time.monotonic()
-    target = request.target.resolve()
-    check_may_replace(target, _replaceable(request))
+    agreement = agreement or Alone()
+    destination = _Target(request.target.resolve(), Replaceable(request.force, "a HuggingFace model", is_hf_folder))
+    target = destination.path
+    check_together(agreement, destination)
     found = find(request)
-    request = _with_local_config(request, agreement)
     with reading([found.path]):  # a trainer that still runs could delete the step
-        return _merge(request, found, target, progress, agreement, started)
-
-
-def _with_local_config(request: MergeRequest, agreement: Agreement | None) -> MergeRequest:
-    """Downloads the configuration and the tokenizer if they are on the hub, on one rank of each node."""
-    name = request.hf_model_path
-    if name is None or agreement is None:
-        return request  # `prepare` downloads for a single process
-    return replace(request, hf_model_path=find_folder_together(agreement, name, "assets"))
-
-
-def _merge(
-    request: MergeRequest,
-    found: FoundCheckpoint,
-    target: Path,
-    progress: Progress,
-    agreement: Agreement | None,
-    started: float,
-) -> MergeReport:
-    ranks = agreement.world_size if agreement is not None else 1
-    attempt, job = _open(agreement, request, found, target, ranks)
-    staging = file_names.staging_dir(target, attempt)
-    numbers = share_of([file.nbytes for file in job.plan.files], agreement.rank if agreement is not None else 0, ranks)
-    total = sum(job.plan.files[number].nbytes for number in numbers)
-    done = [0]
-
-    def wrote(nbytes: int) -> None:
-        done[0] = min(total, done[0] + nbytes)
-        progress(done[0], total)
-
-    def work() -> Record:
-        if not staging.is_dir():
-            raise CommitError(
-                f"{staging}: rank 0 made this folder, but this rank cannot see it: give all ranks the same file system"
-            )
-        files = write_weights(job.plan, numbers, job.reader, staging, wrote, allow_nan=request.allow_nan)
-        if agreement is None or agreement.is_coordinator:
-            files += _write_adapter_beside(job, staging, request.allow_nan)
-        return {"files": [[file.path, file.kind, file.size, file.crc32] for file in files]}
-
-    def combine(records: Sequence[Record]) -> Record:
-        commit.check_files(
-            staging, ((rank, WrittenFile(*file)) for rank, record in enumerate(records) for file in record["files"])
-        )
-        _write_others(job, staging)
-        sync_folders(staging)
-        return {}
-
-    def act() -> None:
-        _publish(staging, target, attempt, _replaceable(request))
-
-    try:
-        _decide(agreement, f"merge into {target}", work, combine, act)
-    except BaseException:
-        # After the rename there is nothing to remove, because the staging folder has become the target.
-        if agreement is None or agreement.is_coordinator:
-            shutil.rmtree(staging, ignore_errors=True)
-        raise
+        try:
+            job = _plan_together(agreement, request, found, target)
+            write_together(agreement, job.writers(request.allow_nan), destination, mode_as(found.path), progress)
+        except OSError as error:
+            raise CommitError(f"merge into {target}: {error}") from error
     return MergeReport(
         source=job.where,
         target=target,
@@ -291,85 +232,43 @@ def _merge(
     )
 
 
-def _write_adapter_beside(job: MergeJob, staging: Path, allow_nan: bool) -> list[WrittenFile]:
-    if job.adapters != "beside" or job.adapter is None:
-        return []
-    folder = staging / file_names.MERGED_ADAPTER_DIR
-    new_folder(folder)
-    files = write_adapter_folder(job.adapter, job.reader, folder, allow_nan=allow_nan)
-    return [replace(file, path=f"{folder.name}/{file.path}") for file in files]
-
-
-def _write_others(job: MergeJob, staging: Path) -> None:
-    """Writes what belongs to the weights: configuration, tokenizer, index."""
-    if job.adapters == "only" and job.adapter is not None:
-        write_adapter_config(job.adapter, staging)
-        return
-    write_index(job.plan, staging)
-    copy_side_files(job.config_dir, staging, without=(CONFIG_FILE,), quantized=_is_quantized_as_before(job))
-    write_config(staging, job.model, job.plan.dtype, job.plan.has_mtp, job.plan.quantization)
-
-
-def _is_quantized_as_before(job: MergeJob) -> bool:
-    before = quantization_of(read_config(job.config_dir))
-    return before is not None and (job.plan.quantization or {}).get("quant_method") == before.method
-
-
-def _open(
-    agreement: Agreement | None, request: MergeRequest, found: FoundCheckpoint, target: Path, ranks: int
-) -> tuple[str, MergeJob]:
-    """Plans the merge, checks that all ranks have the same plan, and makes the staging folder."""
-    jobs: list[MergeJob] = []
-    attempt = commit.new_attempt()
-
-    def work() -> Record:
+class _Target(NewFolder):
+    def publish(self) -> None:
         try:
-            jobs.append(_with_side_files(prepare(request, found, ranks), target))
+            super().publish()
+        except (InvalidArgumentError, OSError) as error:
+            raise CommitError(
+                f"{self.path}: could not be put in place: {error}. The target is as it was: empty it, or name another "
+                "folder"
+            ) from error
+
+
+# -- plan --------------------------------------------------------------------------------------------------
+
+
+def _plan_together(agreement: Agreement, request: MergeRequest, found: FoundCheckpoint, target: Path) -> MergeJob:
+    """Plans on all ranks. A configuration that is on the hub is downloaded first, by one rank of each node."""
+    if request.hf_model_path is not None:
+        config_dir = find_folder_together(agreement, request.hf_model_path, "assets")
+        request = replace(request, hf_model_path=config_dir)
+
+    def plan() -> MergeJob:
+        try:
+            return _with_side_files(prepare(request, found, agreement.world_size), target)
         except UnknownTensorsError as error:
             raise CheckpointMismatchError(f"{error}, or leave out these tensors with --ignore") from error
-        return jobs[0].described()
 
-    def combine(records: Sequence[Record]) -> Record:
-        same_everywhere(records, "the files to write", CommitError)
-        leftovers.remove_sibling_leftovers(target)
-        check_space(target, (file.nbytes for file in jobs[0].plan.files))
-        commit.open_staging(target, attempt, mode_as(found.path))
-        return {"attempt": attempt}
-
-    try:
-        outcome = _decide(agreement, f"merge into {target}", work, combine)
-    except BaseException:
-        shutil.rmtree(file_names.staging_dir(target, attempt), ignore_errors=True)
-        raise
-    return outcome["attempt"], jobs[0]
+    topic = f"merge into {target}"
+    return plan_together(agreement, topic, plan, lambda job: {"source": str(job.where)}, "the files to write")
 
 
 def _with_side_files(job: MergeJob, target: Path) -> MergeJob:
     """Adds what is not copied of the files beside the weights to the report."""
-    if job.adapters == "only":
+    quantized = [writer.quantizes_as_before for _, writer in job.writers() if isinstance(writer, ModelWriter)]
+    if not quantized:
         return job
-    found = find_side_files(job.config_dir, destination=target, quantized=_is_quantized_as_before(job))
+    found = find_side_files(job.config_dir, destination=target, quantized=quantized[0])
     return replace(job, left_out=together(job.left_out, found.left_out))
-
-
-def _decide(
-    agreement: Agreement | None,
-    topic: str,
-    work: Callable[[], Record],
-    combine: Callable[[Sequence[Record]], Record],
-    act: Callable[[], None] = lambda: None,
-) -> Record:
-    if agreement is not None:
-        return decide(agreement, topic, work, combine, CommitError, act)
-    try:
-        record = combine([work()])
-        act()
-    except OSError as error:
-        raise CommitError(f"{topic}: {error}") from error
-    return record
-
-
-# -- plan --------------------------------------------------------------------------------------------------
 
 
 def find(request: MergeRequest) -> FoundCheckpoint:
@@ -508,19 +407,3 @@ def _with_vocabulary(
 def _configured_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
     dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), None)
     return dtype if isinstance(dtype, torch.dtype) else None
-
-
-# -- target ------------------------------------------------------------------------------------------------
-
-
-def _replaceable(request: MergeRequest) -> Replaceable:
-    return Replaceable(request.force, "a HuggingFace model", is_hf_folder)
-
-
-def _publish(staging: Path, target: Path, attempt: str, replaceable: Replaceable) -> None:
-    try:
-        publish_folder(staging, target, attempt, replaceable)
-    except (InvalidArgumentError, OSError) as error:
-        raise CommitError(
-            f"{target}: could not be put in place: {error}. The target is as it was: empty it, or name another folder"
-        ) from error

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -15,54 +15,24 @@ import torch
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.dtypes import torch_dtype
 from mcore_ckpt.errors import CheckpointCorruptError
+from mcore_ckpt.formats.contract import FileReport, FileToWrite
 from mcore_ckpt.formats.huggingface.reader import HuggingFaceReader
 from mcore_ckpt.formats.huggingface.side_files import copy_side_files
-from mcore_ckpt.formats.kinds import is_way_back
+from mcore_ckpt.formats.kinds import has_torch_dist
 from mcore_ckpt.formats.torch_dist.files import TorchDistFiles, WantedPart
 from mcore_ckpt.formats.torch_dist.keys import Keys, Place
-from mcore_ckpt.formats.torch_dist.writer import (
-    Contents,
-    KeyRows,
-    Slice,
-    file_name,
-    saved_object,
-    slices_of,
-    write_rest,
-    write_slices,
-)
-from mcore_ckpt.io.files import new_folder, sync_folders
+from mcore_ckpt.formats.torch_dist.writer import Contents, KeyRows, Slice, TorchDistWriter, saved_object, slices_of
 from mcore_ckpt.models.mcore_config import to_mcore_config
-from mcore_ckpt.ranks.rounds import Agreement, Record, decide
-from mcore_ckpt.sharding.assignment import share_of
+from mcore_ckpt.ranks.rounds import Agreement
 from mcore_ckpt.sharding.names import expert_of
 from mcore_ckpt.sharding.plan import MODEL, ShardKey, plan_reads
 from mcore_ckpt.sharding.regions import Piece, Region, Shape
-from mcore_ckpt.steps import commit
-from mcore_ckpt.steps.new_folder import Replaceable, mode_as, open_new_folder, publish_folder
-from mcore_ckpt.tools.convert.from_huggingface import (
-    ConversionReport,
-    Progress,
-    check_together,
-    check_written,
-    left_out_of,
-    open_folder,
-)
-
-# With two threads, one file is read while another is written.
-_THREADS = 2
-
-
-@dataclass(frozen=True, eq=False)
-class _Plan:
-    """Everything to write.
-
-    Attributes:
-        contents: the slices of each file, and the empty states of the modules.
-        key_rows: by tensor name, one entry for each place where the tensor is stored: its keys with their rows.
-    """
-
-    contents: Contents
-    key_rows: Mapping[str, Sequence[Sequence[KeyRows]]]
+from mcore_ckpt.steps.new_folder import Replaceable, mode_as
+from mcore_ckpt.tools.convert.destinations import NewFolder
+from mcore_ckpt.tools.convert.from_huggingface import ConversionReport, left_out_of, open_folder
+from mcore_ckpt.tools.convert.read_back import check_written
+from mcore_ckpt.tools.convert.walk import Writers, check_together, write_together
+from mcore_ckpt.tools.examine.progress import Progress
 
 
 def convert_to_torch_dist(
@@ -97,28 +67,15 @@ def convert_to_torch_dist(
             `path` is as it was.
     """
     started = time.monotonic()
-    path, replaceable = path.absolute(), Replaceable(force, "a torch_dist checkpoint", is_way_back)
-    check_together(agreement, path, replaceable)
+    destination = NewFolder(path.absolute(), Replaceable(force, "a torch_dist checkpoint", has_torch_dist))
+    check_together(agreement, destination)
     reader = open_folder(agreement, source, ignore, dequantized)
-    plan = _plan(reader)
-    attempt = _open(agreement, path, plan, replaceable, mode_as(reader.contents.folder))
-    staging = file_names.staging_dir(path, attempt)
-    try:
-        nbytes = _write(agreement, reader, plan, staging, progress)
-        if test:
-            _test(agreement, reader, plan, staging)
-        decide(
-            agreement,
-            f"putting {path} in place",
-            dict,
-            lambda _: {},
-            act=lambda: publish_folder(staging, path, attempt, replaceable),
-        )
-    except BaseException:
-        if agreement.is_coordinator:
-            commit.discard(staging)
-        raise
-    seconds = time.monotonic() - started
+    writers: Writers = [
+        (".", _writer(reader)),
+        (file_names.HUGGINGFACE_DIR, _SideFiles(reader.contents.folder)),
+    ]
+    nbytes = write_together(agreement, writers, destination, mode_as(reader.contents.folder), progress, test)
+    path, seconds = destination.path, time.monotonic() - started
     return ConversionReport(reader.place, path, reader.model.describe(), nbytes, seconds, left_out_of(reader, path))
 
 
@@ -142,7 +99,7 @@ def are_alike(reader: HuggingFaceReader) -> bool:
     )
 
 
-def _plan(reader: HuggingFaceReader) -> _Plan:
+def _writer(reader: HuggingFaceReader) -> _Writer:
     names = tuple(reader.names)
     experts = 1 + max((expert[1] for name in names if (expert := expert_of(name))), default=0)
     keys = Keys(reader.names, len(reader.model.layers), experts, are_alike(reader))
@@ -161,7 +118,7 @@ def _plan(reader: HuggingFaceReader) -> _Plan:
     # verl gives both to a strict `load_state_dict`, which refuses unknown entries.
     contents = Contents.of(slices, states)
     contents.describe()  # which raises if it cannot be done
-    return _Plan(contents, key_rows)
+    return _Writer(contents, partial(_read, reader), reader.place, reader, key_rows)
 
 
 def _key_rows(reader: HuggingFaceReader, name: str, place: Place) -> list[KeyRows]:
@@ -184,44 +141,51 @@ def _slices(reader: HuggingFaceReader, name: str, rows: KeyRows) -> Iterator[Sli
     return slices_of(ShardKey(name, MODEL), rows, first.region.global_shape, first.dtype)
 
 
-def _open(agreement: Agreement, path: Path, plan: _Plan, replaceable: Replaceable, mode: int) -> str:
-    def combine(_: Sequence[Record]) -> Record:
-        sizes = (sum(each.nbytes for each in file) for file in plan.contents.files)
-        return {"attempt": open_new_folder(path, sizes, replaceable, mode)}
-
-    return str(decide(agreement, f"opening {path}", dict, combine)["attempt"])
+# -- write and check --------------------------------------------------------------------------------------
 
 
-# -- write ------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, eq=False)
+class _Writer(TorchDistWriter):
+    """Writes the tensors of a folder, and compares them with what the folder stores, not with what was planned.
+
+    Attributes:
+        reader: the reader of the folder.
+        key_rows: by tensor name, one entry for each place where the tensor is stored: its keys with their rows.
+    """
+
+    reader: HuggingFaceReader
+    key_rows: Mapping[str, Sequence[Sequence[KeyRows]]]
+
+    def check(self, folder: Path, part: int, parts: int) -> None:
+        written = TorchDistFiles(folder, [folder])
+        names = tuple(self.reader.names)[part::parts]
+        for number in range(max(map(len, self.key_rows.values()))):
+            check_written(self.reader, names, partial(self._read_back, written, number))
+
+    def _read_back(self, written: TorchDistFiles, number: int, name: str, region: Region) -> torch.Tensor:
+        places = self.key_rows[name]
+        memory = torch.empty(region.local_shape, dtype=torch_dtype(self.reader.parts_of(name)[0].dtype))
+        for piece in region.pieces:
+            for rows in places[min(number, len(places) - 1)]:
+                _read_piece(written, rows, piece, region.global_shape, memory)
+        return memory.reshape(-1)
 
 
-def _write(agreement: Agreement, reader: HuggingFaceReader, plan: _Plan, staging: Path, progress: Progress) -> int:
-    files = plan.contents.files
-    sizes = [sum(each.nbytes for each in file) for file in files]
-    mine = share_of(sizes, agreement.rank, agreement.world_size)
-    total = sum(sizes[number] for number in mine)
+@dataclass(frozen=True)
+class _SideFiles:
+    """Copies the files beside the weights of a model. It satisfies `formats.contract.CheckpointWriter`."""
 
-    def work() -> Record:
-        done = 0
-        places: dict[str, list[list[int]]] = {}
-        with ThreadPoolExecutor(_THREADS, thread_name_prefix="torch-dist") as pool:
-            written = pool.map(
-                lambda number: write_slices(files[number], staging / file_name(number), lambda one: _read(reader, one)),
-                mine,
-            )
-            for number, offsets in zip(mine, written, strict=True):
-                places[str(number)] = offsets
-                done += sizes[number]
-                progress(done, total)
-        return {"places": places}
+    source: Path
+    files: Sequence[FileToWrite] = ()
 
-    def combine(records: Sequence[Record]) -> Record:
-        places = {int(number): found for record in records for number, found in record["places"].items()}
-        _write_rest(reader, plan, places, staging)
-        return {}
+    def write(self, numbers: Sequence[int], folder: Path, progress: Callable[[int], None]) -> list[FileReport]:
+        return []
 
-    decide(agreement, f"writing {staging}", work, combine)
-    return sum(sizes)
+    def finish(self, reports: Sequence[FileReport], folder: Path) -> None:
+        copy_side_files(self.source, folder)
+
+    def check(self, folder: Path, part: int, parts: int) -> None:
+        """Does nothing: the files are small, and their names say nothing of their contents."""
 
 
 def _read(reader: HuggingFaceReader, wanted: Slice) -> torch.Tensor:
@@ -237,37 +201,7 @@ def _read(reader: HuggingFaceReader, wanted: Slice) -> torch.Tensor:
     return memory
 
 
-def _write_rest(reader: HuggingFaceReader, plan: _Plan, places: dict[int, list[list[int]]], staging: Path) -> None:
-    """Writes everything but the tensors. Only rank 0 calls it."""
-    write_rest(plan.contents, places, staging)
-    folder = staging / file_names.HUGGINGFACE_DIR
-    new_folder(folder)
-    copy_side_files(reader.contents.folder, folder)
-    sync_folders(staging)
-
-
-def _test(agreement: Agreement, reader: HuggingFaceReader, plan: _Plan, staging: Path) -> None:
-    def work() -> Record:
-        written = TorchDistFiles(staging, [staging])
-        names = tuple(reader.names)
-
-        for number in range(max(map(len, plan.key_rows.values()))):
-
-            def read(name: str, region: Region, number: int = number) -> torch.Tensor:
-                places = plan.key_rows[name]
-                memory = torch.empty(region.local_shape, dtype=torch_dtype(reader.parts_of(name)[0].dtype))
-                for piece in region.pieces:
-                    for rows in places[min(number, len(places) - 1)]:
-                        _read_back(written, rows, piece, region.global_shape, memory)
-                return memory.reshape(-1)
-
-            check_written(reader, names[agreement.rank :: agreement.world_size], read)
-        return {}
-
-    decide(agreement, f"testing {staging}", work, lambda _: {})
-
-
-def _read_back(written: TorchDistFiles, rows: KeyRows, piece: Piece, shape: Shape, memory: torch.Tensor) -> None:
+def _read_piece(written: TorchDistFiles, rows: KeyRows, piece: Piece, shape: Shape, memory: torch.Tensor) -> None:
     """Reads those rows of a key that are in a piece, into the place of the piece in a local tensor."""
     place, (first, *rest) = rows.place, piece.global_offset
     start, stop = max(rows.first, first), min(rows.first + rows.count, first + piece.shape[0])

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -22,9 +22,10 @@ import torch
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.errors import CheckpointNotFoundError, InvalidArgumentError, UnsupportedError
 from mcore_ckpt.formats.companions import companions_of
+from mcore_ckpt.formats.contract import CheckpointWriter
 from mcore_ckpt.formats.huggingface.export_plan import ExportPlan, FileTensor
 from mcore_ckpt.formats.native.reader import NativeReader
-from mcore_ckpt.formats.torch_dist.writer import Contents
+from mcore_ckpt.formats.torch_dist.writer import Contents, TorchDistWriter
 from mcore_ckpt.models.architecture import HfModel, read_config
 from mcore_ckpt.models.registry import model_from_config
 from mcore_ckpt.models.stated_facts import check_rows
@@ -32,6 +33,7 @@ from mcore_ckpt.models.table import MCORE_HEAD
 from mcore_ckpt.sharding.adapter_names import is_adapter
 from mcore_ckpt.sharding.names import is_expert
 from mcore_ckpt.sharding.plan import MODEL, PARAM, ShardKey
+from mcore_ckpt.tools.convert.for_trainers.other_files import OtherFiles
 from mcore_ckpt.tools.convert.for_trainers.random_states import rng_objects
 from mcore_ckpt.tools.convert.for_trainers.shared_state import (
     CONTENT_METADATA,
@@ -43,39 +45,14 @@ from mcore_ckpt.tools.convert.for_trainers.shared_state import (
     read_loop_state,
     read_shared_state,
 )
-from mcore_ckpt.tools.convert.for_trainers.tensors import plan_tensors
+from mcore_ckpt.tools.convert.for_trainers.tensors import plan_tensors, read_slice
 from mcore_ckpt.tools.convert.merge import MergeJob, MergeRequest, prepare
+from mcore_ckpt.tools.convert.walk import Writers
 from mcore_ckpt.tools.examine.find import FoundCheckpoint, facts_of_checkpoint
 from mcore_ckpt.tools.examine.select import Selection
 
 Layout = Literal["megatron", "bridge", "verl", "verl-0.8"]
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
-
-
-@dataclass(frozen=True, eq=False)
-class Tree:
-    """A folder to write.
-
-    Attributes:
-        folder: its path, relative to the step's folder.
-        contents: what it holds for `dist_checkpointing.load`.
-    """
-
-    folder: str
-    contents: Contents
-
-
-@dataclass(frozen=True, eq=False)
-class Export:
-    """A HuggingFace model to write.
-
-    Attributes:
-        folder: its path, relative to the step's folder.
-        job: the weights and the other files.
-    """
-
-    folder: str
-    job: MergeJob
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,20 +62,14 @@ class Plan:
     Attributes:
         step: the step.
         folder: the name of the step's folder.
-        trees: the folders for `dist_checkpointing.load`.
-        exports: the HuggingFace models.
-        copies: the files to copy, by path relative to the step's folder.
-        texts: the files to write, by path relative to the step's folder.
+        writers: what is to be written, by folder relative to the step's folder.
         own_tracker: the name and the bytes of a tracker of the trainer's own, beside the usual one; None without.
         notes: sentences about what the other trainer does not get, for people.
     """
 
     step: int
     folder: str
-    trees: tuple[Tree, ...]
-    exports: tuple[Export, ...] = ()
-    copies: Mapping[str, Path] = field(default_factory=dict)
-    texts: Mapping[str, str] = field(default_factory=dict)
+    writers: Writers
     own_tracker: tuple[str, bytes] | None = None
     notes: tuple[str, ...] = ()
 
@@ -170,9 +141,14 @@ def _for_megatron(
     return Plan(
         selection.step,
         file_names.megatron_dir(Path(), selection.step).name,
-        (Tree(".", contents),),
+        [(".", _torch_dist(reader, contents))],
         notes=_notes(reader, [LOOP], bool(rng), without_rng, shared),
     )
+
+
+def _torch_dist(reader: NativeReader, contents: Contents) -> TorchDistWriter:
+    contents.describe()  # which raises if it cannot be done
+    return TorchDistWriter(contents, partial(read_slice, reader), reader.place)
 
 
 def _model(role: Role, hf_model_path: Path | None) -> HfModel | None:
@@ -194,7 +170,9 @@ def _model(role: Role, hf_model_path: Path | None) -> HfModel | None:
 def _for_bridge(selection: Selection, roles: Sequence[Role], hf_model_path: Path | None) -> Plan:
     """Plans what Bridge loads as a checkpoint of Megatron-LM's, which has no `train_state.pt` (`load_checkpoint`)."""
     plan = _for_megatron(selection, roles, hf_model_path, _rng_of_bridge, "checkpoint.load_rng=False")
-    return replace(plan, texts=_run_config(roles[0].reader), own_tracker=_bridge_tracker(roles[0].reader, plan.step))
+    texts = OtherFiles(roles[0].path, texts=_run_config(roles[0].reader))
+    tracker = _bridge_tracker(roles[0].reader, plan.step)
+    return replace(plan, writers=[*plan.writers, (".", texts)], own_tracker=tracker)
 
 
 def _rng_of_bridge(reader: NativeReader) -> dict[str, bytes]:
@@ -232,8 +210,8 @@ def _for_verl(layout: Layout, selection: Selection, roles: Sequence[Role], hf_mo
     trees_of, weights = (
         (_trees_of_verl, "model/huggingface") if layout == "verl" else (_tree_of_verl_0_8, "huggingface")
     )
-    trees: list[Tree] = []
-    exports: list[Export] = []
+    trees: list[tuple[str, CheckpointWriter]] = []
+    exports: list[tuple[str, CheckpointWriter]] = []
     notes: list[str] = []
     # In steps of verl's SFT trainer, the step's folder is the folder of its only role.
     is_step = file_names.parse_step(roles[0].path.name) is not None
@@ -246,31 +224,32 @@ def _for_verl(layout: Layout, selection: Selection, roles: Sequence[Role], hf_mo
         # verl 0.9.1 cannot load the model from dist_ckpt beside such an optimizer: `dist_checkpointing.load` changes
         # the dict in which `sharded_param_state_fully_reshardable` then looks for the parameters.
         job = _export(role, hf_model_path)
-        exports.append(Export(f"{prefix}{weights}", job))
+        exports += ((f"{prefix}{weights}", writer) for _, writer in job.writers())
         notes += (f"{prefix}{weights}: transformers computes something else: {each}" for each in job.other_model)
     step_path = roles[0].path if is_step else roles[0].path.parent
-    copies = dict(_files_of_verl(step_path))
+    copies = list(_files_of_verl(step_path))
     if not any(name.startswith("data") for name in copies):
         notes.append(f"{step_path}: has no data*.pt of verl's trainer, so the data begins anew")
     folder = f"global_step_{selection.step}"
-    return Plan(selection.step, folder, tuple(trees), tuple(exports), copies, notes=tuple(notes))
+    writers = [*trees, *exports, (".", OtherFiles(step_path, copies))]
+    return Plan(selection.step, folder, writers, notes=tuple(notes))
 
 
-def _trees_of_verl(reader: NativeReader, prefix: str, shared: SharedState, rng: Mapping[str, bytes]) -> list[Tree]:
+def _trees_of_verl(reader: NativeReader, prefix: str, shared: SharedState, rng: Mapping[str, bytes]) -> Writers:
     """Returns the folders of verl's layout 2 (`MegatronCheckpointManager.save_checkpoint`, 0.9.1) but the weights."""
-    trees: list[Tree] = []
+    trees: list[tuple[str, CheckpointWriter]] = []
     metadata = {"content_metadata": dict(CONTENT_METADATA)}
     if shared.optimizer is not None:
         common: dict[str, Any] = {**metadata, "optimizer": shared.optimizer}
         common |= {} if shared.scheduler is None else {"lr_scheduler": shared.scheduler}
         contents = Contents.of(plan_tensors(reader).optimizer, {}, common)
-        trees.append(Tree(f"{prefix}optimizer/dist_ckpt", contents))
+        trees.append((f"{prefix}optimizer/dist_ckpt", _torch_dist(reader, contents)))
     if rng:
-        trees.append(Tree(f"{prefix}extra/dist_ckpt", Contents.of([], rng, metadata)))
+        trees.append((f"{prefix}extra/dist_ckpt", _torch_dist(reader, Contents.of([], rng, metadata))))
     return trees
 
 
-def _tree_of_verl_0_8(reader: NativeReader, prefix: str, shared: SharedState, rng: Mapping[str, bytes]) -> list[Tree]:
+def _tree_of_verl_0_8(reader: NativeReader, prefix: str, shared: SharedState, rng: Mapping[str, bytes]) -> Writers:
     """Returns the `dist_ckpt` folder of verl's layout 1 (`MegatronCheckpointManager.save_checkpoint`, 0.7.1 and 0.8.0).
 
     Workers and engines that have a bridge load the weights from the HuggingFace folder. The others, and critics with
@@ -282,7 +261,7 @@ def _tree_of_verl_0_8(reader: NativeReader, prefix: str, shared: SharedState, rn
         common |= {"optimizer": shared.optimizer}
         common |= {} if shared.scheduler is None else {"lr_scheduler": shared.scheduler}
     contents = Contents.of([*tensors.model, *tensors.optimizer], {**tensors.states, **rng}, common)
-    return [Tree(f"{prefix}dist_ckpt", contents)]
+    return [(f"{prefix}dist_ckpt", _torch_dist(reader, contents))]
 
 
 def _export(role: Role, hf_model_path: Path | None) -> MergeJob:
@@ -306,12 +285,12 @@ def _with_head_of_verl(plan: ExportPlan) -> ExportPlan:
     return replace(plan, files=tuple(files))
 
 
-def _files_of_verl(step_path: Path) -> Iterator[tuple[str, Path]]:
-    """Yields what verl's trainers keep beside the roles, such as data.pt and transfer_queue/, by relative path."""
+def _files_of_verl(step_path: Path) -> Iterator[str]:
+    """Yields the relative paths of what verl's trainers keep beside the roles, such as data.pt and transfer_queue/."""
     for path in companions_of(step_path).values():
         for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
             if file.is_file():
-                yield str(file.relative_to(step_path)), file
+                yield str(file.relative_to(step_path))
 
 
 # -- what stays -----------------------------------------------------------------------------------------------

@@ -3,34 +3,32 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import Manifest
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.errors import CheckpointError, CommitError, InvalidArgumentError
-from mcore_ckpt.formats.companions import companions_of
 from mcore_ckpt.formats.huggingface.tokenizer_size import tokens_in
 from mcore_ckpt.formats.native.folder import LocalFolder
 from mcore_ckpt.formats.native.reader import NativeReader
-from mcore_ckpt.io.files import make_folders, sync_folders_below, write_file
-from mcore_ckpt.io.folder_sizes import sizes_below
+from mcore_ckpt.ranks.rounds import Alone
 from mcore_ckpt.ranks.topology import Topology
 from mcore_ckpt.steps.new_folder import mode_as
-from mcore_ckpt.steps.new_step import NewStep, check_may_write
 from mcore_ckpt.steps.read_lock import reading
+from mcore_ckpt.tools.convert.destinations import RolesOfStep
 from mcore_ckpt.tools.convert.reshard.attention_heads import check_heads, config_beside
-from mcore_ckpt.tools.convert.reshard.new_manifest import Identity, build_manifest
-from mcore_ckpt.tools.convert.reshard.planner import PlannedFile, Planner
+from mcore_ckpt.tools.convert.reshard.carried_files import plan_carried_files, write_seeds
+from mcore_ckpt.tools.convert.reshard.planner import Planner
+from mcore_ckpt.tools.convert.reshard.role_writer import Identity, PlainRoleWriter, RoleWriter
 from mcore_ckpt.tools.convert.reshard.saved_tensors import saved_tensors
-from mcore_ckpt.tools.convert.reshard.small_files import SmallFiles, checked_bytes, plan_small_files, write_small_files
-from mcore_ckpt.tools.convert.reshard.streaming import write_planned_files
-from mcore_ckpt.tools.convert.reshard.target import SavedLayout, Target, WantedLayout, resolve
+from mcore_ckpt.tools.convert.reshard.target import SavedLayout, WantedLayout, resolve
+from mcore_ckpt.tools.convert.walk import Writers, write_together
+from mcore_ckpt.tools.examine.progress import Progress
 from mcore_ckpt.tools.examine.select import Selection
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -80,45 +78,6 @@ class ReshardReport:
         return sum(role.nbytes for role in self.roles)
 
 
-@dataclass(frozen=True, eq=False)
-class _Job:
-    """The planned and checked rewrite of one role that has a model.
-
-    Attributes:
-        reader: the reader of the saved checkpoint.
-        source: its folder.
-        role_dir: the folder to write.
-        target: the layout to write.
-        files: the files with tensors.
-        small: the other files.
-    """
-
-    reader: NativeReader
-    source: Path
-    role_dir: Path
-    target: Target
-    files: list[PlannedFile]
-    small: SmallFiles
-
-    @property
-    def nbytes(self) -> int:
-        """The size of the tensors to write in bytes."""
-        return sum(file.nbytes for file in self.files)
-
-
-@dataclass(frozen=True)
-class _FilesRole:
-    """A role that consists of plain files (`steps/role_files.py`). It has no layout, so its files are copied.
-
-    Attributes:
-        source: its folder.
-        manifest: its manifest.
-    """
-
-    source: Path
-    manifest: Manifest
-
-
 def reshard(
     selection: Selection,
     root: Path,
@@ -156,15 +115,26 @@ def _reshard(selection: Selection, root: Path, wanted: WantedLayout, force: bool
     started = time.monotonic()
     found = {source: read_manifest(source) for source in selection.role_dirs}
     _check_root(found, selection.step, root)
-    check_may_write(root, selection.step, [manifest.role for manifest in found.values()], force)
-    jobs = [_plan(source, root, selection.step, wanted) for source, manifest in found.items() if manifest.stages]
-    copies = [_FilesRole(source, manifest) for source, manifest in found.items() if not manifest.stages]
+    roles = sorted(manifest.role for manifest in found.values())
+    destination = RolesOfStep(root, selection.step, roles, force, _step_of(selection))
+    destination.check()
+    resharded = {
+        source: _writer(source, manifest, destination, wanted) for source, manifest in found.items() if manifest.stages
+    }
+    writers: Writers = [
+        *(
+            (manifest.role, PlainRoleWriter(source, manifest, destination))
+            for source, manifest in found.items()
+            if not manifest.stages
+        ),
+        *((found[source].role, writer) for source, writer in resharded.items()),
+    ]
     try:
-        beside = companions_of(_step_of(selection))
-        reports = _write_all(jobs, copies, beside, root, selection.step, force, progress)
+        write_together(Alone(), writers, destination, mode_as(*found), progress)
     except OSError as error:
         raise CommitError(f"{root}: step {selection.step} could not be written: {error}") from error
-    return ReshardReport(selection.step, tuple(reports), time.monotonic() - started, tuple(beside))
+    reports = tuple(_report(source, found[source], destination) for source in resharded)
+    return ReshardReport(selection.step, reports, time.monotonic() - started, tuple(destination.companions))
 
 
 def _step_of(selection: Selection) -> Path | None:
@@ -182,9 +152,7 @@ def _check_root(found: Mapping[Path, Manifest], step: int, root: Path) -> None:
             )
 
 
-def _plan(source: Path, root: Path, step: int, wanted: WantedLayout) -> _Job:
-    manifest = read_manifest(source)
-    role_dir = file_names.step_dir(root, step) / manifest.role
+def _writer(source: Path, manifest: Manifest, destination: RolesOfStep, wanted: WantedLayout) -> RoleWriter:
     reader, saved = NativeReader(LocalFolder(source), manifest), SavedLayout.of(manifest)
     try:
         tensors = list(saved_tensors(reader))
@@ -192,86 +160,31 @@ def _plan(source: Path, root: Path, step: int, wanted: WantedLayout) -> _Job:
         check_heads(manifest.model or {}, config_beside(source), tensors, manifest.topology, target.topology)
         planner = Planner(reader, saved, manifest.contents, tensors, target, wanted)
         planner.check_tokens(tokens_in(source / file_names.HUGGINGFACE_DIR))
-        files = planner.files()
-        small = plan_small_files(source, reader, target.topology)
+        planned = planner.files()
+        carried = plan_carried_files(source, reader, target.topology)
     except CheckpointError as error:
         raise type(error)(f"{source}: {error}") from error
-    return _Job(reader, source, role_dir, target, files, small)
-
-
-def _write_all(
-    jobs: Sequence[_Job],
-    copies: Sequence[_FilesRole],
-    beside: Mapping[str, Path],
-    root: Path,
-    step: int,
-    force: bool,
-    progress: Progress,
-) -> list[RoleReport]:
-    total = sum(job.nbytes for job in jobs)
-    done = [0]
-
-    def wrote(nbytes: int) -> None:
-        done[0] = min(total, done[0] + nbytes)
-        progress(done[0], total)
-
-    roles = tuple(sorted([*(job.reader.manifest.role for job in jobs), *(copy.manifest.role for copy in copies)]))
-    reports = []
-    mode = mode_as(*(job.source for job in jobs), *(copy.source for copy in copies))
-    with NewStep(root, step, roles, force, mode=mode) as new:
-        new.check_space(_sizes(jobs, copies, beside.values()))
-        new.add_companions(beside)
-        for copy in copies:
-            staging = new.open(copy.manifest.role)
-            _copy_files(copy, staging)
-            new.write_manifest(replace(copy.manifest, roles=roles, attempt=new.attempt))
-        for job in jobs:
-            staging = new.open(job.reader.manifest.role)
-            manifest = _write_role(job, staging, roles, new.attempt, wrote)
-            new.write_manifest(manifest)
-            reports.append(_report(job, manifest))
-        new.publish()
-    return reports
-
-
-def _copy_files(role: _FilesRole, staging: Path) -> None:
-    for file in role.manifest.files:
-        make_folders(staging, file.path)
-        write_file(staging / file.path, checked_bytes(role.source, file))
-    sync_folders_below(staging)
-
-
-def _write_role(
-    job: _Job, staging: Path, roles: tuple[str, ...], attempt: str, progress: Callable[[int], None]
-) -> Manifest:
-    indexed = list(write_planned_files(job.reader.read, job.files, staging, progress))
-    small = list(write_small_files(job.source, job.small, staging))
-    sync_folders_below(staging)
-    saved = job.reader.manifest
     # Keep the megatron version of the training. This process may have another one, or none.
-    versions = {name: version for name, version in saved.versions.items() if name == "megatron_core"}
-    identity = Identity(saved.step, saved.role, roles, attempt, saved.contents, versions, saved.adapters, saved.model)
-    return build_manifest(identity, job.target, indexed, small)
+    versions = {name: version for name, version in manifest.versions.items() if name == "megatron_core"}
+    identity = Identity(manifest.role, manifest.contents, versions, manifest.adapters, manifest.model)
+    return RoleWriter(
+        *(reader, reader.read, planned, target, identity, destination),
+        write_others=partial(write_seeds, carried.seeded),
+        copies=carried.copies,
+        source=source,
+    )
 
 
-def _sizes(jobs: Sequence[_Job], copies: Sequence[_FilesRole], beside: Iterable[Path]) -> Iterator[int]:
-    for path in beside:
-        yield from sizes_below(path).values() if path.is_dir() else [path.stat().st_size]
-    for job in jobs:
-        yield from (file.nbytes for file in job.files)
-        yield from (copy.record.size for copy in job.small.copies)
-    for role in copies:
-        yield from (file.size for file in role.manifest.files)
-
-
-def _report(job: _Job, manifest: Manifest) -> RoleReport:
+def _report(source: Path, saved: Manifest, destination: RolesOfStep) -> RoleReport:
+    path = destination.role_dir(saved.role)
+    written = read_manifest(path)
     return RoleReport(
-        role=manifest.role,
-        source=job.source,
-        path=job.role_dir,
-        saved=job.reader.manifest.topology,
-        written=job.target.topology,
-        nbytes=manifest.nbytes,
-        files=len(manifest.files),
-        reseeded=bool(job.small.seeded),
+        role=saved.role,
+        source=source,
+        path=path,
+        saved=saved.topology,
+        written=written.topology,
+        nbytes=written.nbytes,
+        files=len(written.files),
+        reseeded=bool(saved.files_of("rng")) and not written.topology.has_generators_of(saved.topology),
     )

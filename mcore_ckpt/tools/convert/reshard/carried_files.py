@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,8 +35,8 @@ class Copy:
 
 
 @dataclass(frozen=True)
-class SmallFiles:
-    """The small files of the new checkpoint.
+class CarriedFiles:
+    """The files of the new checkpoint that hold no named tensors.
 
     Attributes:
         copies: the files to copy.
@@ -47,8 +47,8 @@ class SmallFiles:
     seeded: tuple[tuple[str, int, int], ...]
 
 
-def plan_small_files(role_dir: Path, reader: NativeReader, new: Topology) -> SmallFiles:
-    """Plans which small files each rank of the new layout gets, by the same rules as a load under another layout.
+def plan_carried_files(role_dir: Path, reader: NativeReader, new: Topology) -> CarriedFiles:
+    """Plans which of these files each rank of the new layout gets, by the same rules as a load under another layout.
 
     Each rank gets the files of the saved rank whose coordinates are its own modulo the saved sizes. If the random
     number generators cannot continue under the new layout, each rank gets the saved seed instead of their states.
@@ -79,27 +79,24 @@ def plan_small_files(role_dir: Path, reader: NativeReader, new: Topology) -> Sma
     for copy in copies:
         with open_file(role_dir, copy.record):
             pass
-    return SmallFiles(tuple(copies), tuple(seeded))
+    return CarriedFiles(tuple(copies), tuple(seeded))
 
 
-def write_small_files(role_dir: Path, small: SmallFiles, staging: Path) -> Iterator[tuple[int, WrittenFile]]:
-    """Writes the small files durably, and yields each with the rank that the manifest records as its writer.
-
-    Args:
-        role_dir: the folder of the saved checkpoint.
-        small: the files to write.
-        staging: the staging folder of the new checkpoint.
+def copy_file(role_dir: Path, copy: Copy, folder: Path) -> WrittenFile:
+    """Copies a file durably into the folder of the new checkpoint.
 
     Raises:
-        CheckpointCorruptError: a file's CRC is not the one in the manifest.
+        CheckpointCorruptError: the file's CRC is not the one in the manifest.
         OSError: writing failed.
     """
-    for copy in small.copies:
-        make_folders(staging, copy.path)
-        write_file(staging / copy.path, checked_bytes(role_dir, copy.record))
-        yield copy.rank, WrittenFile(copy.path, copy.record.kind, copy.record.size, copy.record.crc32)
-    for path, rank, seed in small.seeded:
-        yield rank, write_plain(staging, path, "rng", pickle_plain({"seed": seed}))
+    make_folders(folder, copy.path)
+    write_file(folder / copy.path, checked_bytes(role_dir, copy.record))
+    return WrittenFile(copy.path, copy.record.kind, copy.record.size, copy.record.crc32)
+
+
+def write_seeds(seeded: Iterable[tuple[str, int, int]], folder: Path) -> list[tuple[int, WrittenFile]]:
+    """Writes the seeds durably. Returns each file with the rank that the manifest records as its writer."""
+    return [(rank, write_plain(folder, path, "rng", pickle_plain({"seed": seed}))) for path, rank, seed in seeded]
 
 
 def checked_bytes(role_dir: Path, record: FileRecord) -> Iterator[bytes]:

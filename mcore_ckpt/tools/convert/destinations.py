@@ -1,0 +1,180 @@
+"""Where a conversion puts what it makes: a folder, or roles of a step below a root. It appears as a whole, or not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.manifest import Manifest
+from mcore_ckpt.formats.companions import companions_of
+from mcore_ckpt.io.files import make_folders, sync_folders
+from mcore_ckpt.io.folder_sizes import sizes_below
+from mcore_ckpt.steps import commit, leftovers
+from mcore_ckpt.steps.new_folder import Replaceable, check_may_replace, check_space, publish_folder
+from mcore_ckpt.steps.new_step import NewStep, check_may_write
+
+
+class Destination(Protocol):
+    """A place for what several writers make, each in its folder.
+
+    Every process has one with the same arguments. The coordinator alone calls the methods, in this order, and `close`
+    whatever has happened; every process calls `folder`.
+    """
+
+    @property
+    def path(self) -> Path:
+        """What appears in the end, for messages."""
+
+    def check(self) -> None:
+        """Raises InvalidArgumentError if nothing may be written here. It changes nothing."""
+
+    def open(self, names: Sequence[str], sizes: Iterable[int], mode: int) -> str:
+        """Makes a staging folder, and in it or beside it a folder for each writer. Removes what dead processes left.
+
+        Args:
+            names: the names of the folders.
+            sizes: the sizes of all files that will be written, in bytes, or lower bounds.
+            mode: the mode of new folders (`mode_as`).
+
+        Returns:
+            The id of the attempt.
+
+        Raises:
+            InvalidArgumentError, LockedError: nothing may be written here.
+            NoRoomError: the files do not fit.
+            OSError: a folder cannot be made.
+        """
+
+    def folder(self, name: str, attempt: str) -> Path:
+        """Returns the folder of a writer."""
+
+    def seal(self) -> None:
+        """Makes all names durable, when all files are written. Raises OSError."""
+
+    def publish(self) -> None:
+        """Puts everything in place. Raises CheckpointError or OSError; then what was there is still there."""
+
+    def close(self) -> None:
+        """Removes what is not in place, and gives up all locks."""
+
+
+class NewFolder:
+    """A folder. The writers write into it, or into folders in it: their names are relative paths.
+
+    Attributes:
+        path: the folder.
+        replaceable: what may be replaced if it has files already.
+    """
+
+    def __init__(self, path: Path, replaceable: Replaceable) -> None:
+        self.path = path
+        self.replaceable = replaceable
+        self._attempt = ""
+        self._exit = ExitStack()
+
+    @property
+    def staging(self) -> Path:
+        """The staging folder, once it is open."""
+        return file_names.staging_dir(self.path, self._attempt)
+
+    def check(self) -> None:
+        check_may_replace(self.path, self.replaceable)
+
+    def open(self, names: Sequence[str], sizes: Iterable[int], mode: int) -> str:
+        self.check()
+        leftovers.remove_sibling_leftovers(self.path)
+        check_space(self.path, sizes)
+        if not self.path.parent.exists():
+            self._exit.callback(commit.remove_if_empty, self.path.parent)
+        self._attempt = commit.new_attempt()
+        self._exit.callback(commit.remove_folder, self.staging)  # does nothing once it is in place
+        commit.open_staging(self.path, self._attempt, mode)
+        for name in names:
+            make_folders(self.staging, f"{name}/x")
+        return self._attempt
+
+    def folder(self, name: str, attempt: str) -> Path:
+        return file_names.staging_dir(self.path, attempt) / name
+
+    def seal(self) -> None:
+        sync_folders(self.staging)
+
+    def publish(self) -> None:
+        publish_folder(self.staging, self.path, self._attempt, self.replaceable)
+
+    def close(self) -> None:
+        self._exit.close()
+
+
+class RolesOfStep:
+    """Roles of a step, below a root. The writers' names are the roles.
+
+    Meanwhile no trainer can save below the root.
+
+    Args:
+        root: the folder of the steps.
+        step: the step's number.
+        roles: the roles.
+        force: True to replace checkpoints of these roles that the step already has. A pinned step is never replaced.
+        source: the folder of a step. What a trainer keeps in it beside its roles is copied.
+
+    Attributes:
+        path: the folder of the step; of its role, if there is only one.
+        step: the step's number.
+        roles: the roles.
+        companions: what is copied of `source`, by name, once the destination is open.
+    """
+
+    def __init__(self, root: Path, step: int, roles: Sequence[str], force: bool, source: Path | None = None) -> None:
+        self._root, self.step, self.roles, self._force = root, step, tuple(roles), force
+        self._source = source
+        self.companions: Mapping[str, Path] = {}
+        self._exit = ExitStack()
+        self._new: NewStep | None = None
+        self.path = self.role_dir(self.roles[0]) if len(self.roles) == 1 else file_names.step_dir(root, step)
+
+    def role_dir(self, role: str) -> Path:
+        """Returns the folder of a role."""
+        return file_names.step_dir(self._root, self.step) / role
+
+    def check(self) -> None:
+        check_may_write(self._root, self.step, self.roles, self._force)
+
+    def open(self, names: Sequence[str], sizes: Iterable[int], mode: int) -> str:
+        self.companions = companions_of(self._source)
+        new = self._exit.enter_context(NewStep(self._root, self.step, self.roles, self._force, mode=mode))
+        self._new = new
+        new.check_space([*self._sizes_of_companions(), *sizes])
+        new.add_companions(self.companions)
+        for name in names:
+            new.open(name)
+        return new.attempt
+
+    def _sizes_of_companions(self) -> Iterable[int]:
+        for path in self.companions.values():
+            yield from sizes_below(path).values() if path.is_dir() else [path.stat().st_size]
+
+    def folder(self, name: str, attempt: str) -> Path:
+        return file_names.staging_dir(self.role_dir(name), attempt)
+
+    def write_manifest(self, manifest: Manifest) -> None:
+        """Writes the manifest of a role, all of whose other files are durable. The step adds its roles and its attempt.
+
+        Raises CommitError or OSError.
+        """
+        assert self._new is not None, "the destination is open"
+        self._new.write_manifest(replace(manifest, roles=self.roles, attempt=self._new.attempt))
+
+    def seal(self) -> None:
+        """Does nothing: each manifest is written when the names of its files are durable, and is durable itself."""
+
+    def publish(self) -> None:
+        assert self._new is not None, "the destination is open"
+        self._new.publish()
+
+    def close(self) -> None:
+        self._exit.close()

@@ -1,0 +1,201 @@
+"""Writes the roles of a step in the format of this package: what a plan holds, or a copy of a role of plain files."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mcore_ckpt.checkpoint.manifest import AdapterSettings, FileRecord, IndexPlace, Manifest, StageRecord, WrittenFile
+from mcore_ckpt.checkpoint.manifest_text import NO_TENSORS, Holds
+from mcore_ckpt.checkpoint.versions import package_versions
+from mcore_ckpt.formats.contract import CheckpointReader, FileReport, FileToWrite, Read, RegionRead
+from mcore_ckpt.formats.locate import read_regions
+from mcore_ckpt.formats.native.reader import NativeReader
+from mcore_ckpt.io.files import sync_folders_below
+from mcore_ckpt.ranks.topology import coordinates_of
+from mcore_ckpt.sharding.names import natural_order
+from mcore_ckpt.sharding.plan import MODEL, ShardKey, runs
+from mcore_ckpt.sharding.regions import Region
+from mcore_ckpt.tools.convert.destinations import RolesOfStep
+from mcore_ckpt.tools.convert.read_back import check_written
+from mcore_ckpt.tools.convert.reshard.carried_files import Copy, checked_bytes, copy_file
+from mcore_ckpt.tools.convert.reshard.planner import PlannedFile
+from mcore_ckpt.tools.convert.reshard.streaming import FileNames, write_planned_files
+from mcore_ckpt.tools.convert.reshard.target import Target
+
+
+@dataclass(frozen=True)
+class Identity:
+    """The entries of a manifest that cannot be derived from the written files.
+
+    Attributes:
+        role: the role.
+        contents: the contents of the checkpoint: `model`, `optimizer`, ...
+        versions: package versions of the training, such as megatron's. They replace those of this process.
+        adapters: the settings of low-rank adapters.
+        model: what the model computes with its tensors.
+    """
+
+    role: str
+    contents: tuple[str, ...]
+    versions: Mapping[str, str]
+    adapters: AdapterSettings | None = None
+    model: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class RoleWriter:
+    """Writes a role in the format of this package. It satisfies `formats.contract.CheckpointWriter`.
+
+    Attributes:
+        reader: the reader of the source.
+        read: fills tensors with ranges of the source: the reader's `read`, or one that checks more.
+        planned: the files with tensors.
+        target: the layout of the role.
+        identity: what the manifest says of the role.
+        step: where the role is written.
+        copies: the files to copy from `source`.
+        source: the folder of the saved role, if there are files to copy.
+        write_others: writes other small files durably into the folder that it is given. It returns each with the rank
+            that the manifest records as its writer.
+    """
+
+    reader: CheckpointReader
+    read: Read
+    planned: Sequence[PlannedFile]
+    target: Target
+    identity: Identity
+    step: RolesOfStep
+    write_others: Callable[[Path], Iterable[tuple[int, WrittenFile]]]
+    copies: Sequence[Copy] = ()
+    source: Path = Path()
+
+    @cached_property
+    def files(self) -> Sequence[FileToWrite]:
+        planned = [FileToWrite(file.request.path, file.nbytes) for file in self.planned]
+        return [*planned, *(FileToWrite(copy.path, copy.record.size) for copy in self.copies)]
+
+    def write(self, numbers: Sequence[int], folder: Path, progress: Callable[[int], None]) -> list[FileReport]:
+        planned = [number for number in numbers if number < len(self.planned)]
+        written = write_planned_files(self.read, [self.planned[number] for number in planned], folder, progress)
+        reports = [
+            FileReport(number, names.file.size, asdict(names)) for number, names in zip(planned, written, strict=True)
+        ]
+        for number in numbers[len(planned) :]:
+            file = copy_file(self.source, self.copies[number - len(self.planned)], folder)
+            reports.append(FileReport(number, file.size, asdict(file)))
+            progress(file.size)
+        return reports
+
+    def finish(self, reports: Sequence[FileReport], folder: Path) -> None:
+        planned = len(self.planned)
+        indexed = [_names_of(report.details) for report in reports if report.number < planned]
+        small = [
+            (self.copies[report.number - planned].rank, WrittenFile(**report.details))
+            for report in reports
+            if report.number >= planned
+        ]
+        small += self.write_others(folder)
+        sync_folders_below(folder)
+        self.step.write_manifest(_manifest(self.identity, self.step.step, self.target, indexed, small))
+
+    def check(self, folder: Path, part: int, parts: int) -> None:
+        written = NativeReader.open(folder)
+
+        def read(name: str, region: Region) -> torch.Tensor:
+            info = written.info(ShardKey(name, MODEL))
+            assert info is not None, "the manifest names it"
+            memory = torch.empty(region.numel, dtype=info.dtype)
+            read_regions(written, [RegionRead(name, region, memory)])
+            return memory
+
+        check_written(self.reader, tuple(self.reader.names)[part::parts], read)
+
+
+def _names_of(record: Mapping[str, Any]) -> FileNames:
+    file: dict[str, Any] = record["file"]
+    index = IndexPlace(**file["index"]) if file["index"] else None
+    return FileNames(WrittenFile(**{**file, "index": index}), record["rank"], tuple(record["names"]))
+
+
+@dataclass(frozen=True, eq=False)
+class PlainRoleWriter:
+    """Copies a role that consists of plain files (`steps/role_files.py`) and has no layout.
+
+    It satisfies `formats.contract.CheckpointWriter`.
+
+    Attributes:
+        source: the folder of the role.
+        manifest: its manifest.
+        step: where the role is written.
+    """
+
+    source: Path
+    manifest: Manifest
+    step: RolesOfStep
+
+    @cached_property
+    def files(self) -> Sequence[FileToWrite]:
+        return [FileToWrite(file.path, file.size) for file in self.manifest.files]
+
+    def write(self, numbers: Sequence[int], folder: Path, progress: Callable[[int], None]) -> list[FileReport]:
+        reports = []
+        for number in numbers:
+            record = self.manifest.files[number]
+            reports.append(FileReport(number, copy_file(self.source, Copy(record, record.path, 0), folder).size))
+            progress(record.size)
+        return reports
+
+    def finish(self, reports: Sequence[FileReport], folder: Path) -> None:
+        sync_folders_below(folder)
+        self.step.write_manifest(self.manifest)
+
+    def check(self, folder: Path, part: int, parts: int) -> None:
+        for record in self.manifest.files[part::parts]:
+            for _ in checked_bytes(folder, record):
+                pass
+
+
+def _manifest(
+    identity: Identity,
+    step: int,
+    target: Target,
+    indexed: Sequence[FileNames],
+    small: Sequence[tuple[int, WrittenFile]],
+) -> Manifest:
+    """Makes the manifest of the files with tensors and of the others, each with its rank.
+
+    The step that the role is written into adds its roles and its attempt.
+    """
+    topology = target.topology
+    names = tuple(sorted({name for entry in indexed for name in entry.names}, key=natural_order))
+    position = {name: number for number, name in enumerate(names)}
+    records = [
+        _record(entry.file, entry.rank, Holds(runs(position[name] for name in entry.names))) for entry in indexed
+    ]
+    return Manifest(
+        step=step,
+        role=identity.role,
+        roles=(identity.role,),
+        attempt="",
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        versions={**package_versions(), **identity.versions},
+        contents=identity.contents,
+        topology=topology,
+        ranks=tuple(coordinates_of(rank, topology) for rank in range(topology.world_size)),
+        stages=tuple(StageRecord(pp, vp, held.decoder, held.mtp) for (pp, vp), held in sorted(target.stages.items())),
+        tensors=names,
+        files=(*records, *(_record(file, rank, NO_TENSORS) for rank, file in small)),
+        adapters=identity.adapters,
+        model=identity.model,
+    )
+
+
+def _record(file: WrittenFile, rank: int, holds: Holds) -> FileRecord:
+    return FileRecord(file.path, file.kind, rank, file.size, file.crc32, file.index, holds)
