@@ -30,7 +30,7 @@ TESTS = {
     "miles": ("tests/distributed/test_slime.py",),
     "NeMo-RL": ("tests/bridge",),
     "ms-swift": ("tests/swift",),
-    "Megatron-LM": ("tests/distributed/test_megatron_loop.py", "tests/distributed/test_way_back.py"),
+    "Megatron-LM": ("tests/distributed/test_megatron_loop.py", "tests/distributed/test_for_trainers.py"),
 }
 
 
@@ -75,7 +75,7 @@ def rows(results: Iterable[dict[str, Any]]) -> list[str]:
 def row(framework: str, version: str, columns: dict[str, list[bool]]) -> str:
     tested = "real package" if framework in PACKAGES else "stand-in" if framework in RECORDS else ""
     if framework == "Megatron-LM":
-        tested = "real loader (way back), recorded interface"
+        tested = "real loader (going back), recorded interface"
     cells = [
         ("failed" if not all(columns[each]) else str(len(columns[each]))) if columns[each] else "" for each in COLUMNS
     ]

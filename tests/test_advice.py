@@ -21,6 +21,7 @@ ELSEWHERE = {
     "mcore_ckpt.tools.examine.find": ("merge", "test"),  # which alone call `find_checkpoint` and `config_dir`
     "mcore_ckpt.tools.examine.select": ("inspect", "merge", "test"),  # it names --step only to who has given it
     "mcore_ckpt.steps.new_folder": ("merge", "convert", "reshard", "collect"),
+    "mcore_ckpt.steps.new_step": ("convert", "reshard", "collect"),  # which alone write roles of a step
     # `MergeRequest.adapters` comes from merge alone, and merge_adapters writes beside only if it is given.
     "mcore_ckpt.tools.convert.merge": ("merge",),
     "mcore_ckpt.tools.convert.merge_adapters": ("merge",),

@@ -338,7 +338,7 @@ def test_another_layout_moving_over_and_a_reference_model(fork: str, shared_path
         assert found == pytest.approx(expected, rel=1e-2)
 
 
-@each_fork("way back")
+@each_fork("going back")
 def test_a_run_goes_back(fork: str, shared_path: Path) -> None:
     """Without the argument, slime's call of Megatron-LM's own `load_checkpoint` resumes the converted step."""
     root, back = shared_path / "run", shared_path / "back"

@@ -23,7 +23,7 @@ COLUMNS = (
     "retention",
     "other layout",
     "moving over",
-    "way back",
+    "going back",
     "LoRA",
     "offload",
     "precision-aware",

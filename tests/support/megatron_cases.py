@@ -43,7 +43,7 @@ CASES = {
         "test_megatron_loop", "run_of_megatron_lm or (plain_loop and dp2-bf16 and async)", in_ci=True
     ),
     "back to Megatron-LM, by its own `load_checkpoint`": Cases(
-        "test_way_back", "goes_back and dp2-bf16-fused", in_ci=True
+        "test_for_trainers", "goes_back and dp2-bf16-fused", in_ci=True
     ),
     "refuses experts whose replicas drift apart": Cases("test_refusals", "drift_apart", in_ci=True),
     "`HybridModel`, and `GPTModel` to it and back": Cases("test_hybrid", "returns", in_ci=True),

@@ -60,7 +60,7 @@ def test_with_older_verl(
         check_version(older.megatron)
     except UnsupportedError as error:
         pytest.skip(str(error))
-    files = [HERE / "with_verl" / f"test_{name}.py" for name in ("sft", "ppo", "way_back", "older_verl_switch")]
+    files = [HERE / "with_verl" / f"test_{name}.py" for name in ("sft", "ppo", "for_trainers", "older_verl_switch")]
     chosen = [] if request.config.getoption("full") else ["-k", older.in_ci]
     options = ["--disable-warnings", "--basetemp", tmp_path / "inner", *chosen]
     run_python(*inner_pytest, *options, *files, path=older.path(version))

@@ -1,4 +1,4 @@
-"""Bridge's own switches, its adapters, pretrained weights, and the way back, each in runs of its own training."""
+"""Bridge's own switches, its adapters, pretrained weights, and going back, each in runs of its own training."""
 
 import shutil
 from collections.abc import Callable
@@ -47,7 +47,7 @@ EXPERTS = {
 }
 
 
-@pytest.mark.shows("Megatron-Bridge", "moving over", "way back")
+@pytest.mark.shows("Megatron-Bridge", "moving over", "going back")
 @pytest.mark.full
 def test_a_strangers_walk(tmp_path: Path, left_by_bridge: BridgeRun) -> None:
     """docs/integrations.md alone: a run of Bridge's moves over by two lines, is looked at, and goes back."""
@@ -58,7 +58,7 @@ def test_a_strangers_walk(tmp_path: Path, left_by_bridge: BridgeRun) -> None:
     (tmp_path / "CHECKPOINTS").symlink_to(over.root)
     command = block(text, "bash", "mcore-ckpt convert")
     (tmp_path / "BACK").mkdir()
-    shutil.copy(left_by_bridge.root / "latest_train_state.pt", tmp_path / "BACK")  # of an older way back
+    shutil.copy(left_by_bridge.root / "latest_train_state.pt", tmp_path / "BACK")  # of an older conversion
     typed = run_in_shell(f"set -e\nmcore-ckpt list CHECKPOINTS\n{command.strip()} --force", tmp_path, {})
     assert typed.returncode == 0, typed.stderr
     assert "global_steps_5" in typed.stdout
@@ -68,7 +68,7 @@ def test_a_strangers_walk(tmp_path: Path, left_by_bridge: BridgeRun) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.shows("Megatron-Bridge", "way back")
+@pytest.mark.shows("Megatron-Bridge", "going back")
 @pytest.mark.parametrize("options", [pytest.param({}, id="dense"), pytest.param(EXPERTS, id="experts")])
 def test_a_run_goes_back_to_bridges_own_manager(
     tmp_path: Path, uninterrupted: Uninterrupted, options: dict[str, Any]

@@ -71,7 +71,7 @@ def test_a_run_moves_over_and_changes_its_layout(tmp_path: Path, through: Callab
 
 
 @pytest.mark.full
-@pytest.mark.shows("NeMo-RL", "way back")
+@pytest.mark.shows("NeMo-RL", "going back")
 def test_a_run_goes_back_as_the_documents_say(tmp_path: Path, through: Callable[..., NemoRun]) -> None:
     run = NemoRun(2, tmp_path / "first", tmp_path / "CHECKPOINTS", killed_after=4)
     assert -9 in run.start(), run.log

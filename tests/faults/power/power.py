@@ -9,7 +9,8 @@ they took place over all processes and threads. That nothing is missing is check
 disk at the end, byte for byte. Two ranks of a small GPT (Megatron's DDP and distributed optimizer) make a first save
 into new folders, a second, save one again by exchange and by two renames, with files and a folder of another program
 beside it, pin, unpin, let retention delete, and prune. A second recording has conversion from HuggingFace into both
-formats, merge, reshard, the way back, uploads to a local store, and the roles and trackers of ROLL, AReaL and verl.
+formats, merge, reshard, a step for another trainer, uploads to a local store, and the roles and trackers of ROLL, AReaL
+and verl.
 
 `crash_states.py` has three models. POSIX, the weakest (that of ALICE, Pillai et al., OSDI 2014): a sync of a file makes
 its bytes and its length durable, a sync of a folder the names in it, and of all else any part may be on the disk: each

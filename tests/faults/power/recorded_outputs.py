@@ -129,7 +129,7 @@ WORKS = {
         command("reshard", "{}/" + CONVERTED, "{}/out/resharded", "--tp", "2"),
         (f"out/resharded/global_steps_0/{ROLE}", f"out/resharded/{TRACKER}"),
     ),
-    "way back": Work(
+    "for another trainer": Work(
         command("convert", "{}/" + CONVERTED, "--format", "torch_dist", "--output_path", "{}/out/back"),
         ("out/back/iter_0000000", f"out/back/{TRACKER}"),
     ),

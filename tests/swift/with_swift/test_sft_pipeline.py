@@ -200,7 +200,7 @@ def test_adapters_that_ms_swift_saved_go_on_with_ours(model: Path, tmp_path: Pat
     check_went_on(again, uninterrupted(**LORA))
 
 
-@pytest.mark.shows("ms-swift", "way back")
+@pytest.mark.shows("ms-swift", "going back")
 def test_a_run_goes_back_to_ms_swifts_own(model: Path, tmp_path: Path, uninterrupted: Any) -> None:
     run = killed(model, tmp_path, **NOT_DISTRIBUTED)
     back = tmp_path / "back"

@@ -105,7 +105,7 @@ def test_the_tracker_waits_for_both_models(
     assert find_latest_ckpt_path(str(root)) == str(root / "global_step_4")
 
 
-# Those for which megatron loads a state that fits any layout (test_way_back.py).
+# Those for which megatron loads a state that fits any layout (test_for_trainers.py).
 FUSED = (
     *both("optim.use_checkpoint_opt_param_scheduler=True"),
     *(f"++{option}" for option in both("optim.override_optimizer_config.use_precision_aware_optimizer=True")),
@@ -113,7 +113,7 @@ FUSED = (
 )
 
 
-@pytest.mark.shows("verl", "way back")
+@pytest.mark.shows("verl", "going back")
 @pytest.mark.full
 def test_a_run_goes_back_to_verls_own_manager(model: Path, tmp_path: Path) -> None:
     """Its critic, too, of which mbridge loads no weights: those are in dist_ckpt."""

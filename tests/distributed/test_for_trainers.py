@@ -59,7 +59,7 @@ def save_by_loop(training: Training, root: Path) -> None:
 def converted(source: Path, root: Path, layout: str = "megatron", **more: Any) -> TrainerConversionReport:
     _conversions[0] += 1
     return convert_for_trainer(
-        source, root, layout, rendezvous(f"test-way-back/{_conversions[0]}", 60.0), test=True, **more
+        source, root, layout, rendezvous(f"test-for-trainers/{_conversions[0]}", 60.0), test=True, **more
     )
 
 
@@ -84,7 +84,7 @@ REPLICATED = ("plain", "mtp", "dp2-bf16-replicated", "dp2-fp32-replicated", "ep2
 IN_CI = ("dp2-bf16-fused", "dp2-fp32-replicated")
 
 
-@pytest.mark.shows("Megatron-LM", "way back")
+@pytest.mark.shows("Megatron-LM", "going back")
 @pytest.mark.parametrize(
     ("name", "fused"),
     [

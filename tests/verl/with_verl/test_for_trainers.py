@@ -24,7 +24,7 @@ BOTH = (
 )
 
 
-@pytest.mark.shows("verl", "way back")
+@pytest.mark.shows("verl", "going back")
 @pytest.mark.full
 @pytest.mark.skipif(
     parse(verl.__version__) < parse("0.7.1"),

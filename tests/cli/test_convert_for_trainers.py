@@ -1,6 +1,6 @@
 """`mcore-ckpt convert CHECKPOINT --format torch_dist`, as it is typed, without megatron.
 
-tests/distributed/test_way_back.py and tests/verl/with_verl/test_way_back.py show that the trainers go on from it.
+`test_for_trainers.py` in tests/distributed and in tests/verl/with_verl show that the trainers go on from it.
 """
 
 import json
