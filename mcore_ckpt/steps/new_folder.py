@@ -14,7 +14,7 @@ from mcore_ckpt.errors import InvalidArgumentError, NoRoomError
 from mcore_ckpt.io.access import FOLDER_MODE, mode_in
 from mcore_ckpt.io.disk_space import Need, space_of
 from mcore_ckpt.io.files import sync_dir
-from mcore_ckpt.steps import commit, leftovers
+from mcore_ckpt.steps import commit
 
 logger = logging.getLogger(__name__)
 
@@ -104,31 +104,6 @@ def mode_as(*sources: Path) -> int:
         for folder in (source, *of_root):
             mode = mode_in(folder, mode)
     return mode
-
-
-def open_new_folder(path: Path, sizes: Iterable[int], replaceable: Replaceable, mode: int) -> str:
-    """Makes the staging folder of a new folder, and removes staging folders that dead processes have left.
-
-    Args:
-        path: the new folder.
-        sizes: the size of each file that will be written, in bytes.
-        replaceable: what may be replaced if the folder has files already.
-        mode: the mode of new folders (`mode_as`).
-
-    Returns:
-        The id of the attempt, which `publish_folder` needs.
-
-    Raises:
-        InvalidArgumentError: there is a file, or a folder that the tool must not replace.
-        NoRoomError: the files do not fit.
-        OSError: the staging folder cannot be made.
-    """
-    check_may_replace(path, replaceable)
-    leftovers.remove_sibling_leftovers(path)
-    check_space(path, sizes)
-    attempt = commit.new_attempt()
-    commit.open_staging(path, attempt, mode)
-    return attempt
 
 
 def publish_folder(staging: Path, path: Path, attempt: str, replaceable: Replaceable) -> None:

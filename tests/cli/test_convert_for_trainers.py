@@ -233,6 +233,28 @@ def test_the_test_finds_what_was_written_wrong(
     assert not (tmp_path / "theirs").exists()
 
 
+@pytest.mark.parametrize("file", ["actor/model/huggingface/model.safetensors", "transfer_queue/queued"])
+def test_the_test_reads_weights_and_copies_too(
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    queued = saved(tmp_path, of_llama()) / ROLE.parent / "transfer_queue" / "queued"
+    queued.parent.mkdir()
+    queued.write_bytes(b"prompts in flight.")
+    seal = destinations.NewFolder.seal
+
+    def damage(destination: destinations.NewFolder) -> None:
+        path = destination.staging / file
+        path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1]))
+        seal(destination)
+
+    monkeypatch.setattr(destinations.NewFolder, "seal", damage)
+    assert back(tmp_path / "ours", tmp_path / "theirs", "--layout", "verl", "--test") == 1
+    said = capsys.readouterr().err
+    assert Path(file).name in said
+    assert "differ from" in said
+    assert not (tmp_path / "theirs").exists()
+
+
 @pytest.mark.parametrize(
     ("layout", "name", "text"),
     [

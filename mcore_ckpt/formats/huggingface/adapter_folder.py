@@ -17,9 +17,8 @@ from typing import Any
 import torch
 
 from mcore_ckpt.checkpoint.manifest import AdapterSettings, WrittenFile
-from mcore_ckpt.formats.contract import CheckpointReader, FileReport, FileToWrite, TensorInfo
+from mcore_ckpt.formats.contract import CheckpointReader, TensorInfo
 from mcore_ckpt.formats.huggingface.export_plan import ExportPlan, plan_tensors
-from mcore_ckpt.formats.huggingface.weights_check import check_weights
 from mcore_ckpt.formats.huggingface.writer import KIND, write_weights
 from mcore_ckpt.io.checksums import crc32
 from mcore_ckpt.io.files import write_file
@@ -94,32 +93,3 @@ def write_adapter_config(folder: AdapterFolder, path: Path) -> WrittenFile:
     data = json.dumps(folder.config, indent=2, sort_keys=True).encode() + b"\n"
     write_file(path / ADAPTER_CONFIG_FILE, [data])
     return WrittenFile(ADAPTER_CONFIG_FILE, KIND, len(data), crc32(data))
-
-
-@dataclass(frozen=True, eq=False)
-class AdapterWriter:
-    """Writes the folder of an adapter. It satisfies `formats.contract.CheckpointWriter`.
-
-    Attributes:
-        folder: the planned folder.
-        reader: the reader of the tensors.
-        allow_nan: whether to write NaN instead of refusing it.
-    """
-
-    folder: AdapterFolder
-    reader: CheckpointReader
-    allow_nan: bool = False
-
-    @property
-    def files(self) -> Sequence[FileToWrite]:
-        return [FileToWrite(file.name, file.nbytes) for file in self.folder.plan.files]
-
-    def write(self, numbers: Sequence[int], folder: Path, progress: Callable[[int], None]) -> list[FileReport]:
-        written = write_weights(self.folder.plan, numbers, self.reader, folder, progress, allow_nan=self.allow_nan)
-        return [FileReport(number, file.size) for number, file in zip(numbers, written, strict=True)]
-
-    def finish(self, reports: Sequence[FileReport], folder: Path) -> None:
-        write_adapter_config(self.folder, folder)
-
-    def check(self, folder: Path, part: int, parts: int) -> None:
-        check_weights(self.folder.plan, range(part, len(self.files), parts), self.reader, folder)

@@ -23,14 +23,14 @@ from mcore_ckpt.errors import (
     InvalidArgumentError,
     UnsupportedError,
 )
-from mcore_ckpt.formats.contract import CheckpointReader, TensorInfo, weights_of
+from mcore_ckpt.formats.contract import CheckpointReader, CheckpointWriter, TensorInfo, weights_of
 from mcore_ckpt.formats.fsdp.adapters import saved_modules
 from mcore_ckpt.formats.fsdp.reader import read_copied_model
-from mcore_ckpt.formats.huggingface.adapter_folder import AdapterFolder, AdapterWriter
+from mcore_ckpt.formats.huggingface.adapter_folder import AdapterFolder
 from mcore_ckpt.formats.huggingface.export_plan import MAX_SHARD_BYTES, ExportOptions, ExportPlan, UnknownTensorsError
 from mcore_ckpt.formats.huggingface.fp8_blocks import Fp8Blocks
 from mcore_ckpt.formats.huggingface.hub import find_folder, find_folder_together
-from mcore_ckpt.formats.huggingface.model_writer import ModelWriter
+from mcore_ckpt.formats.huggingface.model_writer import AdapterWriter, ModelWriter
 from mcore_ckpt.formats.huggingface.safetensors_files import read_folder
 from mcore_ckpt.formats.huggingface.side_files import find_side_files, warn_of_missing_code
 from mcore_ckpt.formats.huggingface.stored_weights import DequantizingReader
@@ -174,11 +174,13 @@ class MergeJob:
 
     def writers(self, allow_nan: bool = False) -> Writers:
         """Returns the writers of the model and of the adapter, whichever of the two are to be written."""
-        adapter = None if self.adapter is None else AdapterWriter(self.adapter, self.reader, allow_nan)
-        if adapter is not None and self.adapters == "only":
-            return [(".", adapter)]
-        model = ModelWriter(self.plan, self.reader, self.model, self.config_dir, allow_nan)
-        return [(".", model), *([] if adapter is None else [(file_names.MERGED_ADAPTER_DIR, adapter)])]
+        writers: list[tuple[str, CheckpointWriter]] = []
+        if self.adapters != "only":
+            writers.append((".", ModelWriter(self.plan, self.reader, allow_nan, self.model, self.config_dir)))
+        if self.adapter is not None:
+            folder = file_names.MERGED_ADAPTER_DIR if writers else "."
+            writers.append((folder, AdapterWriter(self.adapter.plan, self.reader, allow_nan, self.adapter)))
+        return writers
 
 
 def merge(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -15,13 +15,15 @@ import torch
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.dtypes import torch_dtype
 from mcore_ckpt.errors import CheckpointCorruptError
-from mcore_ckpt.formats.contract import FileReport, FileToWrite
+from mcore_ckpt.formats.contract import FileReport
 from mcore_ckpt.formats.huggingface.reader import HuggingFaceReader
 from mcore_ckpt.formats.huggingface.side_files import copy_side_files
 from mcore_ckpt.formats.kinds import has_torch_dist
+from mcore_ckpt.formats.torch_dist.contents import Contents, KeyRows, Slice, saved_object, slices_of
 from mcore_ckpt.formats.torch_dist.files import TorchDistFiles, WantedPart
 from mcore_ckpt.formats.torch_dist.keys import Keys, Place
-from mcore_ckpt.formats.torch_dist.writer import Contents, KeyRows, Slice, TorchDistWriter, saved_object, slices_of
+from mcore_ckpt.formats.torch_dist.writer import TorchDistWriter
+from mcore_ckpt.io.files import new_folder
 from mcore_ckpt.models.mcore_config import to_mcore_config
 from mcore_ckpt.ranks.rounds import Agreement
 from mcore_ckpt.sharding.names import expert_of
@@ -31,7 +33,7 @@ from mcore_ckpt.steps.new_folder import Replaceable, mode_as
 from mcore_ckpt.tools.convert.destinations import NewFolder
 from mcore_ckpt.tools.convert.from_huggingface import ConversionReport, left_out_of, open_folder
 from mcore_ckpt.tools.convert.read_back import check_written
-from mcore_ckpt.tools.convert.walk import Writers, check_together, write_together
+from mcore_ckpt.tools.convert.walk import check_together, write_together
 from mcore_ckpt.tools.examine.progress import Progress
 
 
@@ -70,11 +72,9 @@ def convert_to_torch_dist(
     destination = NewFolder(path.absolute(), Replaceable(force, "a torch_dist checkpoint", has_torch_dist))
     check_together(agreement, destination)
     reader = open_folder(agreement, source, ignore, dequantized)
-    writers: Writers = [
-        (".", _writer(reader)),
-        (file_names.HUGGINGFACE_DIR, _SideFiles(reader.contents.folder)),
-    ]
-    nbytes = write_together(agreement, writers, destination, mode_as(reader.contents.folder), progress, test)
+    nbytes = write_together(
+        agreement, [(".", _writer(reader))], destination, mode_as(reader.contents.folder), progress, test
+    )
     path, seconds = destination.path, time.monotonic() - started
     return ConversionReport(reader.place, path, reader.model.describe(), nbytes, seconds, left_out_of(reader, path))
 
@@ -146,7 +146,7 @@ def _slices(reader: HuggingFaceReader, name: str, rows: KeyRows) -> Iterator[Sli
 
 @dataclass(frozen=True, eq=False)
 class _Writer(TorchDistWriter):
-    """Writes the tensors of a folder, and compares them with what the folder stores, not with what was planned.
+    """Writes a folder's tensors and the files beside them. `check` compares with what is stored, not with the plan.
 
     Attributes:
         reader: the reader of the folder.
@@ -155,6 +155,12 @@ class _Writer(TorchDistWriter):
 
     reader: HuggingFaceReader
     key_rows: Mapping[str, Sequence[Sequence[KeyRows]]]
+
+    def finish(self, reports: Sequence[FileReport], folder: Path) -> None:
+        super().finish(reports, folder)
+        side_files = folder / file_names.HUGGINGFACE_DIR
+        new_folder(side_files)
+        copy_side_files(self.reader.contents.folder, side_files)
 
     def check(self, folder: Path, part: int, parts: int) -> None:
         written = TorchDistFiles(folder, [folder])
@@ -169,23 +175,6 @@ class _Writer(TorchDistWriter):
             for rows in places[min(number, len(places) - 1)]:
                 _read_piece(written, rows, piece, region.global_shape, memory)
         return memory.reshape(-1)
-
-
-@dataclass(frozen=True)
-class _SideFiles:
-    """Copies the files beside the weights of a model. It satisfies `formats.contract.CheckpointWriter`."""
-
-    source: Path
-    files: Sequence[FileToWrite] = ()
-
-    def write(self, numbers: Sequence[int], folder: Path, progress: Callable[[int], None]) -> list[FileReport]:
-        return []
-
-    def finish(self, reports: Sequence[FileReport], folder: Path) -> None:
-        copy_side_files(self.source, folder)
-
-    def check(self, folder: Path, part: int, parts: int) -> None:
-        """Does nothing: the files are small, and their names say nothing of their contents."""
 
 
 def _read(reader: HuggingFaceReader, wanted: Slice) -> torch.Tensor:

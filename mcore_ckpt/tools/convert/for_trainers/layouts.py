@@ -25,7 +25,8 @@ from mcore_ckpt.formats.companions import companions_of
 from mcore_ckpt.formats.contract import CheckpointWriter
 from mcore_ckpt.formats.huggingface.export_plan import ExportPlan, FileTensor
 from mcore_ckpt.formats.native.reader import NativeReader
-from mcore_ckpt.formats.torch_dist.writer import Contents, TorchDistWriter
+from mcore_ckpt.formats.torch_dist.contents import Contents
+from mcore_ckpt.formats.torch_dist.writer import TorchDistWriter
 from mcore_ckpt.models.architecture import HfModel, read_config
 from mcore_ckpt.models.registry import model_from_config
 from mcore_ckpt.models.stated_facts import check_rows

@@ -13,7 +13,7 @@ from typing import Any
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.errors import InvalidStateError
 from mcore_ckpt.formats.native.reader import NativeReader
-from mcore_ckpt.formats.torch_dist.writer import saved_object
+from mcore_ckpt.formats.torch_dist.contents import saved_object
 
 
 def rng_objects(reader: NativeReader, of_each_replica: bool = False) -> dict[str, bytes]:

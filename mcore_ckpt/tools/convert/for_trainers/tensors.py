@@ -23,8 +23,8 @@ from mcore_ckpt.checkpoint.dtypes import torch_dtype
 from mcore_ckpt.errors import CheckpointCorruptError, UnsupportedError
 from mcore_ckpt.formats.locate import Locator, Wanted
 from mcore_ckpt.formats.native.reader import NativeReader
+from mcore_ckpt.formats.torch_dist.contents import KeyRows, Slice, saved_object, slices_of
 from mcore_ckpt.formats.torch_dist.keys import Keys
-from mcore_ckpt.formats.torch_dist.writer import KeyRows, Slice, saved_object, slices_of
 from mcore_ckpt.sharding.cuts import find_cut, has_sections
 from mcore_ckpt.sharding.names import expert_of, is_expert
 from mcore_ckpt.sharding.plan import MODEL, OPAQUE, PARAM, ReadRange, ShardKey, StoredShard
