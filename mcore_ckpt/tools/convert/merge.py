@@ -23,7 +23,7 @@ from mcore_ckpt.errors import (
     InvalidArgumentError,
     UnsupportedError,
 )
-from mcore_ckpt.formats.contract import CheckpointReader, CheckpointWriter, TensorInfo, weights_of
+from mcore_ckpt.formats.contract import CheckpointReader, TensorInfo, weights_of
 from mcore_ckpt.formats.fsdp.adapters import saved_modules
 from mcore_ckpt.formats.fsdp.reader import read_copied_model
 from mcore_ckpt.formats.huggingface.adapter_folder import AdapterFolder
@@ -172,15 +172,18 @@ class MergeJob:
         tensors = {tensor.name: tensor for file in self.plan.files for tensor in file.tensors}
         return Weights(self.where, self.reader, tensors)
 
+    def model_writer(self, allow_nan: bool = False) -> ModelWriter:
+        """Returns the writer of the model; not for a merge that writes only the adapter."""
+        return ModelWriter(self.plan, self.reader, allow_nan, self.model, self.config_dir)
+
     def writers(self, allow_nan: bool = False) -> Writers:
         """Returns the writers of the model and of the adapter, whichever of the two are to be written."""
-        writers: list[tuple[str, CheckpointWriter]] = []
-        if self.adapters != "only":
-            writers.append((".", ModelWriter(self.plan, self.reader, allow_nan, self.model, self.config_dir)))
-        if self.adapter is not None:
-            folder = file_names.MERGED_ADAPTER_DIR if writers else "."
-            writers.append((folder, AdapterWriter(self.adapter.plan, self.reader, allow_nan, self.adapter)))
-        return writers
+        if self.adapter is None:
+            return [(".", self.model_writer(allow_nan))]
+        adapter = AdapterWriter(self.adapter.plan, self.reader, allow_nan, self.adapter)
+        if self.adapters == "only":
+            return [(".", adapter)]
+        return [(".", self.model_writer(allow_nan)), (file_names.MERGED_ADAPTER_DIR, adapter)]
 
 
 def merge(
@@ -266,10 +269,10 @@ def _plan_together(agreement: Agreement, request: MergeRequest, found: FoundChec
 
 def _with_side_files(job: MergeJob, target: Path) -> MergeJob:
     """Adds what is not copied of the files beside the weights to the report."""
-    quantized = [writer.quantizes_as_before for _, writer in job.writers() if isinstance(writer, ModelWriter)]
-    if not quantized:
+    if job.adapters == "only":
         return job
-    found = find_side_files(job.config_dir, destination=target, quantized=quantized[0])
+    quantized = job.model_writer().quantizes_as_before
+    found = find_side_files(job.config_dir, destination=target, quantized=quantized)
     return replace(job, left_out=together(job.left_out, found.left_out))
 
 
