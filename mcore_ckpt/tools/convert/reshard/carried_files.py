@@ -33,6 +33,11 @@ class Copy:
     path: str
     rank: int
 
+    @property
+    def written(self) -> WrittenFile:
+        """The new file, as the manifest needs it."""
+        return WrittenFile(self.path, self.record.kind, self.record.size, self.record.crc32)
+
 
 @dataclass(frozen=True)
 class CarriedFiles:
@@ -82,7 +87,7 @@ def plan_carried_files(role_dir: Path, reader: NativeReader, new: Topology) -> C
     return CarriedFiles(tuple(copies), tuple(seeded))
 
 
-def copy_file(role_dir: Path, copy: Copy, folder: Path) -> WrittenFile:
+def copy_file(role_dir: Path, copy: Copy, folder: Path) -> None:
     """Copies a file durably into the folder of the new checkpoint.
 
     Raises:
@@ -91,7 +96,6 @@ def copy_file(role_dir: Path, copy: Copy, folder: Path) -> WrittenFile:
     """
     make_folders(folder, copy.path)
     write_file(folder / copy.path, checked_bytes(role_dir, copy.record))
-    return WrittenFile(copy.path, copy.record.kind, copy.record.size, copy.record.crc32)
 
 
 def write_seeds(seeded: Iterable[tuple[str, int, int]], folder: Path) -> list[tuple[int, WrittenFile]]:

@@ -88,19 +88,15 @@ class RoleWriter:
             FileReport(number, names.file.size, asdict(names)) for number, names in zip(planned, written, strict=True)
         ]
         for number in numbers[len(planned) :]:
-            file = copy_file(self.source, self.copies[number - len(self.planned)], folder)
-            reports.append(FileReport(number, file.size, asdict(file)))
-            progress(file.size)
+            copy = self.copies[number - len(self.planned)]
+            copy_file(self.source, copy, folder)
+            reports.append(FileReport(number, copy.record.size))
+            progress(copy.record.size)
         return reports
 
     def finish(self, reports: Sequence[FileReport], folder: Path) -> None:
-        planned = len(self.planned)
-        indexed = [_names_of(report.details) for report in reports if report.number < planned]
-        small = [
-            (self.copies[report.number - planned].rank, WrittenFile(**report.details))
-            for report in reports
-            if report.number >= planned
-        ]
+        indexed = [_names_of(report.details) for report in reports if report.number < len(self.planned)]
+        small = [(copy.rank, copy.written) for copy in self.copies]
         small += self.write_others(folder)
         sync_folders_below(folder)
         self.step.write_manifest(_manifest(self.identity, self.step.step, self.target, indexed, small))
@@ -148,7 +144,8 @@ class PlainRoleWriter:
         reports = []
         for number in numbers:
             record = self.manifest.files[number]
-            reports.append(FileReport(number, copy_file(self.source, Copy(record, record.path, 0), folder).size))
+            copy_file(self.source, Copy(record, record.path, rank=0), folder)
+            reports.append(FileReport(number, record.size))
             progress(record.size)
         return reports
 
