@@ -70,7 +70,7 @@ def check_heads(
                 )
 
 
-def config_beside(role_dir: Path) -> dict[str, Any]:
+def config_of_checkpoint(role_dir: Path) -> dict[str, Any]:
     """Reads the HuggingFace configuration beside a checkpoint. Returns an empty dict if there is none."""
     try:
         path = inside(role_dir, f"{file_names.HUGGINGFACE_DIR}/config.json")

@@ -20,7 +20,7 @@ from mcore_ckpt.ranks.topology import Topology
 from mcore_ckpt.steps.new_folder import mode_as
 from mcore_ckpt.steps.read_lock import reading
 from mcore_ckpt.tools.convert.destinations import RolesOfStep
-from mcore_ckpt.tools.convert.reshard.attention_heads import check_heads, config_beside
+from mcore_ckpt.tools.convert.reshard.attention_heads import check_heads, config_of_checkpoint
 from mcore_ckpt.tools.convert.reshard.carried_files import plan_carried_files, write_seeds
 from mcore_ckpt.tools.convert.reshard.planner import Planner
 from mcore_ckpt.tools.convert.reshard.role_writer import Identity, PlainRoleWriter, RoleWriter
@@ -157,7 +157,7 @@ def _writer(source: Path, manifest: Manifest, destination: RolesOfStep, wanted: 
     try:
         tensors = list(saved_tensors(reader))
         target = resolve(wanted, saved, any(tensor.expert for tensor in tensors))
-        check_heads(manifest.model or {}, config_beside(source), tensors, manifest.topology, target.topology)
+        check_heads(manifest.model or {}, config_of_checkpoint(source), tensors, manifest.topology, target.topology)
         planner = Planner(reader, saved, manifest.contents, tensors, target, wanted)
         planner.check_tokens(tokens_in(source / file_names.HUGGINGFACE_DIR))
         planned = planner.files()
