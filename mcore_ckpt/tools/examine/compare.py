@@ -28,7 +28,8 @@ from mcore_ckpt.models.table import HF_EMBEDDING, HF_HEAD
 from mcore_ckpt.sharding.patterns import compiled
 from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.tools.examine.differences import EXACT, Differences, Tolerance
-from mcore_ckpt.tools.examine.tensor_pairs import Pair, Progress, Side, compare_pairs
+from mcore_ckpt.tools.examine.progress import Progress
+from mcore_ckpt.tools.examine.tensor_pairs import Pair, Side, compare_pairs
 
 _EMBEDDINGS = (HF_EMBEDDING, "model.language_model.embed_tokens.weight")
 

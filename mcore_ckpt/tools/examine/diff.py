@@ -30,8 +30,9 @@ from mcore_ckpt.sharding.synonyms import found_as
 from mcore_ckpt.steps.read_lock import reading
 from mcore_ckpt.tools.examine.contents import keys_of, reads_of, shards_of
 from mcore_ckpt.tools.examine.differences import EXACT, Differences, DifferentValue, Tolerance, different_values
+from mcore_ckpt.tools.examine.progress import Progress
 from mcore_ckpt.tools.examine.select import Selection, select
-from mcore_ckpt.tools.examine.tensor_pairs import Pair, Progress, Side, compare_pairs
+from mcore_ckpt.tools.examine.tensor_pairs import Pair, Side, compare_pairs
 
 
 @dataclass(frozen=True)

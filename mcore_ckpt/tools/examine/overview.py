@@ -13,7 +13,7 @@ lets the browser run the page's script and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -30,13 +30,12 @@ from mcore_ckpt.sharding.names import natural_order
 from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.tools.examine.diff import RoleDiff
 from mcore_ckpt.tools.examine.differences import finite_or_none
+from mcore_ckpt.tools.examine.progress import Progress
 
 # In `ShardColumns`, for a shard whose bytes are in this file, not those of another kind.
 NO_ALIAS = -1
 # The axes of a rank's coordinates, in the order in which `RoleOverview.ranks` has them.
 AXES = tuple(RankCoordinates.__dataclass_fields__)
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)

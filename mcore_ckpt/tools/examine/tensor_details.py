@@ -25,7 +25,7 @@ from mcore_ckpt.sharding.regions import Box, Region
 from mcore_ckpt.sharding.synonyms import found_as
 from mcore_ckpt.steps.read_lock import reading
 from mcore_ckpt.tools.examine.contents import keys_of, reads_of, shards_of
-from mcore_ckpt.tools.examine.tensor_pairs import Progress
+from mcore_ckpt.tools.examine.progress import Progress
 
 # How many bytes of a tensor are in memory at a time. Their fp64 copies need a few times as much.
 _BATCH_BYTES = 16 << 20

@@ -17,11 +17,10 @@ from mcore_ckpt.formats.contract import TensorInfo
 from mcore_ckpt.io import tuning
 from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.tools.examine.differences import Differences, Tolerance
+from mcore_ckpt.tools.examine.progress import Progress
 
 # The size of a batch, by the wider of both dtypes.
 _BATCH_BYTES = 8 << 20
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, eq=False)

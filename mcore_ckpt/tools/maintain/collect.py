@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,8 +30,7 @@ from mcore_ckpt.steps.node_steps import (
     in_order_of_saves,
 )
 from mcore_ckpt.steps.runs import Ownership, elsewhere
-
-Progress = Callable[[int, int], None]
+from mcore_ckpt.tools.examine.progress import Progress
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,8 +15,7 @@ from mcore_ckpt.steps.listing import StepStatus, list_steps, read_tracker
 from mcore_ckpt.steps.node_files import as_in_folder
 from mcore_ckpt.steps.retention import PreservationPolicy, RetentionDecision, delete_or_raise, judge, obstacle_to
 from mcore_ckpt.steps.runs import read_root_run
-
-Progress = Callable[[int, int], None]
+from mcore_ckpt.tools.examine.progress import Progress
 
 
 @dataclass(frozen=True)

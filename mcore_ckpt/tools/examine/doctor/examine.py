@@ -25,6 +25,7 @@ from mcore_ckpt.tools.examine.doctor.known import known_of
 from mcore_ckpt.tools.examine.doctor.probes import has_direct, try_all
 from mcore_ckpt.tools.examine.doctor.stored_replicas import stored_replicas
 from mcore_ckpt.tools.examine.doctor.trial import owner_of, trial_folder, unusable
+from mcore_ckpt.tools.examine.progress import Progress
 
 RANKS = "ranks"
 # How much longer than for anything else a rank waits while others measure their speed, in seconds.
@@ -61,7 +62,7 @@ def examine(
     agreement: Agreement,
     megabytes: int,
     missing: CheckpointError | None = None,
-    progress: speed.Progress = lambda done, total: None,
+    progress: Progress = lambda done, total: None,
 ) -> Report | None:
     """Examines a root on all ranks. Every rank calls it with the same arguments.
 
@@ -97,7 +98,7 @@ def examine(
 class _Examination:
     """One rank's part in the examination. On rank 0 it also collects what the others have found."""
 
-    def __init__(self, root: Path, agreement: Agreement, megabytes: int, progress: speed.Progress) -> None:
+    def __init__(self, root: Path, agreement: Agreement, megabytes: int, progress: Progress) -> None:
         self._root = root
         self._progress = progress
         self._agreement = agreement

@@ -21,6 +21,7 @@ from mcore_ckpt.io import _native, tuning
 from mcore_ckpt.io.files import drop_from_cache, write_file
 from mcore_ckpt.tools.examine.doctor.findings import Finding, Severity, fine
 from mcore_ckpt.tools.examine.doctor.probes import fallocate
+from mcore_ckpt.tools.examine.progress import Progress
 
 WRITE, READ, SYNC_TIME, SMALL_FILES = "speed of writing", "speed of reading", "time of a sync", "small files"
 
@@ -29,7 +30,6 @@ FILE_SYSTEM, PROCESSORS = "file system", "processors"
 # Which value says how fast a host is.
 _SPEEDS = {WRITE: "bytes_per_s", READ: "bytes_per_s", SYNC_TIME: "seconds", SMALL_FILES: "files_per_s"}
 
-Progress = Callable[[int, int], None]
 
 _MEBIBYTE = 1 << 20
 _PAIRS = 5
