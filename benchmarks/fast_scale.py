@@ -36,8 +36,8 @@ from mcore_ckpt.checkpoint.manifest import (
 from mcore_ckpt.checkpoint.manifest_text import Holds
 from mcore_ckpt.config import FastTier
 from mcore_ckpt.fast.found import found_on_nodes, spread_folder, why_not_whole
+from mcore_ckpt.fast.tcp_transport import TcpTransport
 from mcore_ckpt.fast.tier import NodeTier
-from mcore_ckpt.fast.transport import TcpTransport
 from mcore_ckpt.load.candidates import candidates_of
 from mcore_ckpt.ranks.key_value_store import pack, unpack
 from mcore_ckpt.ranks.node_map import NodeMap

@@ -21,9 +21,9 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, CommitError
 from mcore_ckpt.events import ErrorText
-from mcore_ckpt.fast.peer_store import PeerError
 from mcore_ckpt.fast.tier import NodeTier
 from mcore_ckpt.fast.transaction import committed_manifest
+from mcore_ckpt.fast.transport import PeerError
 from mcore_ckpt.io import tuning
 from mcore_ckpt.io.checksums import crc32
 from mcore_ckpt.io.files import make_folders, open_new, sync_dir, sync_names, write_all

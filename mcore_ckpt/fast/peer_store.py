@@ -23,16 +23,13 @@ from mcore_ckpt.fast.peer_protocol import (
     receive_into,
 )
 from mcore_ckpt.fast.peer_tls import PeerTls
+from mcore_ckpt.fast.transport import PeerError
 from mcore_ckpt.io.json_fields import FieldError, get_int, parse
 
 # The longest listing, and the longest text that says why a request is refused, in bytes.
 _LISTING_BYTES, _REASON_BYTES = 64 << 20, 64 << 10
 # The pause before a note that is not published yet is asked for again, in seconds.
 _NOTE_PAUSE_S = 0.005
-
-
-class PeerError(OSError):
-    """A node does not answer, or its answer makes no sense. Another node may have the same bytes."""
 
 
 class _TooLongError(PeerError):

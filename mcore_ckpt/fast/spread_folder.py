@@ -15,7 +15,7 @@ from mcore_ckpt.checkpoint.damage import Damage
 from mcore_ckpt.checkpoint.index_entries import IndexEntries
 from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, RemoteError
-from mcore_ckpt.fast.peer_store import PeerError
+from mcore_ckpt.fast.transport import PeerError
 from mcore_ckpt.formats.native.folder import Folder
 from mcore_ckpt.sharding.plan import ReadRange
 

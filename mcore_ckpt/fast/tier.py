@@ -16,7 +16,8 @@ from mcore_ckpt.config import FastTier
 from mcore_ckpt.errors import CommitError, InvalidArgumentError, NoRoomError
 from mcore_ckpt.fast.job_secret import SecretOffer, given_secret, same_secrets
 from mcore_ckpt.fast.peer_tls import PeerTls, read_tls
-from mcore_ckpt.fast.transport import Peer, Server, TcpTransport, Transport
+from mcore_ckpt.fast.tcp_transport import TcpTransport
+from mcore_ckpt.fast.transport import Peer, Server, Transport
 from mcore_ckpt.io import limits
 from mcore_ckpt.io.access import check_own_folder, strange, top_mode
 from mcore_ckpt.io.files import make_folder

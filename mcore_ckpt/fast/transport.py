@@ -1,17 +1,16 @@
-"""How nodes read each other's folders: the protocol, and its form over TCP.
+"""How nodes read each other's folders: the protocol, whatever network is between them.
 
-Nothing else in this room knows how bytes travel. Another network is another class with these methods.
+A network is a class with these methods: `tcp_transport.py` is the one for TCP.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from mcore_ckpt.fast.peer_server import PeerServer
-from mcore_ckpt.fast.peer_store import PeerStore
-from mcore_ckpt.fast.peer_tls import PeerTls
+
+class PeerError(OSError):
+    """A node does not answer, or its answer makes no sense. Another node may have the same bytes."""
 
 
 class Server(Protocol):
@@ -29,7 +28,7 @@ class Server(Protocol):
 
 
 class Peer(Protocol):
-    """Another node, as this one reads from it. No call waits without a deadline. All raise `peer_store.PeerError`."""
+    """Another node, as this one reads from it. No call waits without a deadline. All raise PeerError."""
 
     def url_of(self, key: str) -> str:
         """Returns how messages call a file of this node."""
@@ -61,24 +60,3 @@ class Transport(Protocol):
 
     def peer(self, address: str, name: str) -> Peer:
         """Returns the node whose server has this address. `name` is for messages."""
-
-
-@dataclass(frozen=True)
-class TcpTransport:
-    """Connects nodes over TCP (`peer_protocol.py`).
-
-    Attributes:
-        secret: by what the nodes know each other.
-        timeout_s: how long to wait for another node, in seconds.
-        tls: how connections are encrypted; None if they are not.
-    """
-
-    secret: bytes
-    timeout_s: float
-    tls: PeerTls | None = None
-
-    def serve(self, folder: Path, host: str) -> Server:
-        return PeerServer(folder, self.secret, host, self.tls)
-
-    def peer(self, address: str, name: str) -> Peer:
-        return PeerStore(address, self.secret, name, self.timeout_s, self.tls)

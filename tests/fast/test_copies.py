@@ -22,8 +22,8 @@ from mcore_ckpt.fast import copies as copies_module
 from mcore_ckpt.fast.copies import Copies, CopyHandle, _RateLimit
 from mcore_ckpt.fast.peer_server import PeerServer
 from mcore_ckpt.fast.peer_store import PeerStore
+from mcore_ckpt.fast.tcp_transport import TcpTransport
 from mcore_ckpt.fast.tier import NodeTier
-from mcore_ckpt.fast.transport import TcpTransport
 from mcore_ckpt.io import files, tuning
 from mcore_ckpt.ranks.node_map import Node, NodeMap
 from mcore_ckpt.ranks.rounds import Agreement

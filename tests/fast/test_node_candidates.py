@@ -12,8 +12,8 @@ from mcore_ckpt.checkpoint.manifest import ManifestSummary
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.config import FastTier
 from mcore_ckpt.fast.found import found_on_nodes, spread_folder, to_adopt, why_not_whole
+from mcore_ckpt.fast.tcp_transport import TcpTransport
 from mcore_ckpt.fast.tier import NodeTier
-from mcore_ckpt.fast.transport import TcpTransport
 from mcore_ckpt.formats.native.folder import LocalFolder
 from mcore_ckpt.formats.native.remote_folder import RemoteFolder
 from mcore_ckpt.load.candidates import AnyStep, candidates_of, folder_of

@@ -14,8 +14,9 @@ from mcore_ckpt.errors import InvalidArgumentError
 from mcore_ckpt.fast import peer_protocol, peer_server, peer_store
 from mcore_ckpt.fast.peer_protocol import HEADER, HERE, HandshakeError, introduce, receive
 from mcore_ckpt.fast.peer_server import PeerServer
-from mcore_ckpt.fast.peer_store import PeerError, PeerStore
+from mcore_ckpt.fast.peer_store import PeerStore
 from mcore_ckpt.fast.peer_tls import read_tls
+from mcore_ckpt.fast.transport import PeerError
 from tests.support.peer_talk import HOST, SECRET, answer, broken, raw, request, says_and_waits, stranger
 from tests.support.waiting import LONG_S, join_threads, wait_for
 

@@ -17,7 +17,8 @@ from mcore_ckpt.errors import CheckpointCorruptError
 from mcore_ckpt.fast import peer_server
 from mcore_ckpt.fast.peer_protocol import HEADER, HERE, MISSING, REFUSED, REQUEST_BYTES
 from mcore_ckpt.fast.peer_server import PeerServer
-from mcore_ckpt.fast.peer_store import PeerError, PeerStore
+from mcore_ckpt.fast.peer_store import PeerStore
+from mcore_ckpt.fast.transport import PeerError
 from tests.support.peer_talk import (
     HOST,
     SECRET,

@@ -16,8 +16,8 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import ManifestSummary
 from mcore_ckpt.config import FastTier
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, RemoteError
+from mcore_ckpt.fast.tcp_transport import TcpTransport
 from mcore_ckpt.fast.tier import NodeTier
-from mcore_ckpt.fast.transport import TcpTransport
 from mcore_ckpt.formats.native.folder import LocalFolder
 from mcore_ckpt.formats.native.remote_folder import RemoteFolder
 from mcore_ckpt.io.store import Store
