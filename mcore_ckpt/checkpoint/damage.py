@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,10 +12,8 @@ from mcore_ckpt.checkpoint.index import BLOCK_BYTES
 from mcore_ckpt.checkpoint.manifest import FileRecord
 from mcore_ckpt.checkpoint.reading import open_file, read_index, read_manifest, wrong_crc
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
-from mcore_ckpt.io.checksums import block_crcs, file_crcs
+from mcore_ckpt.io.checksums import Progress, block_crcs, file_crcs
 from mcore_ckpt.sharding.plan import StoredShard
-
-Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ from pathlib import Path
 
 from mcore_ckpt.io import _native, tuning
 
-Progress = Callable[[int], None]
+# Gets the number of bytes that were just read or written.
+Progress = Callable[[int], object]
 
 
 @dataclass(frozen=True)

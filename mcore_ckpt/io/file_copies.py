@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from mcore_ckpt.errors import CheckpointCorruptError
 from mcore_ckpt.io import tuning
-from mcore_ckpt.io.checksums import crc32
+from mcore_ckpt.io.checksums import Progress, crc32
 from mcore_ckpt.io.files import make_parents, new_folder, open_new, open_regular, sync_dir, write_all, write_file
 
 
-def copy_checked(
-    source: Path, target: Path, size: int, crc: int, progress: Callable[[int], object] = lambda nbytes: None
-) -> None:
+def copy_checked(source: Path, target: Path, size: int, crc: int, progress: Progress = lambda nbytes: None) -> None:
     """Copies a file to a new one and waits until its bytes are on the disk.
 
     Args:

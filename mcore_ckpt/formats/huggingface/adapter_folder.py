@@ -9,7 +9,7 @@ layers and multi-token prediction, so an adapter without them is refused.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from mcore_ckpt.checkpoint.manifest import AdapterSettings, WrittenFile
 from mcore_ckpt.formats.contract import CheckpointReader, TensorInfo
 from mcore_ckpt.formats.huggingface.export_plan import ExportPlan, plan_tensors
 from mcore_ckpt.formats.huggingface.writer import KIND, write_weights
-from mcore_ckpt.io.checksums import crc32
+from mcore_ckpt.io.checksums import Progress, crc32
 from mcore_ckpt.io.files import write_file
 from mcore_ckpt.models.architecture import HfModel
 from mcore_ckpt.models.mapping import HfTensor
@@ -79,7 +79,7 @@ def write_adapter_folder(
     folder: AdapterFolder,
     reader: CheckpointReader,
     path: Path,
-    progress: Callable[[int], None] = lambda nbytes: None,
+    progress: Progress = lambda nbytes: None,
     *,
     allow_nan: bool = False,
 ) -> list[WrittenFile]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,11 +17,9 @@ from mcore_ckpt.formats.huggingface.elements import Elements, Scratch, fill
 from mcore_ckpt.formats.huggingface.export_plan import ExportPlan, WeightFile
 from mcore_ckpt.formats.huggingface.safetensors_files import INDEX_FILE, encode_header, encode_index
 from mcore_ckpt.io import _native, tuning
-from mcore_ckpt.io.checksums import crc32
+from mcore_ckpt.io.checksums import Progress, crc32
 from mcore_ckpt.io.files import write_file
 from mcore_ckpt.io.streams import Placed, cuts_of, memory_at, stream
-
-Progress = Callable[[int], None]
 
 KIND = "huggingface"
 """The kind of these files in a manifest."""

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_ckpt.checkpoint import file_names
-from mcore_ckpt.checkpoint.damage import Damage, Progress, verify_files
+from mcore_ckpt.checkpoint.damage import Damage, verify_files
 from mcore_ckpt.checkpoint.manifest import Manifest
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
 from mcore_ckpt.formats.native.stored_tensors import LocalIndexes, StoredTensors
+from mcore_ckpt.io.checksums import Progress
 from mcore_ckpt.io.folder_sizes import sizes_of
 from mcore_ckpt.sharding.plan import MODEL, PARAM, ShardKey, StoredShard, plan_reads
 from mcore_ckpt.sharding.regions import Region
