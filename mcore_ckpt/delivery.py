@@ -48,6 +48,9 @@ IDLE_S = 3600.0
 class Delivery:
     """Calls listeners with events, one event after the other, in the order in which they were posted.
 
+    It does not use `io.worker.Worker`, because a signal handler may post while it interrupts `post`, and because a
+    listener may fork, or end the thread.
+
     Args:
         listeners: what to call. If several managers of a process share a listener, each calls it on its own thread.
         capacity: how many events may wait.

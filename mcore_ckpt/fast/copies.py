@@ -28,6 +28,7 @@ from mcore_ckpt.io import tuning
 from mcore_ckpt.io.checksums import crc32
 from mcore_ckpt.io.files import make_folders, open_new, sync_dir, sync_names, write_all
 from mcore_ckpt.io.threads import results_of
+from mcore_ckpt.io.worker import Worker
 from mcore_ckpt.processes import OwnEvent
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide
 from mcore_ckpt.steps.node_steps import files_here
@@ -36,6 +37,7 @@ from mcore_ckpt.steps.transaction import Attempt
 logger = logging.getLogger(__name__)
 
 _PASSED_OVER = "a newer step was saved before its copies could begin"
+_CLOSED = "the manager was closed"
 # How long closing waits for the thread, in seconds.
 _JOIN_S = 10.0
 
@@ -99,14 +101,13 @@ class Copies:
     def __init__(self, agreement: Agreement, tier: NodeTier) -> None:
         self._agreement, self._tier = agreement, tier
         self._limit = _RateLimit(tier.config.bytes_per_s)
-        self._changed = threading.Condition()
-        self._waiting: list[_Wanted] = []
-        self._under_way: _Wanted | None = None
+        self._lock = threading.Lock()
+        self._pending: list[_Wanted] = []  # the first one is under way
         self._may_copy = threading.Event()
         self._may_copy.set()
-        self._closed, self._over = False, threading.Event()
+        self._closed = threading.Event()
         self._complete: set[str] = set()
-        self._thread: threading.Thread | None = None
+        self._worker = Worker("mcore_ckpt copies", must_finish=False)
 
     def add(self, step: int, attempt: Attempt) -> CopyHandle:
         """Queues the copies of a step that is committed. Every rank calls it for the same steps in the same order."""
@@ -115,23 +116,14 @@ class Copies:
             self._complete.add(attempt.number)
             wanted.handle.end(None)
             return wanted.handle
-        with self._changed:
-            if self._thread is None and not self._start():
-                wanted.handle.end("the system allows no more threads on this rank")
-                return wanted.handle
-            self._waiting.append(wanted)
-            self._changed.notify_all()
-        return wanted.handle
-
-    def _start(self) -> bool:
-        thread = threading.Thread(target=self._run, name="mcore_ckpt copies", daemon=True)
+        with self._lock:
+            self._pending.append(wanted)
         try:
-            thread.start()
+            self._worker.add(partial(self._copy, wanted))
         except RuntimeError as error:
             logger.warning("no copies reach other nodes, because %s: the next save tries again", error)
-            return False
-        self._thread = thread
-        return True
+            self._end(wanted, "the system allows no more threads on this rank")
+        return wanted.handle
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -144,8 +136,8 @@ class Copies:
 
     def needed(self) -> set[str]:
         """Returns the ids of saves that must not be deleted, because copies of them are under way or wait."""
-        with self._changed:
-            return {each.attempt.number for each in (*self._waiting[-1:], self._under_way) if each is not None}
+        with self._lock:
+            return {each.attempt.number for each in (*self._pending[:1], *self._pending[-1:])}
 
     def is_complete(self, attempt: str) -> bool:
         """Returns True if every file of a save is known to be on as many nodes as it should be."""
@@ -157,56 +149,45 @@ class Copies:
 
     def wait(self, timeout: float | None = None, step: int | None = None) -> None:
         """Waits until no copies are under way or waiting; those of one step, if it is given. Raises TimeoutError."""
-        with self._changed:
-            pending = [each.handle for each in (self._under_way, *self._waiting) if each is not None]
+        with self._lock:
+            pending = [each.handle for each in self._pending]
         for handle in pending:
             if step in (None, handle.step):
                 handle.wait(timeout)
 
     def close(self) -> None:
-        """Ends the thread. Copies that are under way are given up."""
-        with self._changed:
-            self._closed = True
-            self._over.set()
-            self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join(_JOIN_S)
+        """Gives up the copies that are under way or waiting, and waits for the end of the thread."""
+        self._closed.set()
+        self._worker.wait_at_most(_JOIN_S)
 
-    def _run(self) -> None:
-        while (wanted := self._next()) is not None:
-            problem: str | None = "unknown"
-            try:
-                if self._is_passed_over(wanted.attempt):
-                    self._end(wanted, _PASSED_OVER)
-                    continue
-                problem = self._copy_together(wanted.attempt)
-            except CheckpointError as error:
-                problem = str(error)
-            except Exception as error:
-                told = ErrorText.of(error)
-                logger.error("copies of step %d have failed unexpectedly\n%s", wanted.handle.step, told.stacktrace)
-                problem = f"{told.type}: {told.message}"
-            if problem is not None and not self._closed:
-                logger.warning("step %d is on too few nodes: %s", wanted.handle.step, problem)
-            self._end(wanted, problem)
+    def _copy(self, wanted: _Wanted) -> None:
+        if self._closed.is_set():
+            self._end(wanted, _CLOSED)
+            return
+        problem: str | None
+        try:
+            if self._is_passed_over(wanted):
+                self._end(wanted, _PASSED_OVER)
+                return
+            problem = self._copy_together(wanted.attempt)
+        except CheckpointError as error:
+            problem = str(error)
+        except Exception as error:
+            told = ErrorText.of(error)
+            logger.error("copies of step %d have failed unexpectedly\n%s", wanted.handle.step, told.stacktrace)
+            problem = f"{told.type}: {told.message}"
+        if problem is not None and not self._closed.is_set():
+            logger.warning("step %d is on too few nodes: %s", wanted.handle.step, problem)
+        self._end(wanted, problem)
 
-    def _next(self) -> _Wanted | None:
-        """Waits for the next step, and begins it. Returns None if the manager was closed."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._closed)
-            if self._closed:
-                for each in self._waiting:
-                    each.handle.end("the manager was closed")
-                return None
-            self._under_way = self._waiting.pop(0)
-            return self._under_way
-
-    def _is_passed_over(self, attempt: Attempt) -> bool:
+    def _is_passed_over(self, wanted: _Wanted) -> bool:
         """Returns True, on every rank, if some rank knows that a newer step is committed."""
 
+        attempt = wanted.attempt
+
         def work() -> Record:
-            with self._changed:
-                return {"newer": bool(self._waiting)}
+            with self._lock:
+                return {"newer": self._pending[-1] is not wanted}
 
         def combine(records: Sequence[Record]) -> Record:
             return {"newer": any(record["newer"] for record in records)}
@@ -225,8 +206,8 @@ class Copies:
     def _end(self, wanted: _Wanted, problem: str | None) -> None:
         if problem is None:
             self._complete.add(wanted.attempt.number)
-        with self._changed:
-            self._under_way = None
+        with self._lock:
+            self._pending.remove(wanted)
         wanted.handle.end(problem)
 
     def _copy_together(self, attempt: Attempt) -> str | None:
@@ -309,9 +290,9 @@ class Copies:
         """Waits while a save is captured, and until the rate allows so many bytes."""
         self._may_copy.wait(max(0.0, deadline - time.monotonic()))
         # A low rate can mean hours.
-        self._over.wait(min(self._limit.take(nbytes), max(0.0, deadline - time.monotonic())))
-        if self._closed:
-            raise TimeoutError("the manager was closed")
+        self._closed.wait(min(self._limit.take(nbytes), max(0.0, deadline - time.monotonic())))
+        if self._closed.is_set():
+            raise TimeoutError(_CLOSED)
         if time.monotonic() > deadline:
             raise TimeoutError("the copies took too long: allow more bytes_per_s, or save less often")
 

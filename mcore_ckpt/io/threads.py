@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from typing import TypeVar, cast
 
 Item = TypeVar("Item")
@@ -108,43 +107,3 @@ def results_of(items: Sequence[Item], work: Callable[[Item], Result], threads: i
 
     for_each(enumerate(items), run, threads)
     return [results[number] for number in range(len(items))]
-
-
-class NewestOnly:
-    """Calls functions one after the other on its own thread. Of the functions that wait, it calls only the newest.
-
-    It is for looks at a file system that may hang: at most one thread waits for it, and nothing waits for the thread.
-
-    Args:
-        name: the thread's name.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._lock = threading.Lock()
-        self._next: Callable[[], object] | None = None
-        self._thread: threading.Thread | None = None
-
-    def call(self, work: Callable[[], object]) -> None:
-        """Calls a function on the thread, unless a newer one comes first. Returns immediately.
-
-        The function must not raise. If the system allows no thread, it is not called.
-        """
-        with self._lock:
-            self._next = work
-            if self._thread is not None and self._thread.is_alive():
-                return
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            with suppress(RuntimeError):  # the system allows no more threads
-                self._thread.start()
-
-    def _run(self) -> None:
-        while (work := self._take()) is not None:
-            work()
-
-    def _take(self) -> Callable[[], object] | None:
-        with self._lock:
-            work, self._next = self._next, None
-            if work is None:
-                self._thread = None  # while the lock is held, so that the next `call` starts another one
-            return work

@@ -18,23 +18,36 @@ logger = logging.getLogger(__name__)
 class Worker:
     """Calls functions one after the other on a thread, which exists only while there are functions to call.
 
-    An error of a function is logged, and the next function is called. An exiting interpreter does not wait for the
-    functions, unless an exit handler does (`all_workers`).
+    An error of a function is logged, and the next function is called.
 
     Args:
         name: the thread's name.
+        must_finish: whether all functions must be called: by an exiting interpreter, which waits for them
+            (`all_workers`), and without another thread. If not, an exiting interpreter waits for nothing of it.
     """
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, must_finish: bool = True) -> None:
+        self._name, self._must_finish = name, must_finish
         self._lock = threading.Lock()
-        self._waiting: deque[Callable[[], None]] = deque()
+        self._waiting: deque[Callable[[], object]] = deque()
         self._thread: threading.Thread | None = None
-        _workers.add(self)
+        if must_finish:
+            _workers.add(self)
 
-    def add(self, work: Callable[[], None]) -> None:
-        """Calls a function after those that were added before; on this thread, if the system grants no other one."""
+    def add(self, work: Callable[[], object], instead: bool = False) -> None:
+        """Calls a function after those that were added before. Returns immediately, if there is another thread.
+
+        If the system grants none, this thread calls a function that must be called.
+
+        Args:
+            work: the function.
+            instead: whether it takes the place of all functions that wait.
+
+        Raises RuntimeError if the system grants no other thread, and the function need not be called.
+        """
         with self._lock:
+            if instead:
+                self._waiting.clear()
             self._waiting.append(work)
             if self._thread is not None and self._thread.is_alive():
                 return
@@ -44,9 +57,12 @@ class Worker:
             try:
                 thread.start()
                 return
-            except RuntimeError:  # the system grants no thread: do the work here, which is slower but does not fail
+            except RuntimeError:
                 self._thread = None
-        self._run()
+                if not self._must_finish:
+                    self._waiting.pop()
+                    raise
+        self._run()  # which is slower but does not fail
 
     @property
     def is_at_work(self) -> bool:
@@ -63,6 +79,14 @@ class Worker:
             thread = self._thread
         if thread is not None:
             wait_for_thread(thread, timeout_s)
+
+    def wait_at_most(self, seconds: float) -> bool:
+        """Waits until no function is left to call, but only for so many seconds. Returns True if none is left."""
+        with self._lock:
+            thread = self._thread
+        if thread is not None:
+            thread.join(seconds)
+        return thread is None or not thread.is_alive()
 
     def _run(self) -> None:
         while True:
@@ -83,5 +107,5 @@ _workers: WeakSet[Worker] = emptied_in_child(WeakSet())
 
 
 def all_workers() -> list[Worker]:
-    """Returns the workers of this process."""
+    """Returns the workers of this process whose work must be finished."""
     return list(_workers)

@@ -31,7 +31,8 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, NoRoomError
 from mcore_ckpt.io import tuning
 from mcore_ckpt.io.disk_space import NOTHING, Amount, DiskSpace, Limit, Need, existing, space_of
-from mcore_ckpt.io.threads import NewestOnly, results_of
+from mcore_ckpt.io.threads import results_of
+from mcore_ckpt.io.worker import Worker
 from mcore_ckpt.steps.listing import StepStatus, list_steps
 from mcore_ckpt.steps.retention import PreservationPolicy, too_old
 from mcore_ckpt.steps.step_sizes import NO_FILES, need_of, taken_by
@@ -94,7 +95,7 @@ class SpaceWatch:
         self._checks = 0
         self._checked = NOTHING
         self._tried, self._foreseen = _Warned(), _Warned()
-        self._looks = NewestOnly("mcore_ckpt next save")
+        self._looks = Worker("mcore_ckpt next save", must_finish=False)
         self._prune_look: threading.Thread | None = None
 
     def check(self, saving: Saving, need: Need, patience_s: float) -> None:
@@ -164,7 +165,8 @@ class SpaceWatch:
         Returns immediately, and looks on its own thread. It looks only if the step is complete, and it says nothing if
         another save begins meanwhile, because that save takes space and has its own check.
         """
-        self._looks.call(partial(self._foresee, saved))
+        with suppress(RuntimeError):  # the system allows no more threads
+            self._looks.add(partial(self._foresee, saved), instead=True)
 
     def _foresee(self, saved: Saved) -> None:
         with suppress(OSError, CheckpointNotFoundError, CheckpointCorruptError):

@@ -26,6 +26,7 @@ import time
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from weakref import WeakSet
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import Manifest
@@ -34,7 +35,7 @@ from mcore_ckpt.delivery import Delivery
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, RemoteError
 from mcore_ckpt.events import Deleted, ErrorText, Failed, Uploaded
 from mcore_ckpt.io.disk_space import Need
-from mcore_ckpt.io.threads import NewestOnly
+from mcore_ckpt.io.worker import Worker
 from mcore_ckpt.processes import OwnEvent, emptied_in_child
 from mcore_ckpt.ranks import deadlines
 from mcore_ckpt.steps import listing as steps
@@ -112,9 +113,11 @@ class UploadQueue:
         self._latest = -1
         self._asked = False
         self._warned = False
-        self._looks_at_space = NewestOnly("mcore_ckpt room")
-        self._thread: threading.Thread | None = None
+        # At exit, `_finish_all` waits for uploads with a limit.
+        self._uploads = Worker("mcore_ckpt upload", must_finish=False)
+        self._looks_at_space = Worker("mcore_ckpt room", must_finish=False)
         self._stop = threading.Event()
+        _open.add(self)
 
     def committed(self, step: int, policy: PreservationPolicy | None = None) -> UploadHandle:
         """Queues a checkpoint that was just committed. Returns immediately and raises nothing.
@@ -130,8 +133,10 @@ class UploadQueue:
             self._latest = step
             self._waiting[step] = upload
             self._asked = True
-            if self._thread is None:
-                self._start()
+        try:
+            self._uploads.add(self._upload_if_asked)
+        except RuntimeError as error:  # the system allows no more threads
+            logger.warning("%s: no upload after this commit: %s", self._remote.store.url, error)
         return upload
 
     def expect(self, need: Need) -> None:
@@ -140,7 +145,8 @@ class UploadQueue:
         It looks on a thread of its own, because a network file system that hangs must not hold up the training. At most
         one such thread runs. If it still looks for an earlier save, it then looks once more, for the newest one.
         """
-        self._looks_at_space.call(partial(self._look_at_space, need))
+        with suppress(RuntimeError):  # the system allows no more threads
+            self._looks_at_space.add(partial(self._look_at_space, need), instead=True)
 
     def _look_at_space(self, need: Need) -> None:
         shortage = shortage_of(self._remote.store, need)
@@ -158,10 +164,7 @@ class UploadQueue:
 
         The queue is idle even if a failed upload will be tried again after the next commit.
         """
-        thread = self._thread
-        if thread is not None:
-            thread.join(seconds)
-        return thread is None or not thread.is_alive()
+        return self._uploads.wait_at_most(seconds)
 
     def close(self, seconds: float) -> None:
         """Waits like `wait`, then stops an upload that is still under way. The next run repeats that upload."""
@@ -172,32 +175,19 @@ class UploadQueue:
         self._stop.set()
         _open.discard(self)
 
-    def _start(self) -> None:
-        # At exit, the interpreter waits without limit for every thread that is not a daemon. `_finish_all` waits for
-        # this one with a limit.
-        self._thread = threading.Thread(target=self._run, name="mcore_ckpt upload", daemon=True)
-        _open.add(self)
+    def _upload_if_asked(self) -> None:
+        """Uploads what is missing, unless an earlier call has done so since the last commit."""
+        with self._lock:
+            if not self._asked or self._stop.is_set():
+                return
+            self._asked = False
+        started = time.monotonic()
         try:
-            self._thread.start()
-        except RuntimeError as error:  # the system allows no more threads
-            self._thread = None
-            logger.warning("%s: no upload after this commit: %s", self._remote.store.url, error)
-
-    def _run(self) -> None:
-        while True:
-            with self._lock:
-                if not self._asked or self._stop.is_set():
-                    self._thread = None
-                    _open.discard(self)
-                    return
-                self._asked = False
-            started = time.monotonic()
-            try:
-                self._upload_missing()
-            except Exception as error:
-                reason = str(error) if isinstance(error, CheckpointError) else self._remote.store.redacted(error)
-                logger.warning("the remote copy is out of date, and is tried again after the next commit: %s", reason)
-                self._tell_failed(self._latest, ErrorText.redacted(error, reason), time.monotonic() - started)
+            self._upload_missing()
+        except Exception as error:
+            reason = str(error) if isinstance(error, CheckpointError) else self._remote.store.redacted(error)
+            logger.warning("the remote copy is out of date, and is tried again after the next commit: %s", reason)
+            self._tell_failed(self._latest, ErrorText.redacted(error, reason), time.monotonic() - started)
 
     def _upload_missing(self) -> None:
         own = read_root_run(self._root)
@@ -216,7 +206,7 @@ class UploadQueue:
         self._begun = {key: upload for key, upload in self._begun.items() if upload.manifest.step in todo}
         for step in todo:
             if self._asked or self._stop.is_set():
-                return  # a newer step was committed and is uploaded first; then `_run` returns to this one
+                return  # a newer step was committed and is uploaded first; then the next call returns to this one
             uploaded = self._upload(step, there.get(step, RemoteStep(step)))
             if uploaded is not None:
                 seen, pins = self._look_at_pins(), dict(self._pins)
@@ -343,8 +333,8 @@ def _is_there(manifest: Manifest, there: RemoteStep) -> bool:
     return found is not None and found.attempt == manifest.attempt and there.has(manifest.role)
 
 
-# References to the queues that are at work, because a trainer may drop its manager while an upload is under way.
-_open: set[UploadQueue] = emptied_in_child(set())
+# Weak references are enough, because a running thread keeps its queue alive, even if a trainer has dropped its manager.
+_open: WeakSet[UploadQueue] = emptied_in_child(WeakSet())
 
 
 @atexit.register

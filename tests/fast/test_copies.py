@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -255,9 +256,11 @@ def test_a_step_is_passed_over_if_any_node_knows_a_newer_one(job: Job) -> None:
     """Such a node may have deleted the step already."""
     first, second = (job.commit(step, f"{step:032x}") for step in (1, 2))
     handles = [job.add(node, first) for node in (0, 1)]
-    with job.copies[2]._changed:
-        handles.append(job.add(2, first))
-        newest = job.add(2, second)
+    may_begin = threading.Event()
+    job.copies[2]._worker.add(partial(may_begin.wait, LONG_S))
+    handles.append(job.add(2, first))
+    newest = job.add(2, second)
+    may_begin.set()
     assert [handle.wait(LONG_S) for handle in handles] == ["a newer step was saved before its copies could begin"] * 3
     assert [handle.wait(LONG_S) for handle in (job.add(0, second), job.add(1, second), newest)] == [None] * NODES
 

@@ -296,6 +296,6 @@ def test_without_replicas_the_copies_are_complete_at_once(tmp_path: Path) -> Non
     assert (handle.step, handle.done, handle.complete, handle.problem, handle.wait(0)) == (1, True, True, None, None)
     assert saves.copies.is_complete(attempt_of(1))
     assert saves.copies.needed() == set()
-    assert saves.copies._thread is None
+    assert not saves.copies._worker.is_at_work
     saves.copies.wait(0)
     saves.copies.close()

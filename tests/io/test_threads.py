@@ -1,13 +1,11 @@
 """Work on several threads: every item once, no new item after a failure."""
 
 import threading
-from functools import partial
 
 import pytest
 
-from mcore_ckpt.io.threads import NewestOnly, for_each, results_of
+from mcore_ckpt.io.threads import for_each, results_of
 from tests.support.few_threads import limit_threads
-from tests.support.waiting import LONG_S, join_threads
 
 
 @pytest.mark.parametrize("threads", [1, 4])
@@ -85,26 +83,3 @@ def test_a_failure_is_raised_where_threads_are_few(allowed: int, monkeypatch: py
 
     with pytest.raises(ValueError, match="0"):
         for_each(range(10), work, threads=4)
-
-
-def test_of_those_that_wait_only_the_newest_is_called() -> None:
-    """On one thread, which ends then. The next call starts another one."""
-    looks, may_go_on, begun = NewestOnly("newest only"), threading.Event(), threading.Event()
-    called: list[int] = []
-
-    def hang() -> None:
-        begun.set()
-        assert may_go_on.wait(LONG_S)
-
-    looks.call(hang)
-    assert begun.wait(LONG_S)
-    for number in range(5):
-        looks.call(partial(called.append, number))
-    assert sum(thread.name == "newest only" for thread in threading.enumerate()) == 1
-    assert called == []
-    may_go_on.set()
-    join_threads("newest only")
-    assert called == [4]
-    looks.call(partial(called.append, 5))
-    join_threads("newest only")
-    assert called == [4, 5]
