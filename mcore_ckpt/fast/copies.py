@@ -28,8 +28,7 @@ from mcore_ckpt.io import tuning
 from mcore_ckpt.io.checksums import crc32
 from mcore_ckpt.io.files import make_folders, open_new, sync_dir, sync_names, write_all
 from mcore_ckpt.io.threads import results_of
-from mcore_ckpt.io.worker import Worker
-from mcore_ckpt.processes import OwnEvent
+from mcore_ckpt.io.worker import Handle, Worker
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide
 from mcore_ckpt.steps.node_steps import files_here
 from mcore_ckpt.steps.transaction import Attempt
@@ -42,46 +41,26 @@ _CLOSED = "the manager was closed"
 _JOIN_S = 10.0
 
 
-class CopyHandle:
-    """The copies of one step on other nodes.
+class CopyHandle(Handle[str | None]):
+    """The copies of one step on other nodes. `wait` returns the problem.
 
     Attributes:
         step: the step.
     """
 
     def __init__(self, step: int) -> None:
+        super().__init__(f"the copies of step {step} are still under way")
         self.step = step
-        self._ended = OwnEvent("this CopyHandle")
-        self._problem: str | None = None
-
-    @property
-    def done(self) -> bool:
-        """True if the copies are complete or have been given up."""
-        return self._ended.is_set()
 
     @property
     def problem(self) -> str | None:
         """Why some node has no copies. None while they are under way, and if they are complete."""
-        return self._problem
+        return self._result
 
     @property
     def complete(self) -> bool:
         """True if every file is on as many nodes as it should be."""
-        return self.done and self._problem is None
-
-    def wait(self, timeout: float | None = None) -> str | None:
-        """Waits until the copies are complete or given up, and returns the problem.
-
-        Raises TimeoutError if they are still under way after `timeout` seconds.
-        """
-        if not self._ended.wait(timeout):
-            raise TimeoutError(f"the copies of step {self.step} are still under way after {timeout:g} s")
-        return self._problem
-
-    def end(self, problem: str | None) -> None:
-        """Ends the copying. Only `Copies` calls it."""
-        self._problem = problem
-        self._ended.set()
+        return self.done and self._result is None
 
 
 @dataclass(frozen=True, eq=False)

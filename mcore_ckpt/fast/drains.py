@@ -13,8 +13,8 @@ from weakref import WeakSet
 
 from mcore_ckpt.errors import CheckpointError, CommitError, HungDiskError
 from mcore_ckpt.events import ErrorText
-from mcore_ckpt.io.worker import Worker
-from mcore_ckpt.processes import OwnEvent, emptied_in_child
+from mcore_ckpt.io.worker import Handle, Worker
+from mcore_ckpt.processes import emptied_in_child
 from mcore_ckpt.ranks import deadlines
 from mcore_ckpt.ranks.rounds import Agreement
 from mcore_ckpt.steps.space_watch import Saving
@@ -24,52 +24,24 @@ from mcore_ckpt.steps.upload_queue import UploadHandle
 logger = logging.getLogger(__name__)
 
 
-class DrainHandle:
-    """The copy of one step to the root.
+class DrainHandle(Handle[Path]):
+    """The copy of one step to the root. `wait` returns its folder there, or raises why it is not there.
 
     Attributes:
         step: the step.
         path: where the checkpoint is, or will be, in the root.
+        upload: the upload to the remote store. None until the step is in the root, without a store, and on most ranks.
     """
 
     def __init__(self, step: int, path: Path) -> None:
+        super().__init__(f"step {step} is still being copied to {path}")
         self.step, self.path = step, path
-        self._ended = OwnEvent("this DrainHandle")
-        self._exception: CheckpointError | None = None
         self.upload: UploadHandle | None = None
-
-    @property
-    def done(self) -> bool:
-        """True if the step is in the root, or could not be copied there."""
-        return self._ended.is_set()
 
     @property
     def committed(self) -> bool:
         """True if the step is in the root."""
         return self.done and self._exception is None
-
-    @property
-    def exception(self) -> CheckpointError | None:
-        """Why the step is not in the root. None while it is being copied, and if it is there."""
-        return self._exception
-
-    def wait(self, timeout: float | None = None) -> Path:
-        """Waits until the step is in the root, and returns its folder.
-
-        Raises:
-            TimeoutError: it is still being copied after `timeout` seconds.
-            CheckpointError: it could not be copied. Older steps in the root are intact.
-        """
-        if not self._ended.wait(timeout):
-            raise TimeoutError(f"step {self.step} is still being copied to {self.path} after {timeout:g} s")
-        if self._exception is not None:
-            raise self._exception
-        return self.path
-
-    def end(self, error: CheckpointError | None, upload: UploadHandle | None = None) -> None:
-        """Ends the copy. Only the thread that drains calls it."""
-        self._exception, self.upload = error, upload
-        self._ended.set()
 
 
 class Draining(Protocol):
@@ -152,9 +124,9 @@ class Drains:
 
     def _run(self, drain: Draining, handle: DrainHandle) -> None:
         error: CheckpointError | None = None
-        uploaded = delete = None
+        delete = None
         try:
-            uploaded, delete = drain.run()
+            handle.upload, delete = drain.run()
         except CheckpointError as failure:
             error = failure
         except Exception as failure:
@@ -166,7 +138,10 @@ class Drains:
                 logger.error("step %d is not in the root, and stays in the fast tier: %s", handle.step, error)
             with self._lock:
                 self._attempt = None
-            handle.end(error, uploaded)
+            if error is None:
+                handle.end(handle.path)
+            else:
+                handle.fail(error)
         if delete is not None:
             try:
                 drain.agreement.runner.run(delete)

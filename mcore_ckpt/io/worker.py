@@ -1,4 +1,4 @@
-"""Does work on a thread that exists only while there is some."""
+"""Does work on a thread that exists only while there is some, and lets others wait for its end."""
 
 from __future__ import annotations
 
@@ -6,13 +6,63 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
+from typing import Generic, TypeVar, cast
 from weakref import WeakSet
 
+from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.events import ErrorText
 from mcore_ckpt.io.disk_watch import wait_for_thread
-from mcore_ckpt.processes import emptied_in_child
+from mcore_ckpt.processes import OwnEvent, emptied_in_child
 
 logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+
+class Handle(Generic[Result]):
+    """Work that is under way or has ended, for those who wait for it.
+
+    Args:
+        under_way: says that the work is still under way, for the message of TimeoutError.
+        advice: ends that message.
+    """
+
+    def __init__(self, under_way: str, advice: str = "") -> None:
+        self._under_way, self._advice = under_way, advice
+        self._ended = OwnEvent(f"this {type(self).__name__}")
+        self._result: Result | None = None
+        self._exception: CheckpointError | None = None
+
+    @property
+    def done(self) -> bool:
+        """True if the work has ended, whether it succeeded or failed."""
+        return self._ended.is_set()
+
+    @property
+    def exception(self) -> CheckpointError | None:
+        """The error that made the work fail. None while it is under way, and if it succeeded."""
+        return self._exception
+
+    def wait(self, timeout: float | None = None) -> Result:
+        """Waits until the work has ended, and returns its result or raises its error.
+
+        Raises TimeoutError if it is still under way after `timeout` seconds.
+        """
+        if not self._ended.wait(timeout):
+            raise TimeoutError(f"{self._under_way} after {timeout:g} s{self._advice}")
+        if self._exception is not None:
+            raise self._exception
+        return cast(Result, self._result)
+
+    def end(self, result: Result) -> None:
+        """Ends the work. Only the thread that does it calls this."""
+        self._result = result
+        self._ended.set()
+
+    def fail(self, error: CheckpointError) -> None:
+        """Ends work that has failed. Only the thread that does it calls this."""
+        self._exception = error
+        self._ended.set()
 
 
 class Worker:

@@ -29,8 +29,8 @@ from mcore_ckpt.events import ErrorText
 from mcore_ckpt.fast.copies import CopyHandle
 from mcore_ckpt.fast.drains import DrainHandle, shorten_drains
 from mcore_ckpt.interrupts import is_interrupt
-from mcore_ckpt.io.worker import Worker, all_workers
-from mcore_ckpt.processes import OwnEvent, emptied_in_child
+from mcore_ckpt.io.worker import Handle, Worker, all_workers
+from mcore_ckpt.processes import emptied_in_child
 from mcore_ckpt.ranks import deadlines
 from mcore_ckpt.ranks.rounds import Agreement, Record
 from mcore_ckpt.save.destination import Following
@@ -59,7 +59,7 @@ def _never(stall_s: float | None) -> tuple[SaveReport, Following]:
     raise AssertionError("a save that has not begun cannot be finished")
 
 
-class SaveHandle:
+class SaveHandle(Handle[SaveReport]):
     """A save that is under way or has ended.
 
     Example:
@@ -69,35 +69,23 @@ class SaveHandle:
     """
 
     def __init__(self, step: int, writing: Writing, finish: Finish = _never) -> None:
+        super().__init__(f"the save of step {step} is still under way", ", and continues: wait again later")
         self.step = step
         self._writing: Writing | None = writing
         self._finish: Finish | None = finish
-        self._ended = OwnEvent("this SaveHandle")
         self._progress = writing.progress()
-        self._report: SaveReport | None = None
-        self._exception: CheckpointError | None = None
         self._following = Following()
         self._failure_seen = False
 
     @property
-    def done(self) -> bool:
-        """True if the save has ended, whether it succeeded or failed."""
-        return self._ended.is_set()
-
-    @property
     def committed(self) -> bool:
         """True if the checkpoint is committed. False while the save is under way, and if it has failed."""
-        return self._report is not None
-
-    @property
-    def exception(self) -> CheckpointError | None:
-        """The error that made the save fail. None while the save is under way, and if it succeeded."""
-        return self._exception
+        return self._result is not None
 
     @property
     def report(self) -> SaveReport | None:
         """The report of the save on this rank. None until the checkpoint is committed."""
-        return self._report
+        return self._result
 
     @property
     def upload(self) -> UploadHandle | None:
@@ -137,15 +125,11 @@ class SaveHandle:
                 CheckpointError, because nothing has failed.
             CheckpointError: the save failed. The previous checkpoint stays.
         """
-        if not self._ended.wait(timeout):
-            raise TimeoutError(
-                f"the save of step {self.step} is still under way after {timeout:g} s, and continues: wait again later"
-            )
-        if self._exception is not None:
-            self._failure_seen = True
-            raise self._exception
-        assert self._report is not None
-        return self._report
+        try:
+            return super().wait(timeout)
+        except CheckpointError:
+            self._failure_seen = self.done
+            raise
 
     def run(self, stall_s: float | None) -> Following | None:
         """Finishes the save on the calling thread. If the save fails, only `wait` raises the error.
@@ -157,7 +141,7 @@ class SaveHandle:
         try:
             report, following = self._finish(stall_s)
             # A handle that a trainer keeps must not keep what deletes, which has the trainer's model.
-            self._following, self._report = replace(following, delete=lambda: None), report
+            self._following, self._result = replace(following, delete=lambda: None), report
         except CheckpointError as error:
             self._exception = error
         except BaseException as error:
@@ -174,8 +158,8 @@ class SaveHandle:
 
     def fail(self, error: CheckpointError) -> None:
         """Ends a save that has not begun."""
-        self._exception, self._writing, self._finish = error, None, None
-        self._ended.set()
+        self._writing = self._finish = None
+        super().fail(error)
 
 
 class BackgroundSaves:

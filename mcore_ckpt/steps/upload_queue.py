@@ -35,8 +35,8 @@ from mcore_ckpt.delivery import Delivery
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, RemoteError
 from mcore_ckpt.events import Deleted, ErrorText, Failed, Uploaded
 from mcore_ckpt.io.disk_space import Need
-from mcore_ckpt.io.worker import Worker
-from mcore_ckpt.processes import OwnEvent, emptied_in_child
+from mcore_ckpt.io.worker import Handle, Worker
+from mcore_ckpt.processes import emptied_in_child
 from mcore_ckpt.ranks import deadlines
 from mcore_ckpt.steps import listing as steps
 from mcore_ckpt.steps import work_folders
@@ -49,37 +49,41 @@ from mcore_ckpt.steps.worth import Weighed
 logger = logging.getLogger(__name__)
 
 
-class UploadHandle:
-    """The state of the upload of one committed checkpoint, for the trainer.
+class UploadHandle(Handle[bool]):
+    """The upload of one committed checkpoint, for the trainer. It ends only when the whole checkpoint is in the store.
 
     Attributes:
         step: the step.
-        exception: the error of the last try, or the reason why there will be no try; None if nothing failed. If the
-            store failed, the upload is tried again after the next commit.
         nbytes: the size of the checkpoint's files in bytes; 0 until they are in the store.
         seconds: how long the successful try took; 0 until the files are in the store.
     """
 
     def __init__(self, step: int) -> None:
+        super().__init__(f"step {step} is still being uploaded")
         self.step = step
-        self.exception: CheckpointError | None = None
         self.nbytes = 0
         self.seconds = 0.0
-        self._done = OwnEvent("this UploadHandle")
 
     @property
-    def done(self) -> bool:
-        """True if the whole checkpoint is in the store."""
-        return self._done.is_set()
+    def exception(self) -> CheckpointError | None:
+        """The error of the last try, or the reason why there will be no try; None if nothing failed.
+
+        If the store failed, the upload is tried again after the next commit.
+        """
+        return self._exception
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits until the upload is done, at most `timeout` seconds if given. Returns True if it is done."""
-        return self._done.wait(timeout)
+        return self._ended.wait(timeout)
+
+    def has_failed(self, error: CheckpointError) -> None:
+        """Notes why the last try failed, or why there will be none. The queue calls it."""
+        self._exception = error
 
     def finish(self, nbytes: int, seconds: float) -> None:
         """Marks the upload as done. The queue calls it."""
-        self.exception, self.nbytes, self.seconds = None, nbytes, seconds
-        self._done.set()
+        self._exception, self.nbytes, self.seconds = None, nbytes, seconds
+        self.end(True)
 
 
 class UploadQueue:
@@ -258,7 +262,7 @@ class UploadQueue:
                     upload = self._begun.setdefault(upload.key, upload)
                     upload.run()
         except RemoteError as error:
-            handle.exception = error
+            handle.has_failed(error)
             raise
         except (CheckpointNotFoundError, CheckpointCorruptError, OSError) as error:
             self._give_up(step, handle, error)
@@ -271,10 +275,11 @@ class UploadQueue:
         return upload.manifest
 
     def _give_up(self, step: int, handle: UploadHandle, error: Exception) -> None:
-        handle.exception = CheckpointError(f"step {step} is not uploaded: {self._remote.store.plain(error)}")
+        failure = CheckpointError(f"step {step} is not uploaded: {self._remote.store.plain(error)}")
+        handle.has_failed(failure)
         self._forget(step, handle)
-        logger.warning("%s: %s", self._remote.store.url, handle.exception)
-        self._tell_failed(step, ErrorText.redacted(handle.exception, str(handle.exception)), 0.0)
+        logger.warning("%s: %s", self._remote.store.url, failure)
+        self._tell_failed(step, ErrorText.redacted(failure, str(failure)), 0.0)
 
     def _tell_uploaded(self, step: int, upload: Upload, seconds: float) -> None:
         self._delivery.post(

@@ -275,14 +275,14 @@ def test_after_a_failure_the_next_step_is_durable(tmp_path: Path) -> None:
     saves = saves_in(tmp_path, durable_every=10)
     saves.drains._handle = DrainHandle(1, tmp_path)
     assert saves.plan_durable() == (False, 1)
-    saves.drains._handle.end(CommitError("no space left"))
+    saves.drains._handle.fail(CommitError("no space left"))
     assert saves.plan_durable() == (True, 1)
 
 
 def test_without_a_root_a_failure_changes_nothing(tmp_path: Path) -> None:
     saves = saves_in(tmp_path, durable_every=None)
     saves.drains._handle = DrainHandle(1, tmp_path)
-    saves.drains._handle.end(CommitError("left over"))
+    saves.drains._handle.fail(CommitError("left over"))
     assert saves.plan_durable() == (False, 1)
 
 

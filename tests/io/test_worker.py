@@ -6,7 +6,8 @@ from functools import partial
 
 import pytest
 
-from mcore_ckpt.io.worker import Worker, all_workers
+from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.io.worker import Handle, Worker, all_workers
 from tests.support.few_threads import limit_threads
 from tests.support.waiting import LONG_S, join_threads
 
@@ -104,3 +105,25 @@ def test_an_exiting_interpreter_waits_only_for_what_must_be_done() -> None:
     must, may = Worker(NAME), Worker(NAME, must_finish=False)
     assert must in all_workers()
     assert may not in all_workers()
+
+
+# -- handles ----------------------------------------------------------------------------------------------------
+
+
+def test_a_handle_gives_what_the_work_has_made() -> None:
+    handle: Handle[int] = Handle("the work is under way", ": wait")
+    with pytest.raises(TimeoutError, match=r"^the work is under way after 0 s: wait$"):
+        handle.wait(0)
+    assert (handle.done, handle.exception) == (False, None)
+    Worker(NAME).add(partial(handle.end, 5))
+    assert (handle.wait(LONG_S), handle.done, handle.exception) == (5, True, None)
+
+
+def test_a_handle_raises_what_has_failed() -> None:
+    handle: Handle[int] = Handle("the work is under way")
+    error = CheckpointError("no space left")
+    Worker(NAME).add(partial(handle.fail, error))
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="no space left"):
+            handle.wait(LONG_S)
+    assert (handle.done, handle.exception) == (True, error)
