@@ -24,7 +24,7 @@ from ours import Ours
 from references import bytes_of_all_ranks
 from training_state import TrainingState, build, rank_tensors, shape_of_size
 
-from mcore_ckpt.save.save_report import SaveReport
+from mcore_ckpt.save.save_times import SaveReport
 from mcore_ckpt.tools.examine.doctor.trial import trial_folder
 from mcore_ckpt.tools.maintain.bench.predict import predict
 from mcore_ckpt.tools.maintain.bench.size import SaveSize

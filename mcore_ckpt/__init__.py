@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from mcore_ckpt.load.load import LoadReport, LoadResult
     from mcore_ckpt.manager import CheckpointManager
     from mcore_ckpt.save.background import SaveHandle
-    from mcore_ckpt.save.save_report import SaveReport
+    from mcore_ckpt.save.save_times import SaveReport
     from mcore_ckpt.steps.pins import pin, unpin
 
 __all__ = [
@@ -43,7 +43,7 @@ __getattr__ = lazy_names(
         "load.load": ("LoadReport", "LoadResult"),
         "manager": ("CheckpointManager",),
         "save.background": ("SaveHandle",),
-        "save.save_report": ("SaveReport",),
+        "save.save_times": ("SaveReport",),
         "steps.pins": ("pin", "unpin"),
     },
 )

@@ -39,8 +39,7 @@ from mcore_ckpt.processes import Home
 from mcore_ckpt.ranks.meeting import rendezvous
 from mcore_ckpt.ranks.rounds import Agreement, Record, agree, decide
 from mcore_ckpt.save.background import BackgroundSaves, SaveHandle, is_deleting_here
-from mcore_ckpt.save.closing import Closing
-from mcore_ckpt.save.context import SaveContext
+from mcore_ckpt.save.context import Closing, SaveContext
 from mcore_ckpt.save.destination import Destination, find_destination
 from mcore_ckpt.save.guards import Guards, changing_methods, why_not_lazy
 from mcore_ckpt.save.hf_export import check_exportable, warn_of_config

@@ -6,7 +6,7 @@ the job's store are still the parent's. So the child has to leave them alone, al
 
 A forked child runs our exit handlers, and has copies of our locks as some thread held them. So in a child the lists of
 unfinished work are empty, locks are new, and the parent's objects refuse to be used. A manager that is dropped without
-`close` is closed when the last save that uses its context has ended (`save/closing.py`).
+`close` is closed when the last save that uses its context has ended (`save/context.py`).
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from mcore_ckpt.processes import emptied_in_child
 from mcore_ckpt.ranks import deadlines
 from mcore_ckpt.ranks.rounds import Agreement, Record
 from mcore_ckpt.save.destination import Following
-from mcore_ckpt.save.save_report import SaveReport
+from mcore_ckpt.save.save_times import SaveReport
 from mcore_ckpt.steps.transaction import EarlierSaveError
 from mcore_ckpt.steps.upload_queue import UploadHandle
 

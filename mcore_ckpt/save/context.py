@@ -1,10 +1,18 @@
-"""Holds what all saves of one manager share."""
+"""Holds what all saves of one manager share, and gives it back: threads, locks, memory, keys in the job's store."""
 
 from __future__ import annotations
 
+import logging
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 
 from mcore_ckpt.delivery import Delivery
+from mcore_ckpt.errors import CheckpointError, HungDiskError
+from mcore_ckpt.fast.saves import FastSaves
+from mcore_ckpt.processes import Home
 from mcore_ckpt.ranks.rounds import Agreement
 from mcore_ckpt.save.host_images import HostImages
 from mcore_ckpt.save.plan import SavePlanner
@@ -15,6 +23,8 @@ from mcore_ckpt.steps.history import RunHistory
 from mcore_ckpt.steps.space_watch import SpaceWatch
 from mcore_ckpt.steps.trainer_lock import TrainerLock
 from mcore_ckpt.steps.upload_queue import UploadQueue
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,3 +59,78 @@ class SaveContext:
     names: TensorNames = field(default_factory=TensorNames)
     assets: dict[str, int] = field(default_factory=dict)
     replica_warnings: ReplicaWarnings = field(default_factory=ReplicaWarnings)
+
+
+@dataclass(frozen=True, eq=False)
+class Closing:
+    """What one manager holds. Nothing of it may refer to the manager's `SaveContext`."""
+
+    agreements: tuple[Agreement, ...]
+    host_images: HostImages
+    lock: TrainerLock
+    uploads: UploadQueue | None
+    upload_timeout_s: float
+    delivery: Delivery
+    history: RunHistory
+    fast: FastSaves | None
+    home: Home
+
+    @staticmethod
+    def of(context: SaveContext, fast: FastSaves | None) -> Closing:
+        """Returns what a context and a fast tier hold.
+
+        Once nothing uses the context any more, neither a manager nor a save, all of it is given back, unless that has
+        been done before.
+        """
+        closing = Closing(
+            (context.trainer.agreement, context.commits),
+            context.host_images,
+            context.lock,
+            context.uploads,
+            context.trainer.config.upload_timeout_s,
+            context.delivery,
+            context.history,
+            fast,
+            Home(),
+        )
+        # At the end of the interpreter exit handlers finish what is under way, and the system takes the rest back.
+        weakref.finalize(context, closing._after_context).atexit = False
+        return closing
+
+    def close(self) -> None:
+        """Gives all of it back. The second time, and in a forked child, this does nothing."""
+        with ExitStack() as last:  # what is named last comes first, and all of it comes although something fails
+            for agreement in self.agreements:
+                last.callback(agreement.close)
+            last.callback(self.delivery.close)
+            # Release the lock last, because the role's next trainer removes half-uploaded steps as leftovers.
+            last.callback(self._release, self.lock.release)
+            last.callback(self._release, self.history.release)
+            if self.fast is not None:
+                last.callback(self.fast.close)
+            if self.uploads is not None:
+                last.callback(self.uploads.close, self.upload_timeout_s)
+            last.callback(self.host_images.close)
+
+    def _release(self, release: Callable[[], None]) -> None:
+        """Gives up what other processes look at. If the disk hangs, they see later that this one has ended."""
+        try:
+            self.agreements[0].runner.run(release)
+        except HungDiskError as error:
+            logger.warning("a lock stays until this process has ended: %s", error)
+
+    def _after_context(self) -> None:
+        """Gives back what a dropped manager held. The garbage collector calls it, on any thread and at any moment.
+
+        So all that waits, or takes a lock that this thread may have, is done on another thread.
+        """
+        if not self.home.is_here or self.agreements[0].is_closed:
+            return
+        if self.fast is not None:
+            self.fast.tier.stop_serving()
+        with suppress(RuntimeError):  # the system grants no thread
+            threading.Thread(target=self._close_quietly, name="mcore_ckpt close", daemon=True).start()
+
+    def _close_quietly(self) -> None:
+        with suppress(CheckpointError):  # nobody is there any more to whom it would matter
+            self.close()

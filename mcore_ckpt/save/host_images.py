@@ -11,9 +11,8 @@ from mcore_ckpt.io import _native, tuning
 from mcore_ckpt.io.device_waits import as_checkpoint_errors
 from mcore_ckpt.io.host_memory import HostMemory
 from mcore_ckpt.io.pages import page_ceil
-from mcore_ckpt.save.capture import Capture, FileTensors, arena_bytes, capture_copies
+from mcore_ckpt.save.capture import Capture, FileTensors, WeightCopies, arena_bytes, capture_copies
 from mcore_ckpt.save.device_copies import DeviceCopies
-from mcore_ckpt.save.weight_copies import WeightCopies
 from mcore_ckpt.state.main_weights import MainWeights
 
 

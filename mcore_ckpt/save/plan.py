@@ -24,7 +24,7 @@ from mcore_ckpt.formats.native.write_requests import TensorWrite, WriteRequest
 from mcore_ckpt.io import tuning
 from mcore_ckpt.save.capture import FileTensors
 from mcore_ckpt.save.group_lists import GroupMembers
-from mcore_ckpt.save.replica_lists import ReplicatedTensors, may_differ, replicated_tensors
+from mcore_ckpt.save.replica_check import ReplicatedTensors, may_differ, replicated_tensors
 from mcore_ckpt.sharding.plan import MODEL, PARAM, Coding, ShardKey
 from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.state import optimizer as optimizer_state

@@ -31,8 +31,7 @@ from mcore_ckpt.save.rank_files import RankFiles
 from mcore_ckpt.save.rank_reports import RankReport
 from mcore_ckpt.save.replica_check import DifferentReplicas, compare_replicas
 from mcore_ckpt.save.save_events import SaveEvents
-from mcore_ckpt.save.save_report import SaveReport
-from mcore_ckpt.save.save_times import SaveTimes, timeline_of
+from mcore_ckpt.save.save_times import SaveReport, SaveTimes, timeline_of
 from mcore_ckpt.steps.commit import discard
 from mcore_ckpt.steps.space_watch import Saving
 from mcore_ckpt.steps.transaction import Attempt

@@ -10,8 +10,7 @@ from typing import Any
 
 from mcore_ckpt.delivery import Delivery
 from mcore_ckpt.events import Captured, Committed, ErrorText, Failed, Phase, Started, Written
-from mcore_ckpt.save.save_report import SaveReport
-from mcore_ckpt.save.save_times import SaveTimes
+from mcore_ckpt.save.save_times import SaveReport, SaveTimes
 
 
 class SaveEvents:

@@ -7,7 +7,7 @@ megatron (0.16) gathers quantized weights for a save but omits the work that has
 Weights are gathered in pieces of 256 MB, because all weights at once would be a second copy of the model on the GPU. A
 piece has the same part of each rank's shard of a bucket. So one `all_gather` makes a piece, however many ranks there
 are, even if a bucket is the whole model. Each piece is copied to its places in the images before the next one takes its
-memory (`save/weight_copies.py`). On a GPU the trainer's stream waits for that copy, and the host does not. In the plan,
+memory (`save/capture.py`). On a GPU the trainer's stream waits for that copy, and the host does not. In the plan,
 tensors without memory (`meta`) stand for the weights, and the capture skips them. A rank whose copy fails goes on
 gathering, because the others wait for its part. Files without an image are written straight from tensors, so there the
 weights have host memory until they are written. If each rank wrote only its own elements, without gathering, the files

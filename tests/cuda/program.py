@@ -29,8 +29,7 @@ from mcore_ckpt.cli.demo import training
 from mcore_ckpt.errors import CheckpointError, CommitError, UnsupportedError
 from mcore_ckpt.io import _native, tuning
 from mcore_ckpt.load.huggingface import load_hf
-from mcore_ckpt.save.replica_check import take_samples
-from mcore_ckpt.save.replica_lists import ReplicatedTensors
+from mcore_ckpt.save.replica_check import ReplicatedTensors, take_samples
 from mcore_ckpt.state.live_facts import read_facts
 from mcore_ckpt.state.optimizers.chain import optimizer_parts
 from mcore_ckpt.state.plain import copy_tensor

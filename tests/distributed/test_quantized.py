@@ -23,7 +23,7 @@ from mcore_ckpt.io import tuning
 from mcore_ckpt.io.host_memory import HostMemory
 from mcore_ckpt.load.huggingface import load_hf
 from mcore_ckpt.save import nodes
-from mcore_ckpt.save.weight_copies import WeightCopies
+from mcore_ckpt.save.capture import WeightCopies
 from mcore_ckpt.state import main_weights
 from mcore_ckpt.state.main_weights import weights_to_save
 from mcore_ckpt.tools.convert.reshard.reshard import reshard

@@ -11,7 +11,7 @@ import pytest
 from mcore_ckpt import FastTier, SaveHandle
 from mcore_ckpt.errors import BusyError, HungDiskError
 from mcore_ckpt.ranks import deadlines
-from mcore_ckpt.save.old_steps import OldSteps
+from mcore_ckpt.save.root_commit import OldSteps
 from mcore_ckpt.tools.examine.verify import verify
 from tests.doors.test_runs import Training
 from tests.support.small_disks import ext4, frozen

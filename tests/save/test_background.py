@@ -11,7 +11,7 @@ from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, CommitErr
 from mcore_ckpt.ranks.rounds import Agreement
 from mcore_ckpt.save.background import BackgroundSaves, SaveHandle
 from mcore_ckpt.save.destination import Following
-from mcore_ckpt.save.save_report import SaveReport
+from mcore_ckpt.save.save_times import SaveReport
 from tests.support.endings import Ended, run_to_the_end
 
 LONG_S = 30.0
@@ -304,7 +304,7 @@ from mcore_ckpt.ranks import deadlines
 from mcore_ckpt.save.background import BackgroundSaves, SaveHandle
 from mcore_ckpt.save.destination import Following
 from mcore_ckpt.errors import CommitError
-from mcore_ckpt.save.save_report import SaveReport
+from mcore_ckpt.save.save_times import SaveReport
 from mcore_ckpt.ranks.rounds import Agreement, decide
 from mcore_ckpt.delivery import Delivery
 from mcore_ckpt.events import Started

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager
-from mcore_ckpt.save.old_steps import OldSteps
+from mcore_ckpt.save.root_commit import OldSteps
 from mcore_ckpt.steps.listing import complete_steps
 from tests.support.unsharded_model import Model
 from tests.support.waiting import LONG_S, wait_for

@@ -19,7 +19,7 @@ from mcore_ckpt import CheckpointConfig, CheckpointManager
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.errors import CommitError, LockedError, NoRoomError
 from mcore_ckpt.io import tuning
-from mcore_ckpt.save.old_steps import OldSteps
+from mcore_ckpt.save.root_commit import OldSteps
 from mcore_ckpt.steps import commit, space_watch, trainer_lock
 from mcore_ckpt.steps.listing import StepStatus, complete_steps
 from mcore_ckpt.steps.space_watch import SpaceWatch

@@ -17,8 +17,7 @@ from mcore_ckpt.formats.native.write_requests import TensorWrite, WriteRequest
 from mcore_ckpt.io import tuning
 from mcore_ckpt.io.host_memory import HostMemory
 from mcore_ckpt.io.pages import PAGE_BYTES
-from mcore_ckpt.save.capture import FileTensors, _ready, arena_bytes, capture_copies
-from mcore_ckpt.save.weight_copies import WeightCopies
+from mcore_ckpt.save.capture import FileTensors, WeightCopies, _ready, arena_bytes, capture_copies
 from mcore_ckpt.sharding.plan import ShardKey
 from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.state.main_weights import Fragment
