@@ -41,7 +41,7 @@ from mcore_ckpt.fast.tier import NodeTier
 from mcore_ckpt.load.candidates import candidates_of
 from mcore_ckpt.ranks.key_value_store import pack, unpack
 from mcore_ckpt.ranks.node_map import NodeMap
-from mcore_ckpt.save.new_manifest import place_files
+from mcore_ckpt.save.nodes import place_files
 from mcore_ckpt.save.rank_reports import FileReport
 from mcore_ckpt.sharding.plan import runs
 from mcore_ckpt.steps.choice import choose

@@ -44,6 +44,7 @@ from mcore_ckpt.save.group_lists import NO_GROUPS, GroupMembers
 from mcore_ckpt.save.new_manifest import build_manifest
 from mcore_ckpt.save.rank_reports import RankReport, TensorNames, rank_report
 from mcore_ckpt.save.replica_check import ReplicaReport, compare_replicas
+from mcore_ckpt.save.root import PlaceInRoot
 from mcore_ckpt.save.save_times import RankTimes, timeline_of
 from mcore_ckpt.sharding.plan import MODEL, PARAM, ShardKey
 from mcore_ckpt.state.group_matching import live_groups
@@ -333,12 +334,15 @@ class Rank0:
         def describe(records: Sequence[Record]) -> Any:
             collected.append(time.perf_counter())
             reports = list(map(RankReport.of, records))
-            save = (step, (ROLE,), attempt.number, reports)
-            arguments = (self._trainer, self._names, attempt.staging, common, KEYS, *save)
+            unused: Any = None  # the context and the request of a save, which the checks do not ask
+            place = PlaceInRoot(unused, unused, attempt)
+            contents = self._trainer.config.save_contents
+            save = (step, (ROLE,), contents, reports)
             with phases.phase("describe"):
                 assert not compare_replicas([report.replicas for report in reports])
                 timeline = timeline_of([report.times for report in reports], (12.345678, 13.456789))
-                return replace(build_manifest(*arguments), save_timeline=timeline)
+                manifest = build_manifest(self._trainer, self._names, place, common, KEYS, *save)
+                return replace(manifest, save_timeline=timeline)
 
         with Pauses() as pauses, phases.watch(_COMMIT_PHASES):
             clocks = time.thread_time()

@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,11 +40,11 @@ from mcore_ckpt.ranks.rounds import Agreement, Record, agree, decide
 from mcore_ckpt.save.background import BackgroundSaves, SaveHandle, is_deleting_here
 from mcore_ckpt.save.context import Closing, SaveContext
 from mcore_ckpt.save.destination import Destination, find_destination
+from mcore_ckpt.save.file_contents import estimated_bytes
 from mcore_ckpt.save.guards import Guards, changing_methods, why_not_lazy
 from mcore_ckpt.save.hf_export import check_exportable, warn_of_config
 from mcore_ckpt.save.host_images import HostImages
 from mcore_ckpt.save.nodes import Nodes
-from mcore_ckpt.save.plan import estimated_bytes
 from mcore_ckpt.save.root import Root
 from mcore_ckpt.save.save import SaveRequest, save_step
 from mcore_ckpt.save.save_events import SaveEvents
@@ -176,8 +175,7 @@ class CheckpointManager:
         fast = None if config.fast is None else open_fast_saves(trainer, config.fast)
         if fast is not None:
             failed.callback(fast.close)
-            trainer = replace(trainer, nodes=fast.tier.nodes)
-            promise_space(trainer.agreement, fast.tier, partial(estimated_bytes, trainer))
+            promise_space(trainer.agreement, fast.tier, partial(estimated_bytes, trainer, fast.tier.writers_of))
         if agreement.is_coordinator:
             self._disk.run(partial(log_root, trainer.root))
         self._trainer = trainer
@@ -480,8 +478,8 @@ class CheckpointManager:
         if not self._trainer.config.async_save:
             return
         try:
-            nbytes, on_gpu = estimated_bytes(self._trainer), has_weights_on_gpu(self._trainer.chunks)
-            self._context.host_images.prepare(nbytes, on_gpu)
+            nbytes = estimated_bytes(self._trainer, self._destination.writers_of)
+            self._context.host_images.prepare(nbytes, has_weights_on_gpu(self._trainer.chunks))
         except CheckpointError as error:
             # If the trainer saves, the save raises this error on all ranks. A trainer that only loads need not see it.
             logger.debug("host memory is not prepared: %s", error)

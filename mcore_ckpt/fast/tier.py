@@ -94,6 +94,10 @@ class NodeTier:
         """This node."""
         return self.nodes.all[self.number]
 
+    def writers_of(self, replicas: Sequence[int]) -> Sequence[tuple[int, ...]]:
+        """Groups the replicas that write one file together, each into the folder of its node (`NodeMap.writers_of`)."""
+        return self.nodes.writers_of(replicas, self.config.replicas)
+
     def role_dir(self, step: int, role: str | None = None) -> Path:
         """Returns the folder of a role's checkpoint in this node's folder. None: of this tier's role."""
         return file_names.step_dir(self.folder, step) / (role or self.role)

@@ -120,3 +120,13 @@ class NodeMap:
         for rank in ranks:
             found.setdefault(self.number_of(rank), []).append(rank)
         return {number: tuple(members) for number, members in found.items()}
+
+    def writers_of(self, replicas: Sequence[int], copies: int) -> list[tuple[int, ...]]:
+        """Groups replicas of a file by node: those of a node write it together into the node's folder.
+
+        There is one group on the node of the first replica, and one on each of as many other nodes as would otherwise
+        get a copy. The other replicas do not write.
+        """
+        by_node, home = self.by_node(replicas), self.number_of(replicas[0])
+        others = [node for node in self.preferred(home) if node in by_node][:copies]
+        return [by_node[node] for node in (home, *others)]

@@ -7,7 +7,7 @@ such as an object store, is a new class, and the walk (`save.save_step`) does no
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,17 +15,22 @@ from typing import Protocol
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import Manifest, WrittenFile
+from mcore_ckpt.checkpoint.placement import Placement
 from mcore_ckpt.errors import InvalidArgumentError
 from mcore_ckpt.fast.copies import CopyHandle
 from mcore_ckpt.fast.drains import DrainHandle
 from mcore_ckpt.io.disk_space import Need
 from mcore_ckpt.ranks.rounds import Record
+from mcore_ckpt.save.rank_reports import FileReport
 from mcore_ckpt.save.save_times import SaveTimes
 from mcore_ckpt.steps.space_watch import Saving
 from mcore_ckpt.steps.trainer_lock import TrainerLock
 from mcore_ckpt.steps.transaction import Attempt
 from mcore_ckpt.steps.upload_queue import UploadHandle
 from mcore_ckpt.urls import local_path
+
+# A file, and the rank that has written it.
+Written = tuple[int, FileReport]
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,14 +57,10 @@ class Place(Protocol):
 
     Attributes:
         attempt: the save's id, its staging folder and the folder that it will be in.
-        save_count: how many saves into the fast tier the training has begun; 0 without one.
     """
 
     @property
     def attempt(self) -> Attempt: ...
-
-    @property
-    def save_count(self) -> int: ...
 
     def capturing(self) -> AbstractContextManager[None]:
         """Is entered while the state is copied. It raises nothing that is not raised on all ranks."""
@@ -69,6 +70,19 @@ class Place(Protocol):
 
     def await_opening(self, topic: str) -> None:
         """Waits for what `open` has gone on without. Every rank calls it. Raises what `open` raises."""
+
+    def check(self, files: Sequence[Written], structures: Sequence[Mapping[str, str]]) -> None:
+        """Checks, on rank 0, that the files that the ranks have reported are there, and that their parts fit together.
+
+        Args:
+            files: the files.
+            structures: what each rank has planned, see `commit.check_structures`.
+
+        Raises CommitError.
+        """
+
+    def placed(self, files: Sequence[Written]) -> tuple[Sequence[Written], Placement | None]:
+        """Returns the files, each once, and the nodes that are to have them; None where all ranks see all files."""
 
     def commit(
         self,
@@ -101,10 +115,17 @@ class Destination(Protocol):
 
     Attributes:
         lock: the lock on the role there. Only rank 0 uses it.
+        contents: what a checkpoint there has, in words of `save_contents`.
     """
 
     @property
     def lock(self) -> TrainerLock: ...
+
+    @property
+    def contents(self) -> tuple[str, ...]: ...
+
+    def writers_of(self, replicas: Sequence[int]) -> Sequence[tuple[int, ...]]:
+        """Groups replicas of a file: those of a group write it together, so that it is there once for each group."""
 
     def folder_of(self, saving: Saving) -> Path:
         """Returns the folder that a checkpoint will be in. Raises InvalidArgumentError if it cannot be saved there."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,6 +11,7 @@ from pathlib import Path
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import Manifest, WrittenFile
+from mcore_ckpt.checkpoint.placement import Placement
 from mcore_ckpt.errors import CheckpointError, InvalidArgumentError
 from mcore_ckpt.fast.saves import FastSaves
 from mcore_ckpt.fast.tier import NodeTier
@@ -18,15 +19,16 @@ from mcore_ckpt.fast.transaction import commit_on_nodes, make_staging, open_on_n
 from mcore_ckpt.io.access import top_mode
 from mcore_ckpt.io.disk_space import Need
 from mcore_ckpt.io.files import make_folder
+from mcore_ckpt.ranks.node_map import NodeMap
 from mcore_ckpt.ranks.rounds import Record
 from mcore_ckpt.save.context import SaveContext
-from mcore_ckpt.save.destination import Following, Place
+from mcore_ckpt.save.destination import Following, Place, Written
 from mcore_ckpt.save.drain import Drain, is_own_name
 from mcore_ckpt.save.root import Root
 from mcore_ckpt.save.save_times import SaveTimes
 from mcore_ckpt.state.trainer import Trainer
 from mcore_ckpt.steps import tracker
-from mcore_ckpt.steps.commit import remove_folder, remove_if_empty
+from mcore_ckpt.steps.commit import check_structures, remove_folder, remove_if_empty
 from mcore_ckpt.steps.listing import step_status
 from mcore_ckpt.steps.space_watch import Saving
 from mcore_ckpt.steps.trainer_lock import TrainerLock
@@ -42,14 +44,22 @@ class Nodes:
         context: what the saves of the manager share.
         fast: what the saves into the fast tier share.
         root: where durable steps are copied.
+
+    Attributes:
+        contents: see `Destination`. HuggingFace models are made only of steps in the root.
     """
 
     def __init__(self, context: SaveContext, fast: FastSaves, root: Root) -> None:
         self._context, self._fast, self._root = context, fast, root
+        words = context.trainer.config.save_contents
+        self.contents = tuple(dict.fromkeys("model" if word == "hf_model" else word for word in words))
 
     @property
     def lock(self) -> TrainerLock:
         return self._fast.tier.lock
+
+    def writers_of(self, replicas: Sequence[int]) -> Sequence[tuple[int, ...]]:
+        return self._fast.tier.writers_of(replicas)
 
     def folder_of(self, saving: Saving) -> Path:
         if saving.policy is None:
@@ -89,6 +99,8 @@ class Nodes:
 
 @dataclass(frozen=True, eq=False)
 class _PlaceOnNodes:
+    """Where one save to the nodes goes."""
+
     context: SaveContext
     fast: FastSaves
     saving: Saving
@@ -105,6 +117,13 @@ class _PlaceOnNodes:
 
     def await_opening(self, topic: str) -> None:
         pass
+
+    def check(self, files: Sequence[Written], structures: Sequence[Mapping[str, str]]) -> None:
+        # Rank 0 sees only the files of its own node, so each node checks its own (`fast/transaction.py`).
+        check_structures(structures, self.fast.tier.nodes.number_of)
+
+    def placed(self, files: Sequence[Written]) -> tuple[Sequence[Written], Placement]:
+        return place_files(files, self.fast.tier.nodes, self.fast.tier.config.replicas, self.save_count)
 
     def commit(
         self,
@@ -129,6 +148,54 @@ class _PlaceOnNodes:
         retired = fast.retire_old(step) if fast.tier.is_lead else []
         drain = None if self.drain is None else fast.drains.start(self.drain)
         return Following(copies=copies, drain=drain, delete=partial(_delete, retired))
+
+
+def place_files(
+    written: Sequence[Written], nodes: NodeMap, replicas: int, save_count: int
+) -> tuple[list[Written], Placement]:
+    """Chooses the nodes of each file.
+
+    Data-parallel replicas on several nodes have written the same file. It counts once, and the nodes that have it need
+    no copy.
+
+    Args:
+        written: the files, each with the rank that has written it, in the order of the ranks.
+        nodes: the nodes of the job.
+        replicas: how many other nodes shall have each file.
+        save_count: see `Placement`.
+
+    Returns:
+        The files without repetitions, and the placement of these files.
+    """
+    first: dict[str, Written] = {}
+    holders: dict[str, list[int]] = {}
+    for rank, file in written:
+        number = nodes.number_of(rank)
+        known = first.setdefault(file.path, (rank, file))
+        if (known[1].crc32, known[1].size) != (file.crc32, file.size):
+            logger.warning(
+                "%s: ranks %d and %d have different bytes, although they are replicas: %s gets a copy of rank %d's",
+                file.path,
+                known[0],
+                rank,
+                nodes.all[number].name,
+                known[0],
+            )
+            continue
+        holders.setdefault(file.path, []).append(number)
+    by_file = tuple(_with_copies(nodes, holders[path], replicas) for path in first)
+    names = tuple(node.name for node in nodes.all)
+    return list(first.values()), Placement(names, by_file, save_count)
+
+
+def _with_copies(nodes: NodeMap, holders: Sequence[int], replicas: int) -> tuple[int, ...]:
+    found = list(dict.fromkeys(holders))
+    for other in nodes.preferred(found[0]):
+        if len(found) > replicas:
+            break
+        if other not in found:
+            found.append(other)
+    return tuple(found)
 
 
 def _delete(folders: Sequence[Path]) -> None:

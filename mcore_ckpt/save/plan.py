@@ -1,49 +1,37 @@
-"""Plans a save: which tensor is written where in which file.
+"""Plans a save: which bytes of each tensor this rank writes where.
 
-A plan is reused as long as the tensors are the same.
+`file_contents.py` says which tensors are in which files. A plan is reused as long as the tensors are the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, chain, repeat
+from itertools import chain, repeat
 from operator import attrgetter, call, eq, is_
 from typing import cast
 from weakref import ReferenceType, ref
 
 import torch
 
-from mcore_ckpt.checkpoint import file_names
-from mcore_ckpt.checkpoint.dtypes import dtype_name
-from mcore_ckpt.checkpoint.index import SCALE_REGION, Alias
 from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.formats.native.file_plan import FilePlan, StructureCache, plan_file
-from mcore_ckpt.formats.native.replica_shares import share_out
-from mcore_ckpt.formats.native.write_requests import TensorWrite, WriteRequest
-from mcore_ckpt.io import tuning
+from mcore_ckpt.formats.native.write_requests import WriteRequest
 from mcore_ckpt.save.capture import FileTensors
+from mcore_ckpt.save.file_contents import WritersOf, parameter_states, saves_model, together, weights_of, write_requests
 from mcore_ckpt.save.group_lists import GroupMembers
-from mcore_ckpt.save.replica_check import ReplicatedTensors, may_differ, replicated_tensors
-from mcore_ckpt.sharding.plan import MODEL, PARAM, Coding, ShardKey
-from mcore_ckpt.sharding.regions import Region
-from mcore_ckpt.state import optimizer as optimizer_state
+from mcore_ckpt.save.replica_check import ReplicatedTensors, replicated_tensors
 from mcore_ckpt.state.live import LiveObjects
-from mcore_ckpt.state.main_weights import NO_WEIGHTS, MainWeights, weights_to_save, without_main
+from mcore_ckpt.state.main_weights import NO_WEIGHTS, MainWeights
 from mcore_ckpt.state.model import model_shards
 from mcore_ckpt.state.offloaded import HostCopies, host_copies, in_host_memory
 from mcore_ckpt.state.optimizers.chain import optimizer_parts
-from mcore_ckpt.state.optimizers.part import OptimizerPart
-from mcore_ckpt.state.shards import LocalShard, ParameterState
 from mcore_ckpt.state.trainer import Trainer
 
 _SHAPE, _DTYPE, _DEVICE = map(attrgetter, ("shape", "dtype", "device"))
 # How many tensors `_KeptTensors.find` checks together. Its first check brings them into the processor's cache, so that
 # its other checks find them there.
 _AT_ONCE = 512
-
-# What is appended to a kind for the kind that its values follow from, too.
-_SCALE, _UPPER = "_scale", "_upper"
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,7 +169,7 @@ class _PlanBetweenSaves:
         """Returns the plan with the current tensors; None if the plan is no longer valid."""
         if not self.live.are_still_there():
             return None
-        weights = _weights_to_save(trainer) if self.gathers else NO_WEIGHTS
+        weights = weights_of(trainer) if self.gathers else NO_WEIGHTS
         by_file = [self._find(file, weights) for file in range(len(self.files))]
         tensors = tuple(members for members in by_file if members is not None)
         if len(tensors) < len(by_file):
@@ -224,8 +212,12 @@ class SavePlanner:
         self._structures = StructureCache()
         self._last_plan: _PlanBetweenSaves | None = None
 
-    def plan(self, trainer: Trainer) -> SavePlan:
+    def plan(self, trainer: Trainer, writers_of: WritersOf = together) -> SavePlan:
         """Returns this rank's plan. Copies no tensor, and does not communicate.
+
+        Args:
+            trainer: this rank's trainer.
+            writers_of: says which replicas write a file together (`Destination.writers_of`), always the same ones.
 
         Raises:
             UnsupportedError: something cannot be saved completely, or a tensor has no memory because it is offloaded.
@@ -234,7 +226,7 @@ class SavePlanner:
         if plan is None:
             self._last_plan = None
             live = LiveObjects(trainer.chunks, trainer.optimizer)
-            plan = _new_plan(trainer, self._structures)
+            plan = _new_plan(trainer, self._structures, writers_of)
             self._last_plan = _PlanBetweenSaves.of(plan, live)
         plan = _with_host_copies(plan, host_copies(trainer.chunks))
         for file, members in zip(plan.files, plan.tensors, strict=True):
@@ -271,11 +263,11 @@ def _refuse_freed_memory(request: WriteRequest, members: FileTensors) -> None:
             )
 
 
-def _new_plan(trainer: Trainer, structures: StructureCache) -> SavePlan:
-    weights = _weights_to_save(trainer)
+def _new_plan(trainer: Trainer, structures: StructureCache, writers_of: WritersOf) -> SavePlan:
+    weights = weights_of(trainer)
     model = model_shards(trainer.chunks)
-    by_part = _parameter_states(trainer, model)
-    requests = _write_requests(trainer, weights, model, by_part)
+    by_part = parameter_states(trainer, model)
+    requests = write_requests(trainer, weights, model, by_part, writers_of)
     for request in requests:
         _refuse_other_devices(request, weights)
     plans = [(plan_file(request, trainer.agreement.rank, structures), request) for request in requests]
@@ -303,74 +295,6 @@ def _new_plan(trainer: Trainer, structures: StructureCache) -> SavePlan:
     )
 
 
-def _weights_to_save(trainer: Trainer, has_memory: bool = True) -> MainWeights:
-    if not saves_model(trainer):
-        return NO_WEIGHTS
-    return weights_to_save(trainer.chunks, trainer.optimizer, has_memory)
-
-
-def saves_model(trainer: Trainer) -> bool:
-    """Returns True if a save writes the model's files, from which a HuggingFace model is made, too."""
-    return not {"model", "hf_model"}.isdisjoint(trainer.config.save_contents)
-
-
-def _parameter_states(trainer: Trainer, model: Sequence[LocalShard]) -> list[list[ParameterState]]:
-    if "optimizer" not in trainer.config.save_contents:
-        return []
-    return optimizer_state.read_optimizer(trainer.optimizer, model, trainer.first_instance)
-
-
-def _write_requests(
-    trainer: Trainer,
-    weights: MainWeights,
-    model: Sequence[LocalShard],
-    by_part: Sequence[Sequence[ParameterState]],
-) -> list[WriteRequest]:
-    """Lists the files that this rank writes completely or in part."""
-    requests: list[WriteRequest] = []
-    if saves_model(trainer):
-        skip_frozen = trainer.config.skip_frozen
-        saved = [shard for shard in model if not (skip_frozen and shard.is_frozen)]
-        requests += _model_requests(trainer, [_with_weight(shard, weights) for shard in saved])
-    if "optimizer" in trainer.config.save_contents:
-        requests += _optimizer_requests(trainer, by_part)
-    return requests
-
-
-def estimated_bytes(trainer: Trainer) -> int:
-    """Estimates how many bytes this rank's part of a checkpoint will have.
-
-    Before the optimizer's first step there are no moments. Then the estimate adds what this step will make.
-
-    Raises:
-        UnsupportedError: something cannot be saved completely.
-    """
-    parts = [] if trainer.optimizer is None else optimizer_parts(trainer.optimizer)
-    to_come = max((part.bytes_of_first_step() for part in parts), default=0)
-    model = model_shards(trainer.chunks)
-    weights = _weights_to_save(trainer, has_memory=False)
-    requests = _write_requests(trainer, weights, model, _parameter_states(trainer, model))
-    total = sum(_estimated_request_bytes(request, to_come, trainer.agreement.rank) for request in requests)
-    return total + total // _HEADERS_PART
-
-
-# In a file of large tensors, headers, padding and the index take less than 1 / _HEADERS_PART of the tensors' bytes.
-_HEADERS_PART = 100
-
-
-def _estimated_request_bytes(request: WriteRequest, to_come: int, rank: int) -> int:
-    is_new = request.kind == "optimizer" and all(write.key.kind == PARAM for write in request.tensors)
-    moments = to_come if is_new else 0
-    sizes = [write.tensor.nbytes + moments * write.region.numel for write in request.tensors]
-    sizes += [moments * alias.region.numel for alias in request.aliases]
-    if len(request.writers) < 2:
-        return sum(sizes)
-    # Replicas share a file, but not in equal parts: each tensor comes from one of them.
-    *starts, end = accumulate(sizes, initial=0)
-    start, stop = share_out(request.writers, end, tuning.SHARE_BYTES, starts).range_of(rank)
-    return stop - start
-
-
 def _on_gpu(tensors: Iterable[FileTensors], weights: MainWeights) -> bool:
     each = [tensor for members in tensors for tensor in members.tensors]
     return any(tensor.is_cuda for tensor in each) or (weights.is_cuda and any(tensor.is_meta for tensor in each))
@@ -387,143 +311,3 @@ def _refuse_other_devices(request: WriteRequest, weights: MainWeights) -> None:
             raise UnsupportedError(
                 f"tensor {write.key} is on device {write.tensor.device}: only CPU and CUDA are supported"
             )
-
-
-def _with_weight(shard: LocalShard, weights: MainWeights) -> LocalShard:
-    """Returns the shard with the weight that is made from its main parameter, if it needs one."""
-    weight = weights.by_parameter.get(id(shard.tensor))
-    if weight is not None:
-        return replace(shard, tensor=weight)
-    if shard.is_quantized:
-        raise without_main(shard.key.name)
-    return shard
-
-
-def _model_requests(trainer: Trainer, model: Iterable[LocalShard]) -> Iterator[WriteRequest]:
-    at, apart, replicas = trainer.coordinates, trainer.topology.experts_apart, trainer.replicas
-    own = [shard for shard in model if not shard.replica]
-    dense = [shard for shard in own if not (apart and shard.expert)]
-    experts = [shard for shard in own if apart and shard.expert]
-    yield from _with_writers(
-        trainer, replicas.dense, WriteRequest(file_names.model_file(at.tp, at.pp), "model", _model_writes(dense))
-    )
-    if experts:
-        path = file_names.expert_file(at.etp, at.pp, at.ep)
-        yield from _with_writers(trainer, replicas.experts, WriteRequest(path, "experts", _model_writes(experts)))
-
-
-def _with_writers(trainer: Trainer, ranks: Sequence[int], request: WriteRequest) -> Iterator[WriteRequest]:
-    """Assigns the writers of a file of replicated tensors: all replicas (`ranks`) with a part each, or only the first.
-
-    In the fast tier, replicas share a file only within a node. Replicas on other nodes write the file once more, on as
-    many nodes as would otherwise get a copy of it.
-
-    Yields nothing on a rank that does not write.
-    """
-    alike = not any(map(_may_differ, request.tensors))
-    for members in _members_by_node(trainer, ranks) if alike else [tuple(ranks[:1])]:
-        if trainer.config.shared_writes and alike and trainer.agreement.rank in members:
-            yield replace(request, writers=members)
-        elif trainer.agreement.rank == members[0]:
-            yield request
-
-
-def _members_by_node(trainer: Trainer, ranks: Sequence[int]) -> list[tuple[int, ...]]:
-    """Returns the replicas that write a file together; one group for each node whose folder gets the file."""
-    if trainer.nodes is None or trainer.config.fast is None:
-        return [tuple(ranks)]
-    by_node = trainer.nodes.by_node(ranks)
-    home = trainer.nodes.number_of(ranks[0])
-    others = [node for node in trainer.nodes.preferred(home) if node in by_node][: trainer.config.fast.replicas]
-    return [by_node[node] for node in (home, *others)]
-
-
-def _may_differ(write: TensorWrite) -> bool:
-    return write.tensor.numel() > 0 and may_differ(write.key.name, write.is_buffer)
-
-
-def _model_writes(shards: Iterable[LocalShard]) -> tuple[TensorWrite, ...]:
-    return tuple(
-        TensorWrite((s.key.name,), s.key, s.region, s.tensor, tuple(s.tensor.shape), s.is_buffer, s.refresh)
-        for s in shards
-    )
-
-
-def _optimizer_requests(trainer: Trainer, by_part: Sequence[Sequence[ParameterState]]) -> Iterator[WriteRequest]:
-    """Yields the request for this rank's own file and, if the optimizer is replicated, for the first replica's file."""
-    parts = optimizer_parts(trainer.optimizer)
-    states = list(zip(parts, by_part, strict=True))
-    rank, dense = trainer.agreement.rank, trainer.replicas.dense
-    own = _optimizer_request(trainer, trainer.coordinates.place, states, rank)
-    # If experts have replicas of their own, a file has tensors with different replicas, so only one rank writes it.
-    replicated = not any(part.is_sharded for part in parts) and not trainer.topology.experts_apart
-    if not replicated:
-        yield own
-        return
-    at = trainer.coordinates
-    if rank != dense[0]:
-        yield own
-    yield from _with_writers(trainer, dense, _optimizer_request(trainer, (at.pp, at.tp, 0, 0), states, dense[0]))
-
-
-def _optimizer_request(
-    trainer: Trainer,
-    place: tuple[int, int, int, int],
-    states: Iterable[tuple[OptimizerPart, Sequence[ParameterState]]],
-    writer: int,
-) -> WriteRequest:
-    """Returns the optimizer file of one place (pp, tp, cp, dp), with the tensors that rank `writer` writes."""
-    writes: list[TensorWrite] = []
-    aliases: list[Alias] = []
-    for part, members in states:
-        for state in members:
-            if _writes_state(trainer, part, state, writer):
-                _add_state(state, "model" in trainer.config.save_contents, writes, aliases)
-    return WriteRequest(file_names.optimizer_file(*place), "optimizer", tuple(writes), tuple(aliases), tree=("state",))
-
-
-def _writes_state(trainer: Trainer, part: OptimizerPart, state: ParameterState, writer: int) -> bool:
-    if state.replica:
-        return False
-    if part.is_sharded:
-        return True
-    apart = trainer.topology.experts_apart and state.expert
-    return writer == (trainer.replicas.experts if apart else trainer.replicas.dense)[0]
-
-
-def _add_state(state: ParameterState, model_is_saved: bool, writes: list[TensorWrite], aliases: list[Alias]) -> None:
-    tensors: Mapping[str, torch.Tensor] = state.moments
-    if state.is_model_view and model_is_saved:
-        key = ShardKey(state.name, PARAM)
-        aliases.append(Alias(key, MODEL, state.region, dtype_name(state.main.dtype)))
-    else:
-        tensors = {PARAM: state.main, **tensors}
-    for kind, tensor in tensors.items():
-        writes += _state_writes(state, kind, tensor, model_is_saved)
-    for kind, tensor in state.bound.items():
-        path, shape = ("state", state.name, kind), tuple(tensor.shape)
-        writes.append(TensorWrite(path, ShardKey(state.name, kind), Region.whole(shape), tensor, shape, beside=PARAM))
-
-
-def _state_writes(
-    state: ParameterState, kind: str, tensor: torch.Tensor, model_is_saved: bool
-) -> Iterator[TensorWrite]:
-    """Yields a main parameter or a moment, and what its values follow from besides its own elements."""
-    dtype, scale = dtype_name(tensor.dtype), state.scales.get(kind)
-    if scale is not None:
-        beside = kind + _SCALE
-        yield _state_write(state, kind, tensor, Coding(dtype, scale=beside))
-        yield TensorWrite(("state", state.name, beside), ShardKey(state.name, beside), SCALE_REGION, scale, (1,))
-    elif kind == PARAM and state.upper is not None:
-        # The model's files have the upper halves. Without them, the optimizer's files must have them.
-        upper = MODEL if model_is_saved else kind + _UPPER
-        yield _state_write(state, kind, tensor, Coding(dtype, upper=upper))
-        if not model_is_saved:
-            yield _state_write(state, upper, state.upper)
-    else:
-        yield _state_write(state, kind, tensor)
-
-
-def _state_write(state: ParameterState, kind: str, tensor: torch.Tensor, coding: Coding | None = None) -> TensorWrite:
-    key = ShardKey(state.name, kind)
-    return TensorWrite(("state", state.name, kind), key, state.region, tensor, (state.region.numel,), coding=coding)

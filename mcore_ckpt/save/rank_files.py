@@ -24,12 +24,13 @@ from mcore_ckpt.ranks import deadlines
 from mcore_ckpt.ranks.rounds import Record
 from mcore_ckpt.save.capture import Capture, capture_in_place
 from mcore_ckpt.save.context import SaveContext
-from mcore_ckpt.save.destination import Place
+from mcore_ckpt.save.destination import Destination, Place
+from mcore_ckpt.save.file_contents import saves_model
 from mcore_ckpt.save.group_lists import NO_GROUPS, keys_to_save
 from mcore_ckpt.save.guards import why_not_lazy
 from mcore_ckpt.save.hf_export import least_exported_bytes
 from mcore_ckpt.save.host_images import ReservedImages
-from mcore_ckpt.save.plan import SavePlan, saves_model
+from mcore_ckpt.save.plan import SavePlan
 from mcore_ckpt.save.rank_reports import rank_report
 from mcore_ckpt.save.replica_check import ReplicaReport, ReplicaSamples, take_samples
 from mcore_ckpt.save.save_events import SaveEvents
@@ -38,7 +39,6 @@ from mcore_ckpt.save.small_files import SmallFiles, read_steps, sizes_of_assets
 from mcore_ckpt.state.main_weights import NO_WEIGHTS, is_gathered_by_megatron
 from mcore_ckpt.state.model import sync_parameters
 from mcore_ckpt.state.trainer import Trainer
-from mcore_ckpt.steps.trainer_lock import TrainerLock
 from mcore_ckpt.steps.transaction import check_seen
 
 _NOT_READY = (
@@ -56,7 +56,7 @@ class RankFiles:
     Args:
         context: what the saves of the manager share.
         extra_state: the trainer's own state, or None.
-        lock: the lock on the role where the save goes.
+        destination: where the save goes.
         times: notes the moments of the save.
         events: tells the listeners of the save.
 
@@ -75,15 +75,15 @@ class RankFiles:
         self,
         context: SaveContext,
         extra_state: Mapping[str, Any] | None,
-        lock: TrainerLock,
+        destination: Destination,
         times: SaveTimes,
         events: SaveEvents,
     ) -> None:
-        self._context, self._trainer, self._lock = context, context.trainer, lock
+        self._context, self._trainer, self._lock = context, context.trainer, destination.lock
         self._times, self._events = times, events
-        self._small = SmallFiles(self._trainer, extra_state)
+        self._small = SmallFiles(self._trainer, extra_state, destination.contents)
         self.common = self._small.common
-        self.plan = context.planner.plan(self._trainer)
+        self.plan = context.planner.plan(self._trainer, destination.writers_of)
         self._nbytes = sum(plan.nbytes for plan in self.plan.files)
         self.need = need_of_rank(self._trainer, self.plan.files, self._small.sizes(), context.assets)
         self._is_async = self._trainer.config.async_save

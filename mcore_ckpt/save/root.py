@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -15,12 +15,12 @@ from mcore_ckpt.io.disk_space import Need
 from mcore_ckpt.ranks import deadlines
 from mcore_ckpt.ranks.rounds import Record
 from mcore_ckpt.save.context import SaveContext
-from mcore_ckpt.save.destination import Following, Place
+from mcore_ckpt.save.destination import Following, Place, Written
+from mcore_ckpt.save.file_contents import together
 from mcore_ckpt.save.hf_export import export_of
 from mcore_ckpt.save.root_commit import commit_to_root, old_steps, upload
 from mcore_ckpt.save.save_times import SaveTimes
-from mcore_ckpt.steps import leftovers, tracker
-from mcore_ckpt.steps.commit import discard
+from mcore_ckpt.steps import commit, leftovers, tracker
 from mcore_ckpt.steps.listing import check_one_spelling, heads_at
 from mcore_ckpt.steps.space_watch import Saving
 from mcore_ckpt.steps.trainer_lock import TrainerLock
@@ -36,12 +36,16 @@ class Root:
 
     def __init__(self, context: SaveContext) -> None:
         self._context, self._trainer = context, context.trainer
+        self.contents = context.trainer.config.save_contents
         self._has_opened = False
         self._interrupted: list[Attempt] = []
 
     @property
     def lock(self) -> TrainerLock:
         return self._context.lock
+
+    def writers_of(self, replicas: Sequence[int]) -> Sequence[tuple[int, ...]]:
+        return together(replicas)
 
     def folder_of(self, saving: Saving) -> Path:
         return saving.role_dir
@@ -58,7 +62,7 @@ class Root:
             folder_mode=partial(self._trainer.folder_mode, saving.role_dir),
             patience_s=deadlines.DISK_PATIENCE_S if self._trainer.config.async_save else math.inf,
         )
-        return _PlaceInRoot(self._context, saving, attempt)
+        return PlaceInRoot(self._context, saving, attempt)
 
     def rounds_of(self, number: str, opened: Record) -> list[str]:
         late = [late_opening_of(number)] if opened.get("late") else []
@@ -80,7 +84,7 @@ class Root:
         while self._interrupted:
             attempt = self._interrupted.pop()
             if not is_committed(attempt):
-                discard(attempt.staging)
+                commit.discard(attempt.staging)
 
     def prepare(self, saving: Saving, need: Need) -> None:
         """Takes the role's trainer lock, removes leftovers of dead processes, and checks the free space.
@@ -130,11 +134,12 @@ class Root:
 
 
 @dataclass(frozen=True, eq=False)
-class _PlaceInRoot:
+class PlaceInRoot:
+    """Where one save to the root goes."""
+
     context: SaveContext
     saving: Saving
     attempt: Attempt
-    save_count: int = 0
 
     def capturing(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -144,6 +149,13 @@ class _PlaceInRoot:
 
     def await_opening(self, topic: str) -> None:
         await_opening(self.context.commits, topic, self.attempt)
+
+    def check(self, files: Sequence[Written], structures: Sequence[Mapping[str, str]]) -> None:
+        commit.check_files(self.attempt.staging, files)
+        commit.check_structures(structures)
+
+    def placed(self, files: Sequence[Written]) -> tuple[Sequence[Written], None]:
+        return files, None
 
     def commit(
         self,

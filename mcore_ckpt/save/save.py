@@ -81,7 +81,7 @@ def save_step(
     busy, failure = background.earlier_save(waits=config.if_busy != "raise")
     background.wait_for_deletion_of(saving.step, trainer.root)
     times.start()
-    files = None if busy or failure else RankFiles(context, request.extra_state, destination.lock, times, events)
+    files = None if busy or failure else RankFiles(context, request.extra_state, destination, times, events)
 
     with _failing_commit(context, destination, background, topic, folder), background.raising_earlier_failure():
         # Open, together with all ranks.
@@ -99,7 +99,7 @@ def save_step(
             files.capture(place)
 
         def finish(stall_s: float | None) -> tuple[SaveReport, Following]:
-            description = _Description(context, saving.step, roles, place, files, times)
+            description = _Description(context, saving.step, roles, destination.contents, place, files, times)
             try:
                 # Write, and commit together.
                 place.await_opening(topic)
@@ -128,34 +128,34 @@ class _Description:
         context: SaveContext,
         step: int,
         roles: tuple[str, ...],
+        contents: tuple[str, ...],
         place: Place,
         files: RankFiles,
         times: SaveTimes,
     ) -> None:
-        self._context, self._step, self._roles = context, step, roles
+        self._context, self._step, self._roles, self._contents = context, step, roles, contents
         self._place, self._files, self._times = place, files, times
         self._stamped: list[Manifest] = []
         self.different: tuple[DifferentReplicas, ...] = ()
 
     def describe(self, records: Sequence[Record]) -> Manifest:
         """Returns the manifest that the reports of all ranks make, and warns of replicas that differ."""
-        context, attempt, files = self._context, self._place.attempt, self._files
+        context, files = self._context, self._files
         reports = list(map(RankReport.of, records))
         manifest = build_manifest(
             context.trainer,
             context.names,
-            attempt.staging,
+            self._place,
             files.common,
             files.group_keys,
             self._step,
             self._roles,
-            attempt.number,
+            self._contents,
             reports,
-            self._place.save_count,
         )
         self.different = compare_replicas([report.replicas for report in reports])
         context.replica_warnings.tell(self.different)
-        manifest = context.history.stamp(manifest, attempt.role_dir)
+        manifest = context.history.stamp(manifest, self._place.attempt.role_dir)
         self._stamped.append(manifest)
         times = [report.times for report in reports]
         # Last, because the commit counts up to here.

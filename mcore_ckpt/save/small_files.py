@@ -11,10 +11,12 @@ from mcore_ckpt.checkpoint.manifest import WrittenFile
 from mcore_ckpt.checkpoint.plain_files import check_plain, pickle_unchecked, write_plain
 from mcore_ckpt.formats.huggingface.assets import save_assets
 from mcore_ckpt.formats.huggingface.side_files import written_side_files
-from mcore_ckpt.save.new_manifest import read_common
+from mcore_ckpt.state import optimizer as optimizer_state
 from mcore_ckpt.state.optimizers.chain import optimizer_parts
 from mcore_ckpt.state.optimizers.part import read_step
+from mcore_ckpt.state.param_groups import read_param_groups
 from mcore_ckpt.state.rng import read_rng
+from mcore_ckpt.state.scheduler import read_scheduler
 from mcore_ckpt.state.trainer import Trainer
 from mcore_ckpt.state.typed_values import to_stored
 
@@ -25,6 +27,7 @@ class SmallFiles:
     Args:
         trainer: the objects to save.
         extra_state: the trainer's own state, or None.
+        contents: what the checkpoint will have (`Destination.contents`).
 
     Attributes:
         common: the state that all ranks share (`read_common`), on rank 0. Rank 0 writes it at the commit.
@@ -32,8 +35,8 @@ class SmallFiles:
     Raises UnsupportedError if a value cannot be stored without pickling a class.
     """
 
-    def __init__(self, trainer: Trainer, extra_state: Mapping[str, Any] | None) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: Trainer, extra_state: Mapping[str, Any] | None, contents: Sequence[str]) -> None:
+        self._trainer, self._contents = trainer, contents
         self._files = dict(_pickled(trainer, extra_state))
         shares = "optimizer" in trainer.config.save_contents and trainer.agreement.is_coordinator
         self.common: dict[str, Any] = read_common(trainer) if shares else {}
@@ -46,8 +49,7 @@ class SmallFiles:
     def write(self, staging: Path) -> list[WrittenFile]:
         """Checks and writes the files and, on rank 0, what a save that exports no model keeps beside HuggingFace's."""
         written = [write_plain(staging, path, kind, check_plain(data)) for path, (kind, data) in self._files.items()]
-        exports = "hf_model" in self._trainer.config.save_contents and self._trainer.nodes is None
-        if self._trainer.agreement.is_coordinator and not exports:
+        if self._trainer.agreement.is_coordinator and "hf_model" not in self._contents:
             written += _write_assets(self._trainer, staging)
         return written
 
@@ -59,6 +61,24 @@ def _pickled(trainer: Trainer, extra_state: Mapping[str, Any] | None) -> Iterato
         yield file_names.rng_file(*place), ("rng", pickle_unchecked(read_rng()))
     if extra_state is not None:
         yield file_names.extra_file(*place), ("extra", pickle_unchecked(to_stored(extra_state, "extra_state")))
+
+
+def read_common(trainer: Trainer) -> dict[str, Any]:
+    """Returns the optimizer and scheduler state that all ranks share.
+
+    The optimizers' steps and the members of their groups are not in it, because rank 0 may not know them.
+    """
+    return {
+        "optimizers": [
+            {
+                "kind": part.kind_name,
+                "param_groups": read_param_groups(part),
+                "grad_scaler": optimizer_state.read_grad_scaler(part),
+            }
+            for part in optimizer_parts(trainer.optimizer)
+        ],
+        "lr_scheduler": read_scheduler(trainer.lr_scheduler),
+    }
 
 
 def read_steps(trainer: Trainer) -> list[float | int | None]:

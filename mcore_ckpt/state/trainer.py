@@ -12,7 +12,6 @@ from mcore_ckpt.checkpoint.manifest import AdapterSettings, StageRecord
 from mcore_ckpt.checkpoint.model_facts import Facts
 from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.io.access import mode_below
-from mcore_ckpt.ranks.node_map import NodeMap
 from mcore_ckpt.ranks.rounds import Agreement
 from mcore_ckpt.ranks.topology import RankCoordinates, Replicas, Topology
 from mcore_ckpt.sharding.counterparts import Layers
@@ -42,7 +41,6 @@ class Trainer:
         group_keys: the keys of the param groups of each chained optimizer, as they were when the manager was made
             (`param_groups.group_keys`).
         source_files: the assets of the model that the training started from, by path. Rank 0's first save fills it.
-        nodes: the nodes of the job, if there is a fast tier.
         gpu: the number of the GPU of the training (`thread_settings.gpu_of`); None without one.
         agreement: connects this rank with the other ranks of the role, for rounds on the trainer's own thread.
     """
@@ -68,7 +66,6 @@ class Trainer:
     adapters: AdapterSettings | None = None
     group_keys: tuple[tuple[str, ...], ...] = ()
     source_files: dict[str, bytes] = field(default_factory=dict)
-    nodes: NodeMap | None = None
 
     def folder_mode(self, role_dir: Path) -> int:
         """Returns the mode of new folders for a role's folder, before the umask is applied."""

@@ -3,17 +3,19 @@
 import logging
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_ckpt.config import CheckpointConfig, FastTier
+from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.formats.native.write_requests import WriteRequest
 from mcore_ckpt.ranks.node_map import NodeMap
-from mcore_ckpt.save.new_manifest import Written, place_files
-from mcore_ckpt.save.plan import _with_writers
+from mcore_ckpt.save.destination import Written
+from mcore_ckpt.save.file_contents import _with_writers, together
+from mcore_ckpt.save.nodes import place_files
 from mcore_ckpt.save.rank_reports import FileReport
 from tests.support.unsharded_model import trainer_of
 
@@ -106,14 +108,13 @@ def test_replicas_write_a_file_together_on_as_many_nodes_as_shall_have_it(
     nodes = nodes_of(*sizes, domains=domains)
     some = st.lists(st.integers(0, sum(sizes) - 1), min_size=1, unique=True).map(sorted)
     ranks = data.draw(some)
-    fast = FastTier("/dev/shm/unused", replicas=replicas)
-    config = CheckpointConfig(fast=fast, shared_writes=shared)
-    trainer = replace(trainer_of(torch.nn.Linear(1, 1), None), nodes=nodes, config=config)
+    trainer = replace(trainer_of(torch.nn.Linear(1, 1), None), config=CheckpointConfig(shared_writes=shared))
+    writers_of = partial(nodes.writers_of, copies=replicas)
     request = WriteRequest("model.pt", "model", ())
     requests = {}
     for rank in range(sum(sizes)):
         trainer.agreement.rank = rank
-        for found in _with_writers(trainer, ranks, request):
+        for found in _with_writers(trainer, ranks, request, writers_of):
             assert rank not in requests, "a rank writes a file once"
             requests[rank] = found.writers
     home = nodes.number_of(ranks[0])
@@ -133,4 +134,4 @@ def test_replicas_write_a_file_together_on_as_many_nodes_as_shall_have_it(
 def test_without_a_fast_tier_all_replicas_write_one_file() -> None:
     trainer = trainer_of(torch.nn.Linear(1, 1), None)
     request = WriteRequest("model.pt", "model", ())
-    assert [found.writers for found in _with_writers(trainer, [0, 3, 5], request)] == [(0, 3, 5)]
+    assert [found.writers for found in _with_writers(trainer, [0, 3, 5], request, together)] == [(0, 3, 5)]

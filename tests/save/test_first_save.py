@@ -17,7 +17,8 @@ from mcore_ckpt.formats.native.file_plan import StructureCache, plan_file
 from mcore_ckpt.formats.native.write_requests import TensorWrite, WriteRequest
 from mcore_ckpt.io import _native, host_memory, tuning
 from mcore_ckpt.io.host_memory import HostMemory
-from mcore_ckpt.save.plan import SavePlanner, _estimated_request_bytes, estimated_bytes
+from mcore_ckpt.save.file_contents import _estimated_request_bytes, estimated_bytes
+from mcore_ckpt.save.plan import SavePlanner
 from mcore_ckpt.sharding.plan import MODEL, ShardKey
 from mcore_ckpt.sharding.regions import Region
 from tests.support.endings import Ended, run_to_the_end

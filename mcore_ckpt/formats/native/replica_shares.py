@@ -1,6 +1,6 @@
 """Decides which bytes of a file each replica writes, if several ranks hold all tensors of the file.
 
-`save/plan.py` (`_with_writers`) chooses the candidate ranks.
+`save/file_contents.py` (`_with_writers`) chooses the candidate ranks.
 
 A writer may have one tensor more than its fair part. With many replicas and few large tensors, this bounds the save:
 with 64 replicas of a stage of Llama-3-70B (TP=8, PP=8, 2.4 GB of weights), the writer of the first stage's embedding
