@@ -40,12 +40,11 @@ from mcore_ckpt.ranks import meeting
 from mcore_ckpt.ranks.rounds import Agreement, Record, Round, decide, same_everywhere
 from mcore_ckpt.ranks.topology import RankCoordinates, Replicas
 from mcore_ckpt.save import new_manifest
-from mcore_ckpt.save.group_lists import NO_GROUPS, GroupMembers
 from mcore_ckpt.save.new_manifest import build_manifest
-from mcore_ckpt.save.rank_reports import RankReport, TensorNames, rank_report
+from mcore_ckpt.save.rank_reports import NO_GROUPS, GroupMembers, RankReport, TensorNames, rank_report
 from mcore_ckpt.save.replica_check import ReplicaReport, compare_replicas
 from mcore_ckpt.save.root import PlaceInRoot
-from mcore_ckpt.save.save_times import RankTimes, timeline_of
+from mcore_ckpt.save.save_times import timeline_of
 from mcore_ckpt.sharding.plan import MODEL, PARAM, ShardKey
 from mcore_ckpt.state.group_matching import live_groups
 from mcore_ckpt.state.trainer import Trainer
@@ -340,7 +339,7 @@ class Rank0:
             save = (step, (ROLE,), contents, reports)
             with phases.phase("describe"):
                 assert not compare_replicas([report.replicas for report in reports])
-                timeline = timeline_of([report.times for report in reports], (12.345678, 13.456789))
+                timeline = timeline_of([report.times for report in reports], (12_345_678, 13_456_789))
                 manifest = build_manifest(self._trainer, self._names, place, common, KEYS, *save)
                 return replace(manifest, save_timeline=timeline)
 
@@ -527,10 +526,9 @@ class Reporter:
             written.append(WrittenFile(path, kind, SMALL_FILE_BYTES, 0xDEADBEEF ^ varied))
         trainer: Any = _Told(self._at)
 
-        later = varied % 9999 / 1e6
-        times = RankTimes(
-            (0.000012, 0.123456), (0.123456, 1.234567 + later), (0.234567, 12.345678 + later), 1.345678, 10_000_000_000
-        )
+        later = varied % 9999
+        spans = (12, 123_456, 123_456, 1_234_567 + later, 234_567, 12_345_678 + later)
+        times = (*spans, 10_000_000_000, 1_345_678)
 
         def report(names: TensorNames) -> Record:
             self._groups = self._members.listed(KEYS)

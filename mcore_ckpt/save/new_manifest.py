@@ -6,6 +6,7 @@ import datetime
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mcore_ckpt import json_bounds
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import FileRecord, IndexPlace, Manifest, StageRecord
 from mcore_ckpt.checkpoint.manifest_text import NO_TENSORS, Holds
@@ -15,8 +16,7 @@ from mcore_ckpt.errors import CommitError
 from mcore_ckpt.io.files import sync_dir
 from mcore_ckpt.ranks.topology import RankCoordinates
 from mcore_ckpt.save.destination import Place
-from mcore_ckpt.save.group_lists import add_members
-from mcore_ckpt.save.rank_reports import FileReport, RankReport, TensorNames
+from mcore_ckpt.save.rank_reports import FileReport, GroupId, RankReport, TensorNames
 from mcore_ckpt.state.trainer import Trainer
 
 
@@ -96,3 +96,23 @@ def _common_step(part: int, by_rank: Sequence[float | int | None]) -> float | in
             "first rank that has done so many): load a checkpoint on all ranks before training continues"
         )
     return known.pop() if known else None
+
+
+def add_members(
+    optimizers: Sequence[dict[str, Any]], keys: Sequence[Sequence[str]], members: Mapping[GroupId, list[str]]
+) -> None:
+    """Writes the members beside the param groups of `common.pt`, which have these keys, in the same order.
+
+    A group that rank 0 does not have is added with what its ranks say of it. It has no rates, which follow from the
+    scheduler.
+    """
+    for part, (state, of_part) in enumerate(zip(optimizers, keys, strict=True)):
+        others = [key for number, key in sorted(members) if number == part and key not in of_part]
+        state["param_groups"] = [*state["param_groups"], *map(_fields_of, others)]
+        state["members"] = [members.get((part, key), []) for key in (*of_part, *others)]
+
+
+def _fields_of(key: str) -> dict[str, Any]:
+    settings, marks = json_bounds.loads(key[key.index("[") :])
+    tuples = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
+    return {**tuples, **marks}

@@ -19,7 +19,7 @@ from mcore_ckpt.formats.native.file_plan import FilePlan, StructureCache, plan_f
 from mcore_ckpt.formats.native.write_requests import WriteRequest
 from mcore_ckpt.save.capture import FileTensors
 from mcore_ckpt.save.file_contents import WritersOf, parameter_states, saves_model, together, weights_of, write_requests
-from mcore_ckpt.save.group_lists import GroupMembers
+from mcore_ckpt.save.rank_reports import GroupMembers
 from mcore_ckpt.save.replica_check import ReplicatedTensors, replicated_tensors
 from mcore_ckpt.state.live import LiveObjects
 from mcore_ckpt.state.main_weights import NO_WEIGHTS, MainWeights

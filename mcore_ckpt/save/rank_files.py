@@ -26,15 +26,14 @@ from mcore_ckpt.save.capture import Capture, capture_in_place
 from mcore_ckpt.save.context import SaveContext
 from mcore_ckpt.save.destination import Destination, Place
 from mcore_ckpt.save.file_contents import saves_model
-from mcore_ckpt.save.group_lists import NO_GROUPS, keys_to_save
 from mcore_ckpt.save.guards import why_not_lazy
 from mcore_ckpt.save.hf_export import least_exported_bytes
 from mcore_ckpt.save.host_images import ReservedImages
 from mcore_ckpt.save.plan import SavePlan
-from mcore_ckpt.save.rank_reports import rank_report
+from mcore_ckpt.save.rank_reports import NO_GROUPS, keys_to_save, rank_report
 from mcore_ckpt.save.replica_check import ReplicaReport, ReplicaSamples, take_samples
 from mcore_ckpt.save.save_events import SaveEvents
-from mcore_ckpt.save.save_times import SaveTimes, SpanInSeconds
+from mcore_ckpt.save.save_times import SaveTimes
 from mcore_ckpt.save.small_files import SmallFiles, read_steps, sizes_of_assets
 from mcore_ckpt.state.main_weights import NO_WEIGHTS, is_gathered_by_megatron
 from mcore_ckpt.state.model import sync_parameters
@@ -251,19 +250,20 @@ class RankFiles:
         written = self._small.write(staging)
         steps = read_steps(self._trainer) if self._steps is None else self._steps
         written += writer.finish()
-        self._times.copy = copy = self._copy_span(writer.times()[0])
+        self._times.copied = self._copied_at(writer.times()[0])
         # Each rank syncs the names that it may have made. On some shared file systems (CephFS with `wsync` off), a sync
         # on another host would not do that.
         sync_names(staging, {*(plan.path for plan in self.plan.files), *(file.path for file in written)})
         self._lock.check_root()
         now, nbytes = self._times.mark("written"), self.bytes_of(written)
         if not self._is_async or self.plan.on_gpu:
-            self._events.captured(copy[1], self._nbytes, copy[1] - copy[0])
+            began, ended = self._times.spans(now)["copy"]
+            self._events.captured(ended, self._nbytes, ended - began)
         self._events.written(now, nbytes, now - self._times["writing"])
         self._written = written
         self._groups = self.plan.groups.listed(self.group_keys)
         names = self._context.names.to_send(self.plan.files, self._trainer.agreement.rank, self._groups)
-        replicas, times = self._replicas(writer), self._times.rank_times(stall_s, nbytes)
+        replicas, times = self._replicas(writer), self._times.to_record(stall_s, nbytes)
         groups = self._groups.holds
         report = rank_report(self._trainer, written, self.plan.files, names, steps, groups, replicas, times)
         return report.to_record()
@@ -305,19 +305,16 @@ class RankFiles:
         has_arrived = self._reads_gpu
         return self._samples.report(has_arrived, ((each.tensor, each.other, each.stored) for each in writer.mended))
 
-    def _copy_span(self, last_arrived: float) -> SpanInSeconds:
-        """Returns when the copy began and ended (time.perf_counter()).
+    def _copied_at(self, last_arrived: float) -> float:
+        """Returns when the copy ended (time.perf_counter()).
 
         `last_arrived` is the number of seconds from the start of writing until the writer had all bytes.
         """
         assert isinstance(self._captured, Capture)
-        planned, writing = self._times["planned"], self._times["writing"]
-        if not self._has_images:
-            return writing, writing + last_arrived
-        if self.plan.on_gpu and last_arrived:
-            return planned, writing + last_arrived
+        if not self._has_images or (self.plan.on_gpu and last_arrived):
+            return self._times["writing"] + last_arrived
         is_copied = len(self._images.files) == len(self.plan.files)
-        return planned, planned + self._captured.seconds if is_copied else self._times["begun"]
+        return self._times["planned"] + self._captured.seconds if is_copied else self._times["begun"]
 
 
 def _part_of(plan: SavePlan, files: Sequence[int]) -> SavePlan:

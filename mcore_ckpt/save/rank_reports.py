@@ -1,11 +1,18 @@
-"""Builds the report that each rank sends to rank 0 when the rank's files are on the disk."""
+"""Builds the report that each rank sends to rank 0 when the rank's files are on the disk.
+
+Names of tensors, and which parameters are in which param groups, travel once, and from then on as digests. Every rank
+lists its groups by what tells them apart, because ranks may have them in another order (ms-swift), and with other
+members.
+"""
 
 from __future__ import annotations
 
 import base64
+import hashlib
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
+from functools import cached_property
 
 import msgspec
 
@@ -18,15 +25,94 @@ from mcore_ckpt.io import typed_json
 from mcore_ckpt.io.typed_json import Natural
 from mcore_ckpt.ranks.key_value_store import unzip
 from mcore_ckpt.ranks.rounds import Record
-from mcore_ckpt.save.group_lists import NO_GROUPS, GroupId, GroupList, join_groups
 from mcore_ckpt.save.replica_check import ReplicaReport
-from mcore_ckpt.save.save_times import RankTimes, TimesRecord
+from mcore_ckpt.save.save_times import TimesRecord
+from mcore_ckpt.sharding.name_lists import fold, join
 from mcore_ckpt.sharding.names import natural_order
 from mcore_ckpt.sharding.plan import runs
+from mcore_ckpt.state.optimizers.chain import optimizer_parts
+from mcore_ckpt.state.param_groups import group_keys
+from mcore_ckpt.state.shards import ParameterState
 from mcore_ckpt.state.trainer import Trainer
 
 # How many characters the names of many tensors have at least, on average.
 _LEAST_NAME = 8
+# Begins the line of a group. No entry of names begins with it.
+_GROUP = "\t"
+# A chained optimizer's number, and the key of a group in it.
+GroupId = tuple[int, str]
+
+
+@dataclass(frozen=True)
+class GroupList:
+    """This rank's groups and their members, as it sends them to rank 0.
+
+    Attributes:
+        names: the lines: for each group one with its optimizer and key, then the entries of its members.
+    """
+
+    names: tuple[str, ...] = ()
+
+    @cached_property
+    def holds(self) -> str:
+        """A digest of the lines; empty if there are none."""
+        return hashlib.sha256("\n".join(self.names).encode()).hexdigest()[:32] if self.names else ""
+
+
+NO_GROUPS = GroupList()
+
+
+@dataclass(frozen=True, eq=False)
+class GroupMembers:
+    """The names of the parameters in each group on this rank, by optimizer and number of the group."""
+
+    names: tuple[Mapping[int, Sequence[str]], ...]
+
+    @staticmethod
+    def of(by_part: Sequence[Sequence[ParameterState]]) -> GroupMembers:
+        """Takes the names from the states of each chained optimizer's parameters."""
+        found: list[dict[int, list[str]]] = []
+        for states in by_part:
+            members: dict[int, list[str]] = {}
+            for state in states:
+                if state.group is not None:
+                    members.setdefault(state.group, []).append(state.name)
+            found.append(members)
+        return GroupMembers(tuple(found))
+
+    @cached_property
+    def _folded(self) -> list[dict[int, list[str]]]:
+        return [{number: fold(names) for number, names in members.items()} for members in self.names]
+
+    def listed(self, keys: Sequence[Sequence[str]]) -> GroupList:
+        """Returns the list for rank 0. `keys` has the key of each group, by optimizer."""
+        lines: list[str] = []
+        for part, (members, of_part) in enumerate(zip(self._folded, keys, strict=True)):
+            for number, entries in sorted(members.items()):
+                lines += [f"{_GROUP}{part}{_GROUP}{of_part[number]}", *entries]
+        return GroupList(tuple(lines))
+
+
+def keys_to_save(trainer: Trainer) -> tuple[tuple[str, ...], ...]:
+    """Returns the keys of each chained optimizer's groups; none if the optimizer is not saved."""
+    if "optimizer" not in trainer.config.save_contents:
+        return ()
+    return group_keys(optimizer_parts(trainer.optimizer), trainer.group_keys)
+
+
+def join_groups(lists: Iterable[Sequence[str]]) -> dict[GroupId, list[str]]:
+    """Joins the lines of all ranks. Returns the entries of each group's members."""
+    found: dict[GroupId, list[list[str]]] = {}
+    for lines in lists:
+        entries: list[str] = []
+        for line in lines:
+            if line.startswith(_GROUP):
+                _, part, key = line.split(_GROUP)
+                entries = []
+                found.setdefault((int(part), key), []).append(entries)
+            else:
+                entries.append(line)
+    return {group: join(every) for group, every in found.items()}
 
 
 class TensorNames:
@@ -147,7 +233,7 @@ class RankReport(msgspec.Struct, array_like=True, frozen=True, gc=False):
         steps: for each chained optimizer, the number of steps that it has done; None if the rank does not know it.
         groups: the digest of the rank's param groups and their members.
         replicas: what rank 0 compares with other ranks.
-        times: when the rank planned, copied and wrote (`RankTimes.to_record`).
+        times: when the rank planned, copied and wrote (`SaveTimes.to_record`).
     """
 
     files: tuple[FileReport, ...]
@@ -187,7 +273,7 @@ def rank_report(
     steps: Sequence[float | int | None],
     groups: str,
     replicas: ReplicaReport,
-    times: RankTimes,
+    times: TimesRecord,
 ) -> RankReport:
     """Returns this rank's report. The arguments are as the attributes of `RankReport`.
 
@@ -206,5 +292,5 @@ def rank_report(
         steps=tuple(steps),
         groups=groups,
         replicas=replicas,
-        times=times.to_record(),
+        times=times,
     )

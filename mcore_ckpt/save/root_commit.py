@@ -65,7 +65,7 @@ def commit_to_root(
         record: Record = {"files": [asdict(file) for file in exported]}
         if times is not None:
             times.mark("exported")
-            record["exported"] = times.since_call("exported")
+            record["exported"] = times.in_us()["export"][1]
         return record
 
     def describe_if_held(records: Sequence[Record]) -> Manifest:
@@ -77,7 +77,7 @@ def commit_to_root(
         manifest = completed(context.trainer, attempt.staging, records)
         if times is None or manifest.save_timeline is None:
             return manifest
-        timeline = with_export(manifest.save_timeline, records, times.commit_span("exported"))
+        timeline = with_export(manifest.save_timeline, records, times.in_us()["commit"])
         return replace(manifest, save_timeline=timeline)
 
     exports = "hf_model" in context.trainer.config.save_contents

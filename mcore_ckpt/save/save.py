@@ -80,7 +80,7 @@ def save_step(
     events.started(folder)
     busy, failure = background.earlier_save(waits=config.if_busy != "raise")
     background.wait_for_deletion_of(saving.step, trainer.root)
-    times.start()
+    times.mark("started")
     files = None if busy or failure else RankFiles(context, request.extra_state, destination, times, events)
 
     with _failing_commit(context, destination, background, topic, folder), background.raising_earlier_failure():
@@ -159,7 +159,7 @@ class _Description:
         self._stamped.append(manifest)
         times = [report.times for report in reports]
         # Last, because the commit counts up to here.
-        return replace(manifest, save_timeline=timeline_of(times, self._times.commit_span("written")))
+        return replace(manifest, save_timeline=timeline_of(times, self._times.in_us()["commit"]))
 
     def committed(self) -> None:
         """Notes the place of the save among the commits of the run."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ class SaveEvents:
         """Tells that the checkpoint is committed. This ends the save."""
         self._is_under_way = False
         at = self._called + report.seconds
-        phases = tuple(times.phases(self.phase, at))
+        phases = self._phases(times.spans(at))
         self._delivery.post(
             Committed(
                 **self._at(at), nbytes=report.nbytes, seconds=report.seconds, stall_s=report.stall_s, phases=phases
@@ -65,14 +65,14 @@ class SaveEvents:
         if not self._delivery.has_listeners:
             return
         now = time.perf_counter()
-        phases = [self.phase("plan", self._called, now)] if times is None else times.phases(self.phase, now)
+        spans = {"plan": (self._called, now)} if times is None else times.spans(now)
         self._delivery.post(
             Failed(
                 **self._at(now),
                 operation="save",
                 error=ErrorText.of(error),
                 seconds=now - self._called,
-                phases=tuple(phases),
+                phases=self._phases(spans),
             )
         )
 
@@ -85,9 +85,8 @@ class SaveEvents:
             self.failed(error)
             raise
 
-    def phase(self, name: str, start: float, end: float) -> Phase:
-        """Returns a phase between two moments."""
-        return Phase(name, self._epoch + start, end - start)
+    def _phases(self, spans: Mapping[str, tuple[float, float]]) -> tuple[Phase, ...]:
+        return tuple(Phase(name, self._epoch + start, end - start) for name, (start, end) in spans.items())
 
     def _at(self, moment: float) -> dict[str, Any]:
         return self._common | {"time": self._epoch + moment}

@@ -11,16 +11,16 @@ from mcore_ckpt.checkpoint.timeline import SaveTimeline
 from mcore_ckpt.errors import CommitError
 from mcore_ckpt.save.rank_reports import FileReport, RankReport
 from mcore_ckpt.save.replica_check import DifferentReplicas, ReplicaReport, compare_replicas
-from mcore_ckpt.save.save_times import RankTimes, timeline_of
+from mcore_ckpt.save.save_times import TimesRecord, timeline_of
 
-TIMES = RankTimes((0.0, 0.5), (0.5, 1.0), (0.75, 2.0), 0.25, 7)
+TIMES = (0, 500_000, 500_000, 1_000_000, 750_000, 2_000_000, 7, 250_000)
 FILES = (
     WrittenFile("optim/é.pt", "optimizer", 2**40, 2**32 - 1, IndexPlace(2**39, 500, 8, 2), "d" * 32),
     WrittenFile("optim/common.pt", "common", 0, 0),
 )
 
 
-def report(times: RankTimes = TIMES, **changed: Any) -> RankReport:
+def report(times: TimesRecord = TIMES, **changed: Any) -> RankReport:
     sent = RankReport(
         files=tuple(map(FileReport.of, FILES)),
         parts={"model/a.pt": "0" * 32},
@@ -30,7 +30,7 @@ def report(times: RankTimes = TIMES, **changed: Any) -> RankReport:
         steps=(3, 2.5, None),
         groups="",
         replicas=ReplicaReport({"label": (1, None)}, {"label": ("a", "b")}, (("c", 0, 1),)),
-        times=times.to_record(),
+        times=times,
     )
     return msgspec.structs.replace(sent, **changed)
 
@@ -62,12 +62,12 @@ def test_what_is_no_report_is_refused(record: dict[str, Any]) -> None:
 
 
 def test_the_timeline_has_the_times_of_all_ranks() -> None:
-    other = RankTimes((0.1, 0.2), (0.2, 0.3), (0.3, 0.4), None, 9)
+    other = (100_000, 200_000, 200_000, 300_000, 300_000, 400_000, 9, None)
     columns = ((0, 100_000), (500_000, 200_000)), ((500_000, 200_000), (1_000_000, 300_000))
-    assert timeline_of([TIMES.to_record(), other.to_record()], (2.0, 2.5)) == SaveTimeline(
+    assert timeline_of([TIMES, other], (2_000_000, 2_500_000)) == SaveTimeline(
         (7, 9), *columns, ((750_000, 300_000), (2_000_000, 400_000)), (2_000_000, 2_500_000)
     )
-    assert timeline_of([TIMES.to_record()] * 2, (2.0, 2.5)).stall is not None
+    assert timeline_of([TIMES] * 2, (2_000_000, 2_500_000)).stall is not None
 
 
 def test_replicas_are_compared_by_list_and_tensor() -> None:
