@@ -37,7 +37,8 @@ from mcore_ckpt.io.disk_space import Need
 from mcore_ckpt.load.candidates import find_candidates
 from mcore_ckpt.load.together import names_left_over, positions_taken
 from mcore_ckpt.ranks import meeting
-from mcore_ckpt.ranks.rounds import Agreement, Record, Round, decide, same_everywhere
+from mcore_ckpt.ranks.one_round import Round
+from mcore_ckpt.ranks.rounds import Agreement, Record, decide, same_everywhere
 from mcore_ckpt.ranks.topology import RankCoordinates, Replicas
 from mcore_ckpt.save import new_manifest
 from mcore_ckpt.save.new_manifest import build_manifest

@@ -14,7 +14,7 @@ from mcore_ckpt.errors import CommitError
 from mcore_ckpt.formats.native.writer import FileWriter
 from mcore_ckpt.integrations.kit.together import on_all_ranks
 from mcore_ckpt.load import load as loading
-from mcore_ckpt.ranks.rounds import Round
+from mcore_ckpt.ranks.one_round import Round
 from mcore_ckpt.recover import recover
 from mcore_ckpt.save import rank_files
 from mcore_ckpt.save.rank_files import RankFiles

@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from mcore_ckpt.errors import CommitError
 from mcore_ckpt.interrupts import interrupts_as_themselves, is_interrupt
-from mcore_ckpt.ranks.rounds import Agreement, Record, Round, decide
+from mcore_ckpt.ranks.one_round import Round
+from mcore_ckpt.ranks.rounds import Agreement, Record, decide
 from tests.support.rank_threads import on_threads
 
 WORLD = 3

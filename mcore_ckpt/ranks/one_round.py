@@ -1,0 +1,231 @@
+"""One round of ranks that agree: what each says, and what comes out, are keys of the store (`rounds.py`)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mcore_ckpt.errors import CheckpointError, from_record, to_record
+from mcore_ckpt.processes import Home
+from mcore_ckpt.ranks.key_value_store import (
+    WaitLimit,
+    all_there,
+    encode,
+    has_any,
+    missing,
+    pack,
+    poll,
+    silence_of,
+    silence_of_rank_0,
+    timeout_of,
+    unpack,
+)
+
+# A record is what a rank submits, and what all ranks get. It consists of plain JSON values.
+Record = dict[str, Any]
+
+
+def submission_key(prefix: str, rank: int) -> str:
+    """Returns the key of a rank's record or error in the round with this prefix."""
+    return f"{prefix}/rank/{rank}"
+
+
+def _submission_keys(prefix: str, world_size: int) -> list[str]:
+    return [submission_key(prefix, rank) for rank in range(world_size)]
+
+
+def waiting_key(prefix: str, rank: int) -> str:
+    """Returns the key that says that a rank waits for another one in the round with this prefix."""
+    return f"{prefix}/waiting/{rank}"
+
+
+class Round:
+    """One decision of all ranks. Call `submit` or `fail` once.
+
+    Then call `collect`, `claim` and `announce` on rank 0, and `outcome` on the other ranks.
+
+    Attributes:
+        prefix: the prefix of the round's keys.
+        name: the round's own name; None if it has none.
+        has_submitted: whether this rank has submitted its record or its error.
+        has_all_submissions: whether rank 0 has seen that all ranks have submitted.
+        is_over: whether this rank has heard what rank 0 announced.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        world_size: int,
+        prefix: str,
+        topic: str,
+        timeout_s: float,
+        limit: WaitLimit,
+        name: str | None = None,
+    ) -> None:
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+        self.prefix, self.name = prefix, name
+        self.has_submitted = self.has_all_submissions = self.is_over = False
+        self._topic = topic
+        self._limit = limit
+        self._home = Home()
+        self._timeout_s = timeout_of(rank, timeout_s)
+        self._deadline = time.monotonic() + self._timeout_s
+
+    @property
+    def is_here(self) -> bool:
+        """False in a child that was forked during the round."""
+        return self._home.is_here
+
+    def all_keys(self) -> tuple[str, str, str]:
+        """Returns the keys that this rank may have set, as rank 0 or as one that gave up."""
+        return submission_key(self.prefix, self._rank), f"{self.prefix}/outcome", f"{self.prefix}/done"
+
+    def shorten_deadline(self, seconds: float) -> None:
+        """Moves the deadline to `seconds` from now, unless it is earlier already."""
+        self._deadline = min(self._deadline, time.monotonic() + seconds)
+
+    def restart_deadline(self) -> None:
+        """Restarts the deadline. A rank calls it when it has finished its own work, such as writing its files."""
+        self._deadline = time.monotonic() + self._timeout_s
+
+    def submit(self, record: Record) -> None:
+        """Submits this rank's record."""
+        self._submit({"record": record})
+
+    def fail(self, error: BaseException) -> None:
+        """Submits this rank's error instead of a record."""
+        self._submit({"error": to_record(error, self._rank)})
+
+    def _submit(self, message: Record) -> None:
+        self._put(submission_key(self.prefix, self._rank), message)
+        self.has_submitted = True
+
+    def leave(self, error: BaseException) -> Record | None:
+        """Fails the round, in which `error` has interrupted this rank. All ranks except rank 0 call it.
+
+        Returns None; if it is too late, because rank 0 already acts, returns the record that the others get.
+        """
+        if not self.is_over:
+            self.fail(error)  # in place of the record, which rank 0 may have read already
+            outcome = self._set_outcome({"error": to_record(error, self._rank)})
+            self.restart_deadline()
+            done = f"{self.prefix}/done"
+            if "error" in outcome or not self._wait(lambda: self._store.check([done])):
+                return None
+        message = unpack(self._store.get(f"{self.prefix}/done"))
+        self.is_over = True
+        return message.get("record")
+
+    def collect(self, default: type[CheckpointError]) -> list[Record]:
+        """Returns the records of all ranks, in the order of the ranks. Only rank 0 calls it.
+
+        Raises the error of the failed rank with the lowest number, or `default` if a rank is silent until the deadline.
+        """
+        keys = _submission_keys(self.prefix, self._world_size)
+        messages: list[Record] = []
+
+        def receive(there: Sequence[str]) -> None:
+            # One request for many messages, because thousands of requests would delay all ranks by a second.
+            messages.extend(map(unpack, self._store.multi_get(list(there))))
+
+        # Most messages are read and decoded while rank 0 waits for the last rank.
+        self.has_all_submissions = self._wait(all_there(self._store, keys, receive))
+        if not self.has_all_submissions:
+            left = keys[len(messages) :]
+            absent = set(missing(self._store, left))
+            receive([key for key in left if key not in absent])
+        failed = [message["error"] for message in messages if "error" in message]
+        if failed:
+            more = f" ({len(failed) - 1} more failed too)" if len(failed) > 1 else ""
+            raise from_record({**failed[0], "message": failed[0]["message"] + more}, default)
+        if not self.has_all_submissions:
+            raise default(self._silence(keys))
+        return [message["record"] for message in messages]
+
+    def _why_nothing_came(self) -> str:
+        keys = _submission_keys(self.prefix, self._world_size)
+        rank_0_lives = has_any(self._store, keys[0], waiting_key(self.prefix, 0))
+        if rank_0_lives and not self._store.check(keys):
+            return self._silence(keys)
+        return silence_of_rank_0(self._topic, self._rank, self._timeout_s)
+
+    def _silence(self, keys: Sequence[str]) -> str:
+        absent = set(missing(self._store, keys))
+        silent = [rank for rank, key in enumerate(keys) if key in absent]
+        # A rank that waits for another one is alive, so it is not named. If all silent ranks wait, all are named.
+        waiting = [rank for rank in silent if self._store.check([waiting_key(self.prefix, rank)])]
+        silent = [rank for rank in silent if rank not in waiting] or silent
+        return silence_of(self._topic, silent, self._timeout_s)
+
+    def claim(self, default: type[CheckpointError]) -> None:
+        """Sets the outcome to "rank 0 continues". From then on no rank can give up. Only rank 0 calls it.
+
+        If a rank has already given up, raises the error that the rank has recorded.
+        """
+        outcome = self._set_outcome({"going_on": True})
+        if "error" in outcome:
+            raise from_record(outcome["error"], default)
+
+    def announce(self, record: Record) -> None:
+        """Announces the record that all ranks get. Only rank 0 calls it."""
+        self._put(f"{self.prefix}/done", {"record": record})
+
+    def announce_failure(self, error: BaseException) -> Record | None:
+        """Announces that the round has failed with `error`, even after `claim`. Only rank 0 calls it.
+
+        If a rank had given up before, its error stays the outcome, and all other ranks raise that error. Then this
+        method returns the record of that error. Otherwise it returns None.
+        """
+        message = {"error": to_record(error, self._rank)}
+        earlier: Record | None = self._set_outcome(message).get("error")
+        self._put(f"{self.prefix}/done", message)
+        return None if earlier == message["error"] else earlier
+
+    def outcome(self, default: type[CheckpointError]) -> Record:
+        """Waits for the record that rank 0 announces, and returns it. All ranks except rank 0 call it.
+
+        If rank 0 is silent until the deadline but has called `claim`, this rank waits for one more deadline. If rank 0
+        stays silent, only the disk shows what it did.
+
+        Raises:
+            CheckpointError: the announced error, or `default` if rank 0 is silent.
+        """
+        done = f"{self.prefix}/done"
+        if not self._wait(lambda: self._store.check([done])):
+            outcome = self._outcome_so_far() or self._set_outcome(
+                {"error": {"type": default.__name__, "message": self._why_nothing_came()}}
+            )
+            if "error" in outcome:
+                raise from_record(outcome["error"], default)
+            self.restart_deadline()
+            if not self._wait(lambda: self._store.check([done])):
+                raise default(
+                    f"{self._why_nothing_came()}. Rank 0 had begun to act, so only the disk shows what it did"
+                )
+        message = unpack(self._store.get(done))
+        self.is_over = True
+        if "error" in message:
+            first: Record = (self._outcome_so_far() or message).get("error") or message["error"]
+            raise from_record(first, default)
+        return message["record"]
+
+    def _outcome_so_far(self) -> Record | None:
+        key = f"{self.prefix}/outcome"
+        return unpack(self._store.get(key)) if self._store.check([key]) else None
+
+    def _set_outcome(self, message: Record) -> Record:
+        """Sets the outcome if no rank has set it yet. Returns the outcome that was set first."""
+        key = f"{self.prefix}/outcome"
+        return unpack(self._store.compare_set(key, "", encode(message).decode()))
+
+    def _put(self, key: str, message: Record) -> None:
+        self._store.set(key, pack(message))
+
+    def _wait(self, ready: Callable[[], bool]) -> bool:
+        # Only rank 0 waits for submissions. All others wait for rank 0's outcome at the same time.
+        pollers = 1 if self._rank == 0 else self._world_size
+        return poll(ready, pollers, self._deadline, self._limit)
