@@ -199,6 +199,8 @@ class BackgroundSaves:
     def finish(self, handle: SaveHandle, called: float) -> SaveHandle:
         """Finishes a save whose state is captured: in the background, or before this returns. Returns the handle.
 
+        Old steps are deleted on the deletion's thread in both cases.
+
         Args:
             handle: the save. No other one may be under way.
             called: when the trainer called `save` (time.perf_counter()).
@@ -208,7 +210,7 @@ class BackgroundSaves:
         if self._is_async:
             self.launch(handle, time.perf_counter() - called)
             return handle
-        self.run(handle)
+        self._delete(handle.run(None))
         handle.wait()
         if handle.drain is not None:
             handle.drain.wait()
@@ -218,10 +220,6 @@ class BackgroundSaves:
         """Finishes a save on the save's thread. No other save may be under way."""
         self._handle = handle
         self._save.add(partial(self._end, handle, stall_s))
-
-    def run(self, handle: SaveHandle) -> None:
-        """Finishes a save on the calling thread. Old steps are deleted on the deletion's thread."""
-        self._delete(handle.run(None))
 
     def refuse(self, handle: SaveHandle, error: CheckpointError) -> SaveHandle:
         """Ends a save that cannot begin, as if it had failed in the background. Returns the handle."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -227,7 +228,7 @@ class RankFiles:
         if self._writer is not None or isinstance(self._captured, Exception):
             return
         try:
-            self._context.commits.runner.run(lambda: self._start(place.attempt.staging))
+            self._context.commits.runner.run(partial(self._start, place.attempt.staging))
         except Exception as error:
             if is_interrupt(error):
                 raise

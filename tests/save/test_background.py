@@ -60,9 +60,9 @@ def handle_of(save: FakeSave) -> SaveHandle:
     return SaveHandle(save.step, save, save.finish)
 
 
-def saves(warns: bool = False) -> BackgroundSaves:
+def saves(warns: bool = False, is_async: bool = True) -> BackgroundSaves:
     store = dist.HashStore()  # type: ignore[attr-defined]
-    return BackgroundSaves(Agreement(store, 2, 3, "test", LONG_S), warns)
+    return BackgroundSaves(Agreement(store, 2, 3, "test", LONG_S), warns, is_async)
 
 
 def launched(background: BackgroundSaves, save: FakeSave) -> SaveHandle:
@@ -99,8 +99,8 @@ def test_a_handle_of_a_save_under_way_and_of_one_that_is_committed() -> None:
 def test_a_synchronous_save_ends_on_the_caller_s_thread() -> None:
     save = FakeSave()
     handle = handle_of(save)
-    background = saves()
-    background.run(handle)
+    background = saves(is_async=False)
+    assert background.finish(handle, 0.0) is handle
     assert (handle.wait(), save.thread, save.stall_s) == (REPORT, threading.current_thread(), None)
     background.wait_until_idle()
     assert save.deleting.is_set()
@@ -109,10 +109,10 @@ def test_a_synchronous_save_ends_on_the_caller_s_thread() -> None:
 @pytest.mark.parametrize("deletes", [True, False])
 def test_only_a_save_with_old_steps_counts_as_a_deletion(deletes: bool) -> None:
     """It counts from its commit on. The thread may come late to one without old steps, and then nothing is deleted."""
-    save, background = FakeSave(deletes=deletes), saves()
+    save, background = FakeSave(deletes=deletes), saves(is_async=False)
     save.may_delete.clear()
     assert not background.is_deleting
-    background.run(handle_of(save))
+    background.finish(handle_of(save), 0.0)
     assert background.is_deleting is deletes
     save.may_delete.set()
     background.wait_until_idle()
@@ -122,8 +122,8 @@ def test_only_a_save_with_old_steps_counts_as_a_deletion(deletes: bool) -> None:
 def test_deleting_old_steps_does_not_hold_up_the_trainer_and_the_next_save_waits_for_it() -> None:
     save = FakeSave()
     save.may_delete.clear()
-    background = saves()
-    background.run(handle_of(save))
+    background = saves(is_async=False)
+    background.finish(handle_of(save), 0.0)
     assert save.deleting.wait(LONG_S), "the trainer is here while the old steps are still being deleted"
     assert not background.busy
     settling = threading.Thread(target=background.wait_until_idle, daemon=True)
@@ -136,8 +136,9 @@ def test_deleting_old_steps_does_not_hold_up_the_trainer_and_the_next_save_waits
 
 def test_a_failed_save_deletes_nothing() -> None:
     save = FakeSave(CommitError("rank 1: full"))
-    background = saves()
-    background.run(handle_of(save))
+    background = saves(is_async=False)
+    with pytest.raises(CommitError, match="rank 1: full"):
+        background.finish(handle_of(save), 0.0)
     background.wait_until_idle()
     assert not save.deleting.is_set()
 
