@@ -10,23 +10,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import Manifest
 from mcore_ckpt.config import CheckpointConfig
-from mcore_ckpt.delivery import Delivery
 from mcore_ckpt.errors import (
     CheckpointError,
-    CommitError,
     HungDiskError,
     InvalidArgumentError,
     InvalidTypeError,
 )
 from mcore_ckpt.fast.found import found_on_nodes, own_held, why_not_whole
-from mcore_ckpt.fast.saves import FastSaves, open_fast_saves
+from mcore_ckpt.fast.saves import open_fast_saves
 from mcore_ckpt.fast.tier import promise_space
-from mcore_ckpt.field_checks import check_value
 from mcore_ckpt.formats.huggingface.assets import check_assets
 from mcore_ckpt.io.access import top_mode
 from mcore_ckpt.io.disk_watch import DiskWatch
@@ -37,16 +31,17 @@ from mcore_ckpt.load.load_events import LoadEvents
 from mcore_ckpt.processes import Home
 from mcore_ckpt.ranks.meeting import rendezvous
 from mcore_ckpt.ranks.rounds import Agreement, Record, agree, decide
-from mcore_ckpt.save.background import BackgroundSaves, SaveHandle, is_deleting_here
-from mcore_ckpt.save.context import Closing, SaveContext
-from mcore_ckpt.save.destination import Destination, find_destination
+from mcore_ckpt.save.background import BackgroundSaves, SaveHandle
+from mcore_ckpt.save.context import Closing, context_of
+from mcore_ckpt.save.destination import Destination
 from mcore_ckpt.save.file_contents import estimated_bytes
-from mcore_ckpt.save.guards import Guards, changing_methods, why_not_lazy
+from mcore_ckpt.save.guards import Guards, methods_to_delay
 from mcore_ckpt.save.hf_export import check_exportable, warn_of_config
 from mcore_ckpt.save.host_images import HostImages
 from mcore_ckpt.save.nodes import Nodes
+from mcore_ckpt.save.request import check_step, read_request
 from mcore_ckpt.save.root import Root
-from mcore_ckpt.save.save import SaveRequest, save_step
+from mcore_ckpt.save.save import save_step
 from mcore_ckpt.save.save_events import SaveEvents
 from mcore_ckpt.state.model import as_chunks, has_weights_on_gpu
 from mcore_ckpt.state.thread_settings import settings_for_state, settings_here
@@ -58,17 +53,13 @@ from mcore_ckpt.steps.choice import choose, oldest_first
 from mcore_ckpt.steps.history import RunHistory
 from mcore_ckpt.steps.node_steps import NodeStep, node_steps
 from mcore_ckpt.steps.remote_steps import RemoteStep, RemoteSteps
-from mcore_ckpt.steps.retention import PreservationPolicy
-from mcore_ckpt.steps.space_watch import Saving, SpaceWatch
 from mcore_ckpt.steps.trainer_lock import TrainerLock
-from mcore_ckpt.steps.upload_queue import UploadQueue
 from mcore_ckpt.tools.examine.doctor.start_line import log_root
 from mcore_ckpt.urls import local_path
 
 logger = logging.getLogger(__name__)
 
 _SETTING_UP = "setting up a CheckpointManager"
-LARGEST_STEP = 10**18  # steps are smaller than this, because the tracker has 18 digits (file_names.parse_tracker)
 
 
 class CheckpointManager:
@@ -180,19 +171,13 @@ class CheckpointManager:
             self._disk.run(partial(log_root, trainer.root))
         self._trainer = trainer
         self._remote = remote
-        self._delivery = Delivery(config.listeners)
-        uploads = _upload_queue(trainer, remote, self._delivery)
-        space_watch = SpaceWatch(trainer.root, is_deleting_here)
-        history = _history(trainer, remote, fast)
-        commits = agreement.for_thread("saves")
-        # The thread of an async save reads only host copies of the state, so it needs no CUDA settings.
-        commits.runner = DiskWatch(config.timeout_s, who=who, beside=self._disk) if config.async_save else self._disk
-        self._context = SaveContext(trainer, commits, images, lock, uploads, space_watch, self._delivery, history)
+        self._context = context_of(trainer, images, lock, remote, fast, self._disk)
+        self._delivery = self._context.delivery
         self._closing, self._tier = Closing.of(self._context, fast), None if fast is None else fast.tier
         in_root = Root(self._context)
         self._destination: Destination = in_root if fast is None else Nodes(self._context, fast, in_root)
-        self._background = BackgroundSaves(commits, warns=config.if_failed == "warn", is_async=config.async_save)
-        self._guards = Guards(_to_delay(trainer), self._context.host_images.hold)
+        self._background = BackgroundSaves(self._context.commits, config.if_failed == "warn", config.async_save)
+        self._guards = Guards(methods_to_delay(trainer), images.hold)
         self._prepare_host_images()
 
     def save(
@@ -249,26 +234,10 @@ class CheckpointManager:
         events = SaveEvents(self._delivery, step, self._trainer.role, self._trainer.agreement.rank, started)
         topic = f"saving step {step} of {self._trainer.role}"
         with self._trainer.agreement.call(topic), events.telling_of_failure(), self._settings():
-            request = self._request(step, extra_state, roles, path, max_to_keep, started)
+            self._check_open()
+            self._check_contents("save_contents")
+            request = read_request(self._trainer, step, extra_state, roles, path, max_to_keep, started)
             return save_step(self._context, self._destination, self._background, request, events)
-
-    def _request(
-        self,
-        step: int,
-        extra_state: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None,
-        roles: Sequence[str] | None,
-        path: str | Path | None,
-        max_to_keep: int | None,
-        called: float,
-    ) -> SaveRequest:
-        """Reads and checks the arguments of `save`."""
-        extra_state = _read_extra_state(extra_state) if callable(extra_state) else extra_state
-        self._check_save(step, extra_state)
-        role_dir, counts = find_destination(self._trainer.root, self._trainer.role, step, _full_path(path))
-        policy = _policy(self._trainer.config, max_to_keep)
-        declared = file_names.check_roles(roles or self._trainer.config.roles or ())
-        declared = file_names.check_roles([*declared, self._trainer.role])
-        return SaveRequest(Saving(role_dir, step, policy if counts else None), declared, extra_state, called)
 
     def load(self, *, step: int | None = None, path: str | Path | None = None, verify: str = "read") -> LoadResult:
         """Loads the contents that `load_contents` names. Every rank calls it.
@@ -299,7 +268,7 @@ class CheckpointManager:
             self._background.wait_until_idle()
             self._check_contents("load_contents")
             if step is not None:
-                _check_step(step)
+                check_step(step)
             if step is not None and path is not None:
                 raise InvalidArgumentError("step and path are both given: use one")
             if verify not in VERIFY_WORDS:
@@ -484,18 +453,6 @@ class CheckpointManager:
             # If the trainer saves, the save raises this error on all ranks. A trainer that only loads need not see it.
             logger.debug("host memory is not prepared: %s", error)
 
-    def _check_save(self, step: int, extra_state: Mapping[str, Any] | None) -> None:
-        self._check_open()
-        self._check_contents("save_contents")
-        _check_step(step)
-        if extra_state is not None and not isinstance(extra_state, Mapping):
-            raise InvalidTypeError(f"extra_state is a {type(extra_state).__name__}: use a dict")
-        if extra_state is not None and "extra" not in self._trainer.config.save_contents:
-            raise InvalidArgumentError(
-                "extra_state is given, but it would not be saved, because save_contents has no 'extra': add the word, "
-                "or pass no extra_state"
-            )
-
     def _check_contents(self, field: str) -> None:
         if self._trainer.optimizer is None and "optimizer" in getattr(self._trainer.config, field):
             raise InvalidArgumentError(
@@ -508,23 +465,6 @@ class CheckpointManager:
     def _check_open(self) -> None:
         if self._closed:
             raise InvalidArgumentError("this CheckpointManager is closed: make a new one")
-
-
-def _check_step(step: object) -> None:
-    check_value("step", step, int, {"least": 0})
-    if isinstance(step, int) and step >= LARGEST_STEP:
-        raise InvalidArgumentError(f"step is {step}: use a number below {LARGEST_STEP}")
-
-
-def _read_extra_state(read: Callable[[], Mapping[str, Any] | None]) -> Mapping[str, Any] | None:
-    try:
-        return read()
-    except CheckpointError:
-        raise
-    except Exception as error:
-        # The other ranks raise a CommitError. So does this rank, so that a training loop that catches errors of this
-        # package continues on all ranks.
-        raise CommitError(f"extra_state could not be read: {type(error).__name__}: {error}") from error
 
 
 def _full_path(path: str | Path | None) -> Path | None:
@@ -550,41 +490,3 @@ def _set_up_together(trainer: Trainer, remote: RemoteSteps | None, lock: Trainer
     else:
         warn_of_config(known)
     return known
-
-
-def _upload_queue(trainer: Trainer, remote: RemoteSteps | None, delivery: Delivery) -> UploadQueue | None:
-    """Returns the queue of uploads; None without a remote store, and on all ranks except rank 0."""
-    if remote is None or not trainer.agreement.is_coordinator:
-        return None
-    config = trainer.config
-    policy = PreservationPolicy(config.max_to_keep, config.keep_every) if config.prune_remote else PreservationPolicy()
-    return UploadQueue(remote, trainer.root, trainer.role, policy, delivery)
-
-
-def _history(trainer: Trainer, remote: RemoteSteps | None, fast: FastSaves | None) -> RunHistory:
-    if fast is None:
-        return RunHistory(trainer.root, trainer.role, trainer.root, None, remote)
-    history = RunHistory(trainer.root, trainer.role, fast.tier.home, fast.tier.folder, remote)
-    history.seen(each.head for each in fast.earlier)
-    return history
-
-
-def _policy(config: CheckpointConfig, max_to_keep: int | None) -> PreservationPolicy:
-    if max_to_keep is None:
-        return PreservationPolicy(config.max_to_keep, config.keep_every)
-    check_value("max_to_keep", max_to_keep, int | None, {"least": 1, "or_none": "for config.max_to_keep"})
-    return PreservationPolicy(max_to_keep, config.keep_every)
-
-
-def _to_delay(trainer: Trainer) -> list[tuple[Any, str]]:
-    """Lists the methods that wait for the copies of a lazy save."""
-    config = trainer.config
-    if not (config.async_save and config.async_mode == "lazy" and torch.cuda.is_available()):
-        return []
-    if (reason := why_not_lazy(trainer)) and trainer.agreement.is_coordinator:
-        logger.warning(
-            'async_mode is "lazy", but %s: save() waits until the state is copied, as with "snapshot". A manager may '
-            "have an optimizer that it does not save (save_contents)",
-            reason,
-        )
-    return changing_methods(trainer)

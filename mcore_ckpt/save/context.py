@@ -12,14 +12,18 @@ from dataclasses import dataclass, field
 from mcore_ckpt.delivery import Delivery
 from mcore_ckpt.errors import CheckpointError, HungDiskError
 from mcore_ckpt.fast.saves import FastSaves
+from mcore_ckpt.io.disk_watch import DiskWatch
 from mcore_ckpt.processes import Home
 from mcore_ckpt.ranks.rounds import Agreement
+from mcore_ckpt.save.background import is_deleting_here
 from mcore_ckpt.save.host_images import HostImages
 from mcore_ckpt.save.plan import SavePlanner
 from mcore_ckpt.save.rank_reports import TensorNames
 from mcore_ckpt.save.replica_check import ReplicaWarnings
 from mcore_ckpt.state.trainer import Trainer
 from mcore_ckpt.steps.history import RunHistory
+from mcore_ckpt.steps.remote_steps import RemoteSteps
+from mcore_ckpt.steps.retention import PreservationPolicy
 from mcore_ckpt.steps.space_watch import SpaceWatch
 from mcore_ckpt.steps.trainer_lock import TrainerLock
 from mcore_ckpt.steps.upload_queue import UploadQueue
@@ -59,6 +63,51 @@ class SaveContext:
     names: TensorNames = field(default_factory=TensorNames)
     assets: dict[str, int] = field(default_factory=dict)
     replica_warnings: ReplicaWarnings = field(default_factory=ReplicaWarnings)
+
+
+def context_of(
+    trainer: Trainer,
+    host_images: HostImages,
+    lock: TrainerLock,
+    remote: RemoteSteps | None,
+    fast: FastSaves | None,
+    disk: DiskWatch,
+) -> SaveContext:
+    """Makes what the saves of one manager share.
+
+    Args:
+        trainer, host_images, lock: see `SaveContext`.
+        remote: the steps in the remote store; None without one.
+        fast: what the saves into the fast tier share; None without one.
+        disk: watches the work of the trainer's thread.
+    """
+    config, agreement = trainer.config, trainer.agreement
+    commits = agreement.for_thread("saves")
+    # The thread of an async save reads only host copies of the state, so it needs no CUDA settings.
+    own = DiskWatch(config.timeout_s, who=f"rank {agreement.rank}: ", beside=disk)
+    commits.runner = own if config.async_save else disk
+    delivery = Delivery(config.listeners)
+    uploads = _upload_queue(trainer, remote, delivery)
+    space_watch = SpaceWatch(trainer.root, is_deleting_here)
+    history = _history(trainer, remote, fast)
+    return SaveContext(trainer, commits, host_images, lock, uploads, space_watch, delivery, history)
+
+
+def _upload_queue(trainer: Trainer, remote: RemoteSteps | None, delivery: Delivery) -> UploadQueue | None:
+    """Returns the queue of uploads; None without a remote store, and on all ranks except rank 0."""
+    if remote is None or not trainer.agreement.is_coordinator:
+        return None
+    config = trainer.config
+    policy = PreservationPolicy(config.max_to_keep, config.keep_every) if config.prune_remote else PreservationPolicy()
+    return UploadQueue(remote, trainer.root, trainer.role, policy, delivery)
+
+
+def _history(trainer: Trainer, remote: RemoteSteps | None, fast: FastSaves | None) -> RunHistory:
+    if fast is None:
+        return RunHistory(trainer.root, trainer.role, trainer.root, None, remote)
+    history = RunHistory(trainer.root, trainer.role, fast.tier.home, fast.tier.folder, remote)
+    history.seen(each.head for each in fast.earlier)
+    return history
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-"""Where a save goes: the protocol of destinations, and which folder of the root a save is for.
+"""Where a save goes: the protocol of destinations.
 
 A manager has one destination. `root.Root` saves to the shared root, `nodes.Nodes` to the nodes' own disks. A new place,
 such as an object store, is a new class, and the walk (`save.save_step`) does not change.
@@ -6,17 +6,14 @@ such as an object store, is a new class, and the walk (`save.save_step`) does no
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import Manifest, WrittenFile
 from mcore_ckpt.checkpoint.placement import Placement
-from mcore_ckpt.errors import InvalidArgumentError
 from mcore_ckpt.fast.copies import CopyHandle
 from mcore_ckpt.fast.drains import DrainHandle
 from mcore_ckpt.io.disk_space import Need
@@ -27,7 +24,6 @@ from mcore_ckpt.steps.space_watch import Saving
 from mcore_ckpt.steps.trainer_lock import TrainerLock
 from mcore_ckpt.steps.transaction import Attempt
 from mcore_ckpt.steps.upload_queue import UploadHandle
-from mcore_ckpt.urls import local_path
 
 # A file, and the rank that has written it.
 Written = tuple[int, FileReport]
@@ -165,30 +161,3 @@ class Destination(Protocol):
 
     def wait(self) -> None:
         """Waits until nothing that follows commits is under way."""
-
-
-def find_destination(root: Path, role: str, step: int, path: str | Path | None) -> tuple[Path, bool]:
-    """Returns the checkpoint's folder, and whether it is part of a step below the root.
-
-    Args:
-        root: the folder of all steps.
-        role, step: what is saved.
-        path: the folder that the caller asks for; None for the usual one.
-
-    Raises InvalidArgumentError if the folder cannot be used.
-    """
-    role_dir = (
-        file_names.step_dir(root, step) / role if path is None else Path(os.path.abspath(local_path(path, "path")))
-    )
-    if role_dir.resolve() in (root.resolve(), *root.resolve().parents):
-        raise InvalidArgumentError(
-            f"path {role_dir} is the folder of all steps, or above it: pass the checkpoint's own folder"
-        )
-    of = file_names.step_root(role_dir, role, step)
-    if of is not None and of.resolve() == root.resolve():
-        return role_dir, True
-    if file_names.parse_step(role_dir.parent.name) is not None and role_dir.parent.parent.resolve() == root.resolve():
-        raise InvalidArgumentError(
-            f"path {role_dir} is in a step's folder, so its name would be taken for a role: use {role}"
-        )
-    return role_dir, False

@@ -10,6 +10,7 @@ is trained has not been given the optimizer, the save is a snapshot (`why_not_la
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from copy import deepcopy
 from dataclasses import dataclass
@@ -17,10 +18,14 @@ from functools import update_wrapper
 from types import MethodType
 from typing import Any
 
+import torch
+
 from mcore_ckpt.processes import Home
 from mcore_ckpt.state.model import gradients_share_memory
 from mcore_ckpt.state.optimizers.chain import optimizer_parts
 from mcore_ckpt.state.trainer import Trainer
+
+logger = logging.getLogger(__name__)
 
 
 def changing_methods(trainer: Trainer) -> list[tuple[Any, str]]:
@@ -42,6 +47,23 @@ def why_not_lazy(trainer: Trainer) -> str | None:
     if trainer.optimizer is None and any(each.requires_grad for chunk in trainer.chunks for each in chunk.parameters()):
         return "the manager has no optimizer whose step it could delay"
     return None
+
+
+def methods_to_delay(trainer: Trainer) -> list[tuple[Any, str]]:
+    """Lists the methods that must wait for the copies of a lazy save; none if saves are not lazy.
+
+    Warns on rank 0 if the trainer wants lazy saves, but cannot have them.
+    """
+    config = trainer.config
+    if not (config.async_save and config.async_mode == "lazy" and torch.cuda.is_available()):
+        return []
+    if (reason := why_not_lazy(trainer)) and trainer.agreement.is_coordinator:
+        logger.warning(
+            'async_mode is "lazy", but %s: save() waits until the state is copied, as with "snapshot". A manager may '
+            "have an optimizer that it does not save (save_contents)",
+            reason,
+        )
+    return changing_methods(trainer)
 
 
 class Guards:

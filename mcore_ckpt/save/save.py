@@ -9,12 +9,11 @@ It runs on three threads:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import Manifest
@@ -30,28 +29,11 @@ from mcore_ckpt.save.new_manifest import build_manifest
 from mcore_ckpt.save.rank_files import RankFiles
 from mcore_ckpt.save.rank_reports import RankReport
 from mcore_ckpt.save.replica_check import DifferentReplicas, compare_replicas
+from mcore_ckpt.save.request import SaveRequest
 from mcore_ckpt.save.save_events import SaveEvents
 from mcore_ckpt.save.save_times import SaveReport, SaveTimes, timeline_of
 from mcore_ckpt.steps.commit import discard
-from mcore_ckpt.steps.space_watch import Saving
 from mcore_ckpt.steps.transaction import Attempt
-
-
-@dataclass(frozen=True, eq=False)
-class SaveRequest:
-    """What the trainer asks to save.
-
-    Attributes:
-        saving: the step, its folder in the root, and which steps stay after the commit.
-        roles: the roles that the step consists of.
-        extra_state: the trainer's own state, or None.
-        called: when the trainer called `save` (time.perf_counter()). That call may have waited for an earlier save.
-    """
-
-    saving: Saving
-    roles: tuple[str, ...]
-    extra_state: Mapping[str, Any] | None
-    called: float
 
 
 def save_step(

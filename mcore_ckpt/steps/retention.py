@@ -4,9 +4,8 @@
 a trainer after its commit, a restarted trainer, or `mcore-ckpt prune` while a trainer runs.
 
 To add a rule, add a field to `PreservationPolicy` and a reason to `_why_it_stays`. So that users can set it, add the
-field to `config.py`, and pass it on wherever a policy is made: in `manager._policy` (for the root), in
-`manager._upload_queue` (for the remote store) and in `cli/prune.py`. Integrations make policies of their frameworks'
-options.
+field to `config.py`, and pass it on wherever a policy is made: in `save/request.py` (for the root), in
+`save/context.py` (for the remote store) and in `cli/prune.py`. Integrations make policies of their frameworks' options.
 """
 
 from __future__ import annotations

@@ -238,7 +238,7 @@ def test_a_closed_manager_gives_back_the_methods_that_it_guarded(
     shared_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a GPU there is nothing to guard, so this says that there is. Nothing is saved."""
-    monkeypatch.setattr("mcore_ckpt.manager._to_delay", changing_methods)
+    monkeypatch.setattr("mcore_ckpt.manager.methods_to_delay", changing_methods)
     with parallel(DP2):
         training = build(DP2, seed=1)
         manager = start(training, shared_path, async_mode="lazy")

@@ -1,0 +1,126 @@
+"""Reads and checks what a trainer asks to save: the step, its folder, its roles, and which steps stay."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.config import CheckpointConfig
+from mcore_ckpt.errors import CheckpointError, CommitError, InvalidArgumentError, InvalidTypeError
+from mcore_ckpt.field_checks import check_value
+from mcore_ckpt.state.trainer import Trainer
+from mcore_ckpt.steps.retention import PreservationPolicy
+from mcore_ckpt.steps.space_watch import Saving
+from mcore_ckpt.urls import local_path
+
+LARGEST_STEP = 10**18  # steps are smaller than this, because the tracker has 18 digits (file_names.parse_tracker)
+
+
+@dataclass(frozen=True, eq=False)
+class SaveRequest:
+    """What the trainer asks to save.
+
+    Attributes:
+        saving: the step, its folder in the root, and which steps stay after the commit.
+        roles: the roles that the step consists of.
+        extra_state: the trainer's own state, or None.
+        called: when the trainer called `save` (time.perf_counter()). That call may have waited for an earlier save.
+    """
+
+    saving: Saving
+    roles: tuple[str, ...]
+    extra_state: Mapping[str, Any] | None
+    called: float
+
+
+def read_request(
+    trainer: Trainer,
+    step: int,
+    extra_state: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None,
+    roles: Sequence[str] | None,
+    path: str | Path | None,
+    max_to_keep: int | None,
+    called: float,
+) -> SaveRequest:
+    """Reads and checks the arguments of `CheckpointManager.save`, and raises the errors that it names for them.
+
+    Args:
+        trainer: the objects to save.
+        step, extra_state, roles, path, max_to_keep: see `CheckpointManager.save`.
+        called: see `SaveRequest`.
+    """
+    if callable(extra_state):
+        extra_state = _read_extra_state(extra_state)
+    check_step(step)
+    _check_extra_state(trainer.config, extra_state)
+    role_dir, counts = _find_folder(trainer.root, trainer.role, step, path)
+    policy = _policy(trainer.config, max_to_keep)
+    declared = file_names.check_roles(roles or trainer.config.roles or ())
+    declared = file_names.check_roles([*declared, trainer.role])
+    return SaveRequest(Saving(role_dir, step, policy if counts else None), declared, extra_state, called)
+
+
+def check_step(step: object) -> None:
+    """Raises InvalidArgumentError or InvalidTypeError if a step cannot have this number."""
+    check_value("step", step, int, {"least": 0})
+    if isinstance(step, int) and step >= LARGEST_STEP:
+        raise InvalidArgumentError(f"step is {step}: use a number below {LARGEST_STEP}")
+
+
+def _read_extra_state(read: Callable[[], Mapping[str, Any] | None]) -> Mapping[str, Any] | None:
+    try:
+        return read()
+    except CheckpointError:
+        raise
+    except Exception as error:
+        # The other ranks raise a CommitError. So does this rank, so that a training loop that catches errors of this
+        # package continues on all ranks.
+        raise CommitError(f"extra_state could not be read: {type(error).__name__}: {error}") from error
+
+
+def _check_extra_state(config: CheckpointConfig, extra_state: object) -> None:
+    if extra_state is not None and not isinstance(extra_state, Mapping):
+        raise InvalidTypeError(f"extra_state is a {type(extra_state).__name__}: use a dict")
+    if extra_state is not None and "extra" not in config.save_contents:
+        raise InvalidArgumentError(
+            "extra_state is given, but it would not be saved, because save_contents has no 'extra': add the word, "
+            "or pass no extra_state"
+        )
+
+
+def _find_folder(root: Path, role: str, step: int, path: str | Path | None) -> tuple[Path, bool]:
+    """Returns the checkpoint's folder, and whether it is part of a step below the root.
+
+    Args:
+        root: the folder of all steps.
+        role, step: what is saved.
+        path: the folder that the caller asks for; None for the usual one.
+
+    Raises InvalidArgumentError if the folder cannot be used.
+    """
+    role_dir = (
+        file_names.step_dir(root, step) / role if path is None else Path(os.path.abspath(local_path(path, "path")))
+    )
+    if role_dir.resolve() in (root.resolve(), *root.resolve().parents):
+        raise InvalidArgumentError(
+            f"path {role_dir} is the folder of all steps, or above it: pass the checkpoint's own folder"
+        )
+    of = file_names.step_root(role_dir, role, step)
+    if of is not None and of.resolve() == root.resolve():
+        return role_dir, True
+    if file_names.parse_step(role_dir.parent.name) is not None and role_dir.parent.parent.resolve() == root.resolve():
+        raise InvalidArgumentError(
+            f"path {role_dir} is in a step's folder, so its name would be taken for a role: use {role}"
+        )
+    return role_dir, False
+
+
+def _policy(config: CheckpointConfig, max_to_keep: int | None) -> PreservationPolicy:
+    if max_to_keep is None:
+        return PreservationPolicy(config.max_to_keep, config.keep_every)
+    check_value("max_to_keep", max_to_keep, int | None, {"least": 1, "or_none": "for config.max_to_keep"})
+    return PreservationPolicy(max_to_keep, config.keep_every)
