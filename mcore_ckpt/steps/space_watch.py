@@ -96,7 +96,7 @@ class SpaceWatch:
         self._checked = NOTHING
         self._tried, self._foreseen = _Warned(), _Warned()
         self._looks = Worker("mcore_ckpt next save", must_finish=False)
-        self._prune_look: threading.Thread | None = None
+        self._prune_look = Worker("mcore_ckpt old steps", must_finish=False)
 
     def check(self, saving: Saving, need: Need, patience_s: float) -> None:
         """Refuses a save whose files do not fit.
@@ -235,7 +235,7 @@ class SpaceWatch:
             look_s: how long this may take, in seconds. It takes at most OLD_STEPS_LOOK_S.
         """
         # If the last look still goes on, the file system hangs or is slow, and another look would end no sooner.
-        if look_s <= 0 or (self._prune_look is not None and self._prune_look.is_alive()):
+        if look_s <= 0 or self._prune_look.is_at_work:
             return self._prune_shows()
         found, stop = list[str](), threading.Event()
 
@@ -243,10 +243,9 @@ class SpaceWatch:
             found.append(_found_by_prune(self._root, self._prune, stop))
 
         # On a thread, because one call to a network file system can already take too long.
-        self._prune_look = threading.Thread(target=look, name="mcore_ckpt old steps", daemon=True)
         with suppress(RuntimeError):  # the system allows no more threads
-            self._prune_look.start()
-            self._prune_look.join(min(look_s, tuning.OLD_STEPS_LOOK_S))
+            self._prune_look.add(look)
+            self._prune_look.wait_at_most(min(look_s, tuning.OLD_STEPS_LOOK_S))
         stop.set()
         return found[0] if found else self._prune_shows()
 
