@@ -161,7 +161,6 @@ class Copies:
 
     def _is_passed_over(self, wanted: _Wanted) -> bool:
         """Returns True, on every rank, if some rank knows that a newer step is committed."""
-
         attempt = wanted.attempt
 
         def work() -> Record:

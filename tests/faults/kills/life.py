@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager
 from mcore_ckpt.io import tuning
-from mcore_ckpt.save import old_steps
+from mcore_ckpt.save import root_commit
 from mcore_ckpt.steps import commit
 from tests.distributed.snapshot import snapshot
 from tests.distributed.training import Layout, build, parallel, train
@@ -132,7 +132,7 @@ def _live(life: Life, rank: int, ready: int, watch: PhaseWatch, report: dict[str
         os.write(ready, b"x")
         watch.watch_io()
         watch.name_phase(commit, "publish", "commit")
-        watch.name_phase(old_steps, "delete_step", "retention")
+        watch.name_phase(root_commit, "delete_step", "retention")
         report["in"] = "start"
         with watch.during("start"):
             manager = _manager(life, training)
