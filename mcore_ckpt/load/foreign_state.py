@@ -314,11 +314,12 @@ def _check_against_weights(path: Path, state: ForeignState, weights: Sequence[to
 
     Main parameters round to the weights, but for matrices that were quantized when they were saved.
 
-    megatron 0.16 to 0.19 write such checkpoints when they save a `fully_reshardable` optimizer with several buckets.
-    They remove the padding at the ends of the buckets from the gathered buffer (`get_parameter_state_dp_zero`), but
-    then cut this buffer at offsets that include the padding (`sharded_param_state_fully_reshardable`). So the
-    parameters of all buckets after the first get values of their neighbours, and so do their moments. A
-    `dp_reshardable` range also belongs to another parameter if the buckets or the pipeline split differ.
+    megatron, in every release up to 0.19.2, writes such checkpoints when it saves a `fully_reshardable` optimizer with
+    several buckets. It removes the padding at the ends of the buckets from the gathered buffer
+    (`get_parameter_state_dp_zero`), but then cuts this buffer at offsets that include the padding
+    (`sharded_param_state_fully_reshardable`). So the parameters of all buckets after the first get values of their
+    neighbours, and so do their moments. A `dp_reshardable` range also belongs to another parameter if the buckets or
+    the pipeline split differ.
     """
     whose = "the checkpoint's weights" if state.weights else "the model's present weights (the checkpoint has none)"
     for parameter, expected in zip(state.parameters, weights, strict=True):
@@ -334,8 +335,8 @@ def _check_against_weights(path: Path, state: ForeignState, weights: Sequence[to
                 f"{path}: optimizer state of {owned.name}: {wrong} of {expected.numel()} main parameters do not round "
                 f"to {whose}, so neither the main parameters nor their moments can be trusted. Either the checkpoint "
                 "was saved under other buckets or another layout, or in megatron's fully_reshardable format with "
-                "several buckets (0.16.1 mixes up parameters in this case, and the lost values cannot be recovered), "
-                "or its optimizer kept main parameters of fp16. "
+                "several buckets (in this case every release up to 0.19.2 mixes up parameters, and the lost values "
+                "cannot be recovered), or its optimizer kept main parameters of fp16. "
                 "Load it with load_contents=('model', 'extra'), or save it again as dp_reshardable"
             )
 

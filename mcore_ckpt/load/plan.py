@@ -35,7 +35,7 @@ from mcore_ckpt.state import optimizer as optimizer_state
 from mcore_ckpt.state.model import EXTRA_STATE, model_shards
 from mcore_ckpt.state.optimizers.chain import optimizer_parts
 from mcore_ckpt.state.param_groups import NO_CHANGES, GroupChanges, SavedPart, group_keys, match_parts
-from mcore_ckpt.state.rng import seed_of
+from mcore_ckpt.state.rng import check_rng, seed_of
 from mcore_ckpt.state.scheduler import check_scheduler, saved_scheduler, schedules_of
 from mcore_ckpt.state.shards import LocalShard, ParameterState
 from mcore_ckpt.state.trainer import Trainer
@@ -359,12 +359,19 @@ def _read_extra(
     handed_over = reader.by_path.get(file_names.extra_file(*place))
     extra = None if handed_over is None else _extra_state(reader, handed_over)
     if trainer.topology.has_generators_of(saved):
-        rng = reader.plain(file_names.rng_file(*place))
-        if "torch" in rng:
+        file, rng = _read_rng(reader, place)
+        if "seed" not in rng:
+            check_rng(rng, file)
             return rng, None, extra
     # All tensor-parallel ranks start from one seed, because outside megatron's tracker they must draw equal numbers.
-    first = reader.plain(file_names.rng_file(0, 0, *place[2:]))
-    return None, seed_of(first), extra
+    file, first = _read_rng(reader, (0, 0, *place[2:]))
+    return None, seed_of(first, file), extra
+
+
+def _read_rng(reader: NativeReader, place: tuple[int, int, int, int]) -> tuple[str, dict[str, Any]]:
+    """Reads the random states of a saved rank. Returns the file's name for messages, and the states."""
+    path = file_names.rng_file(*place)
+    return f"{reader.place}/{path}", reader.plain(path)
 
 
 def _extra_state(reader: NativeReader, record: FileRecord) -> dict[str, Any]:

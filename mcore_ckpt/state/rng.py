@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from mcore_ckpt.errors import CheckpointCorruptError
 from mcore_ckpt.state.plain import to_plain
 
 
@@ -23,14 +25,32 @@ def read_rng() -> dict[str, Any]:
     }
 
 
-def seed_of(state: dict[str, Any]) -> int:
-    """Returns the seed with which the generators of a saved state were started.
+def check_rng(state: Mapping[str, Any], file: str) -> None:
+    """Checks that a file has the states of all generators as `read_rng` returns them, or a seed instead.
+
+    Raises:
+        CheckpointCorruptError: a field is missing or has another form. The message names the file and the fields.
+    """
+    if isinstance(state.get("seed"), int):
+        return
+    wrong = [name for name, is_right in _FORMS.items() if name not in state or not is_right(state[name])]
+    if wrong:
+        raise _incomplete(file, wrong)
+
+
+def seed_of(state: Mapping[str, Any], file: str) -> int:
+    """Returns the seed with which the generators of a saved state were started. `file` is for messages.
 
     The state of torch's CPU generator begins with the seed (`CPUGeneratorImplStateLegacy`, torch 2.13: 8 bytes,
     little-endian). A state that was resharded for another layout contains only the seed.
+
+    Raises:
+        CheckpointCorruptError: the file has neither a seed nor that state.
     """
-    if "seed" in state:
+    if isinstance(state.get("seed"), int):
         return int(state["seed"])
+    if not _is_tensor(state.get("torch")):
+        raise _incomplete(file, ["torch"])
     return int.from_bytes(bytes(state["torch"][:8].tolist()), "little")
 
 
@@ -75,6 +95,38 @@ def write_rng(state: dict[str, Any]) -> None:
     if state["device"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["device"])
     _write_tracker(state["megatron"])
+
+
+def _incomplete(file: str, fields: Sequence[str]) -> CheckpointCorruptError:
+    return CheckpointCorruptError(
+        f"{file}: the fields {', '.join(fields)} of the random states are missing or damaged: take another checkpoint, "
+        "or leave 'extra' out of load_contents to start with fresh ones"
+    )
+
+
+def _is_python(state: Any) -> bool:
+    return isinstance(state, Sequence) and len(state) == 3 and isinstance(state[1], Sequence)
+
+
+def _is_numpy(state: Any) -> bool:
+    if state is None:
+        return True
+    fields = {"name", "keys", "position", "has_gauss", "cached"}
+    return isinstance(state, Mapping) and state.keys() >= fields and _is_tensor(state["keys"])
+
+
+def _is_tensor(state: Any) -> bool:
+    return isinstance(state, torch.Tensor)
+
+
+# The fields of a file, each with a function that says whether a value has its form.
+_FORMS = {
+    "python": _is_python,
+    "numpy": _is_numpy,
+    "torch": _is_tensor,
+    "device": lambda state: state is None or _is_tensor(state),
+    "megatron": lambda state: isinstance(state, Mapping) and all(map(_is_tensor, state.values())),
+}
 
 
 def _read_numpy() -> dict[str, Any] | None:

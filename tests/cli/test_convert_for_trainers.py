@@ -80,6 +80,15 @@ def test_too_little_space_is_told_before_a_byte_is_written(
     assert not (tmp_path / "theirs").exists()
 
 
+def test_random_states_that_lack_fields(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make(tmp_path / "ours", of_llama(), cuts={name: Cut(None) for name in of_llama() if "norm_weight" in name})
+    assert back(tmp_path / "ours", tmp_path / "theirs") == 1
+    said = capsys.readouterr().err
+    assert str(tmp_path / "ours" / ROLE / "rng_states" / "rng_states_pp0_tp0_cp0_dp0.pt") in said
+    assert "python, numpy, device, megatron" in said
+    assert not (tmp_path / "theirs").exists()
+
+
 def test_a_result_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tensors = tensors_of(experts=True)
     source = saved(tmp_path, tensors)

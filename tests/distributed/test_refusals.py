@@ -13,6 +13,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager
+from mcore_ckpt.checkpoint.plain_files import pickle_plain, read_plain, write_plain
+from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -22,6 +24,7 @@ from mcore_ckpt.errors import (
     UnsupportedError,
 )
 from mcore_ckpt.state.model import unwrap
+from mcore_ckpt.steps.commit import write_manifest
 from tests.distributed.agreement import error_of, everywhere, gather, raised_everywhere
 from tests.distributed.checkpointing import TIMEOUT_S, manager_of, save
 from tests.distributed.layouts import HAS_HYBRID, LAYOUTS, REDUCES_EXPERTS_APART
@@ -102,6 +105,32 @@ def test_damaged_file(damage: Callable[[Path], None], file: str, shared_path: Pa
             if dist.get_rank() == 0:
                 damage(shared_path / "global_steps_1" / "actor" / file)
         assert_names(refused_load(training, shared_path, CheckpointCorruptError), re.escape(file))
+
+
+def without_device(role: Path) -> None:
+    """Takes the device's state out of the random states of rank 1, as a program that writes such files might."""
+    manifest = read_manifest(role)
+    record = next(file for file in manifest.files if file.path == RNG)
+    states = {name: state for name, state in read_plain(role, record).items() if name != "device"}
+    for name in (RNG, "manifest.json"):
+        (role / name).unlink()
+    written = write_plain(role, RNG, record.kind, pickle_plain(states))
+    changed = replace(record, size=written.size, crc32=written.crc32)
+    files = tuple(changed if file is record else file for file in manifest.files)
+    write_manifest(role, replace(manifest, files=files))
+
+
+@pytest.mark.world(2)
+def test_random_states_that_lack_a_field(shared_path: Path) -> None:
+    with parallel(DP2):
+        training = build(DP2, seed=1)
+        train(training, 0, 1)
+        save(training, shared_path, 1)
+        train(training, 1, 2)
+        with everywhere():
+            if dist.get_rank() == 0:
+                without_device(shared_path / "global_steps_1" / "actor")
+        assert_names(refused_load(training, shared_path, CheckpointCorruptError), re.escape(RNG), "device")
 
 
 @pytest.mark.world(2)

@@ -172,7 +172,13 @@ def plain_of(ranks: Sequence[Rank], **common: Any) -> dict[str, dict[str, Any]]:
     adam = {"kind": "Adam", "param_groups": [group], "step": 3.0, "grad_scaler": None}
     found: dict[str, dict[str, Any]] = {file_names.COMMON_FILE: {"optimizers": [adam], "lr_scheduler": None} | common}
     for each in ranks:
-        found[file_names.rng_file(0, each.rank, 0, 0)] = {"torch": torch.full((16,), 7, dtype=torch.uint8)}
+        found[file_names.rng_file(0, each.rank, 0, 0)] = {
+            "python": (3, (1, 2), None),
+            "numpy": None,
+            "torch": torch.full((16,), 7, dtype=torch.uint8),
+            "device": None,
+            "megatron": {},
+        }
         found[file_names.extra_file(0, each.rank, 0, 0)] = to_stored({"rank": each.rank}, "extra_state")
     return found
 

@@ -99,8 +99,8 @@ def test_what_the_state_lacks_stays_as_it_is(tracker: megatron_random.CudaRNGSta
 def test_the_seed_comes_back_however_much_was_drawn(seed: int, tracker: megatron_random.CudaRNGStatesTracker) -> None:
     torch.manual_seed(seed)
     torch.rand(1000), torch.randn(3)
-    assert seed_of(stored(read_rng())) == seed
-    assert seed_of({"seed": 7}) == 7
+    assert seed_of(stored(read_rng()), "file") == seed
+    assert seed_of({"seed": 7}, "file") == 7
 
 
 def test_generators_start_anew_apart_by_step_and_stage_and_alike_otherwise(

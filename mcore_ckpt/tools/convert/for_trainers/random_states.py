@@ -14,6 +14,7 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.errors import InvalidStateError
 from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.formats.torch_dist.contents import saved_object
+from mcore_ckpt.state.rng import check_rng
 
 
 def rng_objects(reader: NativeReader, of_each_replica: bool = False) -> dict[str, bytes]:
@@ -27,7 +28,7 @@ def rng_objects(reader: NativeReader, of_each_replica: bool = False) -> dict[str
             context-parallel ranks.
 
     Raises:
-        CheckpointCorruptError: a file is missing or damaged.
+        CheckpointCorruptError: a file is missing, is damaged, or lacks states.
         InvalidStateError: NumPy is not installed, without which megatron's form cannot be written.
     """
     if not reader.manifest.files_of("rng"):
@@ -40,7 +41,7 @@ def rng_objects(reader: NativeReader, of_each_replica: bool = False) -> dict[str
             replicas = [(cp, dp) for dp in range(sizes.dp) for cp in range(sizes.cp)]
             if not of_each_replica:
                 replicas = [(0, dp) for dp in range(sizes.dp)]
-            states = [reader.plain(file_names.rng_file(pp, tp, cp, dp)) for cp, dp in replicas]
+            states = [_read_states(reader, file_names.rng_file(pp, tp, cp, dp)) for cp, dp in replicas]
             if any("seed" in state for state in states):
                 return {}
             found = [_in_megatrons_form(state) for state in states]
@@ -51,6 +52,12 @@ def rng_objects(reader: NativeReader, of_each_replica: bool = False) -> dict[str
                 key = f"rng_state/shard_{pp}.{tp}.{place}_{sizes.pp}.{sizes.tp}.{len(found)}"
                 objects[key] = saved_object([state])
     return objects
+
+
+def _read_states(reader: NativeReader, path: str) -> dict[str, Any]:
+    states = reader.plain(path)
+    check_rng(states, f"{reader.place}/{path}")
+    return states
 
 
 def _in_megatrons_form(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -80,7 +80,8 @@ def plan_carried_files(role_dir: Path, reader: NativeReader, new: Topology) -> C
         if goes_on:
             copies.append(Copy(record, file_names.rng_file(*place), rank))
         else:
-            seeded.append((file_names.rng_file(*place), rank, seed_of(read_plain(role_dir, record))))
+            seed = seed_of(read_plain(role_dir, record), f"{role_dir}/{record.path}")
+            seeded.append((file_names.rng_file(*place), rank, seed))
     for copy in copies:
         with open_file(role_dir, copy.record):
             pass
