@@ -52,13 +52,14 @@ def folder_or_model(text: str) -> str:
 
 _STEPS = frozenset({"root", "empty", "other"})  # a root that has no steps yet may have other files
 _CHECKPOINT = frozenset({"root", "step", "role", "empty", "other"})
+# Stands for the kinds of checkpoints of other programs (`PathInfo.is_foreign_checkpoint`).
+_FOREIGN_CHECKPOINT = "foreign checkpoint"
+_FOREIGN = frozenset({"foreign root", _FOREIGN_CHECKPOINT})
 _ANY_FOLDER = frozenset(
-    {*_CHECKPOINT, "parent", "inside", "foreign root", "torch_dist", "verl_ranks", "fsdp", "legacy"}
-    | {"huggingface", "adapter", "hub cache"}
+    {*_CHECKPOINT, *_FOREIGN, "parent", "inside", "legacy", "huggingface", "adapter", "hub cache"},
 )
 _HF = frozenset({"huggingface", "adapter", "empty", "other"})
-_FOREIGN = frozenset({"foreign root", "torch_dist", "verl_ranks", "fsdp"})
-# Which kinds of paths (`tools.what_is.PathKind`) each command takes. Empty and unknown folders get the command's own
+# Which kinds of paths (`tools.examine.what_is`) each command takes. Empty and unknown folders get the command's own
 # message, which says what is missing.
 TAKES: Mapping[str, frozenset[str]] = {
     "list": _STEPS,
@@ -104,7 +105,7 @@ def taken(path: Path, command: str, flag: str = "") -> Path:
     from mcore_ckpt.tools.examine.what_is import what_is
 
     found = what_is(path)
-    if found.kind in TAKES[command]:
+    if (_FOREIGN_CHECKPOINT if found.is_foreign_checkpoint else found.kind) in TAKES[command]:
         return path
     goes_above = found.kind in ("inside", "step", "role") and command in _TAKES_ABOVE
     goes_below = found.kind == "parent" and "root" in TAKES[command]

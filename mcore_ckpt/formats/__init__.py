@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from mcore_ckpt.formats.contract import TensorInfo
     from mcore_ckpt.formats.foreign_pickles import load_safely
     from mcore_ckpt.formats.huggingface.hub_names import HubModel, with_revision
-    from mcore_ckpt.formats.kinds import kind_of, torch_dist_folders
+    from mcore_ckpt.formats.kinds import kind_of
     from mcore_ckpt.formats.torch_dist.files import TorchDistFiles
+    from mcore_ckpt.formats.torch_dist.kind import torch_dist_folders
 
 __all__ = [
     "HubModel",
@@ -41,8 +42,9 @@ __getattr__ = lazy_names(
         "companions": ("companions_of", "first_cut", "what_is_missing"),
         "contract": ("TensorInfo",),
         "huggingface.hub_names": ("HubModel", "with_revision"),
-        "kinds": ("kind_of", "torch_dist_folders"),
+        "kinds": ("kind_of",),
         "foreign_pickles": ("load_safely",),
         "torch_dist.files": ("TorchDistFiles",),
+        "torch_dist.kind": ("torch_dist_folders",),
     },
 )

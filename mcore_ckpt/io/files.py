@@ -20,6 +20,14 @@ from mcore_ckpt.io.access import FILE_MODE, FOLDER_MODE, mode_in, naming_owner
 _SHARED_BLOB = re.compile(r"[0-9a-f]{64}")
 
 
+def names_in(folder: Path) -> set[str]:
+    """Returns the names in a folder; none if it cannot be read."""
+    try:
+        return set(os.listdir(folder))
+    except OSError:
+        return set()
+
+
 def write_file(path: Path, parts: Iterable[memoryview | bytes]) -> None:
     """Writes a new file and waits until its bytes are on the disk.
 

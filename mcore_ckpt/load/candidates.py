@@ -13,9 +13,11 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, InvalidArgumentError, RemoteError
 from mcore_ckpt.fast.found import node_candidate, spread_folder, why_not_whole
 from mcore_ckpt.fast.tier import NodeTier
-from mcore_ckpt.formats import kinds
+from mcore_ckpt.formats.huggingface.kind import is_hf_folder
+from mcore_ckpt.formats.kinds import kind_of
 from mcore_ckpt.formats.native.folder import Folder, LocalFolder
 from mcore_ckpt.formats.native.remote_folder import RemoteFolder
+from mcore_ckpt.formats.step_folders import is_legacy, step_folders
 from mcore_ckpt.io.links import broken_link
 from mcore_ckpt.ranks.rounds import Record
 from mcore_ckpt.state.trainer import Trainer
@@ -187,13 +189,13 @@ def _other(path: Path) -> str | None:
         return broken_link(path) or f"this folder does not exist: {name_role}"
     if os.path.lexists(path / file_names.MANIFEST_FILE):
         return None
-    if kinds.is_hf_folder(path):
+    if is_hf_folder(path):
         return "is a HuggingFace model: load it with load_hf"
-    if kinds.is_legacy(path):
+    if is_legacy(path):
         return "is a checkpoint in Megatron's legacy format, which this package does not read"
     if is_step(path):
         return "is the folder of a step: name the folder of a role in it"
-    if kinds.step_folders(path):
+    if step_folders(path):
         return f"is a folder of steps: {name_role}, or use load(step=...) of a manager with this root"
     return None
 
@@ -207,7 +209,7 @@ def _at_path(path: Path, lost: Sequence[str]) -> Record:
     # renames it back. It does not if the process that crashed may be alive: then the checkpoint is read where it is.
     if not path.is_dir():
         leftovers.remove_sibling_leftovers(path)
-    foreign = kinds.kind_of(path)
+    foreign = kind_of(path)
     moved = None if foreign else find_moved_aside(path)
     if foreign is None and moved is None:
         other = _other(path)

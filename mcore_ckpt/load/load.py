@@ -30,7 +30,6 @@ from mcore_ckpt.fast.found import found_on_nodes, own_held, to_adopt
 from mcore_ckpt.fast.spread_folder import SpreadFolder
 from mcore_ckpt.fast.tier import NodeTier
 from mcore_ckpt.fast.transaction import adopt
-from mcore_ckpt.formats import kinds
 from mcore_ckpt.formats.native.folder import Folder, LocalFolder
 from mcore_ckpt.formats.native.remote_folder import RemoteFolder
 from mcore_ckpt.io.device_waits import wait_for_gpu
@@ -323,7 +322,7 @@ def _deal(saved: Topology, now: Topology) -> str:
     return "; ".join(texts)
 
 
-def _load_foreign(trainer: Trainer, kind: kinds.ForeignKind, path: Path, started: float) -> LoadResult:
+def _load_foreign(trainer: Trainer, kind: str, path: Path, started: float) -> LoadResult:
     # Imported here because both modules import megatron, and it must be possible to import this package without it.
     from mcore_ckpt.load.torch_dist import load_torch_dist
     from mcore_ckpt.load.verl_ranks import load_verl_ranks

@@ -26,9 +26,10 @@ from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
 from mcore_ckpt.errors import CheckpointMismatchError, UnsupportedError
-from mcore_ckpt.formats.kinds import step_of, torch_dist_folders
+from mcore_ckpt.formats.step_folders import step_of
 from mcore_ckpt.formats.torch_dist.arguments import arguments_in, facts_of_arguments
 from mcore_ckpt.formats.torch_dist.files import OPTIMIZER_KEY, TorchDistFiles, WantedPart
+from mcore_ckpt.formats.torch_dist.kind import torch_dist_folders
 from mcore_ckpt.formats.torch_dist.stored_keys import StoredKeys
 from mcore_ckpt.load.foreign_state import (
     KINDS,

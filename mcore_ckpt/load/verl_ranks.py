@@ -20,7 +20,8 @@ import torch
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.errors import CheckpointMismatchError
 from mcore_ckpt.formats.foreign_pickles import load_safely
-from mcore_ckpt.formats.kinds import model_file, rank_dirs, step_of
+from mcore_ckpt.formats.step_folders import step_of
+from mcore_ckpt.formats.verl_ranks.kind import model_file, rank_dirs
 from mcore_ckpt.load.foreign_state import (
     KINDS,
     BucketRange,

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-from mcore_ckpt.formats.kinds import ForeignKind
 from mcore_ckpt.ranks.topology import read_topology
 from mcore_ckpt.state.model import process_groups_of, unwrap
 from tests.distributed.agreement import everywhere, gather
@@ -99,7 +98,7 @@ def sharded_chunks(training: Training, metadata: dict[str, Any]) -> dict[str, An
     }
 
 
-def save_as(kind: ForeignKind, training: Training, folder: Path, sharding_type: str = "dp_reshardable") -> None:
+def save_as(kind: str, training: Training, folder: Path, sharding_type: str = "dp_reshardable") -> None:
     if kind == "verl_ranks":
         save_verl_ranks(training, folder)
     else:

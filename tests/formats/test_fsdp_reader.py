@@ -25,7 +25,8 @@ from mcore_ckpt.errors import (
     UnsupportedError,
 )
 from mcore_ckpt.formats.contract import CheckpointReader, RegionRead, weights_of
-from mcore_ckpt.formats.fsdp.reader import fsdp_tensors, is_fsdp, open_fsdp, read_copied_model
+from mcore_ckpt.formats.fsdp.kind import Fsdp
+from mcore_ckpt.formats.fsdp.reader import fsdp_tensors, open_fsdp, read_copied_model
 from mcore_ckpt.formats.locate import read_regions
 from mcore_ckpt.models.accounting import COMPUTED, COPIES
 from mcore_ckpt.models.architecture import HfModel
@@ -245,12 +246,12 @@ def test_other_adapters_are_refused(name: str, tmp_path: Path) -> None:
 
 
 def test_no_checkpoint(tmp_path: Path) -> None:
-    assert not is_fsdp(tmp_path)
+    assert not Fsdp().recognizes(tmp_path)
     refused(tmp_path, CheckpointNotFoundError)
 
 
 def test_a_missing_rank(folder: Path) -> None:
-    assert is_fsdp(folder)
+    assert Fsdp().recognizes(folder)
     rank_file(folder, 2).unlink()
     refused(folder, CheckpointCorruptError, "[2] of 4")
     (folder / "fsdp_config.json").unlink()

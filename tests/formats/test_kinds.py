@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from mcore_ckpt.formats.kinds import kind_of, model_file, rank_dirs, step_of, torch_dist_folders
+from mcore_ckpt.formats.kinds import kind_of
+from mcore_ckpt.formats.step_folders import step_of
+from mcore_ckpt.formats.torch_dist.kind import torch_dist_folders
+from mcore_ckpt.formats.verl_ranks.kind import model_file, rank_dirs
 
 
 def touch(path: Path, text: str = "") -> None:

@@ -12,7 +12,7 @@ from mcore_ckpt.checkpoint.manifest import encode_manifest
 from mcore_ckpt.checkpoint.provenance import Commit, Run
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.errors import InvalidArgumentError, LockedError
-from mcore_ckpt.formats.kinds import is_hf_folder
+from mcore_ckpt.formats.huggingface.kind import is_hf_folder
 from mcore_ckpt.ranks.hosts import this_host
 from mcore_ckpt.steps import commit, owner, pins, runs, tracker, trainer_lock
 from mcore_ckpt.steps.listing import complete_steps

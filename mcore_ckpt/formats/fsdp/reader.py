@@ -31,8 +31,8 @@ from mcore_ckpt.formats.fsdp.adapters import (
     other_adapters,
 )
 from mcore_ckpt.formats.fsdp.dtensors import DTensorPlacement, placement_of
+from mcore_ckpt.formats.fsdp.kind import FSDP_FILE
 from mcore_ckpt.formats.huggingface.reader import without_doubles
-from mcore_ckpt.formats.kinds import FSDP_FILE
 from mcore_ckpt.formats.locate import same_bytes
 from mcore_ckpt.formats.shard_reader import ShardReader, stored_shard
 from mcore_ckpt.formats.torch_save_files import PtDTensor, PtTensor, read_pt
@@ -75,11 +75,6 @@ class _Found:
 
     def same_tensor(self, other: _Found) -> bool:
         return (self.dtype, self.shape, self.placement) == (other.dtype, other.shape, other.placement)
-
-
-def is_fsdp(folder: Path) -> bool:
-    """Returns True if a folder has FSDP shards."""
-    return bool(_files(folder))
 
 
 def open_fsdp(folder: Path) -> ShardReader:

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from mcore_ckpt.checkpoint.shapes import is_possible_shape
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError, UnsupportedError
 from mcore_ckpt.formats.foreign_pickles import load_metadata, load_safely
-from mcore_ckpt.formats.kinds import TORCH_DIST_CONFIG
+from mcore_ckpt.formats.torch_dist.kind import TORCH_DIST_CONFIG
 from mcore_ckpt.formats.torch_save_files import PtTensor, read_bytes, read_pt
 from mcore_ckpt.io import json_fields as fields
 from mcore_ckpt.io import limits

@@ -32,10 +32,10 @@ from mcore_ckpt.errors import (
     UnsupportedError,
 )
 from mcore_ckpt.formats.contract import TensorInfo
-from mcore_ckpt.formats.kinds import torch_dist_folders
 from mcore_ckpt.formats.locate import same_bytes
 from mcore_ckpt.formats.shard_reader import ShardReader
 from mcore_ckpt.formats.torch_dist.files import read_metadata, stored_file
+from mcore_ckpt.formats.torch_dist.kind import torch_dist_folders
 from mcore_ckpt.formats.torch_save_files import PtTensor, read_pt
 from mcore_ckpt.sharding.plan import MODEL, ShardKey, StoredShard
 from mcore_ckpt.sharding.regions import Piece, Region, Shape

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointNotFoundError
 from mcore_ckpt.formats.contract import TensorInfo
-from mcore_ckpt.formats.kinds import model_file, rank_dirs
 from mcore_ckpt.formats.locate import same_bytes
 from mcore_ckpt.formats.shard_reader import ShardReader, stored_shard
 from mcore_ckpt.formats.torch_save_files import PtTensor, read_pt
+from mcore_ckpt.formats.verl_ranks.kind import model_file, rank_dirs
 from mcore_ckpt.models.table import MCORE_EMBEDDING, MCORE_HEAD
 from mcore_ckpt.sharding.cuts import Cut, axes_of, has_sections
 from mcore_ckpt.sharding.names import ChunkNames, ExpertNumbers, LayerNumber, expert_of

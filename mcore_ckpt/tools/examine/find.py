@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.model_facts import Facts
 from mcore_ckpt.checkpoint.reading import read_manifest
-from mcore_ckpt.errors import CheckpointError, CheckpointNotFoundError, InvalidArgumentError
+from mcore_ckpt.errors import CheckpointNotFoundError, InvalidArgumentError
+from mcore_ckpt.formats.checkpoint_kind import Backend
 from mcore_ckpt.formats.contract import CheckpointReader
-from mcore_ckpt.formats.fsdp.reader import is_fsdp, open_fsdp
-from mcore_ckpt.formats.kinds import ForeignKind, kind_of, number_of, step_folders, torch_dist_folders
-from mcore_ckpt.formats.native.reader import NativeReader
-from mcore_ckpt.formats.torch_dist.arguments import arguments_in, facts_of_arguments
-from mcore_ckpt.formats.torch_dist.files import TorchDistFiles
-from mcore_ckpt.formats.torch_dist.reader import open_torch_dist
-from mcore_ckpt.formats.verl_ranks.reader import open_verl_ranks
+from mcore_ckpt.formats.kinds import NATIVE, kinds_by_name, recognize
+from mcore_ckpt.formats.step_folders import number_of, step_folders
 from mcore_ckpt.models.config_fields import HfConfig
-from mcore_ckpt.models.mapping import hf_tensors
-from mcore_ckpt.models.reconcile import with_mtp_of
-from mcore_ckpt.models.registry import model_from_config
 from mcore_ckpt.models.stated_facts import facts_of_folder
 from mcore_ckpt.steps.listing import find_moved_aside, read_tracker
 from mcore_ckpt.tools.examine.select import select
 from mcore_ckpt.tools.examine.what_is import what_is
 
-Backend = Literal["megatron", "fsdp"]
-Kind = Literal["native", "fsdp"] | ForeignKind
-_ONE_STEP = ("torch_dist", "verl_ranks", "fsdp", "legacy", "huggingface", "adapter")
+# Kinds of paths that are one checkpoint, beside those that `merge` reads.
+_ONE_STEP = ("legacy", "huggingface", "adapter")
 
 
 @dataclass(frozen=True)
@@ -39,16 +29,16 @@ class FoundCheckpoint:
 
     Attributes:
         path: its folder.
-        kind: the format of its files; "native" is the format of this package.
+        kind: the name of its kind; "native" is the format of this package.
     """
 
     path: Path
-    kind: Kind
+    kind: str
 
     @property
     def has_hf_names(self) -> bool:
         """True if its tensors have HuggingFace's names and values, so that a merge only copies them."""
-        return self.kind == "fsdp"
+        return kinds_by_name()[self.kind].has_hf_names
 
     def config_dir(self) -> Path:
         """Returns the folder that holds its `config.json`. Raises CheckpointNotFoundError if there is none."""
@@ -79,11 +69,10 @@ def find_checkpoint(
         CheckpointNotFoundError: there is no checkpoint.
         CheckpointCorruptError: a manifest is damaged.
     """
-    kind: Callable[[Path], Kind | None] = kind_of if backend == "megatron" else _fsdp_kind
     for folder in _places(path, step):
         # A folder that is a checkpoint has folders that look like one: verl has a tree each for model and optimizer.
-        inside = [folder] if kind(folder) is not None else _folders_in(folder)
-        found = [FoundCheckpoint(each, known) for each in inside if (known := kind(each)) is not None]
+        inside = [folder] if _foreign_kind(folder, backend) is not None else _folders_in(folder)
+        found = [FoundCheckpoint(each, kind) for each in inside if (kind := _foreign_kind(each, backend)) is not None]
         if found:
             return _one(path, found, role)
     if not path.exists() and find_moved_aside(path) is None:
@@ -93,12 +82,12 @@ def find_checkpoint(
             f"{path}: no FSDP shards: neither this folder nor a role's folder in it has model_world_size_*_rank_*.pt: "
             "name the folder that has them, or leave out --backend fsdp"
         )
-    if any(is_fsdp(each) for folder in _places(path, step) for each in (folder, *_folders_in(folder))):
+    if any(recognize(each, "fsdp") for folder in _places(path, step) for each in (folder, *_folders_in(folder))):
         raise InvalidArgumentError(f"{path}: holds FSDP shards: read them with --backend fsdp")
     selection = select(path, step)
     # Frameworks also commit roles of plain files (`steps/role_files.py`), whose manifests list no stages. Skip them.
     models = [folder for folder in selection.role_dirs if read_manifest(folder).stages]
-    return _one(path, [FoundCheckpoint(folder, "native") for folder in models or selection.role_dirs], role)
+    return _one(path, [FoundCheckpoint(folder, NATIVE.name) for folder in models or selection.role_dirs], role)
 
 
 def open_reader(found: FoundCheckpoint, config: HfConfig) -> CheckpointReader:
@@ -112,40 +101,17 @@ def open_reader(found: FoundCheckpoint, config: HfConfig) -> CheckpointReader:
     Raises:
         CheckpointError: the checkpoint is damaged, or belongs to another model.
     """
-    if found.kind == "native":
-        return NativeReader.open(found.path)
-    if found.kind == "fsdp":
-        return open_fsdp(found.path)
-    if found.kind == "torch_dist":
-        return open_torch_dist(found.path)
-    # Its names are not known yet. Multi-token prediction that it does not have costs nothing here.
-    model = with_mtp_of(model_from_config(config), ["mtp.layers.0."])
-    slabs = [slab for tensor in hf_tensors(model) for slab in tensor.slabs if slab.mcore]
-    return open_verl_ranks(
-        found.path,
-        {slab.mcore: slab.region.global_shape for slab in slabs},
-        {slab.mcore: tuple(section.rows for section in slab.sections) for slab in slabs if slab.sections},
-    )
+    return kinds_by_name()[found.kind].open(found.path, config)
 
 
 def facts_of_checkpoint(found: FoundCheckpoint, reader: CheckpointReader) -> Facts:
     """Returns what a checkpoint says of what its model computes: itself, or else by the `config.json` that is there."""
-    return _recorded_facts(found, reader) or facts_of_folder(found.path)
+    return kinds_by_name()[found.kind].facts(reader) or facts_of_folder(found.path)
 
 
-def _recorded_facts(found: FoundCheckpoint, reader: CheckpointReader) -> Facts:
-    if isinstance(reader, NativeReader):
-        return reader.manifest.model or {}
-    if found.kind != "torch_dist":
-        return {}
-    try:
-        return facts_of_arguments(arguments_in(TorchDistFiles(found.path, torch_dist_folders(found.path)).common))
-    except CheckpointError:
-        return {}  # the weights can be read without
-
-
-def _fsdp_kind(folder: Path) -> Kind | None:
-    return "fsdp" if is_fsdp(folder) else None
+def _foreign_kind(folder: Path, backend: Backend) -> str | None:
+    kind = recognize(folder, backend)
+    return None if kind is None or kind is NATIVE else kind.name
 
 
 def _places(path: Path, step: int | None) -> list[Path]:
@@ -155,7 +121,7 @@ def _places(path: Path, step: int | None) -> list[Path]:
     """
     found = what_is(path)
     if step is not None:
-        if found.kind in _ONE_STEP:
+        if found.is_foreign_checkpoint or found.kind in _ONE_STEP:
             raise InvalidArgumentError(f"{path}: is {found.what}, and no folder of steps: leave out --step")
         return [path / name.format(step) for name in ("global_step_{}", "iter_{:07d}")]
     if found.kind != "foreign root":

@@ -17,35 +17,16 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.errors import CheckpointError
-from mcore_ckpt.formats.kinds import FSDP_FILE, is_hf_folder, is_legacy, kind_of, names_in, number_of, step_folders
+from mcore_ckpt.formats.huggingface.kind import is_hf_folder
+from mcore_ckpt.formats.kinds import kinds_by_name, recognize
+from mcore_ckpt.formats.step_folders import is_legacy, number_of, step_folders
+from mcore_ckpt.io.files import names_in
 from mcore_ckpt.io.links import broken_link
 from mcore_ckpt.steps.listing import StepStatus, find_moved_aside, is_step
 from mcore_ckpt.tools.examine.nearby import nearby_roots
-
-PathKind = Literal[
-    "root",
-    "step",
-    "role",
-    "parent",
-    "inside",
-    "foreign root",
-    "torch_dist",
-    "verl_ranks",
-    "fsdp",
-    "legacy",
-    "huggingface",
-    "adapter",
-    "hub cache",
-    "other",
-    "empty",
-    "file",
-    "unreadable",
-    "missing",
-]
 
 _HUB_CACHE = re.compile(r"models--([\w.-]+)--([\w.-]+)")
 _SAFETENSORS = {"model.safetensors", "model.safetensors.index.json"}
@@ -56,15 +37,12 @@ _SHOWN = 3
 
 _ASK = "use an account that may read it, or ask its owner"
 
-_WORDS: dict[PathKind, str] = {
+# What a path is, by its kind. The kinds of checkpoints have their own words.
+_WORDS = {
     "root": "a folder of steps",
     "step": "the folder of a step",
     "role": "the folder of a role",
-    "torch_dist": "a torch_dist checkpoint of Megatron",
-    "verl_ranks": "a checkpoint with a file for each rank, as verl wrote it",
-    "fsdp": "a folder of FSDP shards",
     "legacy": "a checkpoint in Megatron's legacy format",
-    "huggingface": "a HuggingFace model",
     "adapter": "an adapter in PEFT's form",
     "hub cache": "a model's folder in the hub's cache",
     "other": "a folder without any checkpoint that this package knows",
@@ -78,14 +56,15 @@ class PathInfo:
 
     Attributes:
         path: the path.
-        kind: its kind.
+        kind: the name of a kind of checkpoint, a key of `_WORDS`, or "parent" (above the steps), "inside" (a step),
+            "foreign root", "file", "unreadable" or "missing".
         what: the same in words: "a torch_dist checkpoint of Megatron".
         advice: which command takes it, or which other path is meant; may be empty.
         roots: the folders of steps right above or below it.
     """
 
     path: Path
-    kind: PathKind
+    kind: str
     what: str
     advice: str = ""
     roots: tuple[Path, ...] = ()
@@ -95,6 +74,12 @@ class PathInfo:
         if self.kind in ("missing", "unreadable"):
             return f"{self.path}: {self.what}{self._end}"
         return f"{self.path}: is {self.what}, which `mcore-ckpt {command}` does not take{self._end}"
+
+    @property
+    def is_foreign_checkpoint(self) -> bool:
+        """True if another program wrote it, and `merge` and `test` read it."""
+        kind = kinds_by_name().get(self.kind)
+        return kind is not None and kind.backend is not None
 
     @property
     def reason(self) -> str:
@@ -137,7 +122,7 @@ def what_is(path: Path) -> PathInfo:
     is_above = bool(roots) and Path(os.path.abspath(roots[0])) in above
     if kind is not None:
         advice = _advice(kind, path) + (f", and its steps are in {roots[0]}" if is_above else "")
-        return PathInfo(path, kind, _WORDS[kind], advice, roots if is_above else ())
+        return PathInfo(path, kind, _words(kind), advice, roots if is_above else ())
     if roots:
         shown = ", ".join(map(str, roots[:_SHOWN]))
         shown += f" and {len(roots) - _SHOWN} more" if len(roots) > _SHOWN else ""
@@ -146,7 +131,12 @@ def what_is(path: Path) -> PathInfo:
         what = "a folder inside a step" if is_above else "a folder above the steps"
         return PathInfo(path, "inside" if is_above else "parent", what, advice, roots)
     kind = "other" if names else "empty"
-    return PathInfo(path, kind, _WORDS[kind])
+    return PathInfo(path, kind, _words(kind))
+
+
+def _words(kind: str) -> str:
+    known = kinds_by_name().get(kind)
+    return _WORDS[kind] if known is None else known.what
 
 
 def why_none(path: Path, step: int | None, statuses: Sequence[StepStatus]) -> str:
@@ -167,7 +157,7 @@ def why_none(path: Path, step: int | None, statuses: Sequence[StepStatus]) -> st
     return what_is(path).reason
 
 
-def _ours(path: Path, names: set[str]) -> PathKind | None:
+def _ours(path: Path, names: set[str]) -> str | None:
     if file_names.MANIFEST_FILE in names:
         return "role"
     if _foreign(path, names) is not None:
@@ -181,22 +171,18 @@ def _ours(path: Path, names: set[str]) -> PathKind | None:
     return None
 
 
-def _foreign(path: Path, names: set[str]) -> PathKind | None:
-    kind = kind_of(path)
+def _foreign(path: Path, names: set[str]) -> str | None:
+    kind = recognize(path)
     if kind is not None:
-        return kind
-    if any(map(FSDP_FILE.fullmatch, names)):
-        return "fsdp"
+        return kind.name
     if is_legacy(path):
         return "legacy"
     if _HUB_CACHE.fullmatch(path.name) and "snapshots" in names:
         return "hub cache"
-    if is_hf_folder(path):
-        return "huggingface" if "config.json" in names else "adapter"
-    return None
+    return "adapter" if is_hf_folder(path) else None
 
 
-def _foreign_step(path: Path) -> PathKind | None:
+def _foreign_step(path: Path) -> str | None:
     """Returns the kind of a step that another program wrote, in its folder or in a role's; None if it may be ours."""
     folders = [path, *(path / name for name in sorted(names_in(path)))]
     if any(os.path.exists(folder / file_names.MANIFEST_FILE) for folder in folders):
@@ -217,26 +203,27 @@ def _folder_of_steps(path: Path, steps: Sequence[Path]) -> PathInfo:
         name = file_names.step_name(number_of(step.name) or 0)
         what = f"a folder of steps of this package, whose names were changed ({step.name})"
         return PathInfo(path, "parent", what, f"rename them ({step.name} to {name}), or name one of them")
-    what = f"a folder of steps of another program ({step.name}{f': {_WORDS[kind]}' if kind else ''})"
+    what = f"a folder of steps of another program ({step.name}{f': {_words(kind)}' if kind else ''})"
     advice = f"name one of them, such as {step}" + (f": {_advice(kind, step)}" if kind else "")
     return PathInfo(path, "foreign root", what, advice)
 
 
-def _advice(kind: PathKind, path: Path) -> str:
+def _advice(kind: str, path: Path) -> str:
     model = f"`mcore-ckpt merge {path} OUT` makes a HuggingFace model of it"
+    known = kinds_by_name().get(kind)
+    if known is not None and known.backend == "megatron":
+        return f"{model} (with --hf_model_path MODEL if it has no config.json)"
+    if known is not None and known.backend is not None:
+        return f"`mcore-ckpt merge {path} OUT --backend {known.backend}` makes a HuggingFace model of it"
+    hub = _HUB_CACHE.fullmatch(path.name)
     return {
         "root": f"`mcore-ckpt list {path}` shows its steps, and {model}",
         "step": model,
         "role": model,
-        "torch_dist": f"{model} (with --hf_model_path MODEL if it has no config.json)",
-        "verl_ranks": f"{model} (with --hf_model_path MODEL if it has no config.json)",
-        "fsdp": f"`mcore-ckpt merge {path} OUT --backend fsdp` makes a HuggingFace model of it",
         "legacy": "this package does not read it: Megatron-LM itself converts it to torch_dist (ckpt-convert-format)",
         "huggingface": f"{_conversion(path)}, and `mcore-ckpt test {path} --reference MODEL` compares it",
         "adapter": "load_hf loads it into a model, and PEFT merges it into its base",
-        "hub cache": f"name the model, {'/'.join(match.groups())}, or a folder in {path / 'snapshots'}"
-        if (match := _HUB_CACHE.fullmatch(path.name))
-        else "",
+        "hub cache": f"name the model, {'/'.join(hub.groups())}, or a folder in {path / 'snapshots'}" if hub else "",
     }.get(kind, "")
 
 
@@ -258,8 +245,8 @@ def _missing(path: Path) -> PathInfo:
     if link is not None:
         return PathInfo(path, "missing", link)
     if find_moved_aside(path) is not None:
-        kind: PathKind = "role" if file_names.parse_step(path.name) is None else "step"
-        return PathInfo(path, kind, _WORDS[kind])
+        kind: str = "role" if file_names.parse_step(path.name) is None else "step"
+        return PathInfo(path, kind, _words(kind))
     what = "there is no such folder"
     above = next(folder for folder in (*path.absolute().parents, Path("/")) if os.path.lexists(folder))
     if not above.is_dir():

@@ -1,0 +1,57 @@
+"""Defines what each kind of checkpoint answers about itself. `kinds.py` lists the kinds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
+
+if TYPE_CHECKING:
+    from mcore_ckpt.checkpoint.model_facts import Facts
+    from mcore_ckpt.formats.contract import CheckpointReader
+    from mcore_ckpt.models.config_fields import HfConfig
+
+Backend = Literal["megatron", "fsdp"]
+
+
+class CheckpointKind(Protocol):
+    """A kind of checkpoint: how its folders are recognized, and how they are opened.
+
+    Each kind is one class in `formats/<kind>/kind.py`, which derives from this one, and one object in `kinds.KINDS`.
+    These modules import neither torch nor NumPy: `open` and `facts` import the reader when they are called.
+
+    Attributes:
+        name: the word for the kind in messages and in JSON.
+        what: what a folder of this kind is, for people, such as "a folder of FSDP shards".
+        backend: the training framework, as `merge --backend` names it, that writes this kind. None: `merge` does not
+            read this kind, because it is a HuggingFace model already.
+        has_hf_names: True if its reader lists tensors by HuggingFace's names, so that a merge only copies them.
+    """
+
+    name: ClassVar[str]
+    what: ClassVar[str]
+    backend: ClassVar[Backend | None] = "megatron"
+    has_hf_names: ClassVar[bool] = False
+
+    def recognizes(self, folder: Path) -> bool:
+        """Returns True if a folder is a checkpoint of this kind.
+
+        It looks at names and small files, and never opens a pickle: a folder may be anybody's.
+
+        Raises:
+            CheckpointError: the file that says the kind is there, and may not be read.
+        """
+
+    def open(self, folder: Path, config: HfConfig | None = None) -> CheckpointReader:
+        """Opens the reader of a checkpoint.
+
+        Args:
+            folder: the checkpoint.
+            config: the `config.json` of its model; None if it is unknown.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged, belongs to another model, or needs the `config`.
+        """
+
+    def facts(self, reader: CheckpointReader) -> Facts:
+        """Returns what the checkpoint that `reader` has opened says of what its model computes. It may say nothing."""
+        return {}

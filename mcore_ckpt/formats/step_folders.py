@@ -1,0 +1,51 @@
+"""Finds the folders of steps of any program, and the step in a folder's name."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from mcore_ckpt.formats.torch_dist.kind import torch_dist_folders
+from mcore_ckpt.formats.verl_ranks.kind import RANK_DIR
+from mcore_ckpt.io.files import names_in
+
+_STEP_DIR = re.compile(r"(?:global_steps?_|iter_|checkpoint-)(\d{1,18})")
+# Megatron's folder of a converted model, which has no step.
+_RELEASE = "release"
+_LEGACY_FILE = "model_optim_rng.pt"
+
+
+def is_legacy(path: Path) -> bool:
+    """Returns True if a folder has the files of Megatron's format before torch_dist, which this package cannot read."""
+    return any(
+        RANK_DIR.fullmatch(name) and os.path.exists(path / name / _LEGACY_FILE) for name in sorted(names_in(path))
+    )
+
+
+def step_folders(path: Path) -> list[Path]:
+    """Returns the folders in a folder that are named after steps, by any program, sorted by their steps.
+
+    A release of Megatron is the first: it is what a training begins with.
+    """
+    names = sorted(names_in(path), key=lambda name: (number_of(name) or 0, name))
+    release = path / _RELEASE
+    has_release = _RELEASE in names and (bool(torch_dist_folders(release)) or is_legacy(release))
+    numbered = [path / name for name in names if number_of(name) is not None and not os.path.isfile(path / name)]
+    return [release, *numbered] if has_release else numbered
+
+
+def step_of(path: Path) -> int:
+    """Returns the step in the name of the folder, or of its nearest parent with a step in its name; 0 if none has one.
+
+    Example:
+        >>> step_of(Path("global_step_12/actor")), step_of(Path("iter_0000012"))
+        (12, 12)
+    """
+    return next((step for folder in (path, *path.parents) if (step := number_of(folder.name)) is not None), 0)
+
+
+def number_of(name: str) -> int | None:
+    """Returns the step in the name of a step's folder, of this package or another program; None for other names."""
+    match = _STEP_DIR.fullmatch(name)
+    return int(match.group(1)) if match else None

@@ -1,0 +1,88 @@
+"""Recognizes the per-rank folders that verl up to 0.4 wrote, by their names and the directory of a zip file."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.pt_archive import ArchiveError, PtArchive
+from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
+from mcore_ckpt.formats.checkpoint_kind import CheckpointKind
+from mcore_ckpt.io.files import names_in, open_regular, read_exact
+
+if TYPE_CHECKING:
+    from mcore_ckpt.formats.contract import CheckpointReader
+    from mcore_ckpt.models.config_fields import HfConfig
+
+RANK_DIR = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
+_MODEL_FILES = ("model.pt", "model_states.pt")
+
+
+class VerlRanks(CheckpointKind):
+    """A file for each rank, as verl up to 0.4 saved the model of a role."""
+
+    name = "verl_ranks"
+    what = "a checkpoint with a file for each rank, as verl wrote it"
+
+    def recognizes(self, folder: Path) -> bool:
+        first = next(iter(rank_dirs(folder)), None)
+        file = None if first is None else model_file(folder / "model" / first)
+        return file is not None and not _has_our_index(file)
+
+    def open(self, folder: Path, config: HfConfig | None = None) -> CheckpointReader:
+        from mcore_ckpt.formats.verl_ranks.reader import open_verl_ranks
+        from mcore_ckpt.models.mapping import hf_tensors
+        from mcore_ckpt.models.reconcile import with_mtp_of
+        from mcore_ckpt.models.registry import model_from_config
+
+        if config is None:
+            raise CheckpointNotFoundError(f"{folder}: has no config.json, without which the model's shapes are unknown")
+        # Its names are not known yet. Multi-token prediction that it does not have costs nothing here.
+        model = with_mtp_of(model_from_config(config), ["mtp.layers.0."])
+        slabs = [slab for tensor in hf_tensors(model) for slab in tensor.slabs if slab.mcore]
+        return open_verl_ranks(
+            folder,
+            {slab.mcore: slab.region.global_shape for slab in slabs},
+            {slab.mcore: tuple(section.rows for section in slab.sections) for slab in slabs if slab.sections},
+        )
+
+
+def rank_dirs(path: Path) -> dict[str, tuple[int, ...]]:
+    """Finds the folders `model/mp_rank_*` that hold a model file.
+
+    Returns:
+        The name of each folder, mapped to the numbers in the name: `mp_rank_00_001` to (0, 1).
+    """
+    found = {}
+    for name in sorted(names_in(path / "model")):
+        match = RANK_DIR.fullmatch(name)
+        if match and model_file(path / "model" / name) is not None:
+            found[name] = tuple(int(number) for number in match.groups() if number is not None)
+    return found
+
+
+def model_file(folder: Path) -> Path | None:
+    """Returns the model file in one rank's folder, `model.pt` or `model_states.pt`; None if neither is there."""
+    return next((folder / name for name in _MODEL_FILES if os.path.isfile(folder / name)), None)
+
+
+def _has_our_index(file: Path) -> bool:
+    """Returns True if this package wrote the file.
+
+    A folder of this package without a manifest is not a checkpoint, and must not be taken for one of verl either.
+    """
+    try:
+        descriptor = open_regular(file)
+    except OSError:
+        return False
+    try:
+        size = os.fstat(descriptor).st_size
+        archive = PtArchive(lambda at, nbytes: read_exact(descriptor, nbytes, at, file), size)
+        return file_names.INDEX_RECORD in archive.names
+    except (CheckpointCorruptError, ArchiveError):
+        return False
+    finally:
+        os.close(descriptor)
