@@ -16,7 +16,7 @@ from transformers import AutoConfig
 from mcore_ckpt import CheckpointConfig, CheckpointManager, load_hf
 from mcore_ckpt.errors import CheckpointMismatchError, InvalidArgumentError, UnsupportedError
 from mcore_ckpt.integrations.verl import MegatronCheckpointManager
-from mcore_ckpt.load.huggingface import Source
+from mcore_ckpt.load.huggingface_plan import Source
 from mcore_ckpt.ranks import single_process_agreement
 from mcore_ckpt.sharding.adapter_names import is_adapter
 from mcore_ckpt.state.model import model_shards
