@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from mcore_ckpt.config import CheckpointConfig, FastTier
     from mcore_ckpt.events import Event
     from mcore_ckpt.load.huggingface import HfLoadReport, load_hf
-    from mcore_ckpt.load.load import LoadReport, LoadResult
+    from mcore_ckpt.load.report import LoadReport, LoadResult
     from mcore_ckpt.manager import CheckpointManager
     from mcore_ckpt.save.background import SaveHandle
     from mcore_ckpt.save.save_times import SaveReport
@@ -40,7 +40,7 @@ __getattr__ = lazy_names(
         "config": ("CheckpointConfig", "FastTier"),
         "events": ("Event",),
         "load.huggingface": ("HfLoadReport", "load_hf"),
-        "load.load": ("LoadReport", "LoadResult"),
+        "load.report": ("LoadReport", "LoadResult"),
         "manager": ("CheckpointManager",),
         "save.background": ("SaveHandle",),
         "save.save_times": ("SaveReport",),

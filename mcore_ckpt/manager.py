@@ -26,8 +26,9 @@ from mcore_ckpt.io.access import top_mode
 from mcore_ckpt.io.disk_watch import DiskWatch
 from mcore_ckpt.io.store import Store
 from mcore_ckpt.load.candidates import remote_steps
-from mcore_ckpt.load.load import VERIFY_WORDS, LoadResult, load_state
+from mcore_ckpt.load.load import VERIFY_WORDS, load_state
 from mcore_ckpt.load.load_events import LoadEvents
+from mcore_ckpt.load.report import LoadResult
 from mcore_ckpt.processes import Home
 from mcore_ckpt.ranks.meeting import rendezvous
 from mcore_ckpt.ranks.rounds import Agreement, Record, agree, decide

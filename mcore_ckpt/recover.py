@@ -26,7 +26,7 @@ from mcore_ckpt.errors import (
 )
 from mcore_ckpt.field_checks import check_value
 from mcore_ckpt.io.links import broken_link
-from mcore_ckpt.load.load import LoadResult
+from mcore_ckpt.load.report import LoadResult
 from mcore_ckpt.manager import CheckpointManager
 from mcore_ckpt.steps.choice import Choice, Step, choose
 from mcore_ckpt.steps.listing import StepStatus, holds_something, list_steps

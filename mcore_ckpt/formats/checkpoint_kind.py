@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 if TYPE_CHECKING:
     from mcore_ckpt.checkpoint.model_facts import Facts
     from mcore_ckpt.formats.contract import CheckpointReader
+    from mcore_ckpt.formats.foreign_state import ForeignState, LiveTraining
     from mcore_ckpt.models.config_fields import HfConfig
 
 Backend = Literal["megatron", "fsdp"]
@@ -17,7 +18,7 @@ class CheckpointKind(Protocol):
     """A kind of checkpoint: how its folders are recognized, and how they are opened.
 
     Each kind is one class in `formats/<kind>/kind.py`, which derives from this one, and one object in `kinds.KINDS`.
-    These modules import neither torch nor NumPy: `open` and `facts` import the reader when they are called.
+    These modules import neither torch nor NumPy: `open`, `open_state` and `facts` import what they need when called.
 
     Attributes:
         name: the word for the kind in messages and in JSON.
@@ -51,6 +52,14 @@ class CheckpointKind(Protocol):
         Raises:
             CheckpointError: the checkpoint is damaged, belongs to another model, or needs the `config`.
         """
+
+    def open_state(self, folder: Path, training: LiveTraining) -> ForeignState | None:
+        """Opens the state from which `training` can go on. None: a training can load only the weights of this kind.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged, or does not fit.
+        """
+        return None
 
     def facts(self, reader: CheckpointReader) -> Facts:
         """Returns what the checkpoint that `reader` has opened says of what its model computes. It may say nothing."""

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import Manifest
@@ -38,16 +35,13 @@ from mcore_ckpt.load.candidates import find_candidates, folder_of
 from mcore_ckpt.load.fill import fill_tensors
 from mcore_ckpt.load.huggingface import load_hf
 from mcore_ckpt.load.plan import LoadPlan, check_all_used, plan_load
-from mcore_ckpt.load.same_model import warn_of_other_model
+from mcore_ckpt.load.report import LoadResult, foreign_result, native_result
 from mcore_ckpt.load.together import fill_together, plan_together
 from mcore_ckpt.ranks.rounds import Record, decide, same_everywhere
-from mcore_ckpt.ranks.topology import Topology
 from mcore_ckpt.state import optimizer as optimizer_state
 from mcore_ckpt.state.common_state import write_common
 from mcore_ckpt.state.main_weights import write_weights
 from mcore_ckpt.state.model import forget_caches, gather_parameters
-from mcore_ckpt.state.optimizers.chain import optimizer_parts
-from mcore_ckpt.state.param_groups import NO_CHANGES, GroupChanges
 from mcore_ckpt.state.quantized import has_quantized
 from mcore_ckpt.state.rng import write_rng, write_seed
 from mcore_ckpt.state.trainer import Trainer
@@ -57,48 +51,6 @@ from mcore_ckpt.steps.remote_steps import RemoteSteps
 from mcore_ckpt.steps.transaction import failure_among, raise_failure
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class LoadReport:
-    """Report of one load on this rank.
-
-    Attributes:
-        path: the checkpoint's folder, or its URL if the checkpoint came from the remote store.
-        nbytes: the bytes that this rank read from tensor files.
-        seconds: the time from the call to the last agreement.
-        skipped: for each newer checkpoint that was not loaded, the reason; the newest first.
-        rounded: how many tensors of this rank have values that were rounded, by what was rounded to what, such as
-            "exp_avg: float32 to bfloat16". No other value lost precision.
-        new_moments: the kinds of the chained optimizers that start with new moments (`reset_moments`).
-        other_model: what the model computes otherwise with the checkpoint's tensors, by field, such as
-            "num_attention_heads is 4 in the checkpoint and 2 here" (`strict_model`).
-        kept_groups: the param groups that keep the run's rates, because the checkpoint has no such group.
-    """
-
-    path: Path | str
-    nbytes: int
-    seconds: float
-    skipped: tuple[str, ...]
-    rounded: Mapping[str, int] = field(default_factory=dict)
-    new_moments: tuple[str, ...] = ()
-    other_model: tuple[str, ...] = ()
-    kept_groups: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class LoadResult:
-    """Result of one load: the step, the caller's own state and the report.
-
-    Attributes:
-        step: the step of the loaded checkpoint.
-        extra_state: the dict that this rank gave to `save`, or None.
-        report: what the load did on this rank.
-    """
-
-    step: int
-    extra_state: dict[str, Any] | None
-    report: LoadReport
 
 
 VERIFY_WORDS = ("full", "read", "off")
@@ -140,7 +92,7 @@ def load_state(
     # Find.
     found = _find_together(trainer, remote, tier, step, path, failure, verify)
     if path is not None and found["foreign"] is not None:
-        return _load_foreign(trainer, found["foreign"], path, started)
+        return _load_foreign(trainer, found["foreign"], path.absolute(), started)
     folders = [folder_of(remote, candidate, trainer.role, tier) for candidate in found["candidates"]]
     skipped: list[str] = list(found.get("passed_over", ()))
     changed = False
@@ -174,7 +126,7 @@ def load_state(
             nbytes += _load_hf_model(trainer, plan)
         # Report.
         loaded(plan.manifest, folder.place)
-        return _result(trainer, plan, nbytes, skipped, started)
+        return native_result(trainer, plan, nbytes, skipped, started)
     raise AssertionError("unreachable: there is at least one candidate, and the last one returns or raises")
 
 
@@ -210,28 +162,6 @@ def _find_together(
     if tier is not None and found["adopt"]:
         _adopt_together(trainer, tier, held, found["adopt"])
     return found
-
-
-def _result(trainer: Trainer, plan: LoadPlan, nbytes: int, skipped: Sequence[str], started: float) -> LoadResult:
-    """Returns the result of a load, and warns of what the training should know."""
-    _warn_of_new_layout(trainer, plan)
-    warn_of_other_model(trainer, plan.folder, plan.other_model)
-    rounded = Counter(fill.rounding for fill in plan.fills if fill.rounding is not None)
-    if rounded and trainer.agreement.is_coordinator:
-        logger.warning("%s: values were rounded: %s", plan.folder, ", ".join(sorted(rounded)))
-    groups = NO_CHANGES if plan.common is None else plan.common.changes
-    report = LoadReport(
-        path=plan.folder.place,
-        nbytes=nbytes,
-        seconds=time.monotonic() - started,
-        skipped=tuple(skipped),
-        rounded=dict(rounded),
-        new_moments=_started_anew(trainer, plan),
-        other_model=tuple(each.text for each in plan.other_model),
-        kept_groups=groups.kept,
-    )
-    _tell(trainer, plan.manifest.step, report, groups)
-    return LoadResult(plan.manifest.step, plan.extra_state, report)
 
 
 def _adopt_together(trainer: Trainer, tier: NodeTier, held: Sequence[HeldRole], attempts: Sequence[str]) -> None:
@@ -281,71 +211,17 @@ def _takes_hf_weights(trainer: Trainer) -> bool:
     return "hf_model" in contents and "model" not in contents
 
 
-def _tell(trainer: Trainer, step: int, report: LoadReport, groups: GroupChanges) -> None:
-    if not trainer.agreement.is_coordinator:
-        return
-    groups.warn(report.path)
-    contents = ", ".join(trainer.config.load_contents)
-    logger.info("loaded step %d of %s from %s in %.1f s: %s", step, trainer.role, report.path, report.seconds, contents)
-
-
-def _warn_of_new_layout(trainer: Trainer, plan: LoadPlan) -> None:
-    saved, now = plan.manifest.topology, trainer.topology
-    moved = (saved.cp, saved.dp) != (now.cp, now.dp) or plan.seed is not None
-    if "extra" not in trainer.config.load_contents or not moved or not trainer.agreement.is_coordinator:
-        return
-    generators = "continue the saved ones of one rank each" if plan.seed is None else "start anew from the saved seed"
-    logger.warning(
-        "%s was saved on %s and is loaded on %s: dropout and other random choices differ from a run that keeps its "
-        "layout, because the random number generators %s; extra_state: %s",
-        plan.folder,
-        saved,
-        now,
-        generators,
-        _deal(saved, now),
-    )
-
-
-def _deal(saved: Topology, now: Topology) -> str:
-    """Says whose extra_state each rank takes (`Topology.place_in_turn`)."""
-    texts = ["each rank takes that of the saved rank at its place"]
-    for axis in ("pp", "tp", "cp", "dp"):
-        before, after = getattr(saved, axis), getattr(now, axis)
-        if after > before:
-            texts.append(
-                f"{axis} rank {before} takes that of {axis} rank 0{', and so on' if after > before + 1 else ''}"
-            )
-        elif after < before:
-            texts.append(
-                f"no rank takes that of {axis} rank {after}{f' to {before - 1}' if before > after + 1 else ''}"
-            )
-    return "; ".join(texts)
-
-
 def _load_foreign(trainer: Trainer, kind: str, path: Path, started: float) -> LoadResult:
-    # Imported here because both modules import megatron, and it must be possible to import this package without it.
-    from mcore_ckpt.load.torch_dist import load_torch_dist
-    from mcore_ckpt.load.verl_ranks import load_verl_ranks
+    # Imported here because it imports megatron, and it must be possible to import this package without it.
+    from mcore_ckpt.load.foreign import load_foreign
 
-    loaded = (load_torch_dist if kind == "torch_dist" else load_verl_ranks)(trainer, path.absolute())
+    loaded = load_foreign(trainer, kind, path)
     _make_consistent(trainer, always=loaded.was_quantized and "optimizer" in trainer.config.load_contents)
-    warn_of_other_model(trainer, path, loaded.other_model)
-    other = tuple(each.text for each in loaded.other_model)
-    seconds, groups = time.monotonic() - started, loaded.groups
-    report = LoadReport(path.absolute(), loaded.nbytes, seconds, (), loaded.rounded, (), other, groups.kept)
-    _tell(trainer, loaded.step, report, groups)
-    return LoadResult(loaded.step, loaded.extra_state, report)
+    return foreign_result(trainer, path, loaded, started)
 
 
 def _changes_model(trainer: Trainer) -> bool:
     return optimizer_state.changes_model(trainer.optimizer)
-
-
-def _started_anew(trainer: Trainer, plan: LoadPlan) -> tuple[str, ...]:
-    if plan.common is None:
-        return ()
-    parts = zip(optimizer_parts(trainer.optimizer), plan.common.optimizers, strict=True)
-    return tuple(part.kind_name for part, saved in parts if saved.starts_anew)
 
 
 def _final(error: CheckpointError, skipped: Sequence[str], changed: bool) -> CheckpointError:

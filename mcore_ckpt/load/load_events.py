@@ -10,7 +10,7 @@ from typing import Any
 
 from mcore_ckpt.delivery import Delivery
 from mcore_ckpt.events import ErrorText, Failed, Loaded
-from mcore_ckpt.load.load import LoadResult
+from mcore_ckpt.load.report import LoadResult
 
 
 class LoadEvents:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt.load.load import LoadReport
+from mcore_ckpt.load.report import LoadReport
 from tests.distributed.agreement import everywhere
 from tests.distributed.checkpointing import files_of, manager_of, save
 from tests.distributed.foreign_checkpoints import save_torch_dist, seed_replicas_alike

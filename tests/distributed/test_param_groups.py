@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron.core.optimizer import get_megatron_optimizer
 
 from mcore_ckpt.errors import CheckpointMismatchError
-from mcore_ckpt.load.load import LoadReport
+from mcore_ckpt.load.report import LoadReport
 from mcore_ckpt.state.model import model_shards
 from mcore_ckpt.state.optimizer import read_optimizer
 from mcore_ckpt.state.optimizers.chain import optimizer_parts

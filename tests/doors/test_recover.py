@@ -18,7 +18,7 @@ from mcore_ckpt.errors import (
     CheckpointNotFoundError,
     RemoteError,
 )
-from mcore_ckpt.load.load import LoadReport, LoadResult
+from mcore_ckpt.load.report import LoadReport, LoadResult
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide, same_everywhere
 from mcore_ckpt.recover import Recovery, recover, resumable_steps
 from mcore_ckpt.steps.node_steps import NodeStep

@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from global_tensors import to_mcore
 from safetensors.torch import load_file
-from tiny_models import make_hf_folder, read_config
-from toy_kind import Toy, save_toy
 
 from mcore_ckpt.cli.main import main
 from mcore_ckpt.formats import kinds
 from mcore_ckpt.models.registry import model_from_config
+from tests.support.global_tensors import to_mcore
+from tests.support.tiny_models import make_hf_folder, read_config
+from tests.support.toy_kind import Toy, save_toy
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mcore_ckpt.load.load import _warn_of_new_layout
+from mcore_ckpt.load.report import _warn_of_new_layout
 from mcore_ckpt.ranks.topology import Topology
 
 ONE = Topology(world_size=4, tp=2, dp=2)

@@ -15,6 +15,7 @@ from mcore_ckpt.io.files import read_small
 if TYPE_CHECKING:
     from mcore_ckpt.checkpoint.model_facts import Facts
     from mcore_ckpt.formats.contract import CheckpointReader
+    from mcore_ckpt.formats.foreign_state import ForeignState, LiveTraining
     from mcore_ckpt.models.config_fields import HfConfig
 
 TORCH_DIST_CONFIG = "metadata.json"
@@ -36,6 +37,11 @@ class TorchDist(CheckpointKind):
         from mcore_ckpt.formats.torch_dist.reader import open_torch_dist
 
         return open_torch_dist(folder)
+
+    def open_state(self, folder: Path, training: LiveTraining) -> ForeignState:
+        from mcore_ckpt.formats.torch_dist.state import TorchDistState
+
+        return TorchDistState(folder, training)
 
     def facts(self, reader: CheckpointReader) -> Facts:
         from mcore_ckpt.formats.torch_dist.arguments import arguments_in, facts_of_arguments

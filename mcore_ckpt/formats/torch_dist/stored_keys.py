@@ -9,8 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 
-from mcore_ckpt.formats.torch_dist.files import TorchDistFiles
+import torch
+
+from mcore_ckpt.errors import CheckpointMismatchError
+from mcore_ckpt.formats.foreign_state import MegatronShard
+from mcore_ckpt.formats.torch_dist.files import TorchDistFiles, WantedPart
 from mcore_ckpt.formats.torch_dist.keys import Place
 from mcore_ckpt.sharding.counterparts import Layers, find_counterparts, layers_of
 from mcore_ckpt.sharding.synonyms import synonyms
@@ -24,7 +29,7 @@ _NUMBERED = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
 
 class StoredKeys:
-    """The keys of one checkpoint.
+    """The keys of one checkpoint, by the keys that megatron has for the live model.
 
     Args:
         files: the checkpoint.
@@ -44,6 +49,30 @@ class StoredKeys:
     def has(self, key: str) -> bool:
         """Returns True if the checkpoint has the tensor that megatron has under this key in the live model."""
         return self._files.has_tensor(self.place(key).key)
+
+    def read(self, shard: MegatronShard) -> torch.Tensor:
+        """Reads the box that megatron's shard of the live model describes into the shard's data, and returns that.
+
+        Raises:
+            CheckpointMismatchError: the stored tensor is missing, or has another shape or dtype.
+            CheckpointCorruptError: the tensor cannot be read, or some elements are not stored.
+        """
+        place = self.place(shard.key)
+        axes = shard.prepend_axis_num + len(place.index)
+        memory = shard.data[(None,) * axes] if axes else shard.data
+        shape, offset = (*place.lengths, *shard.global_shape), (*place.index, *shard.global_offset)
+        self._files.read(WantedPart(place.key, shape, offset, memory, shard.allow_shape_mismatch))
+        return shard.data
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Says in an error of the block which layers the checkpoint and the model have, if they differ."""
+        try:
+            yield
+        except CheckpointMismatchError as error:
+            if self.layer_mismatch is None:
+                raise
+            raise CheckpointMismatchError(f"{error} ({self.layer_mismatch})") from error
 
     def place(self, key: str) -> Place:
         """Returns where the tensor is stored that megatron has under this key in the live model.

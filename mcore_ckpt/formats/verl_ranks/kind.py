@@ -15,6 +15,7 @@ from mcore_ckpt.io.files import names_in, open_regular, read_exact
 
 if TYPE_CHECKING:
     from mcore_ckpt.formats.contract import CheckpointReader
+    from mcore_ckpt.formats.foreign_state import ForeignState, LiveTraining
     from mcore_ckpt.models.config_fields import HfConfig
 
 RANK_DIR = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
@@ -48,6 +49,11 @@ class VerlRanks(CheckpointKind):
             {slab.mcore: slab.region.global_shape for slab in slabs},
             {slab.mcore: tuple(section.rows for section in slab.sections) for slab in slabs if slab.sections},
         )
+
+    def open_state(self, folder: Path, training: LiveTraining) -> ForeignState:
+        from mcore_ckpt.formats.verl_ranks.state import VerlRanksState
+
+        return VerlRanksState(folder, training)
 
 
 def rank_dirs(path: Path) -> dict[str, tuple[int, ...]]:

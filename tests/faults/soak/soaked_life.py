@@ -27,7 +27,7 @@ from mcore_ckpt import CheckpointConfig, CheckpointManager, pin, unpin
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.errors import CheckpointError, CheckpointNotFoundError
 from mcore_ckpt.io import tuning
-from mcore_ckpt.load.load import LoadResult
+from mcore_ckpt.load.report import LoadResult
 from mcore_ckpt.recover import recover
 from mcore_ckpt.save.background import SaveHandle
 from mcore_ckpt.steps import commit

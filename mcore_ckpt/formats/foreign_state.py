@@ -1,0 +1,280 @@
+"""Defines how a training's state is read from another program's checkpoint: what a load tells, and what it gets.
+
+A load describes what its rank trains (`LiveTraining`). The `ForeignState` of a kind, in `torch_dist/state.py` or
+`verl_ranks/state.py`, answers with CPU tensors and plain values. It knows its format, and no object of a trainer, and
+changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from mcore_ckpt.checkpoint.model_facts import Facts
+from mcore_ckpt.errors import CheckpointMismatchError, UnsupportedError
+from mcore_ckpt.formats.contract import RankPosition
+from mcore_ckpt.ranks.rounds import Record
+from mcore_ckpt.sharding.counterparts import Layers
+from mcore_ckpt.sharding.plan import PARAM
+
+ADAM_KINDS = (PARAM, "exp_avg", "exp_avg_sq")
+
+Place = tuple[int, int, int, int]
+"""(pp, tp, cp, dp)"""
+
+
+class MegatronShard(Protocol):
+    """The fields of megatron's ShardedTensor that say which box of which stored tensor fills `data`."""
+
+    key: str
+    data: torch.Tensor
+    global_shape: tuple[int, ...]
+    global_offset: tuple[int, ...]
+    prepend_axis_num: int
+    allow_shape_mismatch: bool
+
+
+class ModelTensor(Protocol):
+    """A live tensor of the model, and where megatron's `sharded_state_dict` puts it."""
+
+    @property
+    def name(self) -> str:
+        """Its name in the module's state dict."""
+
+    @property
+    def key(self) -> str:
+        """Its key in a torch_dist checkpoint."""
+
+    @property
+    def live(self) -> torch.Tensor:
+        """The tensor."""
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the bytes of the live tensor may not be read."""
+
+    def keys(self, key: str) -> list[str]:
+        """Returns the keys of the tensor's parts if the whole has `key`: `key` itself unless it is cut into several."""
+
+    def fill(self, key: str, memory: torch.Tensor, read: Callable[[MegatronShard], torch.Tensor]) -> torch.Tensor:
+        """Fills a CPU tensor of the live tensor's shape with what `read` reads for each part, and returns it.
+
+        The filled tensor is another one than `memory` if the parts are copies of parts of `memory`.
+        """
+
+
+@dataclass(frozen=True)
+class BucketRange:
+    """Place of an owned range in megatron's gradient buffers, in elements. Padding at the ends of buckets is left out.
+
+    Attributes:
+        buffer: the buffer's index in the optimizer's `gbuf_ranges`.
+        dtype: megatron's key for the buffer: (parameter dtype, gradient dtype).
+        bucket: the bucket's index in the buffer.
+        start: the range's offset in the whole bucket, of which each data-parallel rank has a part.
+        numel: the number of elements in the bucket.
+        before: the number of elements in the buffer's earlier buckets.
+        buffer_numel: the number of elements in the buffer.
+    """
+
+    buffer: int
+    dtype: Any
+    bucket: int
+    start: int
+    numel: int
+    before: int
+    buffer_numel: int
+
+
+@dataclass(frozen=True, eq=False)
+class OwnedRange:
+    """A parameter, and the flat range `[start, stop)` of it for which this rank owns optimizer state.
+
+    Attributes:
+        name: the parameter's global name.
+        parameter: the parameter.
+        start, stop: the range.
+        has_bound_state: whether the optimizer also has state that has not the parameter's shape.
+        bucket: the place in megatron's buffers; None unless the optimizer is a DistributedOptimizer.
+    """
+
+    name: str
+    parameter: torch.Tensor
+    start: int
+    stop: int
+    has_bound_state: bool
+    bucket: BucketRange | None
+
+
+@dataclass(frozen=True, eq=False)
+class LivePart:
+    """One of the chained optimizers.
+
+    Attributes:
+        class_name: megatron's class.
+        kind_name: the kind of state that it keeps, for messages.
+        moments: the moments that it keeps of each parameter.
+        has_step: whether it counts steps.
+        is_empty: whether it has no parameters.
+        is_distributed: whether it is a DistributedOptimizer.
+        group_index: megatron's `data_parallel_group_idx`; None unless it is a DistributedOptimizer.
+        param_groups: its param groups.
+        ranges: the ranges that this rank owns.
+    """
+
+    class_name: str
+    kind_name: str
+    moments: tuple[str, ...]
+    has_step: bool
+    is_empty: bool
+    is_distributed: bool
+    group_index: int | None
+    param_groups: Sequence[Mapping[str, Any]]
+    ranges: Sequence[OwnedRange]
+
+    @property
+    def is_of_experts(self) -> bool:
+        return any(group.get("is_expert_parallel") for group in self.param_groups)
+
+
+@dataclass(frozen=True)
+class Writers:
+    """The ranks that have written this rank's state if the checkpoint was saved under the present layout.
+
+    Attributes:
+        dense: the place of the first rank of this rank's data-parallel group.
+        experts: the same of the group that has the same experts.
+        model: (tp, pp, ep) of all ranks.
+    """
+
+    dense: Place
+    experts: Place
+    model: frozenset[tuple[int, int, int]]
+
+
+@dataclass(frozen=True, eq=False)
+class LiveTraining:
+    """What one rank loads into.
+
+    Attributes:
+        contents: the words of `load_contents`.
+        position: the layout, and this rank's place in it.
+        writers: the ranks that write what this rank loads.
+        layers: the layers of the whole model.
+        parts: the chained optimizers; empty unless the optimizer is loaded.
+        assumed_step: the config's `assume_optimizer_step`.
+        state_dicts: returns the state dict of each virtual chunk, with live tensors.
+        sharded: returns the model's tensors as `sharded_state_dict` describes them with the given flags as metadata.
+        chosen: returns those of the model's tensors that are to be loaded, given the names that the checkpoint has.
+    """
+
+    contents: Collection[str]
+    position: RankPosition
+    writers: Writers
+    layers: Layers
+    parts: Sequence[LivePart]
+    assumed_step: int | None
+    state_dicts: Callable[[], Sequence[Mapping[str, Any]]]
+    sharded: Callable[[Mapping[str, bool]], Sequence[ModelTensor]]
+    chosen: Callable[[Sequence[ModelTensor], Collection[str]], Sequence[ModelTensor]]
+
+    def require_distributed(self) -> None:
+        """Raises UnsupportedError unless all parts are DistributedOptimizers, for state that only these can load."""
+        for part in self.parts:
+            if not part.is_empty and not part.is_distributed:
+                raise UnsupportedError(
+                    f"{part.class_name}: this checkpoint's optimizer state can be loaded only into "
+                    "DistributedOptimizer: set use_distributed_optimizer=True, or leave 'optimizer' out of "
+                    "load_contents"
+                )
+
+    def step_instead(self, where: Path) -> int:
+        """Returns the config's `assume_optimizer_step`, for checkpoints that do not store the optimizer's step.
+
+        Raises:
+            CheckpointMismatchError: the config does not set it.
+        """
+        if self.assumed_step is None:
+            raise CheckpointMismatchError(
+                f"{where}: has no step count of the optimizer, without which Adam's bias correction is wrong. Set "
+                "CheckpointConfig(assume_optimizer_step=N) to the number of steps that the optimizer had done when the "
+                "checkpoint was saved (it can differ from the trainer's step), or leave 'optimizer' out of "
+                "load_contents"
+            )
+        return self.assumed_step
+
+
+@dataclass(frozen=True, eq=False)
+class FoundWeight:
+    """A live tensor of the model, and the CPU tensor to copy into it."""
+
+    live: torch.Tensor
+    loaded: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class FoundPart:
+    """The stored state of one chained optimizer.
+
+    Attributes:
+        tensors: for each owned range, flat CPU tensors by kind: the main parameter (PARAM) and the moments.
+        param_groups: the stored param groups; None if none are stored.
+        step: the number of steps; None if the optimizer counts none.
+        grad_scaler: the gradient scaler's state, or None.
+    """
+
+    tensors: Sequence[Mapping[str, torch.Tensor]]
+    param_groups: Sequence[Mapping[str, Any]] | None = None
+    step: int | None = None
+    grad_scaler: Mapping[str, Any] | None = None
+
+
+class ForeignState(Protocol):
+    """The state of a training in one checkpoint, of which each rank reads its own part into host memory.
+
+    Every method raises CheckpointMismatchError if the checkpoint does not fit, CheckpointCorruptError if a file is
+    missing, is damaged or contains something other than data, and UnsupportedError if the state has an unsupported
+    form.
+    """
+
+    @property
+    def step(self) -> int:
+        """The training step at which the checkpoint was saved."""
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of tensors that this rank has read so far."""
+
+    @property
+    def facts(self) -> Facts:
+        """What the checkpoint's model computes with its tensors, as far as its own files say."""
+
+    @property
+    def was_quantized(self) -> bool:
+        """Whether the checkpoint says that matrices were quantized, and have what their few bits stand for."""
+
+    def weights(self) -> Sequence[FoundWeight]:
+        """Reads the model's tensors of this rank.
+
+        If only the optimizer is loaded, weights are read to check it against them. The list is empty if the checkpoint
+        has none.
+        """
+
+    def optimizer(self, weights: Sequence[FoundWeight]) -> Sequence[FoundPart]:
+        """Reads the state of each chained optimizer. `weights` are those that were read."""
+
+    def scheduler(self) -> dict[str, Any] | None:
+        """Returns the state dict of the LR scheduler, or None."""
+
+    def rng(self) -> dict[str, Any]:
+        """Returns this rank's random states, as `state.rng.read_rng` does."""
+
+    def report(self) -> Record:
+        """Returns what rank 0 checks of what this rank has read, as JSON values."""
+
+    def check(self, reports: Sequence[Record]) -> None:
+        """Checks, on rank 0, the reports of all ranks."""

@@ -1,0 +1,89 @@
+"""Reads the weights of a kind of checkpoint that has no other state for a training, through its `CheckpointReader`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mcore_ckpt.checkpoint.file_names import config_dir
+from mcore_ckpt.checkpoint.model_facts import Facts
+from mcore_ckpt.errors import CheckpointMismatchError, UnsupportedError
+from mcore_ckpt.formats.checkpoint_kind import CheckpointKind
+from mcore_ckpt.formats.contract import RankPosition
+from mcore_ckpt.formats.foreign_state import FoundPart, FoundWeight
+from mcore_ckpt.formats.locate import Locator, Wanted
+from mcore_ckpt.formats.step_folders import step_of
+from mcore_ckpt.load.fill import TensorFill, fill_tensors
+from mcore_ckpt.load.fresh_adapters import choice_of
+from mcore_ckpt.load.tensor_fills import not_there, plan_fill
+from mcore_ckpt.load.together import names_left_over, positions_taken
+from mcore_ckpt.models.architecture import read_config
+from mcore_ckpt.ranks.rounds import Record
+from mcore_ckpt.sharding.plan import MODEL
+from mcore_ckpt.state.model import model_shards
+from mcore_ckpt.state.shards import LocalShard
+from mcore_ckpt.state.trainer import Trainer
+
+
+class WeightsAlone:
+    """The weights in one checkpoint; implements `formats.foreign_state.ForeignState`.
+
+    Raises:
+        UnsupportedError: more than the model is to be loaded.
+    """
+
+    was_quantized = False
+
+    def __init__(self, trainer: Trainer, kind: CheckpointKind, path: Path) -> None:
+        if set(trainer.config.load_contents) != {"model"}:
+            raise UnsupportedError(
+                f"{path}: is {kind.what}, of which a training can load only the weights: set load_contents=('model',)"
+            )
+        folder = config_dir(path)
+        self._trainer = trainer
+        self._reader = kind.open(path, None if folder is None else read_config(folder))
+        self._shards = [shard for shard in model_shards(trainer.chunks) if shard.key.kind == MODEL]
+        position = RankPosition(trainer.topology, trainer.coordinates)
+        self._locator = Locator(self._reader, position, trainer.vocab_size, trainer.layers)
+        self.step = step_of(path)
+        self.nbytes = 0
+        self.facts: Facts = kind.facts(self._reader)
+
+    def weights(self) -> list[FoundWeight]:
+        names = (shard.key.name for shard in self._shards)
+        is_taken = choice_of(self._trainer, self._reader.place, names, self._reader.names)
+        taken = [shard for shard in self._shards if is_taken(shard.key.name, shard.is_frozen)]
+        found = [
+            FoundWeight(shard.tensor, torch.empty(shard.tensor.shape, dtype=shard.tensor.dtype)) for shard in taken
+        ]
+        self.nbytes = fill_tensors(list(map(self._fill, taken, found)), self._reader.read)
+        return found
+
+    def _fill(self, shard: LocalShard, weight: FoundWeight) -> TensorFill:
+        wanted = Wanted(shard.key, shard.region, str(self._reader.place))
+        located = self._locator.find(wanted)
+        if located is None:
+            raise not_there(wanted, could_be_skipped=shard.is_frozen)
+        return plan_fill(wanted, weight.loaded.dtype, located, lambda: weight.loaded)
+
+    def optimizer(self, weights: Sequence[FoundWeight]) -> list[FoundPart]:
+        raise NotImplementedError
+
+    def scheduler(self) -> dict[str, Any] | None:
+        raise NotImplementedError
+
+    def rng(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def report(self) -> Record:
+        return {"used": positions_taken(self._locator, (shard.key for shard in self._shards))}
+
+    def check(self, reports: Sequence[Record]) -> None:
+        """Refuses a checkpoint with a tensor that no rank has, because this tensor would be lost silently."""
+        for name in names_left_over(self._locator, (report["used"] for report in reports)):
+            raise CheckpointMismatchError(
+                f"{self._reader.place}: tensor {name}: wanted no such tensor, found one: build the model that was saved"
+            )
