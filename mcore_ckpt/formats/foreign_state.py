@@ -233,29 +233,24 @@ class FoundPart:
     grad_scaler: Mapping[str, Any] | None = None
 
 
-class ForeignState(Protocol):
+class ForeignState:
     """The state of a training in one checkpoint, of which each rank reads its own part into host memory.
 
-    Every method raises CheckpointMismatchError if the checkpoint does not fit, CheckpointCorruptError if a file is
-    missing, is damaged or contains something other than data, and UnsupportedError if the state has an unsupported
-    form.
+    Each kind that has such a state derives from this class. Every method raises CheckpointMismatchError if the
+    checkpoint does not fit, CheckpointCorruptError if a file is missing, is damaged or contains something other than
+    data, and UnsupportedError if the state has an unsupported form.
+
+    Attributes:
+        step: the training step at which the checkpoint was saved.
+        nbytes: the bytes of tensors that this rank has read so far.
+        facts: what the checkpoint's model computes with its tensors, as far as its own files say.
+        was_quantized: whether the checkpoint says that matrices were quantized, and have what their few bits stand for.
     """
 
-    @property
-    def step(self) -> int:
-        """The training step at which the checkpoint was saved."""
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of tensors that this rank has read so far."""
-
-    @property
-    def facts(self) -> Facts:
-        """What the checkpoint's model computes with its tensors, as far as its own files say."""
-
-    @property
-    def was_quantized(self) -> bool:
-        """Whether the checkpoint says that matrices were quantized, and have what their few bits stand for."""
+    step: int
+    nbytes: int
+    facts: Facts
+    was_quantized: bool = False
 
     def weights(self) -> Sequence[FoundWeight]:
         """Reads the model's tensors of this rank.
@@ -263,18 +258,23 @@ class ForeignState(Protocol):
         If only the optimizer is loaded, weights are read to check it against them. The list is empty if the checkpoint
         has none.
         """
+        raise NotImplementedError
 
     def optimizer(self, weights: Sequence[FoundWeight]) -> Sequence[FoundPart]:
         """Reads the state of each chained optimizer. `weights` are those that were read."""
+        raise NotImplementedError
 
     def scheduler(self) -> dict[str, Any] | None:
         """Returns the state dict of the LR scheduler, or None."""
+        raise NotImplementedError
 
     def rng(self) -> dict[str, Any]:
         """Returns this rank's random states, as `state.rng.read_rng` does."""
+        raise NotImplementedError
 
     def report(self) -> Record:
         """Returns what rank 0 checks of what this rank has read, as JSON values."""
+        return {}
 
     def check(self, reports: Sequence[Record]) -> None:
         """Checks, on rank 0, the reports of all ranks."""

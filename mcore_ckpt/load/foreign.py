@@ -16,7 +16,7 @@ from mcore_ckpt.formats.kinds import kinds_by_name
 from mcore_ckpt.io.device_waits import wait_for_gpu
 from mcore_ckpt.load.foreign_checks import LoadedParameter, MatchedGroups, checked_parameters, match_parts
 from mcore_ckpt.load.foreign_weights import WeightsAlone
-from mcore_ckpt.load.live_training import OwnedParameter, describe_training
+from mcore_ckpt.load.live_training import OwnedParameter, describe_training, find_writers
 from mcore_ckpt.load.same_model import differences_to_live
 from mcore_ckpt.load.tensor_fills import refuse_rounding
 from mcore_ckpt.load.together import plan_together
@@ -99,9 +99,10 @@ def load_foreign(trainer: Trainer, kind_name: str, path: Path) -> ForeignLoad:
         UnsupportedError: the state is stored in an unsupported form. As above.
     """
     kind = kinds_by_name()[kind_name]
-    training = describe_training(trainer, path)
+    writers = find_writers(trainer)
 
     def plan() -> tuple[_Plan, Record]:
+        training = describe_training(trainer, path, writers)
         state = kind.open_state(path, training) or WeightsAlone(trainer, kind, path)
         own = _read(trainer, training, state, path)
         return own, state.report()

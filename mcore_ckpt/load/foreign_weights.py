@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from mcore_ckpt.checkpoint.file_names import config_dir
-from mcore_ckpt.checkpoint.model_facts import Facts
 from mcore_ckpt.errors import CheckpointMismatchError, UnsupportedError
 from mcore_ckpt.formats.checkpoint_kind import CheckpointKind
 from mcore_ckpt.formats.contract import RankPosition
-from mcore_ckpt.formats.foreign_state import FoundPart, FoundWeight
+from mcore_ckpt.formats.foreign_state import ForeignState, FoundWeight
 from mcore_ckpt.formats.locate import Locator, Wanted
 from mcore_ckpt.formats.step_folders import step_of
 from mcore_ckpt.load.fill import TensorFill, fill_tensors
@@ -28,14 +26,12 @@ from mcore_ckpt.state.shards import LocalShard
 from mcore_ckpt.state.trainer import Trainer
 
 
-class WeightsAlone:
-    """The weights in one checkpoint; implements `formats.foreign_state.ForeignState`.
+class WeightsAlone(ForeignState):
+    """The weights in one checkpoint.
 
     Raises:
         UnsupportedError: more than the model is to be loaded.
     """
-
-    was_quantized = False
 
     def __init__(self, trainer: Trainer, kind: CheckpointKind, path: Path) -> None:
         if set(trainer.config.load_contents) != {"model"}:
@@ -50,7 +46,7 @@ class WeightsAlone:
         self._locator = Locator(self._reader, position, trainer.vocab_size, trainer.layers)
         self.step = step_of(path)
         self.nbytes = 0
-        self.facts: Facts = kind.facts(self._reader)
+        self.facts = kind.facts(self._reader)
 
     def weights(self) -> list[FoundWeight]:
         names = (shard.key.name for shard in self._shards)
@@ -68,15 +64,6 @@ class WeightsAlone:
         if located is None:
             raise not_there(wanted, could_be_skipped=shard.is_frozen)
         return plan_fill(wanted, weight.loaded.dtype, located, lambda: weight.loaded)
-
-    def optimizer(self, weights: Sequence[FoundWeight]) -> list[FoundPart]:
-        raise NotImplementedError
-
-    def scheduler(self) -> dict[str, Any] | None:
-        raise NotImplementedError
-
-    def rng(self) -> dict[str, Any]:
-        raise NotImplementedError
 
     def report(self) -> Record:
         return {"used": positions_taken(self._locator, (shard.key for shard in self._shards))}

@@ -40,28 +40,8 @@ class OwnedParameter(OwnedRange):
     main: torch.Tensor
 
 
-def describe_training(trainer: Trainer, path: Path) -> LiveTraining:
-    """Describes what this rank loads into. Every rank calls it. `path` is the checkpoint, for messages."""
-
-    def chosen(tensors: Sequence[ModelTensor], stored: Collection[str]) -> list[ModelTensor]:
-        is_taken = choice_of(trainer, path, (tensor.name for tensor in tensors), stored)
-        return [tensor for tensor in tensors if is_taken(tensor.name, _is_frozen(tensor.live))]
-
-    modules = [unwrap(chunk) for chunk in trainer.chunks]
-    return LiveTraining(
-        contents=trainer.config.load_contents,
-        position=RankPosition(trainer.topology, trainer.coordinates),
-        writers=_find_writers(trainer),
-        layers=trainer.layers,
-        parts=_live_parts(trainer) if "optimizer" in trainer.config.load_contents else (),
-        assumed_step=trainer.config.assume_optimizer_step,
-        state_dicts=lambda: [module.state_dict(keep_vars=True) for module in modules],
-        sharded=lambda flags: [tensor for module in modules for tensor in _sharded_tensors(module, flags)],
-        chosen=chosen,
-    )
-
-
-def _find_writers(trainer: Trainer) -> Writers:
+def find_writers(trainer: Trainer) -> Writers:
+    """Finds the ranks that write this rank's state under the present layout. Every rank calls it."""
     at = trainer.coordinates
     own = {"place": list(at.place), "model": [at.tp, at.pp, at.ep]}
 
@@ -72,6 +52,27 @@ def _find_writers(trainer: Trainer) -> Writers:
     ranks = decide(trainer.agreement, "finding the ranks that wrote each file", lambda: own, combine)
     dense, experts = (ranks["places"][group[0]] for group in (trainer.replicas.dense, trainer.replicas.experts))
     return Writers(tuple(dense), tuple(experts), frozenset((tp, pp, ep) for tp, pp, ep in ranks["model"]))
+
+
+def describe_training(trainer: Trainer, path: Path, writers: Writers) -> LiveTraining:
+    """Describes what this rank loads into. `path` is the checkpoint, for messages."""
+
+    def chosen(tensors: Sequence[ModelTensor], stored: Collection[str]) -> list[ModelTensor]:
+        is_taken = choice_of(trainer, path, (tensor.name for tensor in tensors), stored)
+        return [tensor for tensor in tensors if is_taken(tensor.name, _is_frozen(tensor.live))]
+
+    modules = [unwrap(chunk) for chunk in trainer.chunks]
+    return LiveTraining(
+        contents=trainer.config.load_contents,
+        position=RankPosition(trainer.topology, trainer.coordinates),
+        writers=writers,
+        layers=trainer.layers,
+        parts=_live_parts(trainer) if "optimizer" in trainer.config.load_contents else (),
+        assumed_step=trainer.config.assume_optimizer_step,
+        state_dicts=lambda: [module.state_dict(keep_vars=True) for module in modules],
+        sharded=lambda flags: [tensor for module in modules for tensor in _sharded_tensors(module, flags)],
+        chosen=chosen,
+    )
 
 
 # -- model -------------------------------------------------------------------------------------------------

@@ -21,9 +21,8 @@ from typing import Any
 
 import torch
 
-from mcore_ckpt.checkpoint.model_facts import Facts
 from mcore_ckpt.errors import CheckpointMismatchError
-from mcore_ckpt.formats.foreign_state import FoundPart, FoundWeight, LiveTraining, ModelTensor
+from mcore_ckpt.formats.foreign_state import ForeignState, FoundPart, FoundWeight, LiveTraining, ModelTensor
 from mcore_ckpt.formats.random_states import random_states_of
 from mcore_ckpt.formats.step_folders import step_of
 from mcore_ckpt.formats.torch_dist.arguments import arguments_in, facts_of_arguments
@@ -34,34 +33,26 @@ from mcore_ckpt.formats.torch_dist.stored_keys import StoredKeys
 from mcore_ckpt.ranks.rounds import Record, same_everywhere
 from mcore_ckpt.sharding.synonyms import synonyms
 
+# The arguments of megatron's trainer that say that weights were quantized.
+_QUANTIZED = ("fp8_param_gather", "fp8_param", "fp4_param_gather", "fp4_param")
 
-class TorchDistState:
-    """One torch_dist folder, or the `dist_ckpt` folders that verl writes below one; implements `ForeignState`."""
+
+class TorchDistState(ForeignState):
+    """One torch_dist folder, or the `dist_ckpt` folders that verl writes below one.
+
+    The step is the checkpoint's `iteration`. Without one, it is the number in the folder's name, or 0.
+    """
 
     def __init__(self, path: Path, training: LiveTraining) -> None:
         self._path = path
         self._training = training
         self._files = TorchDistFiles(path, torch_dist_folders(path))
         self._keys = StoredKeys(self._files, training.layers)
-
-    @property
-    def step(self) -> int:
-        """The checkpoint's `iteration`. Without one, it is the number in the folder's name, or 0."""
-        step = self._files.common.get("iteration")
-        return step if isinstance(step, int) else step_of(self._path)
-
-    @property
-    def nbytes(self) -> int:
-        return self._files.nbytes
-
-    @property
-    def facts(self) -> Facts:
-        return facts_of_arguments(arguments_in(self._files.common))
-
-    @property
-    def was_quantized(self) -> bool:
-        args = arguments_in(self._files.common)
-        return any(bool(args.get(name)) for name in ("fp8_param_gather", "fp8_param", "fp4_param_gather", "fp4_param"))
+        step, arguments = self._files.common.get("iteration"), arguments_in(self._files.common)
+        self.step = step if isinstance(step, int) else step_of(path)
+        self.nbytes = 0
+        self.facts = facts_of_arguments(arguments)
+        self.was_quantized = any(bool(arguments.get(name)) for name in _QUANTIZED)
 
     # -- model ---------------------------------------------------------------------------------------------
 
@@ -71,7 +62,9 @@ class TorchDistState:
         if "model" not in contents and not has_some:
             return []
         with self._keys.explained():
-            return [self._read_weight(tensor) for tensor in tensors]
+            found = [self._read_weight(tensor) for tensor in tensors]
+        self.nbytes = self._files.nbytes
+        return found
 
     @cached_property
     def _tensors(self) -> Sequence[ModelTensor]:
@@ -100,7 +93,9 @@ class TorchDistState:
     # -- the rest ------------------------------------------------------------------------------------------
 
     def optimizer(self, weights: Sequence[FoundWeight]) -> list[FoundPart]:
-        return read_optimizer(self._files, self._keys, self._training, self._tensors, weights)
+        found = read_optimizer(self._files, self._keys, self._training, self._tensors, weights)
+        self.nbytes = self._files.nbytes
+        return found
 
     def scheduler(self) -> dict[str, Any] | None:
         common = self._files.common

@@ -17,28 +17,31 @@ from typing import Any
 import torch
 
 from mcore_ckpt.checkpoint import file_names
-from mcore_ckpt.checkpoint.model_facts import Facts
 from mcore_ckpt.errors import CheckpointMismatchError
 from mcore_ckpt.formats.foreign_pickles import load_safely
-from mcore_ckpt.formats.foreign_state import ADAM_KINDS, FoundPart, FoundWeight, LivePart, LiveTraining, OwnedRange
+from mcore_ckpt.formats.foreign_state import (
+    ADAM_KINDS,
+    ForeignState,
+    FoundPart,
+    FoundWeight,
+    LivePart,
+    LiveTraining,
+    OwnedRange,
+)
 from mcore_ckpt.formats.random_states import random_states_of
 from mcore_ckpt.formats.step_folders import step_of
 from mcore_ckpt.formats.verl_ranks.kind import model_file, rank_dirs
-from mcore_ckpt.ranks.rounds import Record
 from mcore_ckpt.ranks.topology import Topology
 
 _SCHEDULER_FILE = "optimizer_scheduler/optimizer_scheduler.pt"
 
 
-class VerlRanksState:
-    """One folder of per-rank files; implements `formats.foreign_state.ForeignState`.
+class VerlRanksState(ForeignState):
+    """One folder of per-rank files.
 
     Raises:
         CheckpointMismatchError: the checkpoint was saved under another layout.
     """
-
-    was_quantized = False
-    facts: Facts = {}  # noqa: RUF012  # not changed
 
     def __init__(self, path: Path, training: LiveTraining) -> None:
         self._path = path
@@ -46,6 +49,7 @@ class VerlRanksState:
         self._at = training.position.coordinates
         self.step = step_of(path)
         self.nbytes = 0
+        self.facts = {}
         _check_ranks(training, path)
 
     def weights(self) -> list[FoundWeight]:
@@ -106,12 +110,6 @@ class VerlRanksState:
                 " Leave 'extra' out of load_contents to start with fresh ones"
             )
         return random_states_of(load_safely(file, str(file)), self._at.dp, str(file))
-
-    def report(self) -> Record:
-        return {}
-
-    def check(self, reports: Sequence[Record]) -> None:
-        """There is nothing to check: each rank has compared all tensors of its own files."""
 
 
 # -- layout ------------------------------------------------------------------------------------------------
