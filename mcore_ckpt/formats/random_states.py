@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mcore_ckpt.errors import CheckpointMismatchError
+from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError
 
 
 def random_states_of(stored: Any, dp: int, where: str) -> dict[str, Any]:
@@ -21,6 +21,7 @@ def random_states_of(stored: Any, dp: int, where: str) -> dict[str, Any]:
 
     Raises:
         CheckpointMismatchError: one of the states is missing.
+        CheckpointCorruptError: one of them has not the form in which a generator tells its state.
     """
     state = stored
     if isinstance(stored, (list, tuple)):
@@ -31,6 +32,16 @@ def random_states_of(stored: Any, dp: int, where: str) -> dict[str, Any]:
         raise CheckpointMismatchError(
             f"{where}: has no {', '.join(missing)}: leave 'extra' out of load_contents to start with fresh ones"
         )
+    try:
+        return _plain(state)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise CheckpointCorruptError(
+            f"{where}: the random states are damaged ({error}): leave 'extra' out of load_contents to start with fresh "
+            "ones"
+        ) from None
+
+
+def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
     name, keys, position, has_gauss, cached = state["np_rng_state"]
     return {
         "python": state["random_rng_state"],
