@@ -29,9 +29,7 @@ from mcore_ckpt.errors import CheckpointMismatchError
 from mcore_ckpt.formats.contract import FileReport, FileToWrite
 from mcore_ckpt.formats.torch_dist.contents import Contents, Slice
 from mcore_ckpt.formats.torch_dist.files import TorchDistFiles, WantedPart
-from mcore_ckpt.formats.torch_dist.keys import Place
 from mcore_ckpt.formats.torch_dist.kind import TORCH_DIST_CONFIG
-from mcore_ckpt.io import tuning
 from mcore_ckpt.io.files import open_new, write_file
 
 _COMMON_FILE = "common.pt"

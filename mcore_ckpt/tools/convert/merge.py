@@ -31,14 +31,12 @@ from mcore_ckpt.formats.huggingface.adapter_folder import AdapterFolder
 from mcore_ckpt.formats.huggingface.export_plan import MAX_SHARD_BYTES, ExportOptions, ExportPlan, UnknownTensorsError
 from mcore_ckpt.formats.huggingface.fp8_blocks import Fp8Blocks
 from mcore_ckpt.formats.huggingface.hub import find_folder, find_folder_together
-from mcore_ckpt.formats.huggingface.model_writer import AdapterWriter, ModelWriter
 from mcore_ckpt.formats.huggingface.kind import is_hf_folder
+from mcore_ckpt.formats.huggingface.model_writer import AdapterWriter, ModelWriter
 from mcore_ckpt.formats.huggingface.safetensors_files import read_folder
 from mcore_ckpt.formats.huggingface.side_files import find_side_files, warn_of_missing_code
 from mcore_ckpt.formats.huggingface.stored_weights import DequantizingReader
 from mcore_ckpt.formats.huggingface.tokenizer_size import tokens_in
-from mcore_ckpt.formats.huggingface.writer import write_index, write_weights
-from mcore_ckpt.io.files import new_folder, sync_folders
 from mcore_ckpt.models.accounting import COPIES, IGNORED, LeftOut, account, matching, of_states, together
 from mcore_ckpt.models.architecture import HfModel, read_config
 from mcore_ckpt.models.config_fields import HfConfig
@@ -63,8 +61,8 @@ from mcore_ckpt.tools.convert.merge_adapters import (
 from mcore_ckpt.tools.convert.merge_plan import plan_model
 from mcore_ckpt.tools.convert.walk import Writers, check_together, plan_together, write_together
 from mcore_ckpt.tools.examine.compare import Weights
-from mcore_ckpt.tools.examine.progress import Progress
 from mcore_ckpt.tools.examine.find import FoundCheckpoint, facts_of_checkpoint, find_checkpoint, open_reader
+from mcore_ckpt.tools.examine.progress import Progress
 
 
 @dataclass(frozen=True)
