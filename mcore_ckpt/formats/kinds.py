@@ -11,9 +11,8 @@ from mcore_ckpt.formats.checkpoint_kind import Backend, CheckpointKind
 from mcore_ckpt.formats.fsdp.kind import Fsdp
 from mcore_ckpt.formats.huggingface.kind import HuggingFace
 from mcore_ckpt.formats.native.kind import Native
-from mcore_ckpt.formats.torch_dist.kind import TorchDist, torch_dist_folders
+from mcore_ckpt.formats.torch_dist.kind import TorchDist
 from mcore_ckpt.formats.verl_ranks.kind import VerlRanks
-from mcore_ckpt.io.files import names_in
 
 NATIVE = Native()
 
@@ -52,9 +51,3 @@ def kind_of(path: Path) -> str | None:
     """
     found = recognize(path, "megatron")
     return None if found is None or found is NATIVE else found.name
-
-
-def has_torch_dist(path: Path) -> bool:
-    """Returns True if a folder, or one of the folders in it, is a torch_dist checkpoint."""
-    folders = [path / name for name in names_in(path)]
-    return bool(torch_dist_folders(path)) or any(torch_dist_folders(folder) for folder in folders)

@@ -10,7 +10,7 @@ from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError
 from mcore_ckpt.formats.checkpoint_kind import CheckpointKind
 from mcore_ckpt.io import json_fields as fields
 from mcore_ckpt.io import limits
-from mcore_ckpt.io.files import read_small
+from mcore_ckpt.io.files import names_in, read_small
 
 if TYPE_CHECKING:
     from mcore_ckpt.checkpoint.model_facts import Facts
@@ -61,6 +61,12 @@ def torch_dist_folders(path: Path) -> list[Path]:
         if _has_config(candidate):
             return [candidate]
     return [tree for tree in (path / name / "dist_ckpt" for name in _VERL_TREES) if _has_config(tree)]
+
+
+def has_torch_dist(path: Path) -> bool:
+    """Returns True if a folder, or one of the folders in it, is a torch_dist checkpoint."""
+    folders = [path / name for name in names_in(path)]
+    return bool(torch_dist_folders(path)) or any(torch_dist_folders(folder) for folder in folders)
 
 
 def _has_config(folder: Path) -> bool:

@@ -18,10 +18,10 @@ from mcore_ckpt.errors import CheckpointCorruptError
 from mcore_ckpt.formats.contract import FileReport
 from mcore_ckpt.formats.huggingface.reader import HuggingFaceReader
 from mcore_ckpt.formats.huggingface.side_files import copy_side_files
-from mcore_ckpt.formats.kinds import has_torch_dist
 from mcore_ckpt.formats.torch_dist.contents import Contents, KeyRows, Slice, saved_object, slices_of
 from mcore_ckpt.formats.torch_dist.files import TorchDistFiles, WantedPart
 from mcore_ckpt.formats.torch_dist.keys import Keys, Place
+from mcore_ckpt.formats.torch_dist.kind import has_torch_dist
 from mcore_ckpt.formats.torch_dist.writer import TorchDistWriter
 from mcore_ckpt.io.files import new_folder
 from mcore_ckpt.models.mcore_config import to_mcore_config

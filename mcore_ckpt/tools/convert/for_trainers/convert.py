@@ -10,8 +10,8 @@ from pathlib import Path
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.errors import CommitError, InvalidArgumentError
-from mcore_ckpt.formats.kinds import has_torch_dist
 from mcore_ckpt.formats.native.reader import NativeReader
+from mcore_ckpt.formats.torch_dist.kind import has_torch_dist
 from mcore_ckpt.io.files import replace_file
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide
 from mcore_ckpt.steps import commit
