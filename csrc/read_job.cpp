@@ -216,7 +216,7 @@ void ReadJob::refuse(std::size_t file, std::uint64_t offset, std::size_t nbytes,
     if (empty) return;
     if (rows.destination == nullptr) throw std::invalid_argument("null address for " + words(rows));
     if (!fit(rows, rows.destination_stride, SIZE_MAX - reinterpret_cast<std::uintptr_t>(rows.destination))) {
-        throw std::invalid_argument("no memory has room for " + words(rows) + " at the address");
+        throw std::invalid_argument("no memory is large enough for " + words(rows) + " at the address");
     }
     if (rows.device == HostBuffer::NO_DEVICE) return;
     if (!settings_.pinned) {

@@ -467,7 +467,7 @@ void WriteJob::throw_if_stopped(const Target& target) const {
             std::rethrow_exception(error_);
         } catch (const std::bad_alloc&) {
             const Range& range = targets_[failed_]->range;
-            throw FileError(ENOMEM, "making room for a piece", range.path, range.start);
+            throw FileError(ENOMEM, "making space for a piece", range.path, range.start);
         }
     }
     if (cancelled_) throw std::runtime_error("cancelled");

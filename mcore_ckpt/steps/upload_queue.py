@@ -119,7 +119,7 @@ class UploadQueue:
         self._warned = False
         # At exit, `_finish_all` waits for uploads with a limit.
         self._uploads = Worker("mcore_ckpt upload", must_finish=False)
-        self._looks_at_space = Worker("mcore_ckpt room", must_finish=False)
+        self._looks_at_space = Worker("mcore_ckpt space", must_finish=False)
         self._stop = threading.Event()
         _open.add(self)
 

@@ -620,7 +620,7 @@ def test_what_an_earlier_try_has_sent_in_part_is_overwritten(tmp_path: Path, roo
 
 
 def space_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "mcore_ckpt room"]
+    return [thread for thread in threading.enumerate() if thread.name == "mcore_ckpt space"]
 
 
 def test_a_store_without_space_is_warned_about_once_before_the_save(
