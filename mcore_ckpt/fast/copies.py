@@ -28,7 +28,7 @@ from mcore_ckpt.io import tuning
 from mcore_ckpt.io.checksums import crc32
 from mcore_ckpt.io.files import make_folders, open_new, sync_dir, sync_names, write_all
 from mcore_ckpt.io.threads import results_of
-from mcore_ckpt.io.worker import Handle, Worker
+from mcore_ckpt.io.worker import Handle, NoThreadError, Worker
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide
 from mcore_ckpt.steps.node_steps import files_here
 from mcore_ckpt.steps.transaction import Attempt
@@ -51,6 +51,11 @@ class CopyHandle(Handle[str | None]):
     def __init__(self, step: int) -> None:
         super().__init__(f"the copies of step {step} are still under way")
         self.step = step
+
+    @property
+    def exception(self) -> CheckpointError | None:
+        """The `problem` as an error, which `wait` does not raise."""
+        return None if self._result is None else CommitError(self._result)
 
     @property
     def problem(self) -> str | None:
@@ -95,13 +100,16 @@ class Copies:
             self._complete.add(attempt.number)
             wanted.handle.end(None)
             return wanted.handle
-        with self._lock:
-            self._pending.append(wanted)
         try:
+            with self._lock:
+                self._pending.append(wanted)
             self._worker.add(partial(self._copy, wanted))
-        except RuntimeError as error:
+        except NoThreadError as error:
             logger.warning("no copies reach other nodes, because %s: the next save tries again", error)
             self._end(wanted, "the system allows no more threads on this rank")
+        except BaseException:  # of a signal handler
+            self._end(wanted, "the save was interrupted")
+            raise
         return wanted.handle
 
     @contextmanager
@@ -185,7 +193,8 @@ class Copies:
         if problem is None:
             self._complete.add(wanted.attempt.number)
         with self._lock:
-            self._pending.remove(wanted)
+            if wanted in self._pending:  # a signal handler may have ended it before
+                self._pending.remove(wanted)
         wanted.handle.end(problem)
 
     def _copy_together(self, attempt: Attempt) -> str | None:

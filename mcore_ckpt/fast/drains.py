@@ -104,9 +104,13 @@ class Drains:
         self.wait()
         handle = self._handle = DrainHandle(drain.saving.step, drain.saving.role_dir)
         self._agreement = drain.agreement
-        with self._lock:
-            self._attempt = drain.attempt.number
-        self._worker.add(partial(self._run, drain, handle))
+        try:
+            with self._lock:
+                self._attempt = drain.attempt.number
+            self._worker.add(partial(self._run, drain, handle))
+        except BaseException:  # of a signal handler: nothing will be copied
+            self._end(handle, CommitError("the save was interrupted"))
+            raise
         return handle
 
     def wait(self, step: int | None = None) -> None:
@@ -123,10 +127,11 @@ class Drains:
             self._agreement.limit_waits(deadlines.EXIT_WAIT_S)
 
     def _run(self, drain: Draining, handle: DrainHandle) -> None:
-        error: CheckpointError | None = None
+        error: CheckpointError | None = CommitError("the copy was interrupted")
         delete = None
         try:
             handle.upload, delete = drain.run()
+            error = None
         except CheckpointError as failure:
             error = failure
         except Exception as failure:
@@ -134,19 +139,22 @@ class Drains:
             logger.error("copying step %d to the root has failed unexpectedly\n%s", handle.step, trace)
             error = CommitError(f"{type(failure).__name__}: {failure}")
         finally:
-            if error is not None:
-                logger.error("step %d is not in the root, and stays in the fast tier: %s", handle.step, error)
-            with self._lock:
-                self._attempt = None
-            if error is None:
-                handle.end(handle.path)
-            else:
-                handle.fail(error)
+            self._end(handle, error)
         if delete is not None:
             try:
                 drain.agreement.runner.run(delete)
             except HungDiskError as error:
                 logger.warning("old steps stay until the next save to the root: %s", error)
+
+    def _end(self, handle: DrainHandle, error: CheckpointError | None) -> None:
+        if error is not None:
+            logger.error("step %d is not in the root, and stays in the fast tier: %s", handle.step, error)
+        with self._lock:
+            self._attempt = None
+        if error is None:
+            handle.end(handle.path)
+        else:
+            handle.fail(error)
 
 
 _all_drains: WeakSet[Drains] = emptied_in_child(WeakSet())

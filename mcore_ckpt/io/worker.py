@@ -6,11 +6,13 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Generic, TypeVar, cast
 from weakref import WeakSet
 
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.events import ErrorText
+from mcore_ckpt.interrupts import is_interrupt
 from mcore_ckpt.io.disk_watch import wait_for_thread
 from mcore_ckpt.processes import OwnEvent, emptied_in_child
 
@@ -65,6 +67,10 @@ class Handle(Generic[Result]):
         self._ended.set()
 
 
+class NoThreadError(Exception):
+    """The system grants no more threads."""
+
+
 class Worker:
     """Calls functions one after the other on a thread, which exists only while there are functions to call.
 
@@ -93,26 +99,37 @@ class Worker:
             work: the function.
             instead: whether it takes the place of all functions that wait.
 
-        Raises RuntimeError if the system grants no other thread, and the function need not be called.
+        Raises NoThreadError if the system grants no other thread, and the function need not be called.
+
+        A signal handler may raise an exception at any moment of it. Then the function is not called.
         """
         with self._lock:
-            if instead:
-                self._waiting.clear()
-            self._waiting.append(work)
             if self._thread is not None and self._thread.is_alive():
+                self._queue(work, instead)
                 return
             # A daemon, because at exit the interpreter would wait without limit for a non-daemon thread.
-            # Noted first: an exception of a signal handler may end `start` when the thread has begun.
-            self._thread = thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             try:
+                self._queue(work, instead)
+                self._thread = thread
                 thread.start()
                 return
-            except RuntimeError:
+            except BaseException as error:
+                # The thread may have begun, but waits for the lock: it finds that it is not to work.
                 self._thread = None
-                if not self._must_finish:
-                    self._waiting.pop()
+                refused = isinstance(error, RuntimeError) and not is_interrupt(error)
+                if not (refused and self._must_finish):
+                    with suppress(ValueError):
+                        self._waiting.remove(work)
+                    if refused:
+                        raise NoThreadError(str(error)) from error
                     raise
-        self._run()  # which is slower but does not fail
+        self._work()  # which is slower but does not fail
+
+    def _queue(self, work: Callable[[], object], instead: bool) -> None:
+        if instead:
+            self._waiting.clear()
+        self._waiting.append(work)
 
     @property
     def is_at_work(self) -> bool:
@@ -139,6 +156,12 @@ class Worker:
         return thread is None or not thread.is_alive()
 
     def _run(self) -> None:
+        with self._lock:
+            if self._thread is not threading.current_thread():
+                return
+        self._work()
+
+    def _work(self) -> None:
         while True:
             with self._lock:
                 if not self._waiting:

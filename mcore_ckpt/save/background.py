@@ -315,9 +315,13 @@ class BackgroundSaves:
     def _delete(self, following: Following | None) -> None:
         if following is None:
             return
-        if following.deletes:
-            self._deleting.add(following)
-        self._deletions.add(partial(self._after_commit, following))
+        try:
+            if following.deletes:
+                self._deleting.add(following)
+            self._deletions.add(partial(self._after_commit, following))
+        except BaseException:  # of a signal handler: the next save deletes what is too old
+            self._deleting.discard(following)
+            raise
 
     def _after_commit(self, following: Following) -> None:
         try:

@@ -32,7 +32,7 @@ from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, N
 from mcore_ckpt.io import tuning
 from mcore_ckpt.io.disk_space import NOTHING, Amount, DiskSpace, Limit, Need, existing, space_of
 from mcore_ckpt.io.threads import results_of
-from mcore_ckpt.io.worker import Worker
+from mcore_ckpt.io.worker import NoThreadError, Worker
 from mcore_ckpt.steps.listing import StepStatus, list_steps
 from mcore_ckpt.steps.retention import PreservationPolicy, too_old
 from mcore_ckpt.steps.step_sizes import NO_FILES, need_of, taken_by
@@ -165,7 +165,7 @@ class SpaceWatch:
         Returns immediately, and looks on its own thread. It looks only if the step is complete, and it says nothing if
         another save begins meanwhile, because that save takes space and has its own check.
         """
-        with suppress(RuntimeError):  # the system allows no more threads
+        with suppress(NoThreadError):
             self._looks.add(partial(self._foresee, saved), instead=True)
 
     def _foresee(self, saved: Saved) -> None:
@@ -243,7 +243,7 @@ class SpaceWatch:
             found.append(_found_by_prune(self._root, self._prune, stop))
 
         # On a thread, because one call to a network file system can already take too long.
-        with suppress(RuntimeError):  # the system allows no more threads
+        with suppress(NoThreadError):
             self._prune_look.add(look)
             self._prune_look.wait_at_most(min(look_s, tuning.OLD_STEPS_LOOK_S))
         stop.set()

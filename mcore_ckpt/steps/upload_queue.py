@@ -35,7 +35,7 @@ from mcore_ckpt.delivery import Delivery
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, RemoteError
 from mcore_ckpt.events import Deleted, ErrorText, Failed, Uploaded
 from mcore_ckpt.io.disk_space import Need
-from mcore_ckpt.io.worker import Handle, Worker
+from mcore_ckpt.io.worker import Handle, NoThreadError, Worker
 from mcore_ckpt.processes import emptied_in_child
 from mcore_ckpt.ranks import deadlines
 from mcore_ckpt.steps import listing as steps
@@ -63,6 +63,11 @@ class UploadHandle(Handle[bool]):
         self.step = step
         self.nbytes = 0
         self.seconds = 0.0
+
+    @property
+    def done(self) -> bool:
+        """True if the whole checkpoint is in the store."""
+        return super().done
 
     @property
     def exception(self) -> CheckpointError | None:
@@ -139,7 +144,7 @@ class UploadQueue:
             self._asked = True
         try:
             self._uploads.add(self._upload_if_asked)
-        except RuntimeError as error:  # the system allows no more threads
+        except NoThreadError as error:
             logger.warning("%s: no upload after this commit: %s", self._remote.store.url, error)
         return upload
 
@@ -149,7 +154,7 @@ class UploadQueue:
         It looks on a thread of its own, because a network file system that hangs must not hold up the training. At most
         one such thread runs. If it still looks for an earlier save, it then looks once more, for the newest one.
         """
-        with suppress(RuntimeError):  # the system allows no more threads
+        with suppress(NoThreadError):
             self._looks_at_space.add(partial(self._look_at_space, need), instead=True)
 
     def _look_at_space(self, need: Need) -> None:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from mcore_ckpt.steps.commit import remove_folder, remove_if_empty
 from mcore_ckpt.steps.runs import Ownership
 from mcore_ckpt.steps.transaction import Attempt
 from tests.support.checkpoints import manifest_of
+from tests.support.few_threads import limit_threads
 
 
 class StubTier:
@@ -299,3 +301,47 @@ def test_without_replicas_the_copies_are_complete_at_once(tmp_path: Path) -> Non
     assert not saves.copies._worker.is_at_work
     saves.copies.wait(0)
     saves.copies.close()
+
+
+# -- a signal handler -------------------------------------------------------------------------------------------
+
+
+class Interrupted(BaseException):
+    """What a handler of the training raises."""
+
+
+def interrupt(*args: object) -> None:
+    raise Interrupted
+
+
+def test_an_interrupted_copy_holds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither closing nor the next save of the step waits for it, and its folder may be deleted."""
+    copies = saves_in(tmp_path, replicas=1).copies
+    role_dir = tmp_path / "actor"
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", interrupt)
+        with pytest.raises(Interrupted):
+            copies.add(1, Attempt(attempt_of(1), role_dir, role_dir))
+    assert copies.needed() == set()
+    copies.wait()
+    copies.close()
+
+
+def test_an_interrupted_drain_ends_as_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drains = Drains()
+    drain: Any = SimpleNamespace(
+        attempt=SimpleNamespace(number=attempt_of(1)), saving=SimpleNamespace(step=1, role_dir=tmp_path), agreement=None
+    )
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", interrupt)
+        with pytest.raises(Interrupted):
+            drains.start(drain)
+    assert (drains.busy, drains.has_failed, drains.needed()) == (False, True, set())
+    drains.wait()
+    # Where the system grants no thread, the copy itself may be interrupted.
+    drain.run = interrupt
+    with monkeypatch.context() as patched:
+        limit_threads(patched, 0)
+        with pytest.raises(Interrupted):
+            drains.start(drain)
+    assert (drains.busy, drains.has_failed) == (False, True)

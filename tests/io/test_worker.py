@@ -1,13 +1,16 @@
 """Work on a thread that exists only while there is some: in order, none is lost, and errors end nothing."""
 
 import logging
+import signal
+import sys
 import threading
 from functools import partial
+from types import FrameType
 
 import pytest
 
 from mcore_ckpt.errors import CheckpointError
-from mcore_ckpt.io.worker import Handle, Worker, all_workers
+from mcore_ckpt.io.worker import Handle, NoThreadError, Worker, all_workers
 from tests.support.few_threads import limit_threads
 from tests.support.waiting import LONG_S, join_threads
 
@@ -93,12 +96,45 @@ def test_without_another_thread_only_what_must_be_done_is_done_here(
             worker.add(work)
             assert called == [threading.current_thread()]
         else:
-            with pytest.raises(RuntimeError, match="can't start new thread"):
+            with pytest.raises(NoThreadError, match="can't start new thread"):
                 worker.add(work)
             assert called == []
     worker.add(work)
     assert worker.wait_at_most(LONG_S)
     assert len(called) == (2 if must_finish else 1), "what was refused is not called later"
+
+
+class Interrupted(RuntimeError):
+    """What a handler of SIGTERM raises."""
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+@pytest.mark.parametrize("must_finish", [True, False])
+def test_what_a_signal_handler_interrupts_is_not_done(
+    must_finish: bool, has_begun: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the thread has begun or not: nobody waits for it for ever, and what is added later is done."""
+    worker, called = Worker(NAME, must_finish), list[int]()
+    start = threading.Thread.start
+
+    def handler(signum: int, frame: FrameType | None) -> None:
+        raise Interrupted
+
+    def interrupted(thread: threading.Thread) -> None:
+        if has_begun:
+            start(thread)
+        handler(signal.SIGTERM, sys._getframe())
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(Interrupted):
+            worker.add(partial(called.append, 1))
+    assert not worker.is_at_work
+    assert worker.wait_at_most(LONG_S)
+    worker.wait(LONG_S)
+    worker.add(partial(called.append, 2))
+    worker.wait(LONG_S)
+    assert called == [2]
 
 
 def test_an_exiting_interpreter_waits_only_for_what_must_be_done() -> None:
