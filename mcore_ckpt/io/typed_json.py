@@ -4,10 +4,11 @@ A text that is not of the type is refused at its first wrong value. Long lists a
 memory holds one piece and what the caller keeps.
 
 A piece has 64 KiB, and numbers are kept packed. To find a name that occurs twice, the decoded values are encoded again:
-the original text must not be longer. All other JSON passes `json_bounds.py`, which counts the characters that begin or
-end values and compares the counts with the size, because honest text has few of them. Text that is not ASCII is decoded
-so that one emoji does not make each character take four bytes. Compressed messages are decompressed once to count the
-bytes, and only then to keep them.
+the original text must not be longer. All other JSON of files, and every message of more than 64 KiB, passes
+`json_bounds.py`, which counts the characters that begin or end values and compares the counts with the size, because
+honest text has few of them. Text that is not ASCII is decoded so that one emoji does not make each character take four
+bytes. Compressed messages that may become too large are decompressed once to count the bytes, and only then to keep
+them.
 """
 
 from __future__ import annotations

@@ -253,8 +253,8 @@ class RankReport(msgspec.Struct, array_like=True, frozen=True, gc=False):
     @staticmethod
     def of(record: Record) -> RankReport:
         """Returns what a rank has made with `to_record`. Raises CommitError if it is another thing."""
-        text = str(record.get(_REPORT)).encode()
         try:
+            text = str(record.get(_REPORT)).encode()
             json_bounds.check(text, json_bounds.MESSAGES)
             return typed_json.parse(text, _REPORTS)
         except ValueError as error:

@@ -102,7 +102,7 @@ def _check_part(staging: str, files: Iterable[tuple[int, SizedFile]]) -> None:
     for rank, file in files:
         path = f"{staging}/{file.path}"
         try:
-            size = os.stat(path).st_size
+            size = _size_of(path)
         except OSError as error:
             raise CommitError(
                 f"rank {rank} has written {path}, but rank 0 cannot see it ({error.strerror}): all ranks must save to "
@@ -113,6 +113,11 @@ def _check_part(staging: str, files: Iterable[tuple[int, SizedFile]]) -> None:
                 f"rank {rank} has written {file.size} bytes to {path}, but rank 0 sees {size}: all ranks must save to "
                 "one shared file system that shows each rank the others' writes"
             )
+
+
+def _size_of(path: str) -> int:
+    # A function, so that the watch of the disk finds the path of the file, and not the folder, if the call hangs.
+    return os.stat(path).st_size
 
 
 def check_structures(by_rank: Sequence[Mapping[str, str]], node_of: Callable[[int], int] = lambda rank: 0) -> None:

@@ -94,6 +94,16 @@ def test_an_optimizer_that_gets_back_its_step_and_moments_goes_on_alike(cls: typ
     assert read_step(part_of(fresh)) == 5
 
 
+@pytest.mark.parametrize("count", [float("nan"), float("inf")])
+def test_a_step_that_is_no_number_is_refused(count: float) -> None:
+    inner = torch.optim.Adam(weights(3))
+    step(inner, 1)
+    for state in inner.state.values():
+        state["step"].fill_(count)
+    with pytest.raises(UnsupportedError, match=f"have done {count} steps: the state is damaged"):
+        read_step(part_of(inner))
+
+
 def test_torchs_adam_gets_a_step_tensor_for_each_parameter() -> None:
     """A shared one counts once per parameter."""
     inner = torch.optim.Adam(weights(3, 2, 4))

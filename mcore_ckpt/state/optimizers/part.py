@@ -5,6 +5,7 @@ A kind of optimizer that keeps its state elsewhere derives from OptimizerPart an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -345,11 +346,17 @@ def read_step(part: OptimizerPart) -> float | int | None:
     """Returns the number of steps that a part has done on this rank, or None if it has done none here.
 
     Raises:
-        UnsupportedError: parameters have done different numbers of steps, which a single number cannot restore.
+        UnsupportedError: parameters have done different numbers of steps, which a single number cannot restore, or the
+            number is no number.
     """
     steps = part.steps()
     if len(steps) > 1:
         raise UnsupportedError(
             f"parameters of {type(part.inner).__name__} have done different numbers of steps: {sorted(steps)}"
         )
-    return steps.pop() if steps else None
+    step = steps.pop() if steps else None
+    if step is not None and not math.isfinite(step):
+        raise UnsupportedError(
+            f"parameters of {type(part.inner).__name__} have done {step} steps: the state is damaged"
+        )
+    return step
