@@ -17,7 +17,7 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.errors import AgreementError, CheckpointError, CommitError
 from mcore_ckpt.formats.native.writer import FileWriter
 from mcore_ckpt.load import load as loading
-from mcore_ckpt.ranks import rounds as agreement
+from mcore_ckpt.ranks import one_round
 from tests.distributed.agreement import error_of, everywhere, gather, raised_everywhere
 from tests.distributed.checkpointing import assert_loads
 from tests.distributed.layouts import LAYOUTS
@@ -70,7 +70,7 @@ def result_of(call: Callable[[], Any], victim: int) -> tuple[CheckpointError | N
     """What a call raises, and after how long; the rank that is not stopped then wakes the other one up."""
     pids = gather(os.getpid())
     ran_out: list[float] = []
-    poll = agreement.poll
+    poll = one_round.poll
 
     def poll_and_note(*args: Any) -> bool:
         began = time.monotonic()
@@ -81,7 +81,7 @@ def result_of(call: Callable[[], Any], victim: int) -> tuple[CheckpointError | N
 
     started = time.monotonic()
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(agreement, "poll", poll_and_note)
+        patched.setattr(one_round, "poll", poll_and_note)
         error = error_of(call)
     ended = time.monotonic()
     took = Took(ended - started, ended - ran_out[0] if ran_out else None)
