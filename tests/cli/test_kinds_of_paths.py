@@ -119,6 +119,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (made / "release" / file_names.TRACKER_FILE).write_text("release")
     (made / "legacy" / "iter_0000010" / "mp_rank_00").mkdir(parents=True)
     (made / "legacy" / "iter_0000010" / "mp_rank_00" / "model_optim_rng.pt").write_bytes(b"x")
+    for file in hf.iterdir():  # an export in the same folder changes nothing
+        shutil.copy(file, made / "legacy" / "iter_0000010")
     shutil.copytree(hf, made / "trainer" / "checkpoint-500")
     (made / "bin").mkdir()
     shutil.copy(hf / "config.json", made / "bin")

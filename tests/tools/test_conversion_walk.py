@@ -124,16 +124,16 @@ class Differing(Plain):
 )
 @pytest.mark.parametrize("there", [True, False], ids=["an empty folder above", "a new folder above"])
 def test_nothing_is_left_of_a_failure(writer: Plain, error: str, there: bool, tmp_path: Path) -> None:
-    target = tmp_path / "above" / "out"
+    target = tmp_path / "far" / "above" / "out"
     if there:
-        target.parent.mkdir()
+        target.parent.mkdir(parents=True)
     ends = on_ranks(
         2, lambda agreement: write_together(agreement, [(".", writer)], place(target), FOLDER_MODE, test=True)
     )
     for end in ends:
         with pytest.raises((CommitError, CheckpointMismatchError), match=error):
             raise end
-    assert list(tmp_path.rglob("*")) == ([target.parent] if there else [])
+    assert list(tmp_path.rglob("*")) == ([target.parent.parent, target.parent] if there else [])
 
 
 def test_processes_with_other_plans_write_nothing(tmp_path: Path) -> None:

@@ -88,8 +88,9 @@ class NewFolder:
         self.check()
         leftovers.remove_sibling_leftovers(self.path)
         check_space(self.path, sizes)
-        if not self.path.parent.exists():
-            self._exit.callback(commit.remove_if_empty, self.path.parent)
+        for parent in reversed(self.path.parents):
+            if not parent.exists():
+                self._exit.callback(commit.remove_if_empty, parent)
         self._attempt = commit.new_attempt()
         self._exit.callback(commit.remove_folder, self.staging)  # does nothing once it is in place
         commit.open_staging(self.path, self._attempt, mode)
@@ -127,12 +128,14 @@ class RolesOfStep:
         step: the step's number.
         roles: the roles.
         companions: what is copied of `source`, by name, once the destination is open.
+        manifests: the manifests that have been written, by role.
     """
 
     def __init__(self, root: Path, step: int, roles: Sequence[str], force: bool, source: Path | None = None) -> None:
         self._root, self.step, self.roles, self._force = root, step, tuple(roles), force
         self._source = source
         self.companions: Mapping[str, Path] = {}
+        self.manifests: dict[str, Manifest] = {}
         self._exit = ExitStack()
         self._new: NewStep | None = None
         self.path = self.role_dir(self.roles[0]) if len(self.roles) == 1 else file_names.step_dir(root, step)
@@ -167,7 +170,8 @@ class RolesOfStep:
         Raises CommitError or OSError.
         """
         assert self._new is not None, "the destination is open"
-        self._new.write_manifest(replace(manifest, roles=self.roles, attempt=self._new.attempt))
+        self.manifests[manifest.role] = replace(manifest, roles=self.roles, attempt=self._new.attempt)
+        self._new.write_manifest(self.manifests[manifest.role])
 
     def seal(self) -> None:
         """Does nothing: each manifest is written when the names of its files are durable, and is durable itself."""

@@ -21,7 +21,7 @@ from pathlib import Path
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.formats.huggingface.kind import is_hf_folder
-from mcore_ckpt.formats.kinds import kinds_by_name, recognize
+from mcore_ckpt.formats.kinds import NATIVE, kinds_by_name, recognize
 from mcore_ckpt.formats.step_folders import is_legacy, number_of, step_folders
 from mcore_ckpt.io.files import names_in
 from mcore_ckpt.io.links import broken_link
@@ -79,7 +79,7 @@ class PathInfo:
     def is_foreign_checkpoint(self) -> bool:
         """True if another program wrote it, and `merge` and `test` read it."""
         kind = kinds_by_name().get(self.kind)
-        return kind is not None and kind.backend is not None
+        return kind is not None and kind is not NATIVE and kind.backend is not None
 
     @property
     def reason(self) -> str:
@@ -173,10 +173,10 @@ def _ours(path: Path, names: set[str]) -> str | None:
 
 def _foreign(path: Path, names: set[str]) -> str | None:
     kind = recognize(path)
+    if (kind is None or kind.backend is None) and is_legacy(path):
+        return "legacy"  # what lies there as a HuggingFace model, too, belongs to the checkpoint
     if kind is not None:
         return kind.name
-    if is_legacy(path):
-        return "legacy"
     if _HUB_CACHE.fullmatch(path.name) and "snapshots" in names:
         return "hub cache"
     return "adapter" if is_hf_folder(path) else None

@@ -176,12 +176,11 @@ def _writer(source: Path, manifest: Manifest, destination: RolesOfStep, wanted: 
 
 
 def _report(source: Path, saved: Manifest, destination: RolesOfStep) -> RoleReport:
-    path = destination.role_dir(saved.role)
-    written = read_manifest(path)
+    written = destination.manifests[saved.role]
     return RoleReport(
         role=saved.role,
         source=source,
-        path=path,
+        path=destination.role_dir(saved.role),
         saved=saved.topology,
         written=written.topology,
         nbytes=written.nbytes,

@@ -102,6 +102,8 @@ class RoleWriter:
         self.step.write_manifest(_manifest(self.identity, self.step.step, self.target, indexed, small))
 
     def check(self, folder: Path, part: int, parts: int) -> None:
+        """Compares the model alone: no tool tests a checkpoint that has more."""
+        assert self.identity.contents == ("model",), "what it would not compare must not count as tested"
         written = NativeReader.open(folder)
 
         def read(name: str, region: Region) -> torch.Tensor:
