@@ -210,10 +210,11 @@ class LiveTraining:
 
 @dataclass(frozen=True, eq=False)
 class FoundWeight:
-    """A live tensor of the model, and the CPU tensor to copy into it."""
+    """A live tensor of the model, and the CPU tensor to copy into it; between which dtypes its values were rounded."""
 
     live: torch.Tensor
     loaded: torch.Tensor
+    rounding: str | None = None
 
 
 @dataclass(frozen=True, eq=False)

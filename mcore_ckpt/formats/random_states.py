@@ -25,7 +25,7 @@ def random_states_of(stored: Any, dp: int, where: str) -> dict[str, Any]:
     """
     state = stored
     if isinstance(stored, (list, tuple)):
-        state = stored[dp if len(stored) > 1 else 0] if stored else None
+        state = stored[dp if len(stored) > 1 else 0] if len(stored) == 1 or dp < len(stored) else None
     wanted = ("random_rng_state", "np_rng_state", "torch_rng_state", "rng_tracker_states")
     missing = [name for name in wanted if not isinstance(state, Mapping) or name not in state]
     if missing:
@@ -34,7 +34,7 @@ def random_states_of(stored: Any, dp: int, where: str) -> dict[str, Any]:
         )
     try:
         return _plain(state)
-    except (AttributeError, TypeError, ValueError) as error:
+    except (AttributeError, TypeError, ValueError, OverflowError) as error:
         raise CheckpointCorruptError(
             f"{where}: the random states are damaged ({error}): leave 'extra' out of load_contents to start with fresh "
             "ones"

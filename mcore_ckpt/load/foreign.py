@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mcore_ckpt.checkpoint.model_facts import DifferentFact
-from mcore_ckpt.formats.foreign_state import ForeignState, FoundWeight, LiveTraining
+from mcore_ckpt.formats.foreign_state import ForeignState, FoundWeight, LiveTraining, OwnedRange
 from mcore_ckpt.formats.kinds import kinds_by_name
 from mcore_ckpt.io.device_waits import wait_for_gpu
 from mcore_ckpt.load.foreign_checks import LoadedParameter, MatchedGroups, checked_parameters, match_parts
@@ -77,10 +77,15 @@ class _Plan:
     rng: dict[str, Any] | None = None
     other_model: list[DifferentFact] = field(default_factory=list)
 
+    def roundings(self) -> Iterator[str]:
+        of_parameters = (rounding for each in self.parameters for rounding in each.roundings())
+        yield from (
+            each for each in (*(weight.rounding for weight in self.weights), *of_parameters) if each is not None
+        )
+
     def result(self) -> ForeignLoad:
-        roundings = (rounding for each in self.parameters for rounding in each.roundings() if rounding is not None)
         state, changes = self.state, NO_CHANGES if self.groups is None else self.groups.changes
-        rounded, other = dict(Counter(roundings)), tuple(self.other_model)
+        rounded, other = dict(Counter(self.roundings())), tuple(self.other_model)
         return ForeignLoad(state.step, state.nbytes, rounded, state.was_quantized, other, changes)
 
 
@@ -132,20 +137,25 @@ def _read(trainer: Trainer, training: LiveTraining, state: ForeignState, path: P
     groups = None
     if "optimizer" in contents:
         read = [
-            LoadedParameter(owned, tensors)
+            LoadedParameter(_owned(owned), tensors)
             for part, stored in zip(training.parts, found, strict=True)
             for owned, tensors in zip(part.ranges, stored.tensors, strict=True)
-            if isinstance(owned, OwnedParameter)
         ]
         parameters = checked_parameters(path, weights, read, state.was_quantized)
-        refuse_rounding(trainer, (rounding for each in parameters for rounding in each.roundings()))
         check_scheduler(trainer.lr_scheduler, scheduler)
         schedules = schedules_of(trainer.lr_scheduler, scheduler)
         groups = match_parts(optimizer_parts(trainer.optimizer), found, schedules)
     if rng is not None:
         check_rng(rng, str(path))
     other_model = differences_to_live(trainer, state.facts or facts_of_folder(path))
-    return _Plan(state, weights, parameters, groups, scheduler, rng, other_model)
+    plan = _Plan(state, weights, parameters, groups, scheduler, rng, other_model)
+    refuse_rounding(trainer, plan.roundings())
+    return plan
+
+
+def _owned(found: OwnedRange) -> OwnedParameter:
+    assert isinstance(found, OwnedParameter), "describe_training has made it"
+    return found
 
 
 # -- applying ----------------------------------------------------------------------------------------------

@@ -52,18 +52,20 @@ class WeightsAlone(ForeignState):
         names = (shard.key.name for shard in self._shards)
         is_taken = choice_of(self._trainer, self._reader.place, names, self._reader.names)
         taken = [shard for shard in self._shards if is_taken(shard.key.name, shard.is_frozen)]
-        found = [
-            FoundWeight(shard.tensor, torch.empty(shard.tensor.shape, dtype=shard.tensor.dtype)) for shard in taken
+        memory = [torch.empty(shard.tensor.shape, dtype=shard.tensor.dtype) for shard in taken]
+        fills = list(map(self._fill, taken, memory))
+        self.nbytes = fill_tensors(fills, self._reader.read)
+        return [
+            FoundWeight(shard.tensor, loaded, fill.rounding)
+            for shard, loaded, fill in zip(taken, memory, fills, strict=True)
         ]
-        self.nbytes = fill_tensors(list(map(self._fill, taken, found)), self._reader.read)
-        return found
 
-    def _fill(self, shard: LocalShard, weight: FoundWeight) -> TensorFill:
+    def _fill(self, shard: LocalShard, memory: torch.Tensor) -> TensorFill:
         wanted = Wanted(shard.key, shard.region, str(self._reader.place))
         located = self._locator.find(wanted)
         if located is None:
             raise not_there(wanted, could_be_skipped=shard.is_frozen)
-        return plan_fill(wanted, weight.loaded.dtype, located, lambda: weight.loaded)
+        return plan_fill(wanted, memory.dtype, located, lambda: memory)
 
     def report(self) -> Record:
         return {"used": positions_taken(self._locator, (shard.key for shard in self._shards))}

@@ -145,6 +145,7 @@ def _live_parts(trainer: Trainer) -> list[LivePart]:
 
 def _live_part(part: OptimizerPart, names: Mapping[int, str]) -> LivePart:
     kind, is_empty = part.kind, part.inner is None
+    assert kind is not None or is_empty, "an optimizer with parameters has a kind"
     is_cut = part.is_distributed and not is_empty
     buckets = dict(_bucket_ranges(part.megatron)) if is_cut else {}
     return LivePart(

@@ -112,18 +112,22 @@ def _is_numpy(state: Any) -> bool:
     if state is None:
         return True
     fields = {"name", "keys", "position", "has_gauss", "cached"}
-    return isinstance(state, Mapping) and state.keys() >= fields and _is_tensor(state["keys"])
+    return isinstance(state, Mapping) and state.keys() >= fields and _is_tensor(state["keys"], torch.int64)
 
 
-def _is_tensor(state: Any) -> bool:
-    return isinstance(state, torch.Tensor)
+def _is_tensor(state: Any, dtype: torch.dtype = torch.uint8) -> bool:
+    return isinstance(state, torch.Tensor) and state.dtype == dtype
+
+
+def _is_of_cpu(state: Any) -> bool:
+    return _is_tensor(state) and state.shape == torch.get_rng_state().shape
 
 
 # The fields of a file, each with a function that says whether a value has its form.
 _FORMS = {
     "python": _is_python,
     "numpy": _is_numpy,
-    "torch": _is_tensor,
+    "torch": _is_of_cpu,
     "device": lambda state: state is None or _is_tensor(state),
     "megatron": lambda state: isinstance(state, Mapping) and all(map(_is_tensor, state.values())),
 }

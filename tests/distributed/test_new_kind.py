@@ -78,9 +78,13 @@ def test_a_training_takes_the_weights_and_begins_anew(shared_path: Path) -> None
             with closing(CheckpointManager(*arguments, config=replace(MODEL, load_contents=contents))) as manager:
                 messages = refused(other, lambda: manager.load(path=shared_path / "toy"), UnsupportedError)
             assert_names(messages, "is a checkpoint of the toy trainer", r"load_contents=\('model',\)")
+        with closing(CheckpointManager(*arguments, config=replace(MODEL, strict_dtypes=True))) as manager:
+            messages = refused(other, lambda: manager.load(path=shared_path / "toy"), CheckpointMismatchError)
+        assert_names(messages, "float32 to bfloat16")
         with closing(CheckpointManager(*arguments, config=MODEL)) as manager:
-            manager.load(path=shared_path / "toy")
+            result = manager.load(path=shared_path / "toy")
         with everywhere():
+            assert sum(result.report.rounded.values()) == len(tensors)
             for shard in model_shards(other.model):
                 if shard.key.name in tensors:
                     assert torch.equal(shard.tensor, tensors[shard.key.name].to(shard.tensor.dtype)), shard.key.name

@@ -175,7 +175,7 @@ def plain_of(ranks: Sequence[Rank], **common: Any) -> dict[str, dict[str, Any]]:
         found[file_names.rng_file(0, each.rank, 0, 0)] = {
             "python": (3, (1, 2), None),
             "numpy": None,
-            "torch": torch.full((16,), 7, dtype=torch.uint8),
+            "torch": torch.full_like(torch.get_rng_state(), 7),
             "device": None,
             "megatron": {},
         }
@@ -260,7 +260,7 @@ def test_a_plan_says_what_there_is(one: Rank, stored: Path) -> None:
     assert (plan.newly_started, plan.new_moments, plan.other_model) == ((), [], ())
     assert (plan.seed, plan.extra_state) == (None, {"rank": 0})
     assert plan.rng is not None
-    assert plan.rng["torch"].tolist() == [7] * 16
+    assert set(plan.rng["torch"].tolist()) == {7}
     assert plan.common is not None
     assert [state.step for state in plan.common.optimizers] == [3.0]
     everything = [(0, len(plan.manifest.tensors) - 1)]
