@@ -49,7 +49,7 @@ def find_writers(trainer: Trainer) -> Writers:
         model = sorted({tuple(record["model"]) for record in records})
         return {"places": [record["place"] for record in records], "model": [list(ranks) for ranks in model]}
 
-    ranks = decide(trainer.agreement, "finding the ranks that wrote each file", lambda: own, combine)
+    ranks = decide(trainer.agreement, "finding the places of all ranks", lambda: own, combine)
     dense, experts = (ranks["places"][group[0]] for group in (trainer.replicas.dense, trainer.replicas.experts))
     return Writers(tuple(dense), tuple(experts), frozenset((tp, pp, ep) for tp, pp, ep in ranks["model"]))
 

@@ -122,7 +122,11 @@ def publish_folder(staging: Path, path: Path, attempt: str, replaceable: Replace
     elif not commit.exchange(staging, path):
         replaced = file_names.replaced_dir(path, attempt)
         os.rename(path, replaced)
-        os.rename(staging, path)
+        try:
+            os.rename(staging, path)
+        except OSError:
+            os.rename(replaced, path)
+            raise
     sync_dir(path.parent)
     with suppress(PermissionError):  # the folder above belongs to another user, and this process may not open it
         sync_dir(path.parent.parent)

@@ -1,0 +1,48 @@
+"""A folder of a tool replaces another one, or leaves it where it is."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from mcore_ckpt.steps import commit
+from mcore_ckpt.steps.new_folder import Replaceable, publish_folder
+
+ATTEMPT = "a" * 32
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("exchanges", [False, True])
+def test_a_folder_that_is_replaced_stays_if_the_new_one_cannot_come(
+    fails: bool, exchanges: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, staging = tmp_path / "model", tmp_path / f".staging-{ATTEMPT}"
+    for folder in (path, staging):
+        folder.mkdir()
+        (folder / "file").write_text(folder.name)
+    rename = os.rename
+
+    def exchange(first: Path, second: Path) -> bool:
+        if exchanges and fails:
+            raise OSError(errno.EIO, "no")
+        return (
+            exchanges and (rename(first, tmp_path / "x"), rename(second, first), rename(tmp_path / "x", second)) != ()
+        )
+
+    def rename_once(source: Path, target: Path) -> None:
+        if fails and source == staging:
+            raise OSError(errno.EIO, "no")
+        rename(source, target)
+
+    monkeypatch.setattr(commit, "exchange", exchange)
+    monkeypatch.setattr(os, "rename", rename_once)
+    replaceable = Replaceable(True, "a folder", lambda folder: True)
+    if fails:
+        with pytest.raises(OSError, match="no"):
+            publish_folder(staging, path, ATTEMPT, replaceable)
+        assert (path / "file").read_text() == "model"
+    else:
+        publish_folder(staging, path, ATTEMPT, replaceable)
+        assert (path / "file").read_text() == staging.name
+        assert list(tmp_path.iterdir()) == [path]
