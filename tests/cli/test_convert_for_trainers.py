@@ -85,7 +85,7 @@ def test_random_states_that_lack_fields(tmp_path: Path, capsys: pytest.CaptureFi
     assert back(tmp_path / "ours", tmp_path / "theirs") == 1
     said = capsys.readouterr().err
     assert str(tmp_path / "ours" / ROLE / "rng_states" / "rng_states_pp0_tp0_cp0_dp0.pt") in said
-    assert "python, numpy, device, megatron" in said
+    assert "python, numpy, torch, device, megatron" in said
     assert not (tmp_path / "theirs").exists()
 
 
