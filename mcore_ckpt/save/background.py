@@ -4,9 +4,10 @@
     save's thread      SaveHandle.run           finishes the save: writes the files and commits
     deletion's thread  Following.delete         deletes old steps; a new save need not wait for this
 
-Whether the next save will fit is looked at on a thread of `steps/space_watch.py`, for which nothing waits.
+A thread of `steps/space_watch.py` checks whether the next save will fit. Nothing waits for this thread.
 
-Each thread ends when it has no more work. An exiting interpreter waits for both (`_finish_all`).
+Each thread ends when it has no more work. An exiting interpreter waits for the threads of saves and of deletions
+(`_finish_all`).
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Writing(Protocol):
         """Returns how many bytes of tensors this rank has written, and how many it must write in all."""
 
     def limit_device_wait(self, seconds: float) -> None:
-        """Waits for a GPU for at most so many seconds from now on."""
+        """Limits each wait for a GPU, from now on, to this many seconds."""
 
 
 def _never(stall_s: float | None) -> tuple[SaveReport, Following]:
@@ -121,7 +122,7 @@ class SaveHandle(Handle[SaveReport]):
             timeout: how long to wait, in seconds. None: until the save ends.
 
         Raises:
-            TimeoutError: the save is still under way after `timeout` seconds, and continues. This is no
+            TimeoutError: the save is still under way after `timeout` seconds, and continues. This is not a
                 CheckpointError, because nothing has failed.
             CheckpointError: the save failed. The previous checkpoint stays.
         """
@@ -140,13 +141,14 @@ class SaveHandle(Handle[SaveReport]):
         assert self._finish is not None
         try:
             report, following = self._finish(stall_s)
-            # A handle that a trainer keeps must not keep what deletes, which has the trainer's model.
+            # `delete` refers to the trainer's model. A trainer may keep the handle, which must not keep the model
+            # alive.
             self._following, self._result = replace(following, delete=lambda: None), report
         except CheckpointError as error:
             self._exception = error
         except BaseException as error:
             self._exception = CommitError(f"{type(error).__name__}: {error}")
-            self._exception.__cause__ = error  # the caller gets it, if it is of a signal handler
+            self._exception.__cause__ = error  # the caller gets the cause, if a signal handler has raised it
             if is_interrupt(error):
                 raise
             logger.error("a save has failed with an unexpected error\n%s", ErrorText.of(error).stacktrace)
@@ -188,21 +190,21 @@ class BackgroundSaves:
 
     @property
     def is_at_work(self) -> bool:
-        """True if the save's thread runs, which finishes the save that was launched."""
+        """True while the save's thread is finishing a save."""
         return self._save.is_at_work
 
     @property
     def is_deleting(self) -> bool:
-        """True if old steps are being deleted, or will be after a commit. Most commits have none to delete."""
+        """True if old steps are being deleted, or will be after a commit. Most commits have no steps to delete."""
         return bool(self._deleting)
 
     def finish(self, handle: SaveHandle, called: float) -> SaveHandle:
-        """Finishes a save whose state is captured: in the background, or before this returns. Returns the handle.
+        """Finishes a save after the capture: in the background, or before this returns. Returns the handle.
 
         Old steps are deleted on the deletion's thread in both cases.
 
         Args:
-            handle: the save. No other one may be under way.
+            handle: the save. No other save may be under way.
             called: when the trainer called `save` (time.perf_counter()).
 
         Raises CheckpointError if the save has failed before this returns.
@@ -229,9 +231,9 @@ class BackgroundSaves:
         return handle
 
     def earlier_save(self, waits: bool) -> tuple[bool, Record | None]:
-        """Returns whether an earlier save is still under way, and the error of the last one if no call has raised it.
+        """Returns whether an earlier save is still under way, and the last one's error if no call has raised it.
 
-        If it `waits`, none is under way any more.
+        With `waits`, it waits for the end of that save first.
         """
         if not waits and self.busy:
             return True, None
@@ -239,9 +241,9 @@ class BackgroundSaves:
         return False, self.failure()
 
     def wait_for_deletion_of(self, step: int, root: Path) -> None:
-        """Waits until old steps are deleted, if a step could be one of them.
+        """Waits until old steps are deleted, if `step` could be one of them.
 
-        A deletion that is under way would also delete a staging folder that is made in that step now.
+        A deletion that is under way would also delete a new staging folder in that step.
         """
         if self.is_deleting and step in self._commits.runner.run(lambda: file_names.step_dirs(root)):
             self.wait_for_deletions()
@@ -319,7 +321,7 @@ class BackgroundSaves:
             if following.deletes:
                 self._deleting.add(following)
             self._deletions.add(partial(self._after_commit, following))
-        except BaseException:  # of a signal handler: the next save deletes what is too old
+        except BaseException:  # from a signal handler: the next save deletes the old steps
             self._deleting.discard(following)
             raise
 
@@ -331,7 +333,7 @@ class BackgroundSaves:
 
 
 def is_deleting_here() -> bool:
-    """True if this process is deleting old steps, of whatever role."""
+    """True if this process is deleting old steps, of any role."""
     return any(saves.is_deleting for saves in list(_all_saves))
 
 
@@ -347,7 +349,7 @@ def _finish_all() -> None:
         each.shorten()
     for each in saves:
         each.wait_for_save()
-    # After the saves, because each may begin a copy to the root, and add a deletion.
+    # This comes after the saves, because each of them may begin a copy to the root, and add a deletion.
     shorten_drains()
     for worker in all_workers():
         try:

@@ -26,8 +26,8 @@ class FileTensors(NamedTuple):
     """The tensors to save to one file, in the order of its request.
 
     Attributes:
-        tensors: the tensors, with any strides, in host memory or on a GPU. Those on the device `meta` stand for weights
-            that `WeightCopies` copies.
+        tensors: the tensors, with any strides, in host memory or on a GPU. Tensors on the device `meta` stand for
+            weights that `WeightCopies` copies.
         addresses: the address of each tensor's first element.
         in_rows: whether all tensors are contiguous.
     """
@@ -64,7 +64,7 @@ def arena_bytes(files: Sequence[FilePlan]) -> int:
 
 
 def image_places(files: Sequence[FilePlan]) -> list[int]:
-    """Returns the offset in the buffer of the first byte of this rank's range of each file, a multiple of the page."""
+    """Returns where this rank's range of each file begins in the buffer: an offset that is a multiple of the page."""
     ends = accumulate(page_ceil(plan.head) + page_ceil(plan.nbytes) for plan in files)
     return [end - page_ceil(plan.nbytes) for end, plan in zip(ends, files, strict=True)]
 
@@ -72,7 +72,8 @@ def image_places(files: Sequence[FilePlan]) -> list[int]:
 def capture_in_place(files: Sequence[FilePlan], tensors: Sequence[FileTensors]) -> Capture:
     """Captures without copying. The tensors must not change until they are on the disk.
 
-    Those on a GPU are copied piece by piece while they are written. The GPU must have done all work that changes them.
+    Tensors on a GPU are copied piece by piece while they are written. The GPU must have done all work that changes
+    them.
     """
     writes: list[FileWrite] = []
     for plan, members in zip(files, tensors, strict=True):
@@ -102,8 +103,8 @@ def capture_copies(
         tensors: the tensors of each file.
         buffer: host memory of at least `arena_bytes(files)` bytes, pinned if tensors are on a GPU.
         device: makes the copies from the GPU; None if no tensor is on a GPU.
-        weights: the event after the last copy by which `device` has brought weights to the images (`WeightCopies`);
-            None if they are there already.
+        weights: the event after the last copy of weights from the GPU to the images (`WeightCopies`); None if the
+            weights are there already.
     """
     started = time.perf_counter()
     host, on_device = _Columns(), _Columns()
@@ -150,7 +151,7 @@ class _Columns:
 
 
 class _Located(NamedTuple):
-    """The tensors of a file in this rank's range, as contiguous tensors, and their addresses."""
+    """The tensors in this rank's range of a file, made contiguous, and their addresses."""
 
     first: int  # the index of the first of these tensors among all tensors of the file
     tensors: Sequence[torch.Tensor]
@@ -203,7 +204,7 @@ def _ready(
 
 
 class _Place(NamedTuple):
-    """Where bytes `[low, high)` of a weight go: byte 0, if it is one of them, goes to `address`."""
+    """Where bytes `[low, high)` of a weight go: byte n goes to `address + n`."""
 
     address: int
     low: int
@@ -211,13 +212,13 @@ class _Place(NamedTuple):
 
 
 class WeightCopies:
-    """Copies what `MainWeights.make` makes into images of files and, without an image, into the weights' own memory.
+    """Copies new weights (`MainWeights.make`) into images of files or, without an image, into the weights' own memory.
 
     Args:
         weights: the weights that have memory of their own.
         files, tensors: the files that have an image, and the tensors of each.
-        buffer: the memory of the images; None if there is none.
-        device: returns what makes the copies from the GPU; None if the weights are in host memory.
+        buffer: the memory of the images; None without images.
+        device: returns the object that copies from the GPU; None if the weights are in host memory.
 
     Attributes:
         arrived: the event after the last copy from a GPU; None if there was none.
@@ -245,7 +246,7 @@ class WeightCopies:
                 self._places[id(tensor)] = _Place(address + slot.offset, low, high)
 
     def take(self, fragments: Sequence[Fragment]) -> None:
-        """Copies elements of weights, as far as this rank writes them. The elements may then be overwritten.
+        """Copies those elements of weights that this rank writes. The elements may then be overwritten.
 
         On a GPU, later work of the current stream waits for the copies. The host does not wait.
         """

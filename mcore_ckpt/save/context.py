@@ -1,4 +1,4 @@
-"""Holds what all saves of one manager share, and gives it back: threads, locks, memory, keys in the job's store."""
+"""Holds what all saves of one manager share, until it is closed: threads, locks, memory, keys in the job's store."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class SaveContext:
 
     Attributes:
         trainer: the objects to save, and this rank's place.
-        commits: this rank's agreement for rounds on the thread that finishes a save. The trainer's thread has an
-            agreement of its own (`trainer.agreement`), because a wait blocks the store client of its agreement.
+        commits: this rank's agreement for rounds on the thread that finishes a save. The trainer's thread has another
+            agreement (`trainer.agreement`), because a waiting thread blocks the store client of its agreement.
         host_images: the host memory for copies of the state, and the copies from the GPU to it.
         lock: the lock on the role in the root. Only rank 0 uses it.
         uploads: the queue of uploads to the remote store; None without a store, and on all ranks except rank 0.
@@ -47,7 +47,7 @@ class SaveContext:
         history: knows the run, and the place of the next save among the commits. Only rank 0 uses it.
         planner: makes the plan of each save.
         names: the tensor names that rank 0 already knows.
-        assets: the sizes of the files beside the HuggingFace weights at the last save, by path. Only rank 0 has them.
+        assets: the sizes of the HuggingFace assets of the last save, by path. Only rank 0 has them.
         replica_warnings: warns of replicas that have drifted apart. Only rank 0 uses it.
     """
 
@@ -73,12 +73,12 @@ def context_of(
     fast: FastSaves | None,
     disk: DiskWatch,
 ) -> SaveContext:
-    """Makes what the saves of one manager share.
+    """Makes the context of one manager's saves.
 
     Args:
         trainer, host_images, lock: see `SaveContext`.
-        remote: the steps in the remote store; None without one.
-        fast: what the saves into the fast tier share; None without one.
+        remote: the steps in the remote store; None without a store.
+        fast: what the saves into the fast tier share; None without a fast tier.
         disk: watches the work of the trainer's thread.
     """
     config, agreement = trainer.config, trainer.agreement
@@ -112,7 +112,7 @@ def _history(trainer: Trainer, remote: RemoteSteps | None, fast: FastSaves | Non
 
 @dataclass(frozen=True, eq=False)
 class Closing:
-    """What one manager holds. Nothing of it may refer to the manager's `SaveContext`."""
+    """What one manager holds and gives back at its end. None of it may refer to the manager's `SaveContext`."""
 
     agreements: tuple[Agreement, ...]
     host_images: HostImages
@@ -128,8 +128,8 @@ class Closing:
     def of(context: SaveContext, fast: FastSaves | None) -> Closing:
         """Returns what a context and a fast tier hold.
 
-        Once nothing uses the context any more, neither a manager nor a save, all of it is given back, unless that has
-        been done before.
+        Once no manager and no save uses the context any more, all of it is given back, unless `close` has done that
+        before.
         """
         closing = Closing(
             (context.trainer.agreement, context.commits),
@@ -142,13 +142,13 @@ class Closing:
             fast,
             Home(),
         )
-        # At the end of the interpreter exit handlers finish what is under way, and the system takes the rest back.
+        # When the interpreter ends, exit handlers finish what is under way, and the system takes the rest back.
         weakref.finalize(context, closing._after_context).atexit = False
         return closing
 
     def close(self) -> None:
-        """Gives all of it back. The second time, and in a forked child, this does nothing."""
-        with ExitStack() as last:  # what is named last comes first, and all of it comes although something fails
+        """Gives everything back. A second call, and a call in a forked child, does nothing."""
+        with ExitStack() as last:  # the last callback runs first, and all run even if one fails
             for agreement in self.agreements:
                 last.callback(agreement.close)
             last.callback(self.delivery.close)
@@ -162,7 +162,7 @@ class Closing:
             last.callback(self.host_images.close)
 
     def _release(self, release: Callable[[], None]) -> None:
-        """Gives up what other processes look at. If the disk hangs, they see later that this one has ended."""
+        """Releases a lock. If the disk hangs, other processes see only later that this one has ended."""
         try:
             self.agreements[0].runner.run(release)
         except HungDiskError as error:
@@ -171,7 +171,7 @@ class Closing:
     def _after_context(self) -> None:
         """Gives back what a dropped manager held. The garbage collector calls it, on any thread and at any moment.
 
-        So all that waits, or takes a lock that this thread may have, is done on another thread.
+        So another thread does everything that waits, or takes a lock that this thread may hold.
         """
         if not self.home.is_here or self.agreements[0].is_closed:
             return
@@ -181,5 +181,5 @@ class Closing:
             threading.Thread(target=self._close_quietly, name="mcore_ckpt close", daemon=True).start()
 
     def _close_quietly(self) -> None:
-        with suppress(CheckpointError):  # nobody is there any more to whom it would matter
+        with suppress(CheckpointError):  # nobody is left to tell
             self.close()

@@ -1,7 +1,7 @@
 """Where a save goes: the protocol of destinations.
 
 A manager has one destination. `root.Root` saves to the shared root, `nodes.Nodes` to the nodes' own disks. A new place,
-such as an object store, is a new class, and the walk (`save.save_step`) does not change.
+such as an object store, needs only a new class: `save.save_step` does not change.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Following:
     """What goes on after a commit, on this rank.
 
     Attributes:
-        upload: the upload to the remote store; None without one, and on most ranks.
+        upload: the upload to the remote store; None without a store, and on most ranks.
         copies: the copies on other nodes; None without a fast tier.
         drain: the copy to the root; None if the step is not durable, and without a fast tier.
-        delete: deletes what the commit has made too old, which may take long.
+        delete: deletes the steps that the commit has made too old. This may take long.
         deletes: whether steps in the root are deleted.
     """
 
@@ -52,20 +52,20 @@ class Place(Protocol):
     """Where one save goes, on this rank.
 
     Attributes:
-        attempt: the save's id, its staging folder and the folder that it will be in.
+        attempt: the save's id, its staging folder and its final folder.
     """
 
     @property
     def attempt(self) -> Attempt: ...
 
     def capturing(self) -> AbstractContextManager[None]:
-        """Is entered while the state is copied. It raises nothing that is not raised on all ranks."""
+        """Returns a context to enter while the state is copied. If it raises an error, it does so on all ranks."""
 
     def prepare(self) -> None:
         """Makes this rank's staging folder, if `open` has not. Raises OSError and CheckpointError."""
 
     def await_opening(self, topic: str) -> None:
-        """Waits for what `open` has gone on without. Every rank calls it. Raises what `open` raises."""
+        """Waits for work that `open` has not waited for. Every rank calls it. Raises what `open` raises."""
 
     def check(self, files: Sequence[Written], structures: Sequence[Mapping[str, str]]) -> None:
         """Checks, on rank 0, that the files that the ranks have reported are there, and that their parts fit together.
@@ -78,7 +78,7 @@ class Place(Protocol):
         """
 
     def placed(self, files: Sequence[Written]) -> tuple[Sequence[Written], Placement | None]:
-        """Returns the files, each once, and the nodes that are to have them; None where all ranks see all files."""
+        """Returns each file once, and the placement of the files; no placement where all ranks see all files."""
 
     def commit(
         self,
@@ -96,7 +96,7 @@ class Place(Protocol):
             times: notes when an export has ended.
 
         Returns:
-            The files that this rank has made of those that `write` has written.
+            The files that this rank has exported: its part of a HuggingFace model.
 
         Raises:
             CheckpointError: the save failed. All ranks raise the same type, and the previous checkpoint stays.
@@ -121,7 +121,7 @@ class Destination(Protocol):
     def contents(self) -> tuple[str, ...]: ...
 
     def writers_of(self, replicas: Sequence[int]) -> Sequence[tuple[int, ...]]:
-        """Groups replicas of a file: those of a group write it together, so that it is there once for each group."""
+        """Groups the replicas of a file. Each group writes one copy of the file together."""
 
     def folder_of(self, saving: Saving) -> Path:
         """Returns the folder that a checkpoint will be in. Raises InvalidArgumentError if it cannot be saved there."""
@@ -141,20 +141,20 @@ class Destination(Protocol):
         """
 
     def rounds_of(self, number: str, opened: Record) -> list[str]:
-        """Returns the names of the rounds in which the ranks finish a save, in the order in which they come to them.
+        """Returns the names of the rounds in which the ranks finish a save, in order.
 
         A rank that cannot finish fails all of them, so that no other rank waits for it.
 
         Args:
             number: the save's id.
-            opened: what all ranks got when they opened it.
+            opened: the outcome of the round that opened the save.
         """
 
     def interrupted(self, attempt: Attempt) -> None:
-        """Notes a save that a signal handler has ended on this rank, while others may still have been writing."""
+        """Notes a save that a signal handler has ended on this rank. Other ranks may still be writing."""
 
     def remove_interrupted(self) -> None:
-        """Removes what such saves have left."""
+        """Removes what interrupted saves have left."""
 
     def loaded(self, manifest: Manifest) -> None:
         """Notes that the training goes on from a checkpoint."""

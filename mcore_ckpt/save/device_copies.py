@@ -2,8 +2,8 @@
 
 Within a save, the kernels that gather small tensors are launched first, then the large copies. With
 `CUDA_DEVICE_MAX_CONNECTIONS=1`, which Megatron sets with tensor or context parallelism before Blackwell, all streams
-share one queue. The training's kernels would wait there behind a kernel of ours that waits for a large copy. This is
-reasoned from NVIDIA's description of the queue, and not measured.
+share one queue. In another order, the training's kernels would wait there behind a kernel of ours that waits for a
+large copy. This follows from NVIDIA's description of the queue. It has not been measured.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class DeviceCopies:
         Raises CommitError if CUDA fails.
         """
         after = torch.cuda.current_stream(self._device).cuda_stream
-        # Before the copies, so that after an error, too, no memory is reused that a copy may still read.
+        # Do this before the copies begin, so that even after an error torch does not reuse memory that a copy may still
+        # read.
         for tensor in tensors:
             if tensor.is_cuda:
                 tensor.record_stream(self._stream)
@@ -70,8 +71,8 @@ class DeviceCopies:
     def hold(self) -> None:
         """Makes later work of the current stream wait for the copies, if there are any under way.
 
-        The host does not wait, unless the stream is being captured into a CUDA graph. Raises CommitError if it has to
-        wait longer than `timeout_s`, and if a copy has failed.
+        The host does not wait, unless the stream is being captured into a CUDA graph. Raises CommitError if the host
+        has to wait longer than `timeout_s`, or if a copy has failed.
         """
         with as_checkpoint_errors(self._device):
             self._copier.hold(torch.cuda.current_stream(self._device).cuda_stream, self._timeout_s)
@@ -82,12 +83,12 @@ class DeviceCopies:
             self._copier.wait(self._timeout_s)
 
     def close(self) -> None:
-        """Waits for the copies. Raises CommitError if they hang or have failed. Host memory that they use stays."""
+        """Waits for the copies. Raises CommitError if they hang or have failed. Does not free the host memory."""
         with as_checkpoint_errors(self._device):
             self._copier.close(self._timeout_s)
 
     def try_out(self) -> None:
-        """Copies a few bytes in both ways, so that what is wrong with the installation is known before the first save.
+        """Copies a few bytes in both ways, so that a faulty installation is noticed before the first save.
 
         Raises:
             UnsupportedError: a copy fails. The message says what to do.

@@ -1,4 +1,4 @@
-"""Copies a committed step of the fast tier to the root, beside the training, and commits it there.
+"""Copies a committed step of the fast tier to the root, while the training continues, and commits it there.
 
 Each rank copies the files that it has written, from its node's folder. No byte of the training state is read again.
 """
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 def is_own_name(trainer: Trainer, step: int, role_dir: Path) -> bool:
-    """True if a role's folder in the root has the name that this package gives it, and not one of the trainer's."""
+    """True if this package, and not the trainer, has chosen the name of a role's folder in the root."""
     return role_dir == file_names.step_dir(trainer.root, step) / trainer.role
 
 
@@ -58,7 +58,8 @@ class Drain:
         """Copies this rank's files and commits the checkpoint in the root. Every rank calls it.
 
         Returns:
-            The upload, and what deletes old steps; each is None if there is nothing to do, and on most ranks.
+            The upload, and a function that deletes old steps. Each is None if there is nothing to do, and on most
+            ranks.
 
         Raises:
             CheckpointError: the step is not in the root. All ranks raise it.
@@ -97,7 +98,8 @@ class Drain:
         return upload(self.context, self.saving), None if too_old is None else too_old.delete
 
     def _move_tracker(self, role_dir: Path) -> None:
-        # Other trackers follow the nodes (`nodes._track`), and may name a newer step by now.
+        # If the trainer names the folders, the tracker follows the nodes (`nodes._track`), and may name a newer step by
+        # now.
         if is_own_name(self.context.trainer, self.saving.step, role_dir):
             tracker.move_tracker(self.context.trainer.root, self.saving.step, seen=role_dir)
 
@@ -118,7 +120,7 @@ class Drain:
 
 
 def _copied(files: Sequence[FileRecord], exports: bool) -> tuple[FileRecord, ...]:
-    # An export writes the files beside the HuggingFace weights anew.
+    # An export writes the HuggingFace assets anew.
     return tuple(file for file in files if not (exports and file.kind == "huggingface"))
 
 

@@ -25,10 +25,10 @@ from mcore_ckpt.state.optimizers.part import OptimizerPart
 from mcore_ckpt.state.shards import LocalShard, ParameterState
 from mcore_ckpt.state.trainer import Trainer
 
-# What is appended to a kind for the kind that its values follow from, too.
+# A coded tensor's kind with one of these suffixes is the kind of its scale, or of its upper halves.
 _SCALE, _UPPER = "_scale", "_upper"
 
-# Groups replicas of a file: those of a group write it together, so that it is there once for each group.
+# Groups the replicas of a file. Each group writes one copy of the file together.
 WritersOf = Callable[[Sequence[int]], Sequence[tuple[int, ...]]]
 
 
@@ -45,7 +45,7 @@ def weights_of(trainer: Trainer, has_memory: bool = True) -> MainWeights:
 
 
 def saves_model(trainer: Trainer) -> bool:
-    """Returns True if a save writes the model's files, from which a HuggingFace model is made, too."""
+    """Returns True if a save writes the model's files. A HuggingFace model is made from these files, too."""
     return not {"model", "hf_model"}.isdisjoint(trainer.config.save_contents)
 
 
@@ -85,8 +85,8 @@ def write_requests(
 def estimated_bytes(trainer: Trainer, writers_of: WritersOf = together) -> int:
     """Estimates how many bytes this rank's part of a checkpoint will have.
 
-    Before the optimizer's first step there are no moments. Then the estimate adds what this step will make.
-    `writers_of` says which replicas write a file together (`Destination.writers_of`).
+    Before the optimizer's first step there are no moments. In that case the estimate adds the moments that this step
+    will make. `writers_of` says which replicas write a file together (`Destination.writers_of`).
 
     Raises:
         UnsupportedError: something cannot be saved completely.
@@ -174,7 +174,8 @@ def _optimizer_requests(
     states = list(zip(parts, by_part, strict=True))
     rank, dense = trainer.agreement.rank, trainer.replicas.dense
     own = _optimizer_request(trainer, trainer.coordinates.place, states, rank)
-    # If experts have replicas of their own, a file has tensors with different replicas, so only one rank writes it.
+    # If experts and dense parameters have different replicas, a file has tensors of both kinds, so only one rank writes
+    # it.
     replicated = not any(part.is_sharded for part in parts) and not trainer.topology.experts_apart
     if not replicated:
         yield own
@@ -228,7 +229,7 @@ def _add_state(state: ParameterState, model_is_saved: bool, writes: list[TensorW
 def _state_writes(
     state: ParameterState, kind: str, tensor: torch.Tensor, model_is_saved: bool
 ) -> Iterator[TensorWrite]:
-    """Yields a main parameter or a moment, and what its values follow from besides its own elements."""
+    """Yields a main parameter or a moment and, if it is coded, its scale or its upper halves."""
     dtype, scale = dtype_name(tensor.dtype), state.scales.get(kind)
     if scale is not None:
         beside = kind + _SCALE

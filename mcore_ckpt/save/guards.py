@@ -1,11 +1,11 @@
 """Delays methods that change the training state while the state is still being copied from the GPU.
 
 These are `optimizer.step()`, parameter gathers, `reload_model_params` and `load_state_dict` of the trainer's objects.
-They first make their stream wait for the copies. The host does not wait, except where the state itself is asked for a
-number: a gradient scaler, or an optimizer that keeps its step on the GPU. If memory is freed meanwhile, the allocator
-keeps it until it has been copied (`record_stream`). Buffers are cloned on the GPU in stream order, because
-`expert_bias` changes before `step()`. Where parameters live in gradient memory, and where the manager of a model that
-is trained has not been given the optimizer, the save is a snapshot (`why_not_lazy`).
+When guarded, they first make their stream wait for the copies. The host waits only where it reads a number of the
+state: with a gradient scaler, or with an optimizer that keeps its step on the GPU. If memory is freed meanwhile, the
+allocator keeps it until it has been copied (`record_stream`). Buffers are cloned on the GPU in stream order, because
+`expert_bias` changes before `step()`. Saves are snapshots if parameters live in gradient memory, or if the manager of a
+model in training has no optimizer (`why_not_lazy`).
 """
 
 from __future__ import annotations

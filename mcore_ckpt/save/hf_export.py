@@ -2,7 +2,7 @@
 
 A HuggingFace file has whole tensors, but a rank has only slices. Once the files of all ranks are on the disk, each rank
 reads from these files what it needs to write some of the `.safetensors` files. So no tensor is gathered over the
-network. The result is the same as that of a merge, but is made just before the commit.
+network. The result is the same as after a merge, but is made just before the commit.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _check_adapters(trainer: Trainer, described: HfModel, model: Sequence[LocalS
 
 
 def _in_peft(described: HfModel, adapted: Sequence[HfTensor], weights: Iterable[str]) -> FullyTrained:
-    """Returns PEFT's form of the weights that skip_frozen has saved beside adapters. Refuses those without one."""
+    """Returns PEFT's form of the weights that skip_frozen saves besides adapters. Refuses weights without one."""
     names = set(weights)
     beside = fully_trained_in_peft(described, adapted, names, names)
     account(sorted(names), beside.sources, [], no_place_in_peft)
@@ -133,7 +133,7 @@ def _in_peft(described: HfModel, adapted: Sequence[HfTensor], weights: Iterable[
 
 
 def _is_padded(name: str, shape: Shape, wanted: Shape) -> bool:
-    # Accept only padding. The export would refuse any other difference, too, but then the save would fail.
+    # Accept only padding. The export would refuse any other difference later, and the save would fail.
     return has_vocabulary_rows(name) and shape[1:] == wanted[1:] and padding_is_plausible(wanted[0], shape[0])
 
 
@@ -142,9 +142,9 @@ _IN_CONFIG = "in hf_config"
 
 
 def warn_of_config(trainer: Trainer) -> None:
-    """Warns, on rank 0, if `hf_config` is that of another model. Later exports of the checkpoint depend on it.
+    """Warns, on rank 0, if `hf_config` describes another model. Later exports of the checkpoint depend on it.
 
-    A save that exports refuses it (`check_exportable`). Without an export, the training need not stop.
+    A save that exports refuses such a config (`check_exportable`). Without an export, the training need not stop.
     """
     if trainer.hf_config is None or not trainer.agreement.is_coordinator:
         return
@@ -174,8 +174,8 @@ def _check_config(trainer: Trainer, described: HfModel) -> None:
 def least_exported_bytes(trainer: Trainer, owned: Iterable[FilePlan]) -> int:
     """Returns this rank's part of a lower bound of the HuggingFace weights' bytes. The sum over all ranks is the bound.
 
-    The weights are the model's tensors without the padding of the vocabulary. Some are stored twice, which is not
-    counted. Adapters are merged, so that they add nothing, or with `skip_frozen` they are all that is written.
+    The weights are the model's tensors without the padding of the vocabulary. Some are stored twice, but count once.
+    Adapters add nothing, because they are merged; with `skip_frozen`, only the adapters are written.
 
     Args:
         trainer: the objects to save.
@@ -191,7 +191,7 @@ def least_exported_bytes(trainer: Trainer, owned: Iterable[FilePlan]) -> int:
 
 
 def _most_holders(topology: Topology, kind: str, name: str) -> int:
-    """Returns how many files of a kind may have a tensor of this name, at most."""
+    """Returns the largest number of files of a kind that may have a tensor of this name."""
     if kind == "model":
         return topology.tp
     # An adapter may belong to all experts, and then each expert-parallel rank has it.
@@ -202,7 +202,7 @@ def _least_part(trainer: Trainer, write: TensorWrite, holders: int) -> int:
     """Returns how many bytes a file may add to the bound for one of its tensors.
 
     No file adds more than an equal part of the whole tensor, because the files may hold the same elements: norms and
-    routers are replicated over tensor parallelism, and whole in the file of each rank.
+    routers are replicated over tensor parallelism, so the file of each rank has them whole.
     """
     shape = write.region.global_shape
     stored = min(write.tensor.nbytes, prod(shape) * write.tensor.dtype.itemsize // holders)
@@ -221,8 +221,8 @@ def described_model(trainer: Trainer) -> HfModel:
 
 
 def _with_vocabulary(trainer: Trainer, model: HfModel, shapes: Mapping[str, Sequence[int]]) -> HfModel:
-    """Returns the model with a row for each token of the tokenizer, of which `hf_config` may know fewer."""
-    # A pipeline stage may have only one of the two.
+    """Returns the model with a row for each token of the tokenizer, even if `hf_config` has fewer."""
+    # A pipeline stage may have only the embedding, or only the head.
     rows = [found_as(name, shapes) for name in (model.architecture.table.mcore + MCORE_EMBEDDING, model.mcore_head)]
     tokens = max(trainer.config.vocab_size or 0, tokens_of(trainer.processing_class) or 0)
     return with_tokens(model, max((shapes[name][0] for name in rows if name), default=0), tokens or None)

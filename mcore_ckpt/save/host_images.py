@@ -49,7 +49,7 @@ class HostImages:
         self._copies_from_gpu().try_out()
 
     def prepare(self, nbytes: int, on_gpu: bool) -> None:
-        """Starts to allocate `nbytes` bytes of host memory in the background, for a state on a GPU or not on one.
+        """Starts to allocate `nbytes` bytes of host memory in the background. The memory is pinned if `on_gpu`.
 
         Raises nothing.
         """
@@ -99,7 +99,7 @@ class HostImages:
         tensors: Sequence[FileTensors],
         buffer: _native.HostBuffer | None,
     ) -> _native.DeviceEvent | None:
-        """Makes weights from main parameters, and copies them to their places in images, or their own memory.
+        """Makes weights from main parameters, and copies them to their places in images, or to their own memory.
 
         All ranks call it, before `capture`.
 
@@ -146,7 +146,8 @@ class HostImages:
         if lazy is not None:
             return capture
         self.wait()
-        # All bytes are here. So no thread asks for an event later, when the training may be capturing a CUDA graph.
+        # All bytes have arrived, so no thread has to ask for an event later, when the training may be capturing a CUDA
+        # graph.
         return Capture(tuple(replace(write, ready=()) for write in capture.writes), time.perf_counter() - started)
 
     def _copies_from_gpu(self) -> DeviceCopies:

@@ -101,10 +101,10 @@ def _common_step(part: int, by_rank: Sequence[float | int | None]) -> float | in
 def add_members(
     optimizers: Sequence[dict[str, Any]], keys: Sequence[Sequence[str]], members: Mapping[GroupId, list[str]]
 ) -> None:
-    """Writes the members beside the param groups of `common.pt`, which have these keys, in the same order.
+    """Adds the members of the param groups to each optimizer's state in `common.pt`. `keys` has the groups' keys.
 
-    A group that rank 0 does not have is added with what its ranks say of it. It has no rates, which follow from the
-    scheduler.
+    A group that rank 0 does not have is added with the fields that are in its key. It has no rates, because they follow
+    from the scheduler.
     """
     for part, (state, of_part) in enumerate(zip(optimizers, keys, strict=True)):
         others = [key for number, key in sorted(members) if number == part and key not in of_part]

@@ -46,7 +46,7 @@ class Nodes:
         root: where durable steps are copied.
 
     Attributes:
-        contents: see `Destination`. HuggingFace models are made only of steps in the root.
+        contents: see `Destination`. HuggingFace models are made only from steps in the root.
     """
 
     def __init__(self, context: SaveContext, fast: FastSaves, root: Root) -> None:
@@ -82,7 +82,7 @@ class Nodes:
         return _PlaceOnNodes(self._context, fast, saving, opened.attempt, opened.save_count, drain)
 
     def rounds_of(self, number: str, opened: Record) -> list[str]:
-        return [number]  # when it fails, no rank comes to the second one
+        return [number]  # if this round fails, no rank comes to the second one
 
     def interrupted(self, attempt: Attempt) -> None:
         self._root.interrupted(attempt)
@@ -137,7 +137,7 @@ class _PlaceOnNodes:
             return describe(records)
 
         commit_on_nodes(self.context.commits, topic, self.attempt, self.fast.tier, write, describe_if_held)
-        return []  # HuggingFace models are made only of steps in the root
+        return []  # HuggingFace models are made only from steps in the root
 
     def follow(self) -> Following:
         fast, step = self.fast, self.saving.step
@@ -208,7 +208,8 @@ def _track(trainer: Trainer, tier: NodeTier, step: int, role_dir: Path, check_ro
     """Makes the tracker of the root name a step that the nodes have committed. Only rank 0 calls it.
 
     A trainer that names its folders itself resumes from the step that the tracker names, if there is a folder of that
-    step. `recover` and `load` need no tracker, so other roots keep one that names a step in the root.
+    step. `recover` and `load` need no tracker. So if this package names the folders, the tracker names only steps in
+    the root.
 
     Args:
         trainer: the trainer, which has the root.

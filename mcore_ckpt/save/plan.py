@@ -51,7 +51,7 @@ class _KeptTensors:
     def find(self, instead: Mapping[int, torch.Tensor | None]) -> FileTensors | None:
         """Returns the tensors; None if one is gone or has another shape, dtype or device.
 
-        `instead` gives, by index, tensors to use in place of those that the references refer to.
+        `instead` overrides some of the tensors, by index.
         """
         tensors = list(map(call, self.references))
         for number, tensor in instead.items():
@@ -77,7 +77,7 @@ class SavePlan:
 
     Attributes:
         files: the files, in the order in which they are written.
-        tensors: the tensors of each file. Those of `weights` have no memory (device `meta`).
+        tensors: the tensors of each file. The tensors of `weights` have no memory (device `meta`).
         buffers: the (file, tensor) numbers of tensors that may change at any point of a training step.
         on_gpu: whether any tensor is on a GPU.
         on_host: whether any parameter or optimizer state is in host memory.
@@ -98,10 +98,10 @@ class SavePlan:
     copies: HostCopies = field(default_factory=dict)
 
     def with_own_weights(self, files: Iterable[int]) -> SavePlan:
-        """Gives host memory of its own to each weight of these files that is made from main parameters.
+        """Allocates host memory for each weight of these files that is made from main parameters.
 
-        Files that are written straight from their tensors need it until they are written. In other files, these
-        weights have no memory but that of the file's image.
+        Files that are written in place need this memory until they are written. In other files, these weights have
+        memory only in the file's image.
 
         Raises MemoryError if the system does not have the memory.
         """
@@ -121,9 +121,9 @@ class SavePlan:
 class _PlanBetweenSaves:
     """A plan that is kept from save to save. It keeps no tensor alive, so that a trainer can offload its tensors.
 
-    `from_mains` has the (file, tensor) numbers of weights that are made from main parameters for each save, and the
-    `id` of the parameter of each. `gathers` says whether there are such weights at all: ranks that write none of them
-    take part in making them, too.
+    `from_mains` lists the weights that each save makes from main parameters: their (file, tensor) numbers, and the `id`
+    of the parameter. `gathers` says whether there are such weights, because ranks that write none of them take part in
+    making them, too.
     """
 
     live: LiveObjects
@@ -196,7 +196,7 @@ class _PlanBetweenSaves:
         )
 
     def _refreshed(self, file: int) -> dict[int, torch.Tensor | None]:
-        """Makes anew those tensors of the file that have a `refresh`, and returns them by index."""
+        """Calls `refresh` for the tensors of the file that have one, and returns the new tensors by index."""
         found: dict[int, torch.Tensor | None] = {}
         for number in (number for where, number in self.buffers if where == file):
             refresh = self.files[file].request.tensors[number].refresh
@@ -217,7 +217,8 @@ class SavePlanner:
 
         Args:
             trainer: this rank's trainer.
-            writers_of: says which replicas write a file together (`Destination.writers_of`), always the same ones.
+            writers_of: says which replicas write a file together (`Destination.writers_of`). Its answers must not
+                change.
 
         Raises:
             UnsupportedError: something cannot be saved completely, or a tensor has no memory because it is offloaded.
@@ -250,8 +251,8 @@ def _refuse_freed_memory(request: WriteRequest, members: FileTensors) -> None:
     """Raises UnsupportedError if a tensor is offloaded.
 
     megatron's `offload_to_cpu` (0.16.1) frees the storage of a tensor, so that the tensor's address is only its offset
-    in that storage. Tensors whose buffer has a host copy are not refused, because `_with_host_copies` has already
-    replaced them by a part of this copy.
+    in that storage. If the buffer of a tensor has a host copy, the tensor is not refused: `_with_host_copies` has
+    already replaced it by a part of this copy.
     """
     if min(members.addresses, default=_LEAST_ADDRESS) >= _LEAST_ADDRESS:
         return

@@ -51,7 +51,7 @@ class RankFiles:
     """The files of this rank in one save.
 
     Call `capture`, `start_writing`, `write`, `committed` and `close`, in this order.
-    The constructor checks and plans. What can fail on a single rank fails there, before the ranks' first round.
+    The constructor checks and plans. Work that can fail on a single rank is done there, before the ranks' first round.
 
     Args:
         context: what the saves of the manager share.
@@ -61,7 +61,7 @@ class RankFiles:
         events: tells the listeners of the save.
 
     Attributes:
-        plan: which tensor is written where. Once tensors are copied into images, it refers to them no more.
+        plan: which tensor is written where. Once the tensors are copied into images, the plan no longer refers to them.
         need: the files that this rank will write.
         common: the state that all ranks share, on rank 0.
         group_keys: the keys of the param groups in `common`, by optimizer.
@@ -87,7 +87,7 @@ class RankFiles:
         self._nbytes = sum(plan.nbytes for plan in self.plan.files)
         self.need = need_of_rank(self._trainer, self.plan.files, self._small.sizes(), context.assets)
         self._is_async = self._trainer.config.async_save
-        # Weights that are made on the GPU come in pieces, and the next piece takes the place of the last one.
+        # Weights that are made on the GPU come in pieces, and each piece overwrites the one before.
         self._has_images = times.copies_first = self._is_async or self.plan.weights.is_cuda
         self._images = self._reserve_images()
         self.plan = self.plan.with_own_weights(self._without_image())
@@ -107,7 +107,7 @@ class RankFiles:
         return (0 if self._writer is None else self._writer.progress()), self._nbytes
 
     def limit_device_wait(self, seconds: float) -> None:
-        """Waits for a GPU for at most so many seconds from now on. An exiting interpreter calls it."""
+        """Limits each wait for a GPU, from now on, to this many seconds. An exiting interpreter calls it."""
         self._device_timeout_s = seconds
         if self._writer is not None:
             self._writer.limit_device_wait(seconds)
@@ -120,16 +120,16 @@ class RankFiles:
         Files that have no image, because host memory is still being prepared, are written to the disk before this
         returns.
 
-        Raises nothing but what a signal handler raises, because the other ranks are on their way to the commit. There
-        this rank reports its failure.
+        Raises only what a signal handler raises, because the other ranks go on to the commit. In the commit, this rank
+        reports its failure.
         """
         try:
             if self.plan.on_host or self.plan.weights.reads_host:
                 # verl (0.9.1, `offload_megatron_optimizer`) and megatron's `offload_to_cpu` do not wait for their
                 # copies, so a copy to the host memory that is read now may still be under way.
                 wait_for_gpu(self._trainer.config.timeout_s)
-            # Before all that may fail on one rank alone, because the ranks do it together: those that gather weights
-            # would wait for one that does not.
+            # The ranks gather weights together, and would wait for a rank that has failed. So this comes before all
+            # work that can fail on one rank alone.
             weights = self._complete_weights()
             place.prepare()
             self._copy_state(place, weights)
@@ -144,15 +144,15 @@ class RankFiles:
         self._times.mark("begun")
 
     def _copy_state(self, place: Place, weights: _native.DeviceEvent | None) -> None:
-        """Copies the tensors, or writes those that have no image. No rank waits for another one."""
+        """Copies the tensors, and writes the files that have no image. No rank waits for another one."""
         number, verifies = place.attempt.number, self._trainer.config.verify_replicas
         self._samples = take_samples(self.plan.replicated, number, verifies, self.plan.copies)
         self._reads_gpu = any(tensor.is_cuda for members in self.plan.tensors for tensor in members.tensors)
         self._times.mark("planned")
         self._captured = self._copied(weights)
         if self.plan.on_gpu and not self._has_images:
-            # Threads read the tensors, with no stream that would put them behind the work of the training, and behind
-            # that of the capture: strided tensors are copied in rows.
+            # The threads that read the tensors use no stream. So wait here for the work of the training, and for that
+            # of the capture, which makes strided tensors contiguous.
             wait_for_gpu(self._trainer.config.timeout_s)
         self._times.mark("captured")
         if self._is_async and len(self._images.files) < len(self.plan.files):
@@ -163,8 +163,8 @@ class RankFiles:
     def _complete_weights(self) -> _native.DeviceEvent | None:
         """Gathers the weights that this rank has only in part, if they are saved. All ranks call it together.
 
-        Those that are made from main parameters are copied at once, because all of them need too much memory. Returns
-        the event after the last copy.
+        Weights that are made from main parameters are copied as they are made, because together they need too much
+        memory. Returns the event after the last copy.
         """
         if not saves_model(self._trainer):
             return None
@@ -179,7 +179,7 @@ class RankFiles:
 
     def _reserve_images(self) -> ReservedImages:
         images, files = self._context.host_images, self.plan.files
-        if not self._has_images or not files:  # a rank may write small files alone
+        if not self._has_images or not files:  # a rank may write only small files
             return ReservedImages(None, ())
         if self.plan.on_gpu:
             return ReservedImages(images.reserve(files), tuple(range(len(files))))
@@ -224,7 +224,7 @@ class RankFiles:
     # -- write ----------------------------------------------------------------------------------------------
 
     def start_writing(self, place: Place) -> None:
-        """Starts to write the images. Raises nothing but what a signal handler raises, as `capture` does."""
+        """Starts to write the images. Raises only what a signal handler raises, like `capture`."""
         if self._writer is not None or isinstance(self._captured, Exception):
             return
         try:
@@ -241,7 +241,7 @@ class RankFiles:
             staging: the staging folder.
             stall_s: how long the trainer was held up, in seconds; None if it still is.
 
-        Raises what has failed in `capture`, or now.
+        Raises the error that `capture` or `start_writing` has met, or the error of this call.
         """
         if isinstance(self._captured, Exception):
             raise self._captured
@@ -253,7 +253,7 @@ class RankFiles:
         written += writer.finish()
         self._times.copied = self._copied_at(writer.times()[0])
         # Each rank syncs the names that it may have made. On some shared file systems (CephFS with `wsync` off), a sync
-        # on another host would not do that.
+        # on another host would not include these names.
         sync_names(staging, {*(plan.path for plan in self.plan.files), *(file.path for file in written)})
         self._lock.check_root()
         now, nbytes = self._times.mark("written"), self.bytes_of(written)
@@ -276,7 +276,7 @@ class RankFiles:
         check_seen(staging)
         self._times.mark("writing")
         self._writer = FileWriter(staging, self._captured.writes, self._context.commits, self._device_timeout_s)
-        self._writer.limit_device_wait(self._device_timeout_s)  # it may have changed meanwhile, at the exit
+        self._writer.limit_device_wait(self._device_timeout_s)  # the exit may have changed it meanwhile
         self._writer.start()
         return self._writer
 
@@ -284,7 +284,7 @@ class RankFiles:
         """Waits until no thread writes any more, unless the disk hangs, and frees the copies."""
         if self._writer is not None:
             Work(self._writer.close, self._device_timeout_s).wait(deadlines.DISK_PATIENCE_S)
-        # It keeps the host memory alive, which a larger buffer may replace from now on.
+        # Drop the capture, which keeps the host memory alive. A larger buffer may replace that memory from now on.
         self._captured = RuntimeError("the save has ended")
 
     def committed(self, exported: Sequence[WrittenFile]) -> int:
@@ -296,13 +296,13 @@ class RankFiles:
         return self.bytes_of(written)
 
     def bytes_of(self, written: Sequence[WrittenFile]) -> int:
-        """Returns how many bytes this rank has written, with its parts of files that several ranks write together."""
+        """Returns how many bytes this rank has written, including its parts of files that several ranks share."""
         return self._nbytes + sum(file.size for file in written if file.index is None)
 
     def _replicas(self, writer: FileWriter) -> ReplicaReport:
-        """Returns what rank 0 compares with what other ranks have."""
-        # Samples that come from a GPU were queued before the copies of tensors, which have been written. A rank that
-        # copies none, or only weights that it has made before, has not waited for the samples.
+        """Returns the CRCs that rank 0 compares with those of other ranks."""
+        # Samples from a GPU were queued before the copies of tensors, and these copies have been written. A rank that
+        # copies no tensors, or only weights that it has made before, has not waited for its samples.
         has_arrived = self._reads_gpu
         return self._samples.report(has_arrived, ((each.tensor, each.other, each.stored) for each in writer.mended))
 
@@ -328,13 +328,13 @@ def _part_of(plan: SavePlan, files: Sequence[int]) -> SavePlan:
 def need_of_rank(
     trainer: Trainer, plans: Iterable[FilePlan], small: Mapping[str, int], assets: Mapping[str, int]
 ) -> Need:
-    """Returns the need of this rank. A file that several ranks write together is the need of its owner.
+    """Returns the need of this rank. A file that several ranks write together counts on its owner.
 
     Args:
         trainer: the objects to save.
         plans: the files that this rank writes parts of.
         small: the sizes of this rank's small files by path.
-        assets: the sizes of the files beside the HuggingFace weights at the last save; empty at the first one.
+        assets: the sizes of the HuggingFace assets of the last save; empty at the first save.
     """
     owned = [plan for plan in plans if plan.share.owner == trainer.agreement.rank]
     files = {plan.path: plan.least_size for plan in owned} | dict(small)
@@ -347,5 +347,5 @@ def need_of_rank(
 def _least_assets(trainer: Trainer) -> dict[str, int]:
     if trainer.hf_config is None and trainer.processing_class is None:
         return {}
-    # Of the tokenizer's files nothing is known until they are written for the first time.
+    # Nothing is known of the tokenizer's files until they are written for the first time.
     return {str(PurePath(file_names.HUGGINGFACE_DIR, CONFIG_FILE)): 1}

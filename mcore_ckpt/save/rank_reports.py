@@ -1,7 +1,7 @@
 """Builds the report that each rank sends to rank 0 when the rank's files are on the disk.
 
-Names of tensors, and which parameters are in which param groups, travel once, and from then on as digests. Every rank
-lists its groups by what tells them apart, because ranks may have them in another order (ms-swift), and with other
+The names of tensors, and the members of each param group, are sent once. Later reports have only their digests. Every
+rank lists its groups by key, because other ranks may have the groups in another order (ms-swift), and with other
 members.
 """
 
@@ -35,7 +35,7 @@ from mcore_ckpt.state.param_groups import group_keys
 from mcore_ckpt.state.shards import ParameterState
 from mcore_ckpt.state.trainer import Trainer
 
-# How many characters the names of many tensors have at least, on average.
+# The least average length of the names of many tensors, in characters.
 _LEAST_NAME = 8
 # Begins the line of a group. No entry of names begins with it.
 _GROUP = "\t"
@@ -48,7 +48,7 @@ class GroupList:
     """This rank's groups and their members, as it sends them to rank 0.
 
     Attributes:
-        names: the lines: for each group one with its optimizer and key, then the entries of its members.
+        names: the lines. Each group has one line with its optimizer and key, then the entries of its members.
     """
 
     names: tuple[str, ...] = ()
@@ -132,7 +132,7 @@ class TensorNames:
     def to_send(self, plans: Iterable[FilePlan], rank: int, groups: GroupList = NO_GROUPS) -> dict[str, str]:
         """Returns, by digest, the names that rank 0 has not yet received from this rank, as `_packed` text.
 
-        Of a file that several ranks write, only the owner sends the names. `groups` are this rank's param groups.
+        If several ranks write a file, only its owner sends the names. `groups` are this rank's param groups.
         """
         own: list[FilePlan | GroupList] = [plan for plan in plans if plan.share.owner == rank]
         own += [groups] if groups.names else []
@@ -188,7 +188,8 @@ class TensorNames:
 def _packed(names: Sequence[str]) -> str:
     """Returns names as short text. The names of a large model's tensors are alike.
 
-    Base 85 would be 6 % shorter, but Python decodes it byte by byte: a quarter of a second for those of 4,096 ranks.
+    Base 85 would be 6 % shorter, but Python decodes it byte by byte: a quarter of a second for the names of 4,096
+    ranks.
     """
     return base64.b64encode(zlib.compress("\n".join(names).encode(), 1)).decode()
 
@@ -219,10 +220,10 @@ class FileReport(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class RankReport(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """One rank's report, which rank 0 decodes at once to these few objects.
+    """One rank's report. Rank 0 decodes it into these few objects.
 
-    In a message it is one text. So rank 0 has thousands of texts, and not millions of lists and dicts, for which
-    Python would look through all objects of the training several times to find garbage.
+    In a message, a report is one text. So rank 0 holds thousands of texts instead of millions of lists and dicts. With
+    so many new objects, Python's garbage collector would look through all objects of the training several times.
 
     Attributes:
         files: the files that the rank has completed.
@@ -252,7 +253,7 @@ class RankReport(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     @staticmethod
     def of(record: Record) -> RankReport:
-        """Returns what a rank has made with `to_record`. Raises CommitError if it is another thing."""
+        """Reads a record that a rank has made with `to_record`. Raises CommitError if it is something else."""
         try:
             text = str(record.get(_REPORT)).encode()
             json_bounds.check(text, json_bounds.MESSAGES)
@@ -275,7 +276,7 @@ def rank_report(
     replicas: ReplicaReport,
     times: TimesRecord,
 ) -> RankReport:
-    """Returns this rank's report. The arguments are as the attributes of `RankReport`.
+    """Returns this rank's report.
 
     Args:
         trainer: this rank's trainer, which has its coordinates and stages.

@@ -1,12 +1,12 @@
-"""Compares the tensors of which several ranks have the same region, because replicas may have drifted apart.
+"""Compares replicated tensors between ranks, because replicas may have drifted apart.
 
-At each save, every rank computes the CRCs of small parts of a few such tensors, others each time, and sends them with
-its report. Rank 0 compares them. With `verify_replicas`, these are all bytes of all such tensors.
+At each save, every rank computes the CRCs of small parts of a few such tensors, and sends them with its report. Rank 0
+compares them. Each save takes other tensors. With `verify_replicas`, the CRCs cover all bytes of all such tensors.
 
-Two ranks have the same list of tensors if the names and regions in it are the same, so no process
-group is asked, and states that a DistributedOptimizer cuts at other elements on another stage are not compared. The
-save's id chooses the tensors and the bytes. The CRCs travel in the reports of the commit, some 100 bytes for each rank.
-Drift nearly always is in all tensors, because a reduction or a broadcast was lost, so one save finds it.
+Two ranks have the same list of tensors if the names and regions in it are the same. So no process group is needed, and
+states that a DistributedOptimizer cuts at other elements on another stage are not compared. The save's id chooses the
+tensors and the bytes. The CRCs take some 100 bytes of each rank's report. One save nearly always finds drift, because a
+lost reduction or broadcast changes all tensors.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ Member = tuple[str, Region, torch.Tensor]
 # 256 KiB for each list, in some 0.1 ms.
 _TENSORS, _BYTES = 4, 64 << 10
 
-# At most so many bytes of a GPU's tensor are on the host at a time, if all are compared.
+# The most bytes of a GPU's tensor that are on the host at a time, if all bytes are compared.
 _PIECE_BYTES = 64 << 20
 
 # The bias of a router: `moe_router_enable_expert_bias`, or "quantile_balancing" of 0.19.
 _SAME_BUFFERS = (".expert_bias", ".qb_beta")
 
-# A later stage has a copy of it if embeddings are tied or there are MTP layers.
+# A later stage has a copy of this tensor if embeddings are tied or there are MTP layers.
 _EMBEDDING = "embedding.word_embeddings.weight"
 
 
@@ -54,8 +54,8 @@ class ReplicaReport(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     Attributes:
         crcs: the CRCs of the chosen tensors of each list, by the list's label; None for what could not be read.
-        names: the names of these tensors, if it is this rank that tells them.
-        mended: the tensors of which a writer found another one's first bytes different, with both ranks.
+        names: the names of these tensors, if this rank has to send them.
+        mended: the tensors of which two writers of a file have different bytes, with both ranks.
     """
 
     crcs: dict[str, tuple[int | None, ...]] = {}
@@ -68,10 +68,10 @@ class ReplicaReport(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 @dataclass(frozen=True, eq=False)
 class ReplicatedTensors:
-    """Tensors of this rank of which other ranks have the same regions.
+    """Tensors of this rank that other ranks hold with the same regions.
 
     Attributes:
-        label: a digest of the names and regions. Ranks with one label have the same tensors.
+        label: a digest of the names and regions. Ranks with the same label have the same tensors.
         names: the name of each tensor.
         tensors: a weak reference to each tensor.
         names_them: whether this rank tells rank 0 the names, which are the same on all ranks with this label.
@@ -84,7 +84,7 @@ class ReplicatedTensors:
 
     @staticmethod
     def of(kind: str, members: Iterable[Member], names_them: bool) -> ReplicatedTensors:
-        """Makes the list. `kind` keeps lists apart that have the same members by chance."""
+        """Makes the list. `kind` distinguishes lists that have the same members by chance."""
         listed = sorted(members, key=lambda member: member[0])
         places = "\n".join(f"{name} {_place(region)}" for name, region, _ in listed)
         label = kind + hashlib.sha256(places.encode()).hexdigest()[:12]
@@ -93,7 +93,7 @@ class ReplicatedTensors:
 
 
 def _place(region: Region) -> str:
-    # All of a region, as text, would take longer than the rest of planning.
+    # Turning the whole region into text would take longer than the rest of planning.
     offset = region.pieces[0].global_offset if region.pieces else ()
     return f"{region.global_shape} {region.local_shape} {offset} {region.flat}"
 
@@ -101,8 +101,8 @@ def _place(region: Region) -> str:
 def may_differ(name: str, is_buffer: bool) -> bool:
     """True if replicas may have different values of a tensor. Buffers may differ, opaque tensors even in length.
 
-    Two buffers of the router do not differ, because megatron reduces what it computes them from over all data-parallel
-    ranks.
+    Two buffers of the router do not differ, because megatron computes them from values that it reduces over all
+    data-parallel ranks.
     """
     return is_buffer and not name.endswith(_SAME_BUFFERS)
 
@@ -113,7 +113,7 @@ def replicated_tensors(
     parts: Sequence[OptimizerPart],
     by_part: Sequence[Sequence[ParameterState]],
 ) -> tuple[ReplicatedTensors, ...]:
-    """Returns the lists of this rank's tensors that other ranks have, too. Lists are empty where there are no replicas.
+    """Returns the lists of this rank's tensors that other ranks have, too. Empty lists are left out.
 
     The states of a DistributedOptimizer are compared between tensor-parallel ranks, and between stages, only where
     these cut a parameter at the same elements.
@@ -136,7 +136,7 @@ def replicated_tensors(
     if len(replicas.dense) > 1:
         lists.append(("d", map(_member, dense), first))
         lists.append(("o", _of(s for s in everywhere if not (apart and s.expert)), first))
-        # Of sharded optimizers, only other distributed-optimizer instances have the same regions.
+        # Only other distributed-optimizer instances have the same regions of sharded optimizers.
         instances = _states(parts, by_part, is_sharded=True)
         lists.append(("i", _of(instances), first and trainer.first_instance))
     if len(replicas.experts) > 1:
@@ -148,8 +148,8 @@ def replicated_tensors(
         lists.append(("t", map(_member, whole), first and at.tp == 0))
         lists.append(("y", _of(s for s in states if s.name in names and not s.replica), first and at.tp == 0))
     if topology.pp > 1:
-        # Of two copies on one stage, only the first is used: megatron gives a stage with MTP layers an output layer
-        # that nothing uses.
+        # If a stage has two copies, only the first counts: megatron gives a stage with MTP layers an output layer that
+        # nothing uses.
         lists.append(("w", [_member(s) for s in same if s.key.name.endswith(_EMBEDDING)][:1], first and at.pp == 0))
         lists.append(("z", _of([s for s in states if s.name.endswith(_EMBEDDING)][:1]), first and at.pp == 0))
     made = (ReplicatedTensors.of(kind, members, names_them) for kind, members, names_them in lists)
@@ -180,7 +180,7 @@ def _of(states: Iterable[ParameterState]) -> Iterator[Member]:
 
 @dataclass(frozen=True, eq=False)
 class _Sampled:
-    """Parts of the tensors of one list, or their CRCs: on the host already, or on their way. None: not to be had."""
+    """Parts of the tensors of one list, perhaps on their way to the host, or their CRCs. None: cannot be read."""
 
     of: ReplicatedTensors
     numbers: tuple[int, ...]
@@ -189,12 +189,12 @@ class _Sampled:
 
 @dataclass(frozen=True, eq=False)
 class ReplicaSamples:
-    """What this rank tells rank 0 of its replicated tensors at one save."""
+    """The samples of this rank's replicated tensors at one save."""
 
     samples: tuple[_Sampled, ...] = ()
 
     def report(self, has_arrived: bool, mended: Iterable[tuple[str, int, int]]) -> ReplicaReport:
-        """Returns the CRCs, and the names of the tensors as far as it is this rank that tells them.
+        """Returns the CRCs, and the names of the tensors if this rank has to send them.
 
         Parts that are copied from a GPU count only if the copies have arrived.
         """
@@ -209,19 +209,19 @@ class ReplicaSamples:
 def take_samples(
     lists: Sequence[ReplicatedTensors], attempt: str, everything: bool, copies: HostCopies
 ) -> ReplicaSamples:
-    """Reads small parts of a few tensors of each list, the same ones on all ranks, and others at each save.
+    """Reads small parts of a few tensors of each list: the same ones on all ranks, other ones at each save.
 
     Args:
         lists: this rank's replicated tensors.
         attempt: the id of the save, which chooses the tensors and the parts.
-        everything: reads all bytes of all tensors instead, and waits for them.
+        everything: whether to read all bytes of all tensors instead, and to wait for them.
         copies: the host copies of offloaded tensors.
     """
     return ReplicaSamples(tuple(_sample(each, attempt, everything, copies) for each in lists))
 
 
 def _sample(listed: ReplicatedTensors, attempt: str, everything: bool, copies: HostCopies) -> _Sampled:
-    # The generator of the trainer must not be touched.
+    # Use a separate generator, because the trainer's generator must not change.
     chosen = random.Random(attempt + listed.label)
     total = len(listed.tensors)
     first = chosen.randrange(total)
@@ -236,7 +236,7 @@ def _sample(listed: ReplicatedTensors, attempt: str, everything: bool, copies: H
             wait_before_reading(found)
             parts.append(_crc_of_all(found.contiguous()))
         elif not found.is_contiguous():
-            parts.append(None)  # a part of it cannot be had without a copy of all of it
+            parts.append(None)  # reading a part would take a copy of the whole tensor
         else:
             part = _part_at(found.view(-1), at)
             parts.append(part.to("cpu", non_blocking=True) if part.is_cuda else _crc(part))
@@ -271,7 +271,7 @@ def _crc(part: torch.Tensor, seed: int = 0) -> int:
 
 @dataclass(frozen=True)
 class DifferentReplicas:
-    """A tensor of which ranks have different bytes, although they are replicas.
+    """A tensor that has different bytes on ranks that are replicas.
 
     Attributes:
         tensor: the tensor's name.
@@ -293,7 +293,7 @@ def _shown(ranks: Sequence[int]) -> str:
 
 
 def compare_replicas(reports: Sequence[ReplicaReport]) -> tuple[DifferentReplicas, ...]:
-    """Compares what all ranks have told, in the order of the ranks."""
+    """Compares the reports of all ranks, which are in the order of the ranks."""
     by_label: dict[str, dict[int, Sequence[int | None]]] = {}
     names: dict[str, Sequence[str]] = {}
     for rank, report in enumerate(reports):
@@ -327,13 +327,13 @@ def _differences(by_rank: Mapping[int, Sequence[int | None]], names: Sequence[st
 
 @dataclass(frozen=True, eq=False)
 class ReplicaWarnings:
-    """Warns of each tensor once, and of at most a few tensors, because drifted replicas differ in all of them."""
+    """Warns of each tensor once, and of at most a few tensors, because drifted replicas differ in all tensors."""
 
     most: int = 8
     _told: set[str] = field(default_factory=set)
 
     def tell(self, found: Iterable[DifferentReplicas]) -> None:
-        """Warns of tensors that no earlier call had."""
+        """Warns of the tensors that no earlier call has warned of."""
         for different in found:
             if different.tensor in self._told or len(self._told) >= self.most:
                 continue

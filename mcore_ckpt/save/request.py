@@ -46,7 +46,7 @@ def read_request(
     max_to_keep: int | None,
     called: float,
 ) -> SaveRequest:
-    """Reads and checks the arguments of `CheckpointManager.save`, and raises the errors that it names for them.
+    """Reads and checks the arguments of `CheckpointManager.save`, and raises the errors that `save` documents.
 
     Args:
         trainer: the objects to save.

@@ -76,11 +76,11 @@ class Root:
         pass
 
     def interrupted(self, attempt: Attempt) -> None:
-        """Notes a save that a signal handler has ended on this rank, while others may still have been writing."""
+        """Notes a save that a signal handler has ended on this rank. Other ranks may still be writing."""
         self._interrupted.append(attempt)
 
     def remove_interrupted(self) -> None:
-        """Removes what such saves have left. All ranks have left them by the next save, and when they close."""
+        """Removes what interrupted saves have left. At the next save, and at the close, all ranks have ended them."""
         while self._interrupted:
             attempt = self._interrupted.pop()
             if not is_committed(attempt):
@@ -101,8 +101,8 @@ class Root:
             CommitError: the step already has a folder with another name, or belongs to another run.
             OSError: the lock cannot be written, or leftovers cannot be removed.
         """
-        # The other ranks wait for this one only until `timeout_s`, so all waits together take at most 7/8 of it. In
-        # that is a refusal's look at old steps.
+        # The other ranks wait for this one only until `timeout_s`, so all waits together take at most 7/8 of it. This
+        # includes the look at old steps before a refusal.
         timeout_s = self._trainer.config.timeout_s
         self._take_lock(saving, need, timeout_s)
         self._context.history.release()
@@ -128,7 +128,7 @@ class Root:
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            # It says how much is missing, or waits for deletions, after which the lock fits, too.
+            # The check says how much space is missing, or waits for deletions, after which the lock fits, too.
             self._context.space_watch.check(saving, need, timeout_s / 8)
             self._context.lock.take(patience_s=0)
 

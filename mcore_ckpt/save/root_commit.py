@@ -1,7 +1,7 @@
 """Commits a checkpoint in the root, and finds what follows: the upload, and the steps that are too old now.
 
-`root.py` does it with what the ranks write, `drain.py` with what they copy from the nodes. If `save_contents` asks for
-a HuggingFace model, it is exported before the commit.
+`root.py` commits files that the ranks write, `drain.py` files that they copy from the nodes. If `save_contents` asks
+for a HuggingFace model, it is exported before the commit.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class OldSteps:
     saved: Saved | None
 
     def delete(self) -> None:
-        """Deletes the steps. Then `SpaceWatch` looks, on a thread of its own, whether the next save will fit."""
+        """Deletes the steps. Then a thread of `SpaceWatch` checks whether the next save will fit."""
         for status in self.found:
             started = time.perf_counter()
             obstacle = delete_step(status)

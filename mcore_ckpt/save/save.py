@@ -1,4 +1,4 @@
-"""Tells one save, from the trainer's objects to a committed checkpoint, in one function: `save_step`.
+"""Runs one save, from the trainer's objects to a committed checkpoint, in one function: `save_step`.
 
 It runs on three threads:
 
@@ -53,7 +53,7 @@ def save_step(
         events: tells the listeners of the save.
     """
     trainer, saving, times = context.trainer, request.saving, SaveTimes(request.called)
-    # What finishes the save must not keep `request`, whose extra state may be large.
+    # `finish` must not keep `request` alive, because its extra state may be large.
     roles, called = request.roles, request.called
     config, topic = trainer.config, f"saving step {saving.step} of {trainer.role}"
 
@@ -76,7 +76,7 @@ def save_step(
             return background.refuse(SaveHandle(saving.step, files), error)
         assert files is not None, "a rank without files has failed the round, and all ranks have raised"
 
-        # Capture. From here on each rank works for itself, and tells of a failure in the commit.
+        # Capture. From here on each rank works for itself, and reports a failure in the commit.
         with place.capturing():
             files.capture(place)
 
@@ -121,7 +121,7 @@ class _Description:
         self.different: tuple[DifferentReplicas, ...] = ()
 
     def describe(self, records: Sequence[Record]) -> Manifest:
-        """Returns the manifest that the reports of all ranks make, and warns of replicas that differ."""
+        """Builds the manifest from the reports of all ranks, and warns of replicas that differ."""
         context, files = self._context, self._files
         reports = list(map(RankReport.of, records))
         manifest = build_manifest(
@@ -140,7 +140,7 @@ class _Description:
         manifest = context.history.stamp(manifest, self._place.attempt.role_dir)
         self._stamped.append(manifest)
         times = [report.times for report in reports]
-        # Last, because the commit counts up to here.
+        # Do this last, because the time of the commit ends here.
         return replace(manifest, save_timeline=timeline_of(times, self._times.in_us()["commit"]))
 
     def committed(self) -> None:
@@ -153,7 +153,7 @@ class _Description:
 def _failing_commit(
     context: SaveContext, destination: Destination, background: BackgroundSaves, topic: str, folder: Path
 ) -> Iterator[None]:
-    """Tells the other ranks if this one does not come to the commit of a save that all have begun."""
+    """Tells the other ranks if this rank does not reach the commit of a save that all have begun."""
     agreement, commits, home = context.trainer.agreement, context.commits, Home()
     try:
         yield

@@ -14,11 +14,11 @@ from mcore_ckpt.save.save_times import SaveReport, SaveTimes
 
 
 class SaveEvents:
-    """The events of one save on this rank. All times given to it are those of time.perf_counter().
+    """The events of one save on this rank. All times passed to it are values of time.perf_counter().
 
     Args:
         delivery: brings the events to the listeners.
-        step, role, rank: what all events name.
+        step, role, rank: values that all events have.
         called: when the trainer called `save`.
     """
 
@@ -55,9 +55,9 @@ class SaveEvents:
         )
 
     def failed(self, error: BaseException, times: SaveTimes | None = None) -> None:
-        """Tells that the save has failed, unless it was not yet told as started, or has ended already.
+        """Tells that the save has failed, if it has started and has not ended yet.
 
-        Without `times`, it has failed while it was planned.
+        Without `times`, it failed during planning.
         """
         if not self._is_under_way:
             return

@@ -1,7 +1,7 @@
-"""Notes when the parts of one save begin and end, and makes of that the report, the timeline and the phases.
+"""Notes when the parts of one save begin and end, for the report, the timeline and the phases.
 
-The times of all ranks travel in their reports, so they cost no message of their own. All are relative to the rank's own
-call of `save`: the clocks of two hosts are never compared.
+Ranks send their times in their reports, so no further message is needed. Times count from the call of `save` on the
+same rank, so the clocks of two hosts are never compared.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class SaveReport:
             including the wait for slower ranks. 0 without `hf_model`.
         commit_s: the time from the end of writing and exporting until the checkpoint was in its place, including the
             wait for slower ranks.
-        different_replicas: on rank 0, a sentence for each tensor of which this save has found that replicas have
-            different bytes. A save looks at some tensors, and with `verify_replicas` at all.
+        different_replicas: on rank 0, a sentence for each tensor that has different bytes on replicas. A save compares
+            some tensors; with `verify_replicas`, all.
     """
 
     step: int
@@ -64,9 +64,9 @@ class SaveReport:
 
 
 class SaveTimes:
-    """When the parts of one save on this rank began and ended. Its moments are those of time.perf_counter().
+    """When the parts of one save on this rank began and ended. Its moments are values of time.perf_counter().
 
-    The moments are `started` (no earlier save is waited for any more), `planned`, `captured`, `begun` (the training may
+    The moments are `started` (the wait for an earlier save is over), `planned`, `captured`, `begun` (the training may
     go on), `writing` (the first write), `written` and `exported`. They come in this order, but an async save may be
     `writing` before it is `begun`.
 
@@ -85,7 +85,7 @@ class SaveTimes:
         self.copied: float | None = None
 
     def mark(self, moment: str) -> float:
-        """Notes that a moment is now, and returns it."""
+        """Sets a moment to the current time, and returns it."""
         self._moments[moment] = now = time.perf_counter()
         return now
 
@@ -93,7 +93,7 @@ class SaveTimes:
         return self._moments[moment]
 
     def spans(self, now: float) -> dict[str, tuple[float, float]]:
-        """Returns when each part that has begun began and ended. A part that has not ended ends now."""
+        """Returns the start and the end of each part that has begun. A part that has not ended ends now."""
         at = self._moments
         spans = {"wait": (self._called, at["started"]), "plan": (at["started"], at.get("planned", now))}
         copying = at.get("planned" if self.copies_first else "writing")
@@ -145,8 +145,8 @@ def timeline_of(times: Sequence[TimesRecord], commit: Span) -> SaveTimeline:
     """Returns the timeline of a save without an export.
 
     Args:
-        times: of each rank, by rank.
-        commit: on rank 0, from the end of writing until now, in microseconds since its call of `save`.
+        times: the times of each rank, by rank.
+        commit: on rank 0, from the end of writing until now, in microseconds since rank 0's call of `save`.
     """
     *spans, nbytes, stalls = zip(*times, strict=True)
     return SaveTimeline(
@@ -164,7 +164,7 @@ def with_export(timeline: SaveTimeline, reports: Sequence[Record], commit: Span)
 
     Args:
         timeline: the timeline without the export.
-        reports: of each rank, the time when its part of the export was on the disk, as `exported`, in microseconds.
+        reports: the report of each rank. `exported` is when its part of the export was on the disk, in microseconds.
         commit: as in `timeline_of`, from the end of the export.
     """
     starts = timeline.write[1]

@@ -1,4 +1,4 @@
-"""Reads the small part of a training state, writes it, and writes the files beside HuggingFace weights."""
+"""Reads and writes the small part of a training state, and writes the HuggingFace assets."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class SmallFiles:
         return sizes | ({file_names.COMMON_FILE: len(pickle_unchecked(self.common))} if self.common else {})
 
     def write(self, staging: Path) -> list[WrittenFile]:
-        """Checks and writes the files and, on rank 0, what a save that exports no model keeps beside HuggingFace's."""
+        """Checks and writes the files. On rank 0, a save that exports no model also writes the assets."""
         written = [write_plain(staging, path, kind, check_plain(data)) for path, (kind, data) in self._files.items()]
         if self._trainer.agreement.is_coordinator and "hf_model" not in self._contents:
             written += _write_assets(self._trainer, staging)
@@ -55,7 +55,7 @@ class SmallFiles:
 
 
 def _pickled(trainer: Trainer, extra_state: Mapping[str, Any] | None) -> Iterator[tuple[str, tuple[str, bytes]]]:
-    """Yields the path of each small file of this rank with its kind and its bytes, which have not been checked yet."""
+    """Yields each small file of this rank: its path, its kind and its bytes, which are not checked yet."""
     place = trainer.coordinates.place
     if "extra" in trainer.config.save_contents:
         yield file_names.rng_file(*place), ("rng", pickle_unchecked(read_rng()))
@@ -99,7 +99,7 @@ def _write_assets(trainer: Trainer, staging: Path) -> list[WrittenFile]:
 
 
 def sizes_of_assets(written: Sequence[WrittenFile]) -> dict[str, int]:
-    """Returns the sizes of the files beside HuggingFace weights by path."""
-    # The weights of an export are of the same kind of files, but are planned anew at each save.
+    """Returns the sizes of the HuggingFace assets, by path."""
+    # Exported weights have the same kind, but are planned anew at each save.
     assets = (file for file in written if file.kind == "huggingface")
     return {file.path: file.size for file in assets if not file.path.endswith(".safetensors")}
