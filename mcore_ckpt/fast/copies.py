@@ -1,8 +1,8 @@
-"""Brings copies of committed steps of the fast tier to other nodes, beside the training.
+"""Brings copies of committed steps of the fast tier to other nodes, while the training continues.
 
 Each node's lead fetches the files that its node is to have, from the nodes that have written them. One step is fetched
-at a time. Of the steps that are committed meanwhile, only the newest is fetched next, because copies of the others
-would be of use for moments only.
+at a time. If several steps are committed meanwhile, only the newest of them is fetched next, because copies of the
+others would soon be useless.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _JOIN_S = 10.0
 
 
 class CopyHandle(Handle[str | None]):
-    """The copies of one step on other nodes. `wait` returns the problem.
+    """The copies of one step on other nodes. `wait` returns `problem`.
 
     Attributes:
         step: the step.
@@ -75,7 +75,7 @@ class _Wanted:
 
 
 class Copies:
-    """Fetches the copies of one manager's steps on a thread of its own.
+    """Fetches the copies of one manager's steps on a separate thread.
 
     Args:
         agreement: connects this rank with the other ranks, for rounds on that thread.
@@ -122,7 +122,7 @@ class Copies:
             self._may_copy.set()
 
     def needed(self) -> set[str]:
-        """Returns the ids of saves that must not be deleted, because copies of them are under way or wait."""
+        """Returns the ids of saves that must not be deleted, because their copies are under way or queued."""
         with self._lock:
             return {each.attempt.number for each in (*self._pending[:1], *self._pending[-1:])}
 
@@ -131,11 +131,11 @@ class Copies:
         return attempt in self._complete
 
     def mark_complete(self, attempt: str) -> None:
-        """Notes that a save of an earlier manager needs no copies any more."""
+        """Notes that a save of an earlier manager needs no further copies."""
         self._complete.add(attempt)
 
     def wait(self, timeout: float | None = None, step: int | None = None) -> None:
-        """Waits until no copies are under way or waiting; those of one step, if it is given. Raises TimeoutError."""
+        """Waits until no copies are under way or queued; with `step`, only for that step. Raises TimeoutError."""
         with self._lock:
             pending = [each.handle for each in self._pending]
         for handle in pending:
@@ -143,7 +143,7 @@ class Copies:
                 handle.wait(timeout)
 
     def close(self) -> None:
-        """Gives up the copies that are under way or waiting, and waits for the end of the thread."""
+        """Gives up the copies that are under way or queued, and waits for the end of the thread."""
         self._closed.set()
         self._worker.wait_at_most(_JOIN_S)
 
@@ -178,7 +178,7 @@ class Copies:
         def combine(records: Sequence[Record]) -> Record:
             return {"newer": any(record["newer"] for record in records)}
 
-        # The rounds of each step have names of their own, because a rank for which the commit has failed misses them.
+        # Each step's rounds have different names, because a rank on which the commit has failed misses them.
         outcome = decide(
             self._agreement,
             f"choosing whether to copy {attempt.role_dir}",
@@ -198,7 +198,7 @@ class Copies:
         wanted.handle.end(problem)
 
     def _copy_together(self, attempt: Attempt) -> str | None:
-        """Fetches this node's copies, and returns what some node could not fetch; None if all nodes have all."""
+        """Fetches this node's copies. Returns what some node could not fetch; None if no node lacks a file."""
 
         def work() -> Record:
             return {"problem": self._fetch_all(attempt) if self._tier.is_lead else None}
@@ -215,7 +215,7 @@ class Copies:
         return problem
 
     def _fetch_all(self, attempt: Attempt) -> str | None:
-        """Fetches the files that this node should have and has not. Returns why some are missing."""
+        """Fetches the files that this node should have but lacks. Returns why some are missing."""
         manifest = committed_manifest(attempt)
         assert manifest.placement is not None
         here = set(files_here(attempt.role_dir, manifest))
@@ -276,7 +276,7 @@ class Copies:
     def _wait_for_turn(self, nbytes: int, deadline: float) -> None:
         """Waits while a save is captured, and until the rate allows so many bytes."""
         self._may_copy.wait(max(0.0, deadline - time.monotonic()))
-        # A low rate can mean hours.
+        # With a low rate, this wait can take hours.
         self._closed.wait(min(self._limit.take(nbytes), max(0.0, deadline - time.monotonic())))
         if self._closed.is_set():
             raise TimeoutError(_CLOSED)
@@ -285,7 +285,7 @@ class Copies:
 
 
 class _RateLimit:
-    """Lets through so many bytes a second, on all threads together."""
+    """Limits how many bytes a second all threads together may fetch."""
 
     def __init__(self, bytes_per_s: int | None) -> None:
         self._bytes_per_s = bytes_per_s

@@ -1,4 +1,4 @@
-"""Runs the copies of steps from the nodes to the root, one at a time and beside the training."""
+"""Copies steps from the nodes to the root, one at a time, while the training continues."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class DrainHandle(Handle[Path]):
-    """The copy of one step to the root. `wait` returns its folder there, or raises why it is not there.
+    """The copy of one step to the root. `wait` returns the folder in the root, or raises the error of the copy.
 
     Attributes:
         step: the step.
@@ -65,14 +65,14 @@ class Draining(Protocol):
     def run(self) -> tuple[UploadHandle | None, Callable[[], None] | None]:
         """Copies this rank's files, and commits the step in the root. Every rank calls it.
 
-        Returns the upload, and what deletes steps that are too old now; None if there is nothing to do.
+        Returns the upload, and a function that deletes old steps; each is None if there is nothing to do.
 
         Raises CheckpointError if the step is not in the root.
         """
 
 
 class Drains:
-    """Runs the drains of one manager on a thread of its own, one at a time."""
+    """Runs the drains of one manager on a separate thread, one at a time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -99,8 +99,8 @@ class Drains:
             return set() if self._attempt is None else {self._attempt}
 
     def start(self, drain: Draining) -> DrainHandle:
-        """Begins to copy a step to the root, after an earlier one. Every rank calls it."""
-        # Rank 0 begins none while one is under way, but another rank may still be at the end of it.
+        """Begins to copy a step to the root, once an earlier drain has ended. Every rank calls it."""
+        # Rank 0 begins no drain while another one is under way, but the earlier drain may not have ended on all ranks.
         self.wait()
         handle = self._handle = DrainHandle(drain.saving.step, drain.saving.role_dir)
         self._agreement = drain.agreement
@@ -108,13 +108,13 @@ class Drains:
             with self._lock:
                 self._attempt = drain.attempt.number
             self._worker.add(partial(self._run, drain, handle))
-        except BaseException:  # of a signal handler: nothing will be copied
+        except BaseException:  # from a signal handler: nothing will be copied
             self._end(handle, CommitError("the save was interrupted"))
             raise
         return handle
 
     def wait(self, step: int | None = None) -> None:
-        """Waits until no step is being copied to the root; with `step`, only until that one is not.
+        """Waits until no step is being copied to the root; with `step`, only for that step.
 
         The deadlines of the ranks and of calls to the file system limit this wait.
         """

@@ -38,7 +38,7 @@ def found_on_nodes(tier: NodeTier | None, records: Sequence[Record]) -> list[Fas
 def to_adopt(found: Sequence[FastCheckpoint], records: Sequence[Record]) -> list[str]:
     """Returns the saves that some node has committed, and another node has not.
 
-    Only those that are whole, because on a node that commits one, it takes the place of an earlier save of the step.
+    Leaves out saves that are not whole, because a node that commits a save replaces an earlier save of the step by it.
     """
     whole = {each.attempt for each in found if each.is_complete}
     held = [HeldRole.of(item) for record in records for item in record["held"]]
@@ -46,7 +46,7 @@ def to_adopt(found: Sequence[FastCheckpoint], records: Sequence[Record]) -> list
 
 
 def node_candidate(tier: NodeTier, fast: FastCheckpoint) -> Record:
-    """Describes a checkpoint that the nodes have as JSON values. `below` is the folder that has it, too, if one has."""
+    """Describes, as JSON values, a checkpoint that the nodes have. `below` is for another folder that has it."""
     folder = str(tier.role_dir(fast.step, fast.role))
     return {"step": fast.step, "folder": folder, "remote": False, **_spread(fast), "below": None}
 
@@ -61,14 +61,14 @@ def spread_folder(tier: NodeTier, role: str, candidate: Record, below: Folder | 
     Args:
         tier: this rank's part of the fast tier.
         role: the role to load.
-        candidate: what rank 0 has chosen (`add_fast`).
+        candidate: what rank 0 has chosen (`load.candidates.candidates_of`).
         below: the same checkpoint in the root or the store; None if it is only on the nodes.
     """
     step, count = candidate["step"], len(tier.nodes)
     place = tier.role_dir(step, role)
     holders = {node: tuple((first, last) for first, last in has) for node, has in candidate["holders"]}
     key = f"{file_names.step_name(step)}/{role}"
-    # The nearest first, and for each node another one, so that not all ask the same node.
+    # This node comes first, then the next ones in a circle, so that not all nodes ask the same node.
     sources = [
         Source(LocalFolder(place) if node == tier.number else RemoteFolder(tier.peer(node), key), holders[node])
         for node in sorted(holders, key=lambda node: (node - tier.number) % count)
@@ -79,7 +79,7 @@ def spread_folder(tier: NodeTier, role: str, candidate: Record, below: Folder | 
 
 
 def why_not_whole(tier: NodeTier, checkpoint: FastCheckpoint) -> str:
-    """Says what is missing of a checkpoint of the fast tier, and which nodes had it. Only rank 0 calls it."""
+    """Says what a checkpoint of the fast tier lacks, and which nodes had it. Only rank 0 calls it."""
     place = f"{tier.role_dir(checkpoint.step, checkpoint.role)} on the nodes"
     if not checkpoint.is_committed:
         return f"{place}: its save did not finish"

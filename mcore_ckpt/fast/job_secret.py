@@ -1,7 +1,8 @@
 """Gives all ranks of a job one secret, by which its nodes know each other.
 
-The job's key-value store is no place for a secret: whoever reaches its port can read it. So the secret is the user's,
-or a file has it for the moment in which the ranks read it. Who has neither gets it through the store, with a warning.
+The job's key-value store cannot keep a secret, because anybody who reaches its port can read it. So the user gives the
+secret, or rank 0 puts one into a file until all ranks have read it. Without either, the secret goes through the store,
+with a warning.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from mcore_ckpt.ranks.rounds import Record, same_everywhere
 logger = logging.getLogger(__name__)
 
 VARIABLE, FILE_VARIABLE = "MCORE_CKPT_SECRET", "MCORE_CKPT_SECRET_FILE"
-# Shorter ones could be guessed: whoever speaks to a node can test guesses.
+# Shorter secrets could be guessed: anybody who connects to a node can test guesses.
 _LEAST_BYTES = 16
 _RANDOM_BYTES = 32
 
@@ -50,8 +51,8 @@ class SecretOffer:
 
     Attributes:
         nonce: makes the secrets of a job's several trainers different.
-        check: shows to who has the secret that it is the right one.
-        path: the file that has it; None if the user has given it to all ranks.
+        check: lets a rank check that its secret is the right one.
+        path: the file that has the secret; None without a file.
         text: the secret itself, in hexadecimal digits, if there was no other way.
     """
 
@@ -86,8 +87,8 @@ class SecretOffer:
             )
             return SecretOffer(nonce, check, text=own.hex())
         make_folder(folder, mode)
-        for left in folder.glob(f".{role}.secret-*"):  # of a start that was killed
-            with suppress(OSError):  # if another user has made it, it means nothing here
+        for left in folder.glob(f".{role}.secret-*"):  # left by a start that was killed
+            with suppress(OSError):  # a file of another user does not matter here
                 left.unlink()
         path = folder / f".{role}.secret-{nonce}"
         with naming_owner(folder):
@@ -95,7 +96,7 @@ class SecretOffer:
         return SecretOffer(nonce, check, path=str(path))
 
     def take(self, given: bytes | None) -> bytes:
-        """Returns the secret. Raises InvalidArgumentError or CheckpointNotFoundError if it cannot be had here."""
+        """Returns the secret. Raises InvalidArgumentError or CheckpointNotFoundError if this rank cannot get it."""
         if self.text is not None:
             own = bytes.fromhex(self.text)
         elif self.path is None:
@@ -110,7 +111,7 @@ class SecretOffer:
         return secret
 
     def remove(self) -> None:
-        """Removes the file, when all ranks have read it."""
+        """Removes the file. Call it when all ranks have read the secret."""
         if self.path is not None:
             with suppress(OSError):
                 os.unlink(self.path)
@@ -125,7 +126,7 @@ class SecretOffer:
 
 
 def same_secrets(records: Sequence[Record]) -> None:
-    """Raises InvalidArgumentError if some ranks have a secret of the user's and others have none."""
+    """Raises InvalidArgumentError if the user has given some ranks a secret and other ranks none."""
     found = [record["secret"] for record in records]
     same_everywhere(found, f"{VARIABLE} or {FILE_VARIABLE}", InvalidArgumentError)
 

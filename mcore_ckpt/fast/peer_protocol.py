@@ -5,7 +5,7 @@
     server     32 bytes: the server's proof; zeros if the client's is wrong, and the connection ends
 
 A proof is HMAC-SHA256, with the secret as its key, of the side's name and both challenges. So the secret is never sent,
-and a proof is of no use in another connection. Then requests and answers follow, on one connection any number of them:
+and a proof is of no use in another connection. Then any number of requests and answers follow on the connection:
 
     request    {"verb": ..., "path": ..., "start": ..., "stop": ...}  newline
     answer     one byte (0: here it is, 1: there is no such file, 2: refused), 8 bytes (length, big-endian), the bytes
@@ -26,7 +26,7 @@ HEADER = struct.Struct("!BQ")
 HERE, MISSING, REFUSED = range(3)
 # The longest request line, in bytes. Paths are shorter than 4096 bytes.
 REQUEST_BYTES = 16384
-# Whoever moves fewer bytes a second than this, on average over an answer, counts as lost.
+# A peer that moves fewer bytes a second than this, on average over an answer, counts as lost.
 LEAST_BYTES_PER_S = 1 << 20
 
 _MAGIC = b"mcckpt-2"
@@ -39,7 +39,7 @@ class ConnectionEndedError(OSError):
 
 
 class HandshakeError(OSError):
-    """The other side does not know the secret, or is no program of this kind."""
+    """The other side does not know the secret, or is another program."""
 
 
 def answer_time_s(nbytes: int) -> float:
@@ -65,7 +65,7 @@ def receive_into(connection: socket.socket, memory: memoryview, deadline: float)
 
 
 def receive(connection: socket.socket, nbytes: int, deadline: float) -> bytes:
-    """Returns the next bytes of a connection. Takes memory for what has come, not for what was announced.
+    """Returns the next bytes of a connection. Takes memory only for bytes that have come, not for the announced size.
 
     Raises like `receive_into`.
     """
@@ -80,7 +80,7 @@ def receive(connection: socket.socket, nbytes: int, deadline: float) -> bytes:
 def admit(connection: socket.socket, secret: bytes, deadline: float) -> bool:
     """Asks a client for its proof, and gives the server's. Returns False if the client's is wrong.
 
-    Raises OSError if the client does not answer as one.
+    Raises OSError if the client does not follow the protocol.
     """
     challenge = secrets.token_bytes(_CHALLENGE_BYTES)
     connection.sendall(_MAGIC + challenge)

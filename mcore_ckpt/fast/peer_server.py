@@ -1,7 +1,7 @@
 """Serves the files below a folder to the other nodes of a job, over TCP (`peer_protocol.py`).
 
-Who does not know the secret gets nothing, and can take little: few such connections are open at a time, and each only
-for a moment. Nothing waits for the other side without a deadline.
+A client that does not know the secret gets no file and can do little harm: few such connections are open at a time,
+each only for a moment. Nothing waits for the other side without a deadline.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _IDLE_S = 300.0
 # How often deadlines are looked at (seconds).
 _LOOK_S = 0.5
 # How many connections are open at most: of clients that are known, and of those that are not known yet. The second
-# number also has to be small for another reason: each connection has a thread.
+# number must also be small because each connection has a thread.
 _MOST_KNOWN, _MOST_UNKNOWN = 1024, 64
-# So many descriptors stay free for the training and its saves.
+# How many descriptors stay free for the training and its saves.
 _SPARE_DESCRIPTORS = 64
-# Messages about strangers come at most so often (seconds), because anybody can cause them.
+# The least time between two messages about strangers (seconds), because anybody can cause such messages.
 _QUIET_S = 60.0
 
 
@@ -63,12 +63,12 @@ class _Client:
     def cut(self) -> None:
         """Ends the connection, and wakes the thread that waits for it."""
         with suppress(OSError):  # the client has gone
-            # `close` alone would do nothing while a forked process has the connection, too. That of SSLSocket would
-            # first forget how to decrypt, under the feet of the thread that reads.
+            # `close` alone would do nothing while a forked process has the connection, too. `SSLSocket.shutdown` would
+            # first drop the state for decryption, which the reading thread still uses.
             socket.socket.shutdown(self.connection, socket.SHUT_RDWR)
 
     def may_take(self, seconds: float) -> None:
-        """Sets the deadline of what comes next."""
+        """Moves the deadline to so many seconds from now."""
         self.deadline = time.monotonic() + seconds
 
 
@@ -113,7 +113,7 @@ class PeerServer:
             self._notes[name] = data
 
     def close(self) -> None:
-        """Stops serving. Connections that are open are cut. In a forked child it does nothing."""
+        """Stops serving. Connections that are open are cut. Does nothing in a forked child."""
         if not self._home.is_here:
             return
         self._closed = True
@@ -124,7 +124,7 @@ class PeerServer:
             client.cut()
 
     def leave_to_parent(self) -> None:
-        """Closes the descriptors that a forked child has got, so that the port is free when the parent ends."""
+        """Closes the descriptors that a forked child has inherited, so that the port is free when the parent ends."""
         self._closed = True
         for each in (self._socket, *(client.connection for client in self._clients)):
             with suppress(OSError):
@@ -152,8 +152,8 @@ class PeerServer:
             self._begin(connection)
 
     def _begin(self, connection: socket.socket) -> None:
-        """Serves a new connection on a thread of its own."""
-        if connection.fileno() >= _most_descriptors() - _SPARE_DESCRIPTORS:  # the smallest free number was taken
+        """Serves a new connection on a new thread."""
+        if connection.fileno() >= _most_descriptors() - _SPARE_DESCRIPTORS:  # the system gives the smallest free number
             self._tell(
                 "the server of %s refuses connections, because too many files are open: raise ulimit -n", self._folder
             )
@@ -219,13 +219,13 @@ class PeerServer:
             with connection.makefile("rb") as requests:
                 while self._answer(client, requests):
                     pass
-        except (OSError, ValueError) as error:  # ValueError: an SSLSocket that was closed beside this thread
+        except (OSError, ValueError) as error:  # ValueError: another thread has closed the SSLSocket
             logger.debug("a peer has gone away: %s", error)
         finally:
             self._drop(client)
 
     def _forget(self, client: _Client) -> None:
-        """Cuts a connection. Its thread closes it, because another file could get the descriptor's number before."""
+        """Cuts a connection. Only its own thread closes it, so that no other file gets its number too early."""
         with self._lock:
             self._clients.pop(client, None)
         client.cut()
@@ -304,7 +304,7 @@ class PeerServer:
 
 
 class _UnreadableError(Exception):
-    """A file cannot be opened. This is an answer, whereas another OSError is of the connection, which is closed."""
+    """A file cannot be opened. The server answers this; after any other OSError, it closes the connection."""
 
 
 def _send(client: _Client, status: int, data: bytes) -> None:

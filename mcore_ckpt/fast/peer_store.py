@@ -28,7 +28,7 @@ from mcore_ckpt.io.json_fields import FieldError, get_int, parse
 
 # The longest listing, and the longest text that says why a request is refused, in bytes.
 _LISTING_BYTES, _REASON_BYTES = 64 << 20, 64 << 10
-# The pause before a note that is not published yet is asked for again, in seconds.
+# The pause before asking again for a note that is not published yet, in seconds.
 _NOTE_PAUSE_S = 0.005
 
 
@@ -39,8 +39,8 @@ class _TooLongError(PeerError):
 class PeerStore:
     """The files that one node serves.
 
-    It has those methods of `store.Store` that `formats.native.remote_folder.RemoteFolder` needs. Several threads may
-    use it; each has a connection of its own meanwhile.
+    It has the methods of `store.Store` that `formats.native.remote_folder.RemoteFolder` needs. Several threads may use
+    it at once, each with its own connection.
 
     Args:
         address: "host:port" of the node's server.
@@ -62,7 +62,7 @@ class PeerStore:
         self._lock = threading.Lock()
 
     def url_of(self, key: str) -> str:
-        """Returns how messages call a file of this node."""
+        """Returns the name of a file of this node in messages."""
         return f"{self._name}:{key}"
 
     def read(self, key: str, start: int, stop: int) -> bytearray:
@@ -98,7 +98,7 @@ class PeerStore:
     def note(self, name: str, most: int, patience_s: float) -> bytes:
         """Returns the bytes that the node has published under a name. Waits until there are some.
 
-        Raises PeerError, also if there are none after `patience_s` seconds.
+        Raises PeerError, also if it has published none after `patience_s` seconds.
         """
         deadline = time.monotonic() + patience_s
         while True:
@@ -116,7 +116,7 @@ class PeerStore:
             connection.close()
 
     def _ask(self, request: dict[str, Any], memory: memoryview | None, most: int = 0) -> bytes:
-        """Sends a request. The answer fills `memory` if there is any, and is returned otherwise."""
+        """Sends a request. The answer fills `memory` if that is given, and is returned otherwise."""
         line = json.dumps(request).encode() + b"\n"
         connection, is_new = self._connection()
         try:

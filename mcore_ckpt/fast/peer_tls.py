@@ -17,11 +17,11 @@ class PeerTls:
     """How a node encrypts what it serves, and what it reads from other nodes.
 
     Both sides show a certificate, which the job's own authority must have signed. Names in certificates are not
-    looked at, because nodes are known by addresses that a job does not know before.
+    checked, because a job does not know the addresses of its nodes in advance.
 
     Attributes:
         server: for the connections that this node accepts.
-        client: for those that it opens.
+        client: for the connections that it opens.
     """
 
     server: ssl.SSLContext
@@ -29,7 +29,7 @@ class PeerTls:
 
 
 def read_tls(folder: Path) -> PeerTls:
-    """Reads this node's certificate, its key and the authority's certificate: the files of a folder.
+    """Reads this node's certificate, its key and the authority's certificate from the files of a folder.
 
     Raises InvalidArgumentError if a file is missing or makes no sense, or if other users can read the key.
     """
@@ -45,7 +45,7 @@ def _context(folder: Path, protocol: int) -> ssl.SSLContext:
     try:
         context.load_cert_chain(folder / CERTIFICATE, folder / KEY)
         context.load_verify_locations(folder / AUTHORITY)
-    except OSError as error:  # ssl.SSLError is one
+    except OSError as error:  # ssl.SSLError is an OSError
         raise InvalidArgumentError(
             f"{folder}: cannot be used for TLS: {error}: it must have {CERTIFICATE}, {KEY} and {AUTHORITY} (PEM)"
         ) from error

@@ -35,9 +35,9 @@ class FastSaves:
         copies: brings copies of files to other nodes.
         drains: copies steps to the root.
         drain_agreement: connects this rank with the other ranks, for rounds on the thread that copies to the root.
-        save_count: how many saves into the tier the training has begun. What rank 0 has counted decides.
-        earlier: what earlier managers have left on the nodes. Only rank 0 knows it.
-        agreements: those of `copies` and `drains`, to be closed with them.
+        save_count: how many saves into the tier the training has begun. Rank 0's count decides.
+        earlier: the checkpoints that earlier managers have left on the nodes. Only rank 0 knows them.
+        agreements: the agreements of `copies` and `drains`, closed with them.
     """
 
     tier: NodeTier
@@ -51,10 +51,10 @@ class FastSaves:
     _owes_durable: bool = False
 
     def wait_before_durable(self) -> None:
-        """Waits for an earlier step that is being copied to the root, if the next one is to be saved there, too.
+        """Waits for an earlier step that is being copied to the root, if the next step is to be saved there, too.
 
-        The training waits for it as it does for an earlier save. Every rank calls it before the ranks' round, because a
-        rank that waited in the round would keep the others waiting there longer than they do.
+        The training waits for it as it does for an earlier save. Every rank calls it before the ranks' round, because
+        the other ranks would not wait that long for a rank that waits in the round.
         """
         is_due, _ = self.plan_durable()
         if is_due and self.drains.busy:
@@ -63,18 +63,19 @@ class FastSaves:
             self.drains.wait()
 
     def wait_for_copies_of(self, step: int) -> None:
-        """Waits until no copy of a step is under way, neither to other nodes nor to the root. Then it is saved again.
+        """Waits until no copy of a step is under way, neither to other nodes nor to the root.
 
-        Otherwise a file of the earlier save could come to a node that has the new one already, and count as its file.
+        A step must not be saved again before: a file of the earlier save could reach a node that has the new save
+        already, and count as a file of the new one.
         """
         self.drains.wait(step=step)
         self.copies.wait(step=step)
 
     def plan_durable(self) -> tuple[bool, int]:
-        """Returns whether the next step is to be saved to the root, too, and how many saves have begun with it.
+        """Returns whether the next step also goes to the root, and how many saves have begun, including this one.
 
-        Saves are counted, so that all roles choose the same ones, even if a save of one role fails, or its copy to the
-        root, and is tried again with the next step.
+        All roles choose the same steps, because they count saves. If a save of one role or its copy to the root fails,
+        that role saves its next step to the root instead, and counts on.
         """
         every, count = self.tier.config.durable_every, self.save_count + 1
         is_owed = self._owes_durable or self.drains.has_failed
@@ -93,9 +94,9 @@ class FastSaves:
         """Notes what earlier managers have left.
 
         Args:
-            save_count: how many steps they have saved. A training that loads sets the number anew. But a framework may
-                load with one manager and save with another.
-            safest: the steps, with the ids of their saves, that can stand in for one whose copies are complete.
+            save_count: how many steps they have saved. A load sets the number anew, but a framework may load with one
+                manager and save with another.
+            safest: the steps that can stand in for a step with complete copies, with the ids of their saves.
         """
         self.save_count = save_count
         for step, attempt in safest:
@@ -107,15 +108,15 @@ class FastSaves:
         self.save_count = 0 if manifest.placement is None else manifest.placement.save_count
 
     def retire_old(self, step: int) -> list[Path]:
-        """Moves aside what is too old in this node's folder, after step `step` was committed. Only leads call it.
+        """Moves aside old steps in this node's folder, after step `step` was committed. Only leads call it.
 
-        The thread of the save calls it, so no later save is under way, which may be of a step that is moved. To delete
-        the folders takes longer, and may be done later.
+        The save's thread calls it. A later save, which could be of a moved step, is not under way then. Deleting the
+        folders takes longer, and may be done later.
 
-        The newest `keep` steps stay, and the newest step whose copies are complete, without which a lost node could
-        still cost all steps. A step of which this node has lost its part does not count, but stays as long as an older
-        one does, because other nodes may need the rest. Steps that `step` has abandoned go, and those of another run
-        stay.
+        The newest `keep` steps stay. The newest step with complete copies stays, too, because without it a lost node
+        could cost all steps. If this node has lost its part of a step, the step does not count. But it stays as long as
+        an older step does, because other nodes may need the rest. Steps that `step` has abandoned go. Steps of another
+        run stay.
 
         Returns:
             The folders to delete.
@@ -133,7 +134,7 @@ class FastSaves:
             role_dir = self.tier.role_dir(number)
             aside = file_names.replaced_dir(role_dir, new_attempt())
             try:
-                # Without its manifest it is no checkpoint, whatever else is still there if this process dies now.
+                # Without its manifest, the folder is not a checkpoint, even if this process dies now.
                 (role_dir / file_names.MANIFEST_FILE).unlink(missing_ok=True)
                 os.rename(role_dir, aside)
             except OSError as error:
@@ -144,7 +145,7 @@ class FastSaves:
         return retired
 
     def _last_first(self, committed: int) -> tuple[list[int], list[int]]:
-        """Returns the steps of this run that are here, the last commit first: those of the branch, and the others."""
+        """Returns this run's steps on this node, the last commit first: the steps of the branch, and other steps."""
         here = [step for step in file_names.step_dirs(self.tier.folder) if self.tier.role_dir(step).is_dir()]
         statuses = {step: step_status(self.tier.role_dir(step).parent) for step in here}
         last = statuses[committed].commit
@@ -156,10 +157,10 @@ class FastSaves:
         return on_branch, [each.step for each in own if not last.leads_from(each.commit.number)]
 
     def _newest_kept(self, steps: Sequence[int]) -> list[int]:
-        """Returns the steps down to the last one of the newest `keep` of which this node has its part."""
+        """Returns the newest steps, down to the `keep`-th step of which this node has its part."""
         count = 0
         for position, step in enumerate(steps):
-            # The commit has just looked at the files of the newest one.
+            # The commit has just looked at the files of the newest step.
             count += position == 0 or self._has_its_part(step)
             if count == self.tier.config.keep:
                 return list(steps[: position + 1])
@@ -225,7 +226,7 @@ def _opened(trainer: Trainer, tier: NodeTier) -> FastSaves:
 def _found_together(
     agreement: Agreement, tier: NodeTier, earlier: list[FastCheckpoint]
 ) -> tuple[int, list[tuple[int, str]]]:
-    """Returns the arguments of `FastSaves.found`, and on rank 0 adds what there is. Every rank calls it."""
+    """Returns the arguments of `FastSaves.found`, and on rank 0 fills `earlier`. Every rank calls it."""
 
     def work() -> Record:
         held = tier.held() if tier.is_lead else []

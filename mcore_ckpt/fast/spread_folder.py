@@ -1,4 +1,4 @@
-"""Reads a checkpoint whose files lie at several places: in this node's folder, on other nodes, and in the root."""
+"""Reads a checkpoint from several places: this node's folder, other nodes, and the root."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ class Source:
 class SpreadFolder:
     """The folders that together have a checkpoint; implements `formats.native.folder.Folder`.
 
-    A file is read from the first source that has it. If a source fails, or what it sends has a wrong CRC, the next
+    A file is read from the first source that has it. If a source fails, or sends bytes with a wrong CRC, the next
     source that has the file is asked, and a warning says so.
 
     Attributes:
         place: the checkpoint's folder in this node's folder.
-        attempt: the id of the save. A folder with another manifest is not a source.
+        attempt: the id of the save. A folder with the manifest of another save is not a source.
         sources: the sources, the nearest first.
     """
 
@@ -85,7 +85,8 @@ class SpreadFolder:
         return found
 
     def check(self, records: Sequence[FileRecord]) -> None:
-        # Each source is asked once for all files that it is the first to have. Only after a failure, file by file.
+        # Each source is asked once, for all files of which it is the first source. After a failure, each file is asked
+        # for by itself.
         for source, mine in _grouped(records, lambda record: self._sources(record.path)[0]):
             try:
                 source.folder.check(mine)
@@ -149,7 +150,7 @@ class SpreadFolder:
         return self._first(self._sources(path), path, work)
 
     def _first(self, sources: Sequence[Source], what: str, work: Callable[[Source], Result]) -> Result:
-        """Returns what `work` returns for the first source for which it does not fail."""
+        """Calls `work` for one source after another. Returns the first result."""
         failures: list[Exception] = []
         for source in sources:
             try:

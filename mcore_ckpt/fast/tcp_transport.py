@@ -1,4 +1,4 @@
-"""Connects nodes over TCP. Nothing else in this room but `peer_*.py` knows how bytes travel."""
+"""Connects nodes over TCP. In this room, only this module and `peer_*.py` know how bytes travel."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class TcpTransport:
     """Connects nodes over TCP (`peer_protocol.py`).
 
     Attributes:
-        secret: by what the nodes know each other.
+        secret: the secret by which the nodes know each other.
         timeout_s: how long to wait for another node, in seconds.
         tls: how connections are encrypted; None if they are not.
     """

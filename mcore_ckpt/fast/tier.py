@@ -36,14 +36,14 @@ from mcore_ckpt.steps.transaction import Attempt
 logger = logging.getLogger(__name__)
 
 _TOPIC = "setting up the fast tier"
-# Each node gets the manifest of a save from another node, which serves so many others. With one node that serves all,
-# a thousand nodes would wait for its network; with a chain, for each other.
+# Each node gets the manifest of a save from another node. Each node serves at most so many others. If one node served
+# all, a thousand nodes would wait for its network; in a chain, they would wait for each other.
 _BRANCHES = 8
 
 
 @dataclass(frozen=True)
 class _Own:
-    """What this rank has of the user's for the connections between nodes."""
+    """The user's secret and certificates for the connections between nodes, as this rank has them."""
 
     secret: bytes | None
     tls: PeerTls | None
@@ -63,9 +63,9 @@ class NodeTier:
         transport: how the nodes read each other's folders.
         server: this node's server, on the node's lead; None on its other ranks.
         lock: the lock on the role in this node's folder. Only the lead uses it.
-        root: the root, which says of which run the steps of this training are.
+        root: the root, which says to which run the steps of this training belong.
         shared: whether the group may read and write what is in the folder (`CheckpointConfig.shared_with_group`).
-        unrenamed: saves that are committed, and that this node has still to rename. Only the lead has some.
+        unrenamed: the committed saves that this node has not renamed yet; empty on all ranks but the lead.
     """
 
     config: FastTier
@@ -99,12 +99,12 @@ class NodeTier:
         return self.nodes.writers_of(replicas, self.config.replicas)
 
     def role_dir(self, step: int, role: str | None = None) -> Path:
-        """Returns the folder of a role's checkpoint in this node's folder. None: of this tier's role."""
+        """Returns the folder of a role's checkpoint in this node's folder. None: this tier's role."""
         return file_names.step_dir(self.folder, step) / (role or self.role)
 
     @property
     def home(self) -> Path:
-        """The folder that has the identity of the run: the root, or one in this node's if nothing is in the root."""
+        """The folder that has the identity of the run: the root, or a folder in this node's if no step is durable."""
         if self.root is None:
             return self.folder
         return file_names.run_home(self.folder, self.root) if self.config.durable_every is None else self.root
@@ -113,12 +113,12 @@ class NodeTier:
         """Returns which checkpoints on the nodes belong to this training.
 
         Args:
-            saved: its run, as a manifest says it. On rank 0 it can be None: other nodes may not have the root's file.
+            saved: the training's run, from a manifest. None: the root's file says it, which only rank 0 is sure to see.
         """
         if self.root is None:
             return Ownership()
-        if not self._own.is_of(saved):  # one look is enough: a thousand nodes ask at each save
-            with nullcontext() if saved is None else suppress(OSError):  # then the manifest says it
+        if not self._own.is_of(saved):  # look only once: a thousand nodes ask at each save
+            with nullcontext() if saved is None else suppress(OSError):  # the manifest says it, too
                 self._own = elsewhere(self.root, self.home)
         return self._own if saved is None or self._own.is_of(saved) else replace(self._own, known=RootRun(saved))
 
@@ -207,7 +207,7 @@ def open_tier(agreement: Agreement, fast: FastTier, role: str, root: Path, share
         _check_copies(nodes, fast.replicas)
         seen_by_all = _seen_by_all(fast, folder, root, len(nodes))
         offers.append(SecretOffer.make(own[0].secret, seen_by_all, role, top_mode(shared)))
-        # By rank, and not by node: a thousand nodes' ranks are short numbers, and names are sent once for each node.
+        # For each rank, send only the short number of its node. Send names once for each node.
         return {
             "nodes": [[node.name, node.domain] for node in nodes.all],
             "of_ranks": [nodes.number_of_host(record["host"]) for record in records],
@@ -216,7 +216,7 @@ def open_tier(agreement: Agreement, fast: FastTier, role: str, root: Path, share
 
     def work() -> Record:
         if folder.resolve() == root.resolve():
-            # Old steps of the fast tier would be deleted, and with them those that should stay in the root.
+            # Deleting old steps of the fast tier would also delete steps that should stay in the root.
             raise InvalidArgumentError(
                 f"folder of the fast tier is {folder}, which is the root: use another folder, or no fast tier"
             )
@@ -281,14 +281,14 @@ def open_tier(agreement: Agreement, fast: FastTier, role: str, root: Path, share
 
 
 def _open_folder(folder: Path, shared: bool | None) -> None:
-    # Links are followed, but none that another user has made.
+    # Links are followed, except links that another user has made.
     if not os.path.lexists(folder):
         make_folder(folder, top_mode(shared))
     check_own_folder(folder, shared)
 
 
 def _seen_by_all(fast: FastTier, folder: Path, root: Path, nodes: int) -> Path | None:
-    """Returns a folder that all ranks see; None if there may be none."""
+    """Returns a folder that all ranks see; None if perhaps there is none."""
     if fast.durable_every is not None:
         return root
     return folder if nodes == 1 else None
@@ -310,7 +310,7 @@ def _check_copies(nodes: NodeMap, replicas: int) -> None:
 
 
 def promise_space(agreement: Agreement, tier: NodeTier, own_bytes: Callable[[], int]) -> None:
-    """Refuses the fast tier if a node cannot hold what it will have to hold. Every rank calls it.
+    """Refuses the fast tier if a node's folder is too small for the files that it will hold. Every rank calls it.
 
     Args:
         agreement: connects this rank with the other ranks.
@@ -335,8 +335,8 @@ def promise_space(agreement: Agreement, tier: NodeTier, own_bytes: Callable[[], 
         for number in range(len(nodes)):
             for other in nodes.preferred(number)[:replicas]:
                 copies[other] += own[number]
-        # A step is written before an old one is deleted. The last step whose copies are complete stays until a newer
-        # one has all of its own, as does one that is being copied, and a durable step stays until it is in the root.
+        # A step is written before an old one is deleted. The last step with complete copies stays until a newer step
+        # has all its copies. So does a step that is being copied. A durable step stays until it is in the root.
         steps = tier.config.keep + 1 + (2 if replicas else 0) + (tier.config.durable_every is not None)
         for number, node in enumerate(nodes.all):
             lead = records[node.lead]
@@ -355,7 +355,7 @@ def promise_space(agreement: Agreement, tier: NodeTier, own_bytes: Callable[[], 
 
 
 def _held_bytes(folder: Path, role: str) -> int:
-    """Returns the size of what the tier has already in its folder, which later saves will replace or remove."""
+    """Returns the size of the tier's present files in its folder. Later saves will replace or remove them."""
     return sum(
         size
         for paths in file_names.step_dirs(folder).values()
@@ -366,6 +366,6 @@ def _held_bytes(folder: Path, role: str) -> int:
 
 
 def _role_of(name: str) -> str:
-    """Returns the role that a folder of a step belongs to: a checkpoint, or what a save that died has left."""
+    """Returns the role that a folder of a step belongs to: a checkpoint, or leftovers of a dead save."""
     work = file_names.parse_work_dir(name)
     return name if work is None else work.role

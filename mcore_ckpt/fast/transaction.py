@@ -2,8 +2,8 @@
 
 A save has three rounds. `open_on_nodes` runs on the trainer's thread. `commit_on_nodes` runs on any thread: in its
 first round all ranks write, and rank 0 makes the manifest; in its second one the manifest reaches all nodes. Then each
-node renames its staging folder. If nodes die before they have renamed, but one node has, the others find their staging
-folders with the manifest, and rename them when a load chooses this step (`adopt`).
+node renames its staging folder. If one node has renamed its folder and other nodes die before they rename theirs, these
+find their staging folders with the manifest later, and rename them when a load chooses this step (`adopt`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from mcore_ckpt.steps.transaction import Attempt, failure_among, is_committed, r
 
 logger = logging.getLogger(__name__)
 
-# How long a rank waits until its node's lead has renamed what is committed, and between two looks, in seconds.
+# How long a rank waits for its node's lead to rename a committed save, and how long between two looks, in seconds.
 _RENAME_S, _LOOK_S = 30.0, 0.02
 
 
@@ -40,7 +40,7 @@ class NodeAttempt:
     """One save of all ranks into the fast tier.
 
     Attributes:
-        attempt: its id, its staging folder on this node, and where it will be on this node.
+        attempt: its id, its staging folder on this node, and its final folder on this node.
         is_durable: whether it is also to be saved to the root.
         save_count: how many saves into the fast tier the training has begun, this one included.
     """
@@ -103,8 +103,8 @@ def open_on_nodes(
 def make_staging(attempt: Attempt, mode: int) -> None:
     """Makes the staging folder on this node, if no other rank of the node has made it. Raises OSError.
 
-    `mode` is that of new folders, before the umask is applied. A folder of older versions, which is more open, does not
-    count: only this training reads what is in it.
+    `mode` is the mode of new folders, before the umask is applied. An existing folder of an older version may be more
+    open. That does not matter, because only this training reads what is in it.
     """
     while not attempt.staging.is_dir():
         make_parents(attempt.role_dir.parent, mode)
@@ -162,7 +162,7 @@ def commit_on_nodes(
     try:
         decide(agreement, topic, lambda: write(attempt.staging), combine, CommitError, name=attempt.number)
     except BaseException as error:
-        if is_interrupt(error):  # perhaps when the others go on already
+        if is_interrupt(error):  # the other ranks may have gone on already
             agreement.fail_next_round(topic, error, second)
         if tier.is_lead:
             commit.discard(attempt.staging)
@@ -173,7 +173,8 @@ def commit_on_nodes(
         if is_interrupt(error):
             raise
         if not _is_committed_on_node_0(tier, attempt):
-            # If it cannot be asked, it may have renamed its folder. So other nodes keep theirs, which a load can judge.
+            # If node 0 does not answer, it may have renamed its folder. So other nodes keep their folders, and a load
+            # decides.
             if agreement.is_coordinator:
                 commit.discard(attempt.staging)
             raise
@@ -193,9 +194,9 @@ def commit_on_nodes(
 
 
 def _place_manifest(attempt: Attempt, tier: NodeTier, data: bytes) -> None:
-    """Checks that this node has its ranks' files in their full size, and writes the manifest beside them.
+    """Checks that this node has its ranks' files in their full size, and writes the manifest into the same folder.
 
-    Files that this node's ranks have written as replicas must be the same as those of the manifest.
+    Files that this node's ranks have written as replicas must be the same as the files in the manifest.
     """
     manifest = decode_manifest(data)
     with suppress(CheckpointNotFoundError, CheckpointCorruptError):
@@ -217,10 +218,10 @@ def _place_manifest(attempt: Attempt, tier: NodeTier, data: bytes) -> None:
 
 
 def _remove_different(staging: Path, manifest: Manifest, own: Set[int]) -> None:
-    """Removes files that differ from those that another node's replicas have written.
+    """Removes replicas' files that differ from the same files on another node.
 
-    They would count as copies, because they have the right size. Without them, this node gets real copies. `own` has
-    the ranks of this node.
+    They would count as copies, because they have the right size. Once they are removed, this node gets real copies.
+    `own` has the ranks of this node.
     """
     for position in files_here(staging, manifest):
         file = manifest.files[position]
@@ -247,7 +248,7 @@ def _is_committed_on_node_0(tier: NodeTier, attempt: Attempt) -> bool:
 def committed_manifest(attempt: Attempt) -> Manifest:
     """Returns the manifest of a save that all nodes have agreed to commit. This node's lead may be about to rename it.
 
-    Raises CommitError if it is not here after a while, or was replaced by a newer save.
+    Raises CommitError if the save is not here after a while, or was replaced by a newer save.
     """
     deadline = time.monotonic() + _RENAME_S
     while True:
@@ -261,11 +262,11 @@ def committed_manifest(attempt: Attempt) -> Manifest:
 
 
 def rename_committed(tier: NodeTier) -> None:
-    """Commits on this node what all nodes have agreed to commit. Only leads call it.
+    """Commits on this node the saves that all nodes have agreed to commit. Only leads call it.
 
-    Raises OSError, LockedError if another trainer has taken over the lock of this node's folder, or CommitError.
+    Raises OSError, CommitError, and LockedError if another trainer has taken over the lock of this node's folder.
     """
-    # If a save went on without it, `remove_staging` would delete the only copy of this node's files.
+    # Otherwise the next save's `remove_staging` would delete the only copy of this node's files.
     while tier.unrenamed:
         attempt = tier.unrenamed[0]
         tier.lock.take(patience_s=0)
@@ -277,7 +278,8 @@ def rename_committed(tier: NodeTier) -> None:
 def remove_staging(folder: Path, role: str, owns: Callable[[ManifestSummary], bool]) -> None:
     """Removes the staging folders of a role in this node's folder. Only the lead that holds the lock calls it.
 
-    Those of another run stay if they have a manifest, because its other nodes may have committed them.
+    Staging folders of another run stay if they have a manifest, because other nodes of that run may have committed
+    them.
     """
     for paths in file_names.step_dirs(folder).values():
         for step_path in paths:
@@ -300,7 +302,7 @@ def _heads_in(staging: Path) -> list[ManifestSummary]:
 
 
 def adopt(tier: NodeTier, held: Iterable[HeldRole], attempts: Sequence[str]) -> None:
-    """Commits, on this node, what other nodes have committed and this one could not. Only leads call it.
+    """Commits, on this node, the saves that other nodes have committed and this node has not. Only leads call it.
 
     Args:
         tier: this rank's part of the fast tier.

@@ -1,6 +1,6 @@
-"""How nodes read each other's folders: the protocol, whatever network is between them.
+"""How nodes read each other's folders, over any network.
 
-A network is a class with these methods: `tcp_transport.py` is the one for TCP.
+Each kind of network has a class with the methods of `Transport`: `tcp_transport.py` has the class for TCP.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ class Server(Protocol):
 
     @property
     def address(self) -> str:
-        """By what other nodes find this server."""
+        """The address by which other nodes find this server."""
 
     def publish(self, name: str, data: bytes, instead_of: str | None = None) -> None:
         """Serves bytes under a name until the server is closed, or until another note takes their place."""
 
     def close(self) -> None:
-        """Stops serving. In a forked child it does nothing."""
+        """Stops serving. Does nothing in a forked child."""
 
 
 class Peer(Protocol):
     """Another node, as this one reads from it. No call waits without a deadline. All raise PeerError."""
 
     def url_of(self, key: str) -> str:
-        """Returns how messages call a file of this node."""
+        """Returns the name of a file of this node in messages."""
 
     def read(self, key: str, start: int, stop: int) -> bytearray:
         """Reads bytes `[start, stop)` of a file. Raises FileNotFoundError if there is none."""
@@ -46,10 +46,10 @@ class Peer(Protocol):
         """Returns the sizes in bytes of the files below a folder, by their paths below it."""
 
     def note(self, name: str, most: int, patience_s: float) -> bytes:
-        """Returns the bytes that the node has published under a name. Waits until there are some."""
+        """Returns the bytes that the node has published under a name. Waits until it has published some."""
 
     def close(self) -> None:
-        """Gives back what no thread uses."""
+        """Closes the connections that no thread uses."""
 
 
 class Transport(Protocol):
@@ -59,4 +59,4 @@ class Transport(Protocol):
         """Serves the files below a folder, and nothing else, at this node's address. Raises OSError."""
 
     def peer(self, address: str, name: str) -> Peer:
-        """Returns the node whose server has this address. `name` is for messages."""
+        """Returns the node with the server at this address. `name` is for messages."""
