@@ -54,7 +54,7 @@ def _cut(fills: Sequence[TensorFill]) -> Iterator[list[TensorFill]]:
 
 
 def to_read(fills: Iterable[TensorFill], shared: Iterable[Batch], rank: int) -> list[TensorFill]:
-    """Returns the fills that world rank `rank` reads: those that are not replicated, and the batches that it reads."""
+    """Returns the fills that world rank `rank` reads: tensors without replicas, and its batches."""
     own = [fill for fill in fills if len(fill.replicas) <= 1]
     return own + [fill for batch in shared if batch.reader == rank for fill in batch.fills]
 

@@ -40,7 +40,7 @@ def remote_steps(remote: RemoteSteps | None, root: Path, step: int | None, requi
         remote: the remote steps, or None without a store.
         root: the folder of the local steps, for messages.
         step: the only step to list; None for all. A step of another run is listed only if it is named in this way, and
-            if there is no other one.
+            if `required` is true.
         required: True if there is no local checkpoint to load instead.
 
     Raises:
@@ -63,10 +63,10 @@ def remote_steps(remote: RemoteSteps | None, root: Path, step: int | None, requi
 
 
 def candidates_of(role: str, steps: Sequence[AnyStep], tier: NodeTier | None = None) -> list[Record]:
-    """Describes the checkpoints of a role in steps to try, in their order, as JSON values that a rank can send.
+    """Describes a role's checkpoints in some steps, in the order of the steps, as JSON values that a rank can send.
 
-    A save that is on the nodes, and also in the root or the store, is one candidate: its bytes are read from the nodes
-    where they have them.
+    A save that is on the nodes, and also in the root or the store, is one candidate: its bytes are read from the nodes,
+    as far as these have them.
     """
     found: list[Record] = []
     on_nodes: dict[str, Record] = {}
@@ -124,13 +124,14 @@ def find_candidates(
         trainer: rank 0's trainer.
         remote: the steps in the remote store; None without a store.
         step: the only step to look for. None: all steps.
-        path: the folder to load instead of a step. In the fast tier it also names a step that is only on the nodes.
+        path: the folder to load instead of a step. With a fast tier, it can also name a step that is only on the nodes.
         tier: rank 0's part of the fast tier; None without one.
         fast: what the nodes of the fast tier have together.
 
     Raises:
-        CheckpointNotFoundError: there is none. The message gives the reason for each step that was looked at.
-        CheckpointCorruptError: the same, and files of a committed step are missing.
+        CheckpointNotFoundError: there is no checkpoint to try. The message gives the reason for each step that was
+            looked at.
+        CheckpointCorruptError: there is none to try, and files of a committed step are missing.
         RemoteError: there is no local checkpoint, and the store does not answer.
     """
     nodes = [] if tier is None else node_steps(fast, (trainer.role,), partial(why_not_whole, tier))
@@ -170,7 +171,7 @@ def _check_newest(trainer: Trainer, choice: Choice[AnyStep]) -> None:
 
 
 def _step_of(trainer: Trainer, path: Path) -> int | None:
-    """Returns the step below the root whose folder, or whose role's folder, a path names; None if it names no step."""
+    """Returns the step below the root that a path names, by the step's or a role's folder; None if there is none."""
     for step_path in (path, path.parent):
         step = file_names.parse_step(step_path.name)
         if step is not None:
@@ -181,7 +182,7 @@ def _step_of(trainer: Trainer, path: Path) -> int | None:
 
 
 def _other(path: Path) -> str | None:
-    """Says what a path is that is not the folder of a role, and what to do; None if it may be one."""
+    """Says what a path is, and what to do, if it cannot be a role's folder; None if it may be one."""
     name_role = "name the folder of a role, such as .../global_steps_100/actor"
     if path.exists() and not path.is_dir():
         return f"is a file: {name_role}"
@@ -206,7 +207,7 @@ def _at_path(path: Path, lost: Sequence[str]) -> Record:
     `lost` says why the nodes of the fast tier do not have it.
     """
     # On file systems that cannot exchange folders, a crash may have left the checkpoint under another name. This call
-    # renames it back. It does not if the process that crashed may be alive: then the checkpoint is read where it is.
+    # renames it back, unless the process that wrote it may be alive. In that case the checkpoint is read where it is.
     if not path.is_dir():
         leftovers.remove_sibling_leftovers(path)
     foreign = kind_of(path)

@@ -13,7 +13,7 @@ from mcore_ckpt.io import tuning
 from mcore_ckpt.sharding.plan import ReadRange, ShardKey
 
 Encode = Callable[[torch.Tensor], object]
-"""Takes elements that were read, in the place of a copy into a tensor."""
+"""Takes the elements that were read. Without it, they are copied into a tensor."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,11 +25,11 @@ class TensorFill:
         dtype: the dtype of the stored elements.
         target: returns the tensor; called only when the training state may change.
         padded: True if some of the elements are not stored anywhere. These elements become zero.
-        encode: takes the elements that were read, in the place of a copy into the tensor; None for a copy.
+        encode: takes the elements that were read; None: they are copied into the tensor.
         finish: called with the tensor once it is filled, or None.
         replicas: the world ranks that fill an equal tensor, so that one of them can read it for all; empty if each rank
             reads it itself.
-        rounding: says, for the report, between which dtypes the values are rounded; None if they stay.
+        rounding: from which dtype to which the values are rounded, for the report; None if they are not rounded.
     """
 
     reads: tuple[ReadRange, ...]
@@ -45,7 +45,7 @@ class TensorFill:
 def fill_tensors(fills: Sequence[TensorFill], read: Read) -> int:
     """Fills tensors and returns the number of bytes read.
 
-    A tensor whose dtype differs from the stored one, or that is not contiguous, is read into a temporary tensor first.
+    If a tensor has another dtype than the stored one, or is not contiguous, it is read into a temporary tensor first.
     At any time, the temporary tensors take less than CONVERT_BYTES plus the size of one tensor.
     """
     nbytes = 0
@@ -97,7 +97,7 @@ def _fill_batch(fills: Sequence[TensorFill], read: Read) -> int:
 
 
 def refuse_freed(key: ShardKey, tensor: torch.Tensor, call: str) -> None:
-    """Refuses to fill a tensor whose memory has been freed.
+    """Refuses to fill a tensor if its memory has been freed.
 
     megatron's `offload_to_cpu` (0.16.1) frees the storage of a tensor. The allocator may then give the same address to
     another tensor, which a fill would overwrite.

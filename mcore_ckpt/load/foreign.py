@@ -42,9 +42,9 @@ class ForeignLoad:
         step: the training step at which the checkpoint was saved.
         nbytes: the bytes of tensors that this rank read.
         rounded: how many tensors of this rank were rounded; see LoadReport.
-        was_quantized: whether the main parameters are more precise than the weights, which were quantized.
-        other_model: what the live model computes otherwise with the same tensors.
-        groups: what a user is told of the param groups.
+        was_quantized: whether the weights were quantized, so that the main parameters are more precise.
+        other_model: the facts by which the live model computes something else with the same tensors.
+        groups: the messages to the user about the param groups.
     """
 
     step: int
@@ -57,7 +57,7 @@ class ForeignLoad:
 
 @dataclass(frozen=True, eq=False)
 class _Plan:
-    """Everything that this rank has read and checked, and not yet applied.
+    """Everything that this rank has read and checked but not applied yet.
 
     Attributes:
         state: the checkpoint.
@@ -66,7 +66,7 @@ class _Plan:
         groups: param groups, steps and scalers; None unless the optimizer is loaded.
         scheduler: the scheduler's state dict; None unless the optimizer is loaded.
         rng: the random states; None unless `extra` is loaded.
-        other_model: what the live model computes otherwise with the same tensors.
+        other_model: the facts by which the live model computes something else with the same tensors.
     """
 
     state: ForeignState
@@ -179,7 +179,7 @@ def _apply_weights(trainer: Trainer, weights: Sequence[FoundWeight]) -> None:
     through_mains = []
     for weight in weights:
         if trainer.optimizer is not None and weight.live.requires_grad and is_quantized(weight.live):
-            # It is quantized from its main parameter once that is loaded.
+            # This weight is quantized from its main parameter once the main parameter is loaded.
             through_mains.append((weight.live, weight.loaded))
         else:
             weight.live.data.copy_(weight.loaded)

@@ -1,7 +1,7 @@
-"""Checks what was read of another program's checkpoint against the trainer, before anything changes.
+"""Checks another program's checkpoint against the trainer, after it is read and before anything changes.
 
-These formats have no CRCs. That every main parameter rounds to its weight finds state of another run, of other buckets,
-or of another pipeline split.
+These formats have no CRCs. So every main parameter must round to its weight. This check finds state of another run, of
+other buckets, or of another pipeline split.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class LoadedParameter:
     tensors: Mapping[str, torch.Tensor]
 
     def roundings(self) -> Iterator[str | None]:
-        """Yields for each tensor what is rounded to what; None if the values stay."""
+        """Yields, for each tensor, how its values are rounded; None if they are not."""
         for kind, loaded in self.tensors.items():
             form = self.owned.part.form_of(self.owned, kind)
             kept = torch.float32 if form.is_halved else form.dtype or loaded.dtype
@@ -49,7 +49,7 @@ class MatchedGroups:
 
     Attributes:
         parts: the state of each part.
-        changes: what a user is told.
+        changes: the messages to the user about the param groups.
         count: how many param groups the checkpoint has; 0 if none are stored.
     """
 
@@ -59,7 +59,7 @@ class MatchedGroups:
 
 
 def match_parts(parts: Sequence[OptimizerPart], found: Sequence[FoundPart], schedules: Schedules) -> MatchedGroups:
-    """Puts the stored param groups into the order of this trainer's.
+    """Puts the stored param groups into the order of this trainer's groups.
 
     Raises:
         CheckpointMismatchError: a group has no counterpart.
@@ -92,7 +92,7 @@ def _without_arguments(group: Mapping[str, Any]) -> dict[str, Any]:
 def checked_parameters(
     path: Path, weights: Sequence[FoundWeight], parameters: Sequence[LoadedParameter], was_quantized: bool
 ) -> tuple[LoadedParameter, ...]:
-    """Returns the parameters with whole main parameters, once they are those of the weights.
+    """Checks that main parameters belong to the weights. Returns the parameters with whole main parameters.
 
     Args:
         path: the checkpoint, for messages.
@@ -113,7 +113,7 @@ def checked_parameters(
 
 
 def _weight_of(parameter: LoadedParameter, loaded: Mapping[int, torch.Tensor]) -> torch.Tensor:
-    """Returns the weights of the elements that this rank owns: the checkpoint's if it has any."""
+    """Returns the weights of the elements that this rank owns: from the checkpoint if it has them."""
     owned, main = parameter.owned, parameter.tensors[PARAM]
     whole = loaded.get(id(owned.parameter))
     if whole is None and is_quantized(owned.parameter):
@@ -125,14 +125,16 @@ def _weight_of(parameter: LoadedParameter, loaded: Mapping[int, torch.Tensor]) -
 def _with_upper_halves(
     parameters: Sequence[LoadedParameter], weights: Sequence[torch.Tensor]
 ) -> tuple[LoadedParameter, ...]:
-    """Puts main parameters together if only their lower halves were stored.
+    """Joins main parameters with their upper halves if only their lower halves were stored.
 
     With `store_param_remainders`, megatron (0.16 to 0.19) stores FusedAdam's remainders as if they were the main
-    parameters: as int16, or those numbers as float32. They mean something only beside the bfloat16 weights.
+    parameters: as int16, or as the same numbers in float32. They have a meaning only together with the bfloat16
+    weights.
     """
     pairs = [(each, weight) for each, weight in zip(parameters, weights, strict=True)]
     halved = [(each.tensors[PARAM], weight) for each, weight in pairs if weight.dtype == torch.bfloat16]
-    # No other main parameters are all whole numbers. A single tensor may be: norms begin as ones.
+    # Other main parameters are never all whole numbers. A single tensor may have only whole numbers: norms begin as
+    # ones.
     are_numbers = all(torch.equal(main.to(torch.int16).to(main.dtype), main) for main, _ in halved)
     if not are_numbers or not any(_differing(main.to(weight.dtype), weight) for main, weight in halved):
         return tuple(parameters)
@@ -145,21 +147,21 @@ def _with_upper_halves(
 
 
 def _check_main(path: Path, parameter: LoadedParameter, weight: torch.Tensor, was_quantized: bool, whose: str) -> None:
-    """Refuses a main parameter that is not that of the weight, because it belongs to another parameter.
+    """Refuses a main parameter that belongs to another weight.
 
-    Main parameters round to the weights, but for matrices that were quantized when they were saved.
+    Main parameters round to their weights, except for matrices that were quantized when they were saved.
 
-    megatron, in every release up to 0.19.2, writes such checkpoints when it saves a `fully_reshardable` optimizer with
-    several buckets. It removes the padding at the ends of the buckets from the gathered buffer
+    megatron, in every release up to 0.19.2, writes wrong main parameters when it saves a `fully_reshardable` optimizer
+    with several buckets. It removes the padding at the ends of the buckets from the gathered buffer
     (`get_parameter_state_dp_zero`), but then cuts this buffer at offsets that include the padding
-    (`sharded_param_state_fully_reshardable`). So the parameters of all buckets after the first get values of their
-    neighbours, and so do their moments. A `dp_reshardable` range also belongs to another parameter if the buckets or
-    the pipeline split differ.
+    (`sharded_param_state_fully_reshardable`). So the parameters of all buckets after the first, and their moments, get
+    values of their neighbours. A `dp_reshardable` range also belongs to another parameter if the buckets or the
+    pipeline split differ.
     """
     owned, main = parameter.owned, parameter.tensors[PARAM]
     wrong = _differing(main.to(weight.dtype), weight)
     if wrong and weight.dtype == torch.bfloat16:
-        # FusedAdam rounds a value half up beside a remainder, all others to the even neighbour.
+        # With remainders, FusedAdam rounds halves up. Otherwise halves are rounded to the even neighbour.
         wrong = min(wrong, _differing(split_halves(main.float().contiguous())[0], weight))
     is_matrix = owned.parameter.dim() > 1 and not owned.name.endswith(_NEVER_QUANTIZED)
     may_differ = is_matrix and (was_quantized or is_quantized(owned.parameter))
@@ -175,10 +177,11 @@ def _check_main(path: Path, parameter: LoadedParameter, weight: torch.Tensor, wa
 
 
 def _is_quantized_from(main: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Returns True if a weight can be what 8 or 4 bits have left of its main parameter.
+    """Returns True if a weight can come from quantizing its main parameter to 8 or 4 bits.
 
-    Between two values of float4_e2m1fn there is up to a third of the larger one, and below the smallest of them a
-    twelfth of the largest in the block. Halves of both are allowed. Weights of other parameters differ by more.
+    Neighbouring values of float4_e2m1fn differ by up to a third of the larger one; the smallest value and 0 differ by a
+    twelfth of the largest value in the block. Half of both differences is allowed. Weights of other parameters differ
+    by more.
     """
     main, weight = main.float(), weight.float()
     largest = main.abs().max() if main.numel() else torch.zeros(())

@@ -1,4 +1,4 @@
-"""Reads the weights of a kind of checkpoint that has no other state for a training, through its `CheckpointReader`."""
+"""Reads weights through the `CheckpointReader` of a kind of checkpoint that has no other state for a training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loads a base model into a model with adapters that the checkpoint does not have: a run that begins to train them."""
+"""Lets a run begin to train adapters: the checkpoint has none, and only the base model is loaded."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def choice_of(
 ) -> Callable[[str, bool], bool]:
     """Returns a function that says whether a tensor is to be loaded, given its name and whether it is frozen.
 
-    Adapters that the checkpoint lacks keep their values, and then the base model is loaded even with `skip_frozen`,
-    because nothing else could be.
+    Adapters that the checkpoint lacks keep their values. In that case the base model is loaded even with `skip_frozen`,
+    because there is nothing else to load.
 
     Args:
         trainer: the objects to load into.
@@ -27,7 +27,7 @@ def choice_of(
         live: the names of the model's tensors on this rank.
         stored: the names of the checkpoint's tensors.
 
-    Raises CheckpointMismatchError if the optimizer is to be loaded, whose state is that of the base model.
+    Raises CheckpointMismatchError if the checkpoint lacks the adapters and the optimizer is to be loaded.
     """
     # All ranks must decide alike, and a pipeline stage can be without adapters.
     has_adapters = trainer.adapters is not None or any(map(_is_adapter, live))
@@ -46,5 +46,5 @@ def choice_of(
 
 
 def _is_adapter(name: str) -> bool:
-    """As `is_adapter`, but also for a name of PEFT's, which live modules of ROLL and checkpoints of ms-swift have."""
+    """Like `is_adapter`, but also for PEFT's names, which live modules of ROLL and checkpoints of ms-swift have."""
     return is_adapter(name) or peft_matrix(name) is not None

@@ -1,6 +1,6 @@
-"""Finds the saved param groups of the run's groups, together on all ranks.
+"""Finds the saved counterparts of the run's param groups, on all ranks together.
 
-Each rank knows only some of a group's members: the parameters that it owns state of. So every rank reports in which
+Each rank knows only some of a group's members: the parameters for which it owns state. So every rank reports in which
 saved groups its members were, and rank 0 decides for all.
 """
 
@@ -45,7 +45,7 @@ class PartGroups:
         return [group.key for group in self.live]
 
     def to_record(self) -> Record:
-        # Settings travel as text, because records are strict JSON, and a rate may be infinite or no number.
+        # Settings travel as text, because records are strict JSON, and a rate may be infinite or NaN.
         changed = ({"settings": json.dumps(group.settings), "found_in": sorted(group.found_in)} for group in self.live)
         groups = [{**asdict(group), **fields} for group, fields in zip(self.live, changed, strict=True)]
         return {"groups": groups, "candidates": list(self.candidates)}
@@ -67,7 +67,7 @@ class GroupPlan:
 
     Attributes:
         saved: the groups of the checkpoint.
-        schedules: whose schedule counts.
+        schedules: says whose schedule counts, the run's or the checkpoint's.
         parts: what this rank knows of each chained optimizer's groups; None where they stay as they are.
     """
 
@@ -82,7 +82,7 @@ class GroupPlan:
         """Returns the counterparts of all groups, for all ranks, from the records of the ranks. Only rank 0 calls it.
 
         Raises:
-            CheckpointMismatchError: it is open which group is which, or a schedule differs that must be equal.
+            CheckpointMismatchError: the counterpart of a group is not clear, or schedules that must be equal differ.
         """
         outcome: Record = {"numbers": [], "of_moments": [], "kept": [], "replaced": []}
         for of_part in zip(*(record["parts"] for record in records), strict=True):
@@ -136,7 +136,7 @@ def plan_groups(
         by_part: this rank's parameters of each part.
         saved: the saved state of each part.
         locator: knows the names that parameters have in the checkpoint.
-        schedules: whose schedule counts.
+        schedules: says whose schedule counts, the run's or the checkpoint's.
     """
     groups = SavedGroups.of(optimizers)
     found: list[PartGroups | None] = []

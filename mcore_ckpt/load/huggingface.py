@@ -76,7 +76,7 @@ class HfLoadReport:
         tensors: the number of this rank's tensors that were filled.
         nbytes: the bytes that this rank read.
         seconds: the time from the call to the last agreement.
-        left_out: what was not read of the folder, by reason.
+        left_out: the parts of the folder that were not read, by reason.
     """
 
     path: Path
@@ -107,25 +107,25 @@ def load_hf(
     Without one of them megatron neither builds a GPTModel nor knows which part of a tensor a rank holds.
 
     Each rank reads only the slices that it holds, under any layout, directly into its parameters. Rows that pad the
-    vocabulary become zero. Weights of another floating-point dtype are converted through a limited amount of memory,
-    and so are quantized ones. transformer-engine's `_extra_state` keeps its value.
+    vocabulary become zero. Weights of another floating-point dtype and quantized weights are converted through a
+    limited amount of memory. transformer-engine's `_extra_state` keeps its value.
 
     In a model with LoRA adapters (Megatron-Bridge's LoRA, CanonicalLoRA, DoRA), the folder of a model fills everything
     but the adapters, which keep their values. The folder of an adapter in PEFT's form (`adapter_config.json`,
-    `adapter_model.safetensors`) fills the adapters, and the modules that were trained as a whole beside them.
+    `adapter_model.safetensors`) fills the adapters, and the modules that were trained whole together with them.
 
     Before a byte changes, all ranks check names and shapes and agree on the result. Each rank looks for NaN only
     afterwards, in the tensors that it has filled, because otherwise it would have to read every file twice.
 
     The optimizer's main parameters are still copies of the old weights, and its next step would write them over the new
     weights. To prevent this, pass the optimizer here, or call its `reload_model_params()` afterwards. With quantized
-    weights (FP8), only the former does: their main parameters get the values of the folder.
+    weights (FP8), pass the optimizer: only then do their main parameters get the values of the folder.
 
     Args:
         model: a megatron-core model or the list of its virtual chunks, bare or wrapped in DistributedDataParallel.
         path: the folder, which has `config.json` and one or several `.safetensors` files; or the folder of an adapter.
             If there is no such folder, the name of a model on the HuggingFace hub ("owner/name" or
-            "owner/name@revision"), of which one rank of each node downloads what is not in the cache.
+            "owner/name@revision"). One rank of each node downloads the files that are not in the cache.
         revision: the revision of a model on the hub: a branch, a tag or a commit. None: the main branch.
         source: "shared": every rank reads the folder. "rank0": only rank 0 reads the folder, and sends each rank its
             part in messages of limited size. If several replicas need the same part, one of them gets it and broadcasts
@@ -138,9 +138,9 @@ def load_hf(
             model.
         base: the folder with the `config.json` of an adapter's base model, or the base model's name on the hub. None:
             what `adapter_config.json` names. Not needed for the folder of a model.
-        strict_model: whether rotary base and scaling, YaRN among them, which a longer context changes on purpose, must
-            be those of `config.json`, too. If not, a difference is named in a warning. Other differences are always
-            refused.
+        strict_model: whether rotary base and scaling, YaRN among them, must be as in `config.json`, too. A longer
+            context changes them on purpose, so without `strict_model` a difference only gives a warning. Other
+            differences are always refused.
         timeout_s: how long this rank waits for other ranks before it gives up, in seconds. A rank that waits for a
             download waits DOWNLOAD_TIMEOUT_S.
 
@@ -148,8 +148,8 @@ def load_hf(
         The report of this rank.
 
     Raises:
-        CheckpointNotFoundError: the folder does not exist, or has no weights, or neither the hub nor, without a
-            connection to the hub, the cache has the model.
+        CheckpointNotFoundError: the folder does not exist or has no weights, or the model is not on the hub or, without
+            a connection to the hub, not in the cache.
         RemoteError: the hub does not answer, refuses access, or answers with an error.
         CheckpointMismatchError: the folder's tensors or configuration do not fit this model. All ranks raise it, and
             nothing has changed.
@@ -179,7 +179,7 @@ def load_hf(
         agreement.runner = DiskWatch.of_one_call(timeout_s, agreement.rank, settings)
         with settings_for_state(gpu, timeout_s):
             path = find_folder_together(agreement, name, "model", everywhere=source != "rank0")
-            # Of a model on the hub each node may have the copy in another place.
+            # Each node may have its copy of a model on the hub in another place.
             same = str(path.absolute()) if path == Path(name) else name
             arguments = {
                 "path": None if source == "rank0" else same,
@@ -250,13 +250,13 @@ def _open_together(here: LiveModel, path: Path, arguments: Record, base: Path | 
 
 
 def _keeps_float32(here: LiveModel) -> bool:
-    """Returns True if values of float32 stay so here: in float32 weights, or in main parameters of quantized ones."""
+    """Returns True if this rank keeps float32 values: in float32 weights, or in quantized weights' main parameters."""
     dtypes = {parameter.dtype for chunk in here.chunks for parameter in chunk.parameters()}
     return has_quantized(here.chunks) or dtypes == {torch.float32}
 
 
 def _own_adapters(here: LiveModel) -> list[tuple[str, Shape]]:
-    """Returns the names and the global shapes of the tensors of this rank's adapters. One of their replicas tells."""
+    """Returns names and global shapes of the tensors of this rank's adapters; nothing on all replicas but the first."""
     apart, rank = here.topology.experts_apart, here.agreement.rank
     return [
         (shard.key.name, shard.region.global_shape)

@@ -67,7 +67,7 @@ class OpenedFolder:
         contents: the folder's headers.
         layers: the layers of the whole model.
         adapters: the shapes of the tensors of the whole model's adapters.
-        dtype: the dtype that quantized tensors of the folder get; None for the one that its `config.json` states.
+        dtype: the dtype that quantized tensors of the folder get; None for the dtype that its `config.json` states.
         tower: the names of the tensors of the model's vision tower. Empty if it has none.
     """
 
@@ -106,7 +106,7 @@ def plan_weights(here: LiveModel, opened: OpenedFolder, source: Source, ignore: 
     Raises:
         CheckpointMismatchError: the folder's tensors or configuration do not fit this model.
         CheckpointCorruptError: this rank does not see a file.
-        UnsupportedError: with source="rank0", the replicas of this model cannot be told by broadcasts.
+        UnsupportedError: with source="rank0", tensors cannot be broadcast to the replicas of this model.
     """
     if source == "rank0":
         refuse_broadcast(here.chunks, here.replicas, 'source="rank0"')
@@ -120,7 +120,7 @@ def plan_weights(here: LiveModel, opened: OpenedFolder, source: Source, ignore: 
 
 
 def _hf_names(contents: FolderContents, ignore: Sequence[str]) -> list[str]:
-    """Returns the HuggingFace tensors to leave out because megatron's names of all their parts match, as patterns."""
+    """Returns patterns for HuggingFace tensors to leave out: `ignore` matches megatron's names of all their parts."""
     if not ignore:
         return []
     model = model_from_config(contents.config, tuple(ignore))
@@ -135,7 +135,7 @@ def _is_ignored(model: HfModel, tensor: HfTensor) -> bool:
 
 def _locator(here: LiveModel, reader: HuggingFaceReader, layers: Layers) -> Locator:
     position = RankPosition(here.topology, here.coordinates)
-    # The layers of a folder with adapters have other parts than those of the model, but the same numbers.
+    # The layers of a folder with adapters have other parts than the layers of the model, but the same numbers.
     matched = None if isinstance(reader, AdapterReader) else layers
     return Locator(reader, position, reader.model.sizes["vocab"], matched)
 
@@ -147,7 +147,7 @@ def _plan(here: LiveModel, reader: HuggingFaceReader, locator: Locator, source: 
     requests = [_request(here, Target(shard, shard.region, shard.tensor), locator, reader, source) for shard in plain]
     if len(plain) < len(taken):
         targets = quantized_targets([shard for shard in taken if shard.is_quantized], _states(here))
-        # Of main parameters, each rank fills what it owns, and not what replicas own, too.
+        # Each rank fills only the main parameters that it owns, not the ones that its replicas own.
         requests += [_request(here, target, locator, reader, "shared") for target in targets]
     if source == "shared":
         reader.check_visible(read.stored.file for request in requests for read in request.fill.reads)
@@ -253,7 +253,7 @@ def _check_vocabulary(shard: LocalShard, reader: HuggingFaceReader, topology: To
 
 
 def check_all_used(plan: HfPlan, used: Sequence[Runs]) -> None:
-    """Raises CheckpointMismatchError on rank 0 if no rank takes a tensor of the folder. `used` is of all ranks."""
+    """Raises CheckpointMismatchError on rank 0 if no rank takes some tensor of the folder (`used`, by rank)."""
     left = names_left_over(plan.locator, used)
     if left:
         stored = plan.reader.parts_of(left[0])[0]
@@ -280,7 +280,7 @@ def _refuse_nan_in(tensor: torch.Tensor, name: str, reader: HuggingFaceReader) -
 
 
 def _checked(encode: Encode | None, name: str, reader: HuggingFaceReader) -> Encode | None:
-    """Returns the function that looks for NaN in values before it quantizes them. Not all forms have a NaN."""
+    """Returns a function that looks for NaN before it quantizes, because not all quantized forms have a NaN."""
     if encode is None:
         return None
 

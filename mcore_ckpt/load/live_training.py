@@ -99,8 +99,8 @@ class _Tensor:
         found: list[str] = []
         if not isinstance(self.sharded, ShardedTensorFactory):
             return [key]
-        # The parts of a mixer's tensors have keys of their own. The bytes of a quantized weight may not be read, not
-        # even to cut them.
+        # The parts of a mixer's tensors have their own keys. The bytes of a quantized weight must not be read, even to
+        # cut them.
         unread = torch.empty(self.sharded.data.shape, device="meta")
         dict_list_map_outplace(lambda part: found.append(part.key), self._build(key, unread))
         return found
@@ -119,7 +119,8 @@ class _Tensor:
 def _sharded_tensors(module: torch.nn.Module, flags: Mapping[str, bool]) -> Iterator[ModelTensor]:
     sharded = sharded_state_dict(module, **flags)
     for name, live in module.state_dict(keep_vars=True).items():
-        # transformer-engine's _extra_state is a pickle. Delayed scaling alone needs it, and begins its history anew.
+        # transformer-engine's _extra_state is a pickle. Only delayed scaling needs it, and delayed scaling begins its
+        # history anew.
         if live is None or name.endswith("_extra_state"):
             continue
         entry = sharded.get(name)

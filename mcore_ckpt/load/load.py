@@ -144,7 +144,7 @@ def _find_together(
     held: list[HeldRole] = []
 
     def work() -> Record:
-        wait_for_gpu(trainer.agreement.timeout_s)  # plans read values of the state, for which torch waits for ever
+        wait_for_gpu(trainer.agreement.timeout_s)  # plans read values on the GPU, and torch waits for ever
         held.extend(own_held(tier))
         return {"request": request, "failure": failure, "held": [each.to_record() for each in held]}
 
@@ -165,7 +165,7 @@ def _find_together(
 
 
 def _adopt_together(trainer: Trainer, tier: NodeTier, held: Sequence[HeldRole], attempts: Sequence[str]) -> None:
-    """Lets nodes that died while a save was committed finish it, so that others find its files in their place."""
+    """Lets nodes that died during a commit finish it, so that other nodes find the files in their final place."""
 
     def work() -> Record:
         if tier.is_lead:
@@ -212,7 +212,7 @@ def _takes_hf_weights(trainer: Trainer) -> bool:
 
 
 def _load_foreign(trainer: Trainer, kind: str, path: Path, started: float) -> LoadResult:
-    # Imported here because it imports megatron, and it must be possible to import this package without it.
+    # Imported here because it imports megatron, and it must be possible to import this package without megatron.
     from mcore_ckpt.load.foreign import load_foreign
 
     loaded = load_foreign(trainer, kind, path)
@@ -290,7 +290,7 @@ def _plan_together(trainer: Trainer, folder: Folder) -> LoadPlan:
 
 @contextmanager
 def _naming(folder: Folder) -> Iterator[None]:
-    """Makes every error of the block one of this package, which names the folder."""
+    """Turns every error of the block into an error of this package that names the folder."""
     try:
         yield
     except CheckpointError:
@@ -327,7 +327,7 @@ def _make_consistent(trainer: Trainer, always: bool = False) -> None:
     if "model" in contents and "optimizer" not in contents and optimizer is not None:
         # Otherwise the next optimizer step would write the old main parameters over the loaded weights.
         optimizer_state.follow_model(optimizer)
-    # Of quantized weights, only main parameters are loaded.
+    # For quantized weights, only main parameters are loaded.
     from_mains = always or "model" not in contents or (optimizer is not None and has_quantized(trainer.chunks))
     if from_mains and ("model" in contents or "optimizer" in contents):
         write_weights(trainer.chunks, optimizer)

@@ -18,7 +18,7 @@ class LoadEvents:
 
     Args:
         delivery: brings the events to the listeners.
-        role, rank: what all events name.
+        role, rank: values that all events have.
     """
 
     def __init__(self, delivery: Delivery, role: str, rank: int) -> None:
@@ -43,7 +43,7 @@ class LoadEvents:
 
     @contextmanager
     def telling_of_failure(self, step: int | None, path: Path) -> Iterator[None]:
-        """Tells of an error that the block raises, which is to load this step, or what is at this path."""
+        """Tells of an error that the block raises. The block loads this step, or the checkpoint at this path."""
         try:
             yield
         except BaseException as error:

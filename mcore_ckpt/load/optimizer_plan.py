@@ -36,7 +36,7 @@ class PartPlan:
         state: the fills of all other state.
         newly_started: the parameters without moments.
         all_newly_started: all parameters, in the same form.
-        other_moments: why the stored moments are not those that the optimizer needs; None if they are.
+        other_moments: why the optimizer cannot use the stored moments; None if it can.
     """
 
     mains: tuple[TensorFill, ...]
@@ -46,7 +46,7 @@ class PartPlan:
     other_moments: str | None
 
     def with_new_moments(self) -> PartPlan:
-        """Returns the plan that takes over main parameters alone."""
+        """Returns the plan that takes over only main parameters."""
         return replace(self, state=(), newly_started=self.all_newly_started)
 
 
@@ -70,7 +70,7 @@ class OptimizerPlanner:
         Args:
             part: the part.
             states: its parameters on this rank.
-            starts_anew: whether it is clear already that it takes over main parameters alone.
+            starts_anew: whether it is decided already that the part takes over only main parameters.
 
         Raises:
             CheckpointMismatchError: the checkpoint lacks a tensor, has it in another shape or dtype, or has other
@@ -104,14 +104,14 @@ class OptimizerPlanner:
         return PartPlan(tuple(mains), tuple(moments), newly_started, every, other)
 
     def _bound(self, state: ParameterState) -> dict[str, StoredShard] | None:
-        """Returns the stored tensors that belong to this very region; None if only other regions have such tensors."""
+        """Returns the stored bound state of exactly this region; None if only other regions have bound state."""
         key = self.locator.stored_key(ShardKey(state.name, PARAM))
         return {} if key is None else self.reader.bound_to(key, state.region)
 
     def _other_moments(
         self, part: OptimizerPart, state: ParameterState, kinds: Sequence[str], bound: dict[str, StoredShard] | None
     ) -> str | None:
-        """Returns why the stored moments of a parameter are not those that the part needs; None if they are."""
+        """Returns why the part cannot use the stored moments of a parameter; None if it can."""
         where = f"{self._wanted(state, PARAM).file}: optimizer state of {state.name}"
         if bound is None:
             return (
@@ -123,7 +123,7 @@ class OptimizerPlanner:
             return None
         shapes = part.bound_shapes(state.main)
         wanted = {*kind.moments, *shapes}
-        # A class that is derived from a known one may keep more. It gets only the state of its own class.
+        # A class that is derived from a known class may keep more tensors. It gets only state of its own class.
         allowed = found if part.kind_name != kind.name else wanted.union(kind.optional)
         if not wanted <= found <= allowed or set(bound) != set(shapes):
             return f"{where}: wanted {_listed(wanted)} of {part.kind_name}, found {_listed(found)}"
@@ -141,8 +141,8 @@ class OptimizerPlanner:
             yield TensorFill((every,), dtype, partial(part.bound_tensor, state.key, kind, shape, dtype))
 
     def _main_fills(self, part: OptimizerPart, state: ParameterState, has_stepped: bool) -> list[TensorFill]:
-        # Look for the main parameter even if it need not be filled. A parameter that was frozen has none, and would
-        # otherwise be taken for one for which the optimizer had done no step.
+        # Look for the main parameter even if it need not be filled. A parameter that was frozen has none. Without this
+        # check, it would seem that the optimizer had done no step for it.
         wanted = self._wanted(state, PARAM)
         refuse_freed(wanted.key, state.main, "load()")
         located = self.locator.find(wanted)
@@ -183,7 +183,7 @@ class OptimizerPlanner:
         stored = self.locator.coded(wanted)
         if stored is not None and self._fits(stored, form):
             return self._fills_as_stored(part, state, kind, stored)
-        # Halves are of float32 values.
+        # Only float32 values have halves.
         kept = torch.float32 if form.is_halved else dtype
         fill = plan_fill(wanted, kept, located, lambda: part.tensor_of(state, kind, dtype), form.is_scaled)
         return [replace(fill, encode=lambda values: part.encode(state, kind, values.float()))]
@@ -194,7 +194,7 @@ class OptimizerPlanner:
         assert coding is not None
         if torch_dtype(coding.dtype) != form.dtype or form.is_scaled != (coding.scale is not None):
             return False
-        # Lower halves belong to the upper ones in the model's files, and not to weights that were rounded from values.
+        # Lower halves fit only the upper halves in the model's files, and no weights that were rounded from values.
         return form.is_scaled or (coding.upper == MODEL and "model" in self.trainer.config.load_contents)
 
     def _fills_as_stored(

@@ -46,7 +46,7 @@ from mcore_ckpt.state.typed_values import from_stored
 class CommonState:
     """Optimizer and scheduler state that is equal on all ranks, in the order of this optimizer's parts.
 
-    `groups` finds the param groups; `changes` says what has come of it.
+    `groups` finds the saved param groups; `changes` has the messages to the user about them.
     """
 
     optimizers: tuple[SavedPart, ...]
@@ -68,7 +68,7 @@ class LoadPlan:
         rng: the states of the random number generators; None if they are not loaded, or if this rank has no saved ones.
         seed: the seed to start the generators from if `rng` is None; None if `rng` is set or they are not loaded.
         extra_state: the dict that this rank gave to `save`, or None.
-        other_model: what the live model computes otherwise with the same tensors.
+        other_model: the facts by which the live model computes something else with the same tensors.
         used: under "model" and "optimizer", the tensors that this rank takes, as runs of positions in the manifest's
             list of tensors.
     """
@@ -96,15 +96,15 @@ class LoadPlan:
 
     @property
     def new_moments(self) -> list[int]:
-        """The numbers of the chained optimizers that need other moments than those that are stored."""
+        """The numbers of the chained optimizers that cannot use the stored moments."""
         return [number for number, part in enumerate(self.parts) if part.other_moments is not None]
 
     def with_new_moments(self, numbers: Collection[int]) -> LoadPlan:
-        """Returns the plan in which these chained optimizers take over main parameters alone."""
+        """Returns the plan in which these chained optimizers take over only main parameters."""
         if self.common is None or not numbers:
             return self
         parts = tuple(part.with_new_moments() if n in numbers else part for n, part in enumerate(self.parts))
-        # Even if some parameters have the moments that they need: all count their steps together.
+        # Do this even if some parameters have the moments that they need, because all share one number of steps.
         saved = tuple(
             replace(state, step=None, starts_anew=True) if n in numbers else state
             for n, state in enumerate(self.common.optimizers)
@@ -151,7 +151,7 @@ def plan_load(trainer: Trainer, folder: Folder) -> LoadPlan:
 
 
 def _check_adapters(trainer: Trainer, manifest: Manifest) -> None:
-    """Refuses adapters of another scale, with which the same tensors compute something else."""
+    """Refuses adapters of another scale, because the same tensors compute something else with another scale."""
     saved, live = manifest.adapters, trainer.adapters
     if "model" in trainer.config.load_contents and saved and live and saved.alpha != live.alpha:
         raise CheckpointMismatchError(
@@ -178,7 +178,8 @@ def _plan(trainer: Trainer, reader: NativeReader, locator: Locator) -> LoadPlan:
         common = _read_common(trainer, reader, by_part, locator)
         parts = _plan_parts(OptimizerPlanner(trainer, reader, locator), by_part, common.optimizers)
         if optimizer_state.changes_model(trainer.optimizer):
-            # A replica's weights, which are broadcast last, would undo how main parameters have changed those here.
+            # A replica's weights are broadcast last, and would undo the changes that main parameters have made to the
+            # weights here.
             model_fills = [replace(fill, replicas=()) for fill in model_fills]
     if "extra" in wanted:
         rng, seed, extra = _read_extra(trainer, reader)
@@ -264,7 +265,7 @@ def _model_fill(trainer: Trainer, shard: LocalShard, locator: Locator) -> Tensor
     refuse_freed(wanted.key, shard.tensor, "load()")
     located = _locate_weight(wanted, shard, shard.tensor.dtype, locator)
     fill = plan_fill(wanted, shard.tensor.dtype, located, lambda: shard.tensor)
-    # Nothing is lost by rounding a weight whose main parameter is loaded, too.
+    # Rounding a weight loses nothing if its main parameter is loaded, too.
     has_main = "optimizer" in trainer.config.load_contents and not (shard.is_frozen or shard.is_buffer)
     rounding = None if has_main else fill.rounding
     return replace(fill, replicas=replicas_of(trainer, shard.expert), rounding=rounding)

@@ -1,9 +1,9 @@
-"""Plans the fills of quantized weights: by way of the main parameters of this rank, or of values to quantize.
+"""Plans the fills of quantized weights: through this rank's main parameters, or through values to quantize.
 
 A load fills main parameters. Then megatron quantizes as in a step (`_copy_main_params_to_model_params` on all ranks,
-because the scales are agreed), gathers, and does what follows (`post_all_gather_processing`). Where weights are
-gathered in the memory of gradients (MXFP8), they are gathered in separate memory, and copied into the quantized
-tensors, which is what megatron does after its gathering.
+because the ranks agree on the scales), gathers, and does what follows (`post_all_gather_processing`). Where megatron
+gathers weights in the memory of gradients (MXFP8), this package gathers them in separate memory, and then copies them
+into the quantized tensors, as megatron does after its own gather.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from mcore_ckpt.state.shards import LocalShard, ParameterState
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """What is to be filled with values of a weight.
+    """A tensor to fill with values of a weight.
 
     Attributes:
         shard: the weight.
         region: the elements that are needed.
-        tensor: the main parameter of these elements, of fp32, or the weight itself.
+        tensor: the fp32 main parameter of these elements, or the weight itself.
         encode: quantizes the values into the weight; None if they are copied into the tensor.
     """
 
@@ -36,14 +36,15 @@ class Target:
 
 
 def quantized_targets(quantized: Sequence[LocalShard], states: Iterable[ParameterState] | None) -> Iterator[Target]:
-    """Yields what to fill in the place of quantized weights.
+    """Yields the tensors to fill instead of quantized weights.
 
-    A weight that trains is filled through its main parameter, so that quantizing loses nothing for good. This rank
-    fills what it owns. `write_weights` must follow. A weight without a main parameter is quantized from what is loaded.
+    A weight that trains is filled through its main parameter, so that quantizing loses no precision for good. This rank
+    fills the main parameters that it owns. `write_weights` must follow. A weight without a main parameter is quantized
+    from the loaded values.
 
     Args:
         quantized: the weights to fill.
-        states: the optimizer's states whose main parameters are to be filled; None if there is no optimizer.
+        states: the optimizer's states with the main parameters to fill; None if there is no optimizer.
     """
     by_name = {shard.key.name: shard for shard in quantized}
     for state in states or ():

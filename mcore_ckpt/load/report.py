@@ -1,4 +1,4 @@
-"""The report and the result of a load, and what is told of it in the log."""
+"""The report and the result of a load, and its messages in the log."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class LoadReport:
         nbytes: the bytes that this rank read from tensor files.
         seconds: the time from the call to the last agreement.
         skipped: for each newer checkpoint that was not loaded, the reason; the newest first.
-        rounded: how many tensors of this rank have values that were rounded, by what was rounded to what, such as
-            "exp_avg: float32 to bfloat16". No other value lost precision.
+        rounded: for each kind of rounding, such as "exp_avg: float32 to bfloat16", the number of this rank's tensors
+            with rounded values. No other value lost precision.
         new_moments: the kinds of the chained optimizers that start with new moments (`reset_moments`).
-        other_model: what the model computes otherwise with the checkpoint's tensors, by field, such as
+        other_model: the fields by which the model computes something else with the checkpoint's tensors, such as
             "num_attention_heads is 4 in the checkpoint and 2 here" (`strict_model`).
         kept_groups: the param groups that keep the run's rates, because the checkpoint has no such group.
     """
@@ -129,7 +129,7 @@ def _warn_of_new_layout(trainer: Trainer, plan: LoadPlan) -> None:
 
 
 def _deal(saved: Topology, now: Topology) -> str:
-    """Says whose extra_state each rank takes (`Topology.place_in_turn`)."""
+    """Says from which saved rank each rank takes its extra_state (`Topology.place_in_turn`)."""
     texts = ["each rank takes that of the saved rank at its place"]
     for axis in ("pp", "tp", "cp", "dp"):
         before, after = getattr(saved, axis), getattr(now, axis)

@@ -1,7 +1,7 @@
 """Compares what a checkpoint's model and the live model compute with the same tensors.
 
-Our own checkpoints have the facts in their manifest. Of other programs' checkpoints, Megatron-LM's stored arguments
-have them (`formats/torch_dist/arguments.py`), or a `config.json` beside the weights (`models/stated_facts.py`).
+Our own checkpoints have the facts in their manifest. For other programs' checkpoints, they are in Megatron-LM's stored
+arguments (`formats/torch_dist/arguments.py`), or in a `config.json` next to the weights (`models/stated_facts.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def differences_to_live(trainer: Trainer, saved: Facts | None) -> list[Different
     """Returns the facts in which a checkpoint's model differs from the live one. None of them shows in the tensors.
 
     Raises:
-        CheckpointMismatchError: there are some, and the config has `strict_model`.
+        CheckpointMismatchError: there are such facts, and the config has `strict_model`.
     """
     if not saved or set(trainer.config.load_contents) <= {"extra"}:
         return []

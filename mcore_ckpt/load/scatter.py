@@ -3,12 +3,13 @@
 The messages are sent point to point over the default process group, from the main thread. Rank 0 has two messages in
 memory, because it reads one while it sends the other. A receiving rank has one.
 
-Each is sent as a batch of one. NCCL makes a communicator, with buffers on both GPUs, for each pair of ranks that call
-`send` and `recv`. A batch uses the communicator of the group (torch 2.13, `batch_isend_irecv`; `pointToPoint` in
-ProcessGroupNCCL). All ranks must have made it before, because only two of them take part in a batch.
+Each message is sent as a batch of one. With `send` and `recv`, NCCL would make a communicator, with buffers on both
+GPUs, for each pair of ranks. A batch uses the communicator of the group (torch 2.13, `batch_isend_irecv`;
+`pointToPoint` in ProcessGroupNCCL). All ranks must have made this communicator before, because only two of them take
+part in a batch.
 
-A group of gloo beside it would need a connection between each two ranks, and `scatter` needs a message for every rank
-in memory at once.
+A separate gloo group would need a connection between each two ranks. torch's `scatter` would need the messages for all
+ranks in memory at once.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ class _Turn:
 
 
 def _serve(reader: HuggingFaceReader, sizes: Sequence[int], device: torch.device, failure: BaseException | None) -> int:
-    """Sends the other ranks what they want. `sizes` are the numbers of bytes of the ranks' encoded requests."""
+    """Sends the other ranks what they want. `sizes` has the size in bytes of each rank's encoded requests."""
     locator = Locator(reader, None)
     turns = _turns({other: _receive_wanted(other, sizes[other], device) for other in range(1, len(sizes))}, locator)
     buffers = _Buffers(device)
@@ -181,10 +182,10 @@ def _receive(requests: Sequence[Request], encoded: bytes, device: torch.device) 
 
 
 class _Arriving:
-    """Fills the tensors of requests, of which one at a time arrives, in their order, in one segment or several.
+    """Fills the tensors of requests. They arrive one after another, in order, each in one segment or several.
 
-    A tensor that is not filled in place has memory of its own only from its first segment to its last: all of them
-    together could be a second copy of the model.
+    A tensor that is not filled in place has temporary memory only from its first segment to its last. Temporary memory
+    for all tensors together could be as large as the model.
     """
 
     def __init__(self, requests: Sequence[Request]) -> None:

@@ -26,7 +26,7 @@ def plan_fill(
         scaled: whether the values are kept scaled, so that they are rounded unless they are read as they were stored.
 
     Raises:
-        CheckpointMismatchError: one of both dtypes is an integer type, so the values cannot be converted.
+        CheckpointMismatchError: one of the two dtypes is an integer type, so the values cannot be converted.
     """
     stored = located.dtype
     if stored != dtype and not (stored.is_floating_point and (scaled or dtype.is_floating_point)):
@@ -39,14 +39,14 @@ def plan_fill(
 
 
 def describe_rounding(kind: str, stored: torch.dtype, kept: torch.dtype, scaled: bool) -> str | None:
-    """Says what is rounded to what if values of one dtype are kept in another; None if they stay as they are."""
+    """Says how values of one dtype are rounded if they are kept in another; None if they are not rounded."""
     if not scaled and _is_exact(stored, kept):
         return None
     return f"{kind}: {dtype_name(stored)} to {'scaled ' if scaled else ''}{dtype_name(kept)}"
 
 
 def refuse_rounding(trainer: Trainer, roundings: Iterable[str | None]) -> None:
-    """Raises CheckpointMismatchError if values would be rounded and the config wants all dtypes to be kept."""
+    """Raises CheckpointMismatchError if values would be rounded and the config has `strict_dtypes`."""
     rounded = sorted({rounding for rounding in roundings if rounding is not None})
     if rounded and trainer.config.strict_dtypes:
         raise CheckpointMismatchError(
@@ -76,7 +76,7 @@ def not_there(wanted: Wanted, could_be_skipped: bool = False) -> CheckpointMisma
 
 
 def replicas_of(trainer: Trainer, expert: bool) -> tuple[int, ...]:
-    """Returns the world ranks among which one reads a replicated tensor for all; empty if each reads it itself."""
+    """Returns the world ranks that share one read of a replicated tensor; empty if each rank reads it itself."""
     if trainer.config.load_replicas == "read":
         return ()
     return trainer.replicas.experts if expert and trainer.topology.experts_apart else trainer.replicas.dense

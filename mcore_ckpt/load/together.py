@@ -68,7 +68,7 @@ def fill_together(
     fill: Callable[[Sequence[TensorFill]], int],
     apply: Callable[[], None] = lambda: None,
 ) -> int:
-    """Each rank fills the tensors that it reads. With `load_replicas="broadcast"` it then sends them to the replicas.
+    """Fills the tensors that this rank reads. With `load_replicas="broadcast"`, then sends them to the replicas.
 
     Args:
         agreement: this rank's agreement.
@@ -76,7 +76,7 @@ def fill_together(
         topic: the name of this round, for messages.
         fills: one for each tensor that this rank loads.
         fill: fills tensors from the checkpoint and returns the number of bytes read.
-        apply: restores what is not stored as tensors, once the tensors are filled.
+        apply: restores the state that is not stored as tensors, once the tensors are filled.
 
     Returns:
         The number of bytes that this rank has read.
@@ -111,8 +111,9 @@ def positions_taken(locator: Locator, keys: Iterable[ShardKey]) -> Runs:
 
 
 def names_left_over(locator: Locator, taken: Iterable[Iterable[tuple[int, int]]]) -> list[str]:
-    """Returns the names of the checkpoint's tensors that no rank takes. Unless a caller refuses
-    them, they are lost silently.
+    """Returns the names of the checkpoint's tensors that no rank takes.
+
+    Unless a caller refuses these tensors, they are lost silently.
 
     Args:
         locator: the locator of any rank.
