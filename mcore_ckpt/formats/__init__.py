@@ -3,8 +3,8 @@
 Public names, for integrations and commands: `kind_of` detects which program wrote a folder; `torch_dist_folders` finds
 the folders of a `torch_dist` checkpoint, and `TorchDistFiles` reads the names and the common state in them;
 `load_safely` loads a `.pt` file of another program without executing code from it; `TensorInfo` is a tensor's dtype and
-shape; `companions_of` finds what a trainer keeps in a step beside the roles, `what_is_missing` compares it with what
-other steps have, and `first_cut` finds a file of it that is cut off; `HubModel` is a model on the HuggingFace hub, and
+shape; `companions_of` finds the files that a trainer keeps in a step next to the roles, `what_is_missing` compares them
+with other steps, and `first_cut` finds a truncated one; `HubModel` is a model on the HuggingFace hub, and
 `with_revision` adds a revision to its name.
 """
 

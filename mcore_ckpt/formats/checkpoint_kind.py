@@ -22,7 +22,7 @@ class CheckpointKind(Protocol):
 
     Attributes:
         name: the word for the kind in messages and in JSON.
-        what: what a folder of this kind is, for people, such as "a folder of FSDP shards".
+        what: a description of a folder of this kind for people, such as "a folder of FSDP shards".
         backend: the training framework, as `merge --backend` names it, that writes this kind. None: `merge` does not
             read this kind, because it is a HuggingFace model already.
         has_hf_names: True if its reader lists tensors by HuggingFace's names, so that a merge only copies them.
@@ -36,10 +36,10 @@ class CheckpointKind(Protocol):
     def recognizes(self, folder: Path) -> bool:
         """Returns True if a folder is a checkpoint of this kind.
 
-        It looks at names and small files, and never opens a pickle: a folder may be anybody's.
+        It looks at names and small files, and never opens a pickle, because anybody may have written the folder.
 
         Raises:
-            CheckpointError: the file that says the kind is there, and may not be read.
+            CheckpointError: this process may not read the file that tells the kind.
         """
 
     def open(self, folder: Path, config: HfConfig | None = None) -> CheckpointReader:
@@ -54,13 +54,13 @@ class CheckpointKind(Protocol):
         """
 
     def open_state(self, folder: Path, training: LiveTraining) -> ForeignState | None:
-        """Opens the state from which `training` can go on. None: a training can load only the weights of this kind.
+        """Opens the state from which `training` can go on. Returns None if only this kind's weights can be loaded.
 
         Raises:
-            CheckpointError: the checkpoint is damaged, or does not fit.
+            CheckpointError: the checkpoint is damaged, or does not fit the training.
         """
         return None
 
     def facts(self, reader: CheckpointReader) -> Facts:
-        """Returns what the checkpoint that `reader` has opened says of what its model computes. It may say nothing."""
+        """Returns the facts that the checkpoint opened by `reader` states about its model. There may be none."""
         return {}

@@ -1,9 +1,9 @@
-"""Finds what a trainer keeps in a step beside the roles, and whether all of it is there.
+"""Finds the files that a trainer keeps in a step next to the roles, and checks that none is missing or truncated.
 
 verl's trainers write `data.pt` (PPO) or `data_{dp}.pt` (SFT), and, since 0.9 in its asynchronous modes, the folder
-`transfer_queue` with the prompts in flight. Other programs and later versions write other things, and users put files
-of their own beside them. So no list of names decides: what belongs to a step is what the last complete steps have. What
-a single one has may be a user's. It counts only if the caller knows that the trainer writes it.
+`transfer_queue` with the prompts in flight. Other programs and later versions write other files, and users add some,
+too. So no list of names decides: a file belongs to a step if the last complete steps have it. If there is only one such
+step, its files may be a user's. They count only if the caller knows that the trainer writes them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 # Numbers and ids, which differ between steps and between ranks.
 _VARIES = re.compile(r"[0-9a-fA-F]{6,}|\d+")
-# How many complete steps show that what all of them have is the trainer's.
+# If this many complete steps have a file, it is the trainer's.
 _STEPS = 2
 # How many bytes are read to find the first or last bracket of a file of JSON.
 _BLANKS = 4096
@@ -35,8 +35,8 @@ _BLANKS = 4096
 def companions_of(step_path: Path | None) -> dict[str, Path]:
     """Returns the files and folders in a step's folder that belong to the trainer, by name. Raises OSError.
 
-    Roles, hidden entries and what a save writes into a role's folder are not among them. If another program's
-    checkpoint is the step's folder itself, only files are, because its folders are parts of the checkpoint.
+    Roles, hidden entries and the files that a save writes into a role's folder are left out. If the step's folder is
+    itself another program's checkpoint, all folders are left out, because they are parts of that checkpoint.
     """
     if step_path is None or not step_path.is_dir():
         return {}
@@ -55,9 +55,9 @@ def _is_role(folder: Path) -> bool:
 
 
 def what_is_missing(step_path: Path, others: Sequence[Path], known: Collection[str] = ()) -> str | None:
-    """Returns what a step lacks of what other steps have, or which of its files is cut; None if nothing is missing.
+    """Describes a file that a step lacks and other steps have, or a truncated file; None if nothing is missing.
 
-    What the step lacks and may be a user's is logged.
+    A missing file that may be a user's is only logged.
 
     Args:
         step_path: the step's folder.
@@ -84,12 +84,12 @@ def what_is_missing(step_path: Path, others: Sequence[Path], known: Collection[s
 
 
 def first_cut(step_path: Path, known: Collection[str], forms: Collection[str] = ()) -> Path | None:
-    """Returns a file that was cut off while it was written; None if there is none. Raises OSError.
+    """Returns a file that was truncated because its writer died; None if there is none. Raises OSError.
 
     Args:
         step_path: the step's folder.
-        known: see `what_is_missing`. Other files may be a user's, and are not looked at.
-        forms: forms of other files to look at.
+        known: see `what_is_missing`. Other files may be a user's, so they are not checked.
+        forms: the forms of further files to check (a form is a relative path with "#" in place of numbers).
     """
     looked_at = (path for form, _, path in _entries(step_path) if form in forms or _is_known(form, known))
     return next((path for path in looked_at if not _is_sound(path)), None)
@@ -100,7 +100,7 @@ def _is_known(form: str, known: Collection[str]) -> bool:
 
 
 def _sound_forms(step_path: Path) -> dict[str, str]:
-    """Returns the forms of what is not cut, each with the first relative path that has it."""
+    """Returns the forms of entries that are not truncated, each with the first relative path of this form."""
     found: dict[str, str] = {}
     for form, name, path in _entries(step_path):
         if _is_sound(path):
@@ -109,9 +109,9 @@ def _sound_forms(step_path: Path) -> dict[str, str]:
 
 
 def _entries(step_path: Path) -> Iterator[tuple[str, str, Path]]:
-    """Yields the form, the relative path and the path of each entry, and of each file in it whose end can be checked.
+    """Yields form, relative path and path of each entry, and of each file inside it if truncation can be recognized.
 
-    Folders may hold any number of other files: a queue has as many as there are prompts.
+    Other files inside are skipped, because there may be any number of them: a queue has one for each prompt.
     """
     for path in companions_of(step_path).values():
         for file in (path, *_files_below(path)):

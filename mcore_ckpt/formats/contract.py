@@ -3,9 +3,9 @@
 A reader lists a checkpoint's tensors, locates their shards, and reads ranges of them. A writer knows the files of the
 checkpoint or model that it is to write, and writes some of them at a time.
 
-Each kind of checkpoint has one reader, in `native/`, `huggingface/`, `torch_dist/`, `verl_ranks/` or `fsdp/`. `merge`
-and `test` read every kind through this contract, `load` and `reshard` our own, `load_hf` and `convert` also HuggingFace
-folders. `locate.py` uses it to find the stored ranges that make up a wanted region.
+Each kind of checkpoint has one reader, in `native/`, `huggingface/`, `torch_dist/`, `verl_ranks/` or `fsdp/`. Through
+this contract `merge` and `test` read every kind, `load` and `reshard` read native checkpoints, and `load_hf` and
+`convert` also read HuggingFace folders. `locate.py` uses it to find the stored ranges that make up a wanted region.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class TensorInfo:
 
     @property
     def text(self) -> str:
-        """Both as people read them.
+        """The dtype and the shape, as people read them.
 
         Example:
             >>> TensorInfo(torch.bfloat16, (4, 64)).text
@@ -80,8 +80,8 @@ class CheckpointReader(Protocol):
     """Reads one checkpoint, whichever program wrote it.
 
     Under each name one or several kinds of shards are stored: `MODEL` is the model's tensor; `PARAM`, `exp_avg`, ...
-    are the optimizer's state of this tensor (see `sharding.plan`). Names are those of Megatron's layer specs, except
-    that `DequantizingReader` and the reader of `open_fsdp` keep HuggingFace's names.
+    are the optimizer's state of this tensor (see `sharding.plan`). Names follow Megatron's layer specs, except that
+    `DequantizingReader` and the reader of `open_fsdp` keep HuggingFace's names.
     """
 
     @property
@@ -117,7 +117,7 @@ class CheckpointReader(Protocol):
         """
 
     def tp_size(self, expert: bool) -> int:
-        """Returns the tensor-parallel size that the model, or with `expert` its experts, was saved under.
+        """Returns the tensor-parallel size under which the model was saved; with `expert`, the size for its experts.
 
         Readers of other programs' checkpoints return 1.
         """
@@ -160,12 +160,12 @@ class FileToWrite:
 
 @dataclass(frozen=True)
 class FileReport:
-    """What a process reports of a file that it has written.
+    """The report of a process on a file that it has written.
 
     Attributes:
         number: the number of the file in the writer's `files`.
         size: the size of the file in bytes.
-        details: plain JSON values that the writer's `finish` needs of the file.
+        details: plain JSON values about the file, for the writer's `finish`.
     """
 
     number: int
@@ -185,7 +185,7 @@ class CheckpointWriter(Protocol):
         """The files to write. `finish` adds some small ones."""
 
     def write(self, numbers: Sequence[int], folder: Path, progress: Callable[[int], None]) -> Sequence[FileReport]:
-        """Writes some of the files durably, but not their names. Memory does not grow with the files.
+        """Writes some of the files durably; their names need not be durable yet. Memory does not grow with the files.
 
         Args:
             numbers: the numbers of the files to write.
@@ -198,11 +198,11 @@ class CheckpointWriter(Protocol):
         """
 
     def finish(self, reports: Sequence[FileReport], folder: Path) -> None:
-        """Writes what belongs to the files (an index, a manifest, a configuration) when all of them are there.
+        """Completes the folder (with an index, a manifest, a configuration) when all files are there.
 
         Args:
             reports: what `write` has returned on all processes, in the order of the processes.
-            folder: the folder.
+            folder: the folder of the files.
 
         Raises:
             CheckpointError, OSError: a file could not be read or written.

@@ -203,7 +203,7 @@ def _build_metadata(made: Any, state: Any) -> None:
         raise PickleError(f"the pickle sets the state of a {cls.__name__} to something other than a dict of fields")
     vars(made).update(state)
     if cls.__name__ == "MetadataIndex":
-        # A MetadataIndex is a dict key, and its hash is that of its fields, so they must be hashable plain values.
+        # A MetadataIndex is a dict key and is hashed by its fields, so they must be hashable plain values.
         check_key((made.fqn, made.offset, made.index))
 
 
@@ -256,7 +256,7 @@ _DATA: dict[tuple[str, str], Any] = {
     ("torch", "device"): Call(_device),
     ("numpy", "ndarray"): "numpy.ndarray",
     ("numpy", "dtype"): Call(_number_type),
-    # The param groups of HybridDeviceOptimizer have the classes that it was made of. A name of each is enough.
+    # The param groups of HybridDeviceOptimizer contain the classes of its inner optimizers. Their names are enough.
     **{
         (module, name): f"{module}.{name}"
         for module, name in (

@@ -1,8 +1,8 @@
-"""Defines how a training's state is read from another program's checkpoint: what a load tells, and what it gets.
+"""Defines how a load reads a training's state from another program's checkpoint: its request and the answer.
 
 A load describes what its rank trains (`LiveTraining`). The `ForeignState` of a kind, in `torch_dist/state.py` or
-`verl_ranks/state.py`, answers with CPU tensors and plain values. It knows its format, and no object of a trainer, and
-changes nothing.
+`verl_ranks/state.py`, answers with CPU tensors and plain values. It knows its format, but no object of a trainer, and
+it changes nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Place = tuple[int, int, int, int]
 
 
 class MegatronShard(Protocol):
-    """The fields of megatron's ShardedTensor that say which box of which stored tensor fills `data`."""
+    """The fields of megatron's ShardedTensor that name the stored tensor and its box that fill `data`."""
 
     key: str
     data: torch.Tensor
@@ -55,15 +55,15 @@ class ModelTensor(Protocol):
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the bytes of the live tensor may not be read."""
+        """True if the bytes of the live tensor must not be read."""
 
     def keys(self, key: str) -> list[str]:
-        """Returns the keys of the tensor's parts if the whole has `key`: `key` itself unless it is cut into several."""
+        """Returns the keys of the tensor's parts, given the key of the whole; only `key` if there are no parts."""
 
     def fill(self, key: str, memory: torch.Tensor, read: Callable[[MegatronShard], torch.Tensor]) -> torch.Tensor:
-        """Fills a CPU tensor of the live tensor's shape with what `read` reads for each part, and returns it.
+        """Reads each part with `read`, and returns a filled CPU tensor of the live tensor's shape.
 
-        The filled tensor is another one than `memory` if the parts are copies of parts of `memory`.
+        It fills and returns `memory`, or returns another tensor if the parts are copies of parts of `memory`.
         """
 
 
@@ -75,7 +75,7 @@ class BucketRange:
         buffer: the buffer's index in the optimizer's `gbuf_ranges`.
         dtype: megatron's key for the buffer: (parameter dtype, gradient dtype).
         bucket: the bucket's index in the buffer.
-        start: the range's offset in the whole bucket, of which each data-parallel rank has a part.
+        start: the range's offset in the whole bucket. Each data-parallel rank has a part of the bucket.
         numel: the number of elements in the bucket.
         before: the number of elements in the buffer's earlier buckets.
         buffer_numel: the number of elements in the buffer.
@@ -98,7 +98,7 @@ class OwnedRange:
         name: the parameter's global name.
         parameter: the parameter.
         start, stop: the range.
-        has_bound_state: whether the optimizer also has state that has not the parameter's shape.
+        has_bound_state: whether the optimizer also has state of another shape than the parameter's.
         bucket: the place in megatron's buffers; None unless the optimizer is a DistributedOptimizer.
     """
 
@@ -147,7 +147,7 @@ class Writers:
 
     Attributes:
         dense: the place of the first rank of this rank's data-parallel group.
-        experts: the same of the group that has the same experts.
+        experts: the place of the first rank of the group that has the same experts.
         model: (tp, pp, ep) of all ranks.
     """
 
@@ -158,7 +158,7 @@ class Writers:
 
 @dataclass(frozen=True, eq=False)
 class LiveTraining:
-    """What one rank loads into.
+    """Describes what one rank trains, and so what a load fills.
 
     Attributes:
         contents: the words of `load_contents`.
@@ -169,7 +169,7 @@ class LiveTraining:
         assumed_step: the config's `assume_optimizer_step`.
         state_dicts: returns the state dict of each virtual chunk, with live tensors.
         sharded: returns the model's tensors as `sharded_state_dict` describes them with the given flags as metadata.
-        chosen: returns those of the model's tensors that are to be loaded, given the names that the checkpoint has.
+        chosen: returns the model's tensors to load, given the names in the checkpoint.
     """
 
     contents: Collection[str]
@@ -210,7 +210,7 @@ class LiveTraining:
 
 @dataclass(frozen=True, eq=False)
 class FoundWeight:
-    """A live tensor of the model, and the CPU tensor to copy into it; between which dtypes its values were rounded."""
+    """A live tensor of the model, the CPU tensor to copy into it, and the dtypes of a rounding, if there was one."""
 
     live: torch.Tensor
     loaded: torch.Tensor
@@ -235,7 +235,7 @@ class FoundPart:
 
 
 class ForeignState:
-    """The state of a training in one checkpoint, of which each rank reads its own part into host memory.
+    """The state of a training in one checkpoint. Each rank reads its part into host memory.
 
     Each kind that has such a state derives from this class. Every method raises CheckpointMismatchError if the
     checkpoint does not fit, CheckpointCorruptError if a file is missing, is damaged or contains something other than
@@ -244,8 +244,8 @@ class ForeignState:
     Attributes:
         step: the training step at which the checkpoint was saved.
         nbytes: the bytes of tensors that this rank has read so far.
-        facts: what the checkpoint's model computes with its tensors, as far as its own files say.
-        was_quantized: whether the checkpoint says that matrices were quantized, and have what their few bits stand for.
+        facts: the facts about the model that the checkpoint's own files state.
+        was_quantized: whether the checkpoint says that matrices were quantized, so that it stores dequantized values.
     """
 
     step: int
@@ -256,13 +256,13 @@ class ForeignState:
     def weights(self) -> Sequence[FoundWeight]:
         """Reads the model's tensors of this rank.
 
-        If only the optimizer is loaded, weights are read to check it against them. The list is empty if the checkpoint
-        has none.
+        If only the optimizer is loaded, the weights are read to check the optimizer's state. The list is empty if the
+        checkpoint has no weights.
         """
         raise NotImplementedError
 
     def optimizer(self, weights: Sequence[FoundWeight]) -> Sequence[FoundPart]:
-        """Reads the state of each chained optimizer. `weights` are those that were read."""
+        """Reads the state of each chained optimizer. `weights` is the result of `weights()`."""
         raise NotImplementedError
 
     def scheduler(self) -> dict[str, Any] | None:
@@ -274,7 +274,7 @@ class ForeignState:
         raise NotImplementedError
 
     def report(self) -> Record:
-        """Returns what rank 0 checks of what this rank has read, as JSON values."""
+        """Returns a record of what this rank has read, as JSON values, for `check` on rank 0."""
         return {}
 
     def check(self, reports: Sequence[Record]) -> None:

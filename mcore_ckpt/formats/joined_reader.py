@@ -17,7 +17,7 @@ class JoinedReader:
     """Reads the tensors of two readers; implements `formats.contract.CheckpointReader`.
 
     Args:
-        first: a reader. The names of its tensors must differ from those of the other reader.
+        first: a reader. It must not have a tensor name that the other reader has.
         second: the other reader.
 
     Raises:

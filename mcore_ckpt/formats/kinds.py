@@ -25,10 +25,10 @@ def recognize(folder: Path, backend: Backend | None = None) -> CheckpointKind | 
 
     Args:
         folder: the folder.
-        backend: the training framework whose kinds to look for; None for all kinds.
+        backend: look only for kinds of this training framework; None for all kinds.
 
     Raises:
-        CheckpointError: the file that says the kind is there, and may not be read.
+        CheckpointError: this process may not read the file that tells the kind.
     """
     wanted = (kind for kind in KINDS if backend in (None, kind.backend))
     return next((kind for kind in wanted if kind.recognizes(folder)), None)
@@ -43,7 +43,7 @@ def kind_of(path: Path) -> str | None:
 
     It is None if this package or an unknown program wrote the folder.
 
-    Raises CheckpointError: the file that says the kind is there, and may not be read.
+    Raises CheckpointError: this process may not read the file that tells the kind.
 
     Example:
         >>> kind_of(Path("/nowhere")) is None

@@ -57,8 +57,8 @@ class Locator:
         position: the position of the reading rank. If it is None, the locator looks into the files of all ranks, and
             accepts any number of vocabulary rows. In this case the caller must have compared the vocabulary sizes.
         vocab_size: the number of tokens without padding; None if it is unknown.
-        layers: the layers of the whole model that reads. The checkpoint may have the same parts in other layers (a
-            GPTModel's in a HybridModel). None: the checkpoint's layers have the same numbers.
+        layers: all layers of the model to load. The checkpoint may have the same parts in other layers (a GPTModel's in
+            a HybridModel). None: the checkpoint's layers have the same numbers.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Locator:
 
     @property
     def layer_mismatch(self) -> str | None:
-        """Why the checkpoint's layers cannot be matched with those that read. For messages about missing tensors."""
+        """Why the checkpoint's layers cannot be matched with the model's, for messages about missing tensors."""
         return self._counterparts.layer_mismatch
 
     def stored_key(self, key: ShardKey) -> ShardKey | None:
@@ -113,12 +113,12 @@ class Locator:
         """Returns the coded shard that has exactly the wanted region, or None if there is no such shard."""
         key = self.stored_key(wanted.key)
         parts = () if key is None else self.reader.parts(key, self._position)
-        # This rank's own, if any, is in the files of the nearest ranks.
+        # This rank's own shard, if there is one, is in the files of the nearest ranks.
         near: Sequence[StoredShard] = next((shards for shards in parts if shards), ())
         return next((shard for shard in near if shard.coding is not None and shard.region == wanted.region), None)
 
     def opaque(self, key: ShardKey) -> StoredShard | None:
-        """Finds the bytes of a module's `_extra_state`, preferably those of the saved rank nearest to the reading rank.
+        """Finds the bytes of a module's `_extra_state`, preferably from the saved rank nearest to the reading rank.
 
         Each tensor-parallel and expert-parallel rank stores its own `_extra_state`, and all use the same name.
         """

@@ -21,7 +21,7 @@ def random_states_of(stored: Any, dp: int, where: str) -> dict[str, Any]:
 
     Raises:
         CheckpointMismatchError: one of the states is missing.
-        CheckpointCorruptError: one of them has not the form in which a generator tells its state.
+        CheckpointCorruptError: one of the states does not have the form that a generator returns.
     """
     state = stored
     if isinstance(stored, (list, tuple)):

@@ -24,9 +24,9 @@ def is_legacy(path: Path) -> bool:
 
 
 def step_folders(path: Path) -> list[Path]:
-    """Returns the folders in a folder that are named after steps, by any program, sorted by their steps.
+    """Returns the folders in a folder that any program has named after steps, sorted by step.
 
-    A release of Megatron is the first: it is what a training begins with.
+    Megatron's `release` folder comes first, because a training begins with it.
     """
     names = sorted(names_in(path), key=lambda name: (number_of(name) or 0, name))
     release = path / _RELEASE

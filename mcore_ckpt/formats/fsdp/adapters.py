@@ -1,4 +1,4 @@
-"""Finds PEFT's adapters among FSDP shards, whose tensors have HuggingFace's names."""
+"""Finds PEFT's adapters among FSDP shards. The tensors have HuggingFace's names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mcore_ckpt.sharding.regions import Region, Shape
 # `model.layers.0.self_attn.q_proj.lora_A.default.weight`. "default" is PEFT's name of the adapter.
 _TENSOR = re.compile(r"(.+)\.(lora_A|lora_B|lora_magnitude_vector)(?:\.(\w+))?\.weight")
 
-# `lm_head.modules_to_save.default.weight`: a module that is trained as a whole. PEFT keeps the base model's as
+# `lm_head.modules_to_save.default.weight`: a module that is trained as a whole. PEFT keeps the base model's weight as
 # `lm_head.original_module.weight`.
 _SAVED = re.compile(r"(.+)\.modules_to_save\.(?:(\w+)\.)?(\w+)")
 SAVED_MODULE, ORIGINAL_MODULE, BASE_LAYER = ".modules_to_save.", ".original_module.", ".base_layer."
@@ -23,10 +23,10 @@ PEFT_PREFIX = "base_model.model."
 
 
 def adapter_name_of(name: str) -> tuple[str, str] | None:
-    """Returns, for a tensor of a LoRA or DoRA adapter, its name without PEFT's name of the adapter, and the latter.
+    """Splits the name of a LoRA or DoRA tensor: returns it without PEFT's name of the adapter, and that name.
 
-    Modules that are trained as a whole beside an adapter (`modules_to_save`) belong to it, too. Returns None for any
-    other tensor.
+    Modules that are trained as a whole (`modules_to_save`) belong to an adapter, too. Returns None for any other
+    tensor.
 
     Example:
         >>> adapter_name_of("lm_head.lora_A.default.weight")
@@ -39,11 +39,11 @@ def adapter_name_of(name: str) -> tuple[str, str] | None:
 
 
 def other_adapters(names: Sequence[str]) -> list[str]:
-    """Returns, of the names in a file, those of PEFT that belong neither to LoRA, to DoRA nor to `modules_to_save`.
+    """Returns the names of PEFT's tensors in a file that belong to none of LoRA, DoRA and `modules_to_save`.
 
-    There are many kinds of adapters, so none is known by its name. PEFT keeps the module of the base model beside what
-    it trains instead (`base_layer`, `original_module`), has its own tensors outside of the model's, and puts the name
-    of the adapter into the names of its tensors.
+    There are too many kinds of adapters to list their names. Three habits of PEFT show them: it keeps the replaced
+    module of the base model (`base_layer`, `original_module`), it adds tensors outside of the model, and it puts the
+    name of the adapter into the names of its tensors.
 
     Example:
         >>> other_adapters(["a.base_layer.weight", "a.lora_A.default.weight", "a.oft_R.default.weight", "b.weight"])
@@ -76,7 +76,7 @@ def is_peft_adapter(name: str) -> bool:
 
 
 def with_peft_adapters(wanted: Sequence[HfTensor], tensors: Mapping[str, TensorInfo], alpha: float) -> list[HfTensor]:
-    """Returns the same tensors, with the adapters of those that have one.
+    """Returns the wanted tensors, each with its adapter if it has one.
 
     Args:
         wanted: tensors of the model under their own names.
@@ -87,7 +87,7 @@ def with_peft_adapters(wanted: Sequence[HfTensor], tensors: Mapping[str, TensorI
         CheckpointMismatchError: an adapter is incomplete, or there is no tensor of its shape.
     """
     found = _low_ranks(tensors, alpha)
-    # Adapters have the names of the source, which the table of some architectures spells in another way.
+    # Adapters have the names of the source. The tables of some architectures spell these names in another way.
     own = {tensor.name: tensor.slabs[0].mcore for tensor in wanted}
     shapes = {own[tensor.name]: tensor.shape for tensor in wanted}
     for name, low_rank in found.items():
@@ -112,7 +112,7 @@ def with_peft_adapters(wanted: Sequence[HfTensor], tensors: Mapping[str, TensorI
 
 
 def saved_modules(tensors: Mapping[str, TensorInfo]) -> dict[str, HfTensor]:
-    """Returns the trained tensors of `modules_to_save`, by the name of the tensor that each stands for."""
+    """Returns the trained tensors of `modules_to_save`, by the name of the model's tensor that each replaces."""
     return {
         (name := stored.replace(SAVED_MODULE, ".")): HfTensor(
             name, tuple(info.shape), (Slab(0, stored, Region.whole(tuple(info.shape))),)
@@ -123,7 +123,7 @@ def saved_modules(tensors: Mapping[str, TensorInfo]) -> dict[str, HfTensor]:
 
 
 def adapted_weights(tensors: Mapping[str, TensorInfo], alpha: float) -> list[HfTensor]:
-    """Lists the weights that have adapters, which need not be in the checkpoint themselves.
+    """Lists the weights that have adapters, even if the checkpoint lacks the weights themselves.
 
     Raises CheckpointMismatchError: an adapter is incomplete.
     """
@@ -167,5 +167,5 @@ def _rank_of(shape: Shape) -> int:
 
 
 def names_of_adapters(names: Iterable[str]) -> set[str]:
-    """Returns PEFT's names of the adapters among tensors, as they are in a file: usually {"default"}."""
+    """Returns PEFT's names of the adapters that a file's tensors belong to: usually {"default"}."""
     return {found[1] for found in map(adapter_name_of, names) if found is not None}

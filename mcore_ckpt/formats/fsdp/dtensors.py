@@ -1,4 +1,4 @@
-"""Computes, from a `DTensor` that a rank saved in FSDP training, which region of the global tensor the rank has."""
+"""Computes the region of the global tensor that a rank has, from the `DTensor` that the rank saved in FSDP training."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class DTensorPlacement:
     def region(self, shape: Shape, rank: int) -> Region:
         """Returns the region that a rank of the mesh has of a tensor of global `shape`.
 
-        The rules are those of `compute_local_shape_and_global_offset` (torch 2.13). As in `torch.chunk`, the last
-        chunks can be shorter or empty. If two axes of the mesh cut the same axis of the tensor, the second axis of the
-        mesh cuts the chunks of the first.
+        It follows `compute_local_shape_and_global_offset` (torch 2.13). As in `torch.chunk`, the last chunks can be
+        shorter or empty. If two axes of the mesh cut the same axis of the tensor, the second axis of the mesh cuts the
+        chunks of the first.
 
         Example:
             >>> DTensorPlacement((2,), (0, 1), (0,)).region((5, 3), 1).pieces[0].global_offset

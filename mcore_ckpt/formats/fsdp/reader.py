@@ -1,7 +1,8 @@
 """Reads FSDP shards as verl writes them: one file of DTensors per rank, under HuggingFace names.
 
 The names are HuggingFace's own, and each tensor has a `DTensor`'s placements. The pickles are read with stand-ins for
-torch's classes (`dtensors.py`), since the real ones need a process group. Bytes are read in place, never a file whole.
+torch's classes (`dtensors.py`), since the real ones need a process group. Only the wanted bytes are read, never a whole
+file.
 """
 
 from __future__ import annotations
@@ -50,17 +51,17 @@ from mcore_ckpt.models.table import Table
 from mcore_ckpt.sharding.plan import StoredShard
 from mcore_ckpt.sharding.regions import Region, Shape
 
-# What transformers calls nearly every model inside its head.
+# The attribute of nearly every transformers model that holds the model without its head.
 _ROOT = "model"
 _CONFIG_FILE = "fsdp_config.json"
 # The prefixes that wrappers add to the names of the model's modules: FSDP1, torch.compile, activation checkpointing.
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module)\.")
-# Of a file without the base model, whose names show nothing else.
+# Names that show an adapter of another kind, even in a file without the base model's tensors.
 _OTHER_ADAPTERS = re.compile(r".*\.(?:lora_|ia3_|modules_to_save\.).*")
 
 _MOST_RANKS = 1_000_000
 _MOST_LAYERS = 10_000
-# What transformers calls the two modules with a row for each token in nearly every model.
+# The names that nearly every transformers model gives the two weights with a row for each token.
 _OF_TOKENS = (".embed_tokens.weight", ".lm_head.weight")
 
 
@@ -110,7 +111,7 @@ def read_copied_model(config: HfConfig) -> HfModel:
 
     Raises:
         UnsupportedError: the architecture has a table and the config cannot be read, or the config describes quantized
-            weights, which FSDP shards are not.
+            weights, because FSDP shards are never quantized.
     """
     if quantization_of(config) is not None:
         raise UnsupportedError(
@@ -134,9 +135,9 @@ def read_copied_model(config: HfConfig) -> HfModel:
 
 
 def fsdp_tensors(reader: CheckpointReader, model: HfModel) -> tuple[list[HfTensor], tuple[LeftOut, ...]]:
-    """Lists the tensors to export, in the reader's order. Their values are unchanged, their names those of files.
+    """Lists the tensors to export, in the reader's order, with unchanged values and the names that files use.
 
-    The list has no ignored tensors, no tied head and no adapters. Also returns what it leaves out of the weights.
+    The list has no ignored tensors, no tied head and no adapters. Also returns which weights it leaves out.
 
     Args:
         reader: the reader from `open_fsdp`.

@@ -1,9 +1,9 @@
 """Writes the folder of an adapter in PEFT's form: `adapter_model.safetensors` and `adapter_config.json`.
 
-What is trained beside adapters (embedding, head, norms, routers) is in PEFT's folder, too: as `modules_to_save` where a
-module is whole, and else under the base model's name, which PEFT reads into the base. The optimizer's state shows what
-was trained, and so does the manifest (`adapters.trained`). PEFT has no place for trained experts, biases of adapted
-layers and multi-token prediction, so an adapter without them is refused.
+The folder also has the weights that were trained in full (embedding, head, norms, routers): as `modules_to_save` if a
+module is whole, otherwise under the base model's names, which PEFT reads into the base model. The optimizer's state and
+the manifest (`adapters.trained`) show which weights were trained. PEFT has no place for trained experts, biases of
+adapted layers and multi-token prediction, so an adapter that would lose them is refused.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class AdapterFolder:
     """The planned folder of an adapter.
 
     Attributes:
-        plan: its only file of weights.
+        plan: the plan of its only file of weights.
         config: the contents of its `adapter_config.json`.
     """
 
@@ -64,7 +64,7 @@ def plan_adapter_folder(
         settings: the adapters' settings.
         dtype: the dtype to write; None keeps the stored dtypes.
         base: the name or folder of the base model, for `adapter_config.json`.
-        beside: what was trained beside the adapters.
+        beside: the weights that were trained in full.
 
     Raises:
         UnsupportedError: PEFT has no name for an adapter, or safetensors files cannot store its dtype.

@@ -38,7 +38,7 @@ _ALLOWED: Mapping[str, tuple[Any, ...]] = {
     "alpha_pattern": (None, {}),
     "layer_replication": (None, []),
     "trainable_token_indices": (None, []),
-    # Others subtract the first adapter from the weights (PiSSA, OLoRA), or change them.
+    # Other initializations subtract the first adapter from the weights (PiSSA, OLoRA), or change the weights.
     "init_lora_weights": (None, True, False, "gaussian", "orthogonal", "eva"),
     **dict.fromkeys(
         (
@@ -62,13 +62,13 @@ def read_adapter_contents(folder: Path, base: Path | None = None) -> FolderConte
 
     Args:
         folder: the folder with `adapter_config.json` and `adapter_model.safetensors`.
-        base: the folder with the `config.json` of the base model. None: the folder of the adapter, or the one that
+        base: the folder with the `config.json` of the base model. None: the folder of the adapter, or the folder that
             `adapter_config.json` names as `base_model_name_or_path`.
 
     Raises:
         CheckpointNotFoundError: there is no `config.json` of the base model.
         CheckpointCorruptError: a file is missing or damaged.
-        UnsupportedError: the adapter is neither LoRA nor DoRA of linear layers, or has something beside them.
+        UnsupportedError: the folder has anything but LoRA or DoRA adapters of linear layers.
     """
     path = folder / ADAPTER_CONFIG_FILE
     try:
@@ -91,7 +91,7 @@ def read_adapter_contents(folder: Path, base: Path | None = None) -> FolderConte
 
 
 def _with_plain_name(tensor: HfStored) -> HfStored:
-    """Removes PEFT's name of the adapter, which files that others than PEFT have written can contain."""
+    """Removes PEFT's name of the adapter from a tensor's name. Files of other programs can contain it."""
     found = adapter_name_of(tensor.name)
     return tensor if found is None else replace(tensor, name=found[0])
 
@@ -136,7 +136,7 @@ class AdapterReader(HuggingFaceReader):
         adapters: the global shapes of all tensors of the model's adapters, by name.
 
     Raises:
-        CheckpointMismatchError: the folder lacks an adapter or a shape differs, or it has another adapter.
+        CheckpointMismatchError: the folder lacks an adapter, has an unknown one, or a shape differs.
         UnsupportedError: the architecture is not supported, or PEFT has no names for the model's adapters.
     """
 
@@ -172,7 +172,7 @@ class AdapterReader(HuggingFaceReader):
         )
 
     def check_left_out(self) -> None:
-        """Checks that the copies of a tensor that Megatron has only once are equal, and that its zeros are zeros.
+        """Checks that all copies of a tensor that Megatron has only once are equal, and that its zeros are zeros.
 
         Raises:
             CheckpointMismatchError: they differ, so the model cannot hold them.

@@ -1,4 +1,4 @@
-"""Writes the files beside the weights of a HuggingFace model: configuration, tokenizer, and what its source has."""
+"""Writes the assets of a HuggingFace model: configuration, tokenizer, and the other files of its source."""
 
 from __future__ import annotations
 
@@ -48,18 +48,18 @@ TOKENIZER = Unwanted(
 )
 
 SourceFiles = MutableMapping[str, bytes]
-"""The files beside the weights of the model that a training started from, by path. The first save fills it, because the
-source can be gone later: it can be an older checkpoint, which retention deletes."""
+"""The assets of the model that a training started from, by path. The first save fills it, because the source may be
+gone later: it may be an older checkpoint that retention deletes."""
 
 
 def save_assets(
     folder: Path, hf_config: Any, processing_class: Any, source: SourceFiles, is_export: bool = False
 ) -> list[Path]:
-    """Writes what belongs beside a model's weights.
+    """Writes the assets of a model.
 
-    `config.json` and the tokenizer's or processor's files are those of the given objects. All other files are taken
-    from the folder that these objects were loaded from, as they are. `generation_config.json` is that folder's, unless
-    `hf_config` has a `generation_config` of its own. The files are durable when this returns, but not their names.
+    `config.json` and the files of the tokenizer or processor come from the given objects. All other files are copied
+    from the folder that these objects were loaded from. `generation_config.json` is copied, too, unless `hf_config` has
+    a `generation_config`. When this function returns, the files are durable, but their names are not.
 
     Args:
         folder: the folder to write into. It is created if it is missing.
@@ -105,7 +105,7 @@ def _save_objects(folder: Path, hf_config: Any, processing_class: Any, source: M
 
 
 def _generation_text(hf_config: Any) -> str | None:
-    """Returns the contents of the file for `hf_config.generation_config`; None if it is not set, or writes itself.
+    """Returns the file contents for `hf_config.generation_config`; None if it is not set, or can only write itself.
 
     Raises UnsupportedError if JSON cannot express it.
     """
@@ -114,7 +114,7 @@ def _generation_text(hf_config: Any) -> str | None:
     if generation is None:
         return None
     try:
-        # save_pretrained would refuse values that generate() only warns of, and with them the whole save.
+        # save_pretrained would refuse values that generate() only warns about, and then the whole save would fail.
         if hasattr(generation, "to_json_string"):
             return str(generation.to_json_string())
         if hasattr(generation, "save_pretrained"):
@@ -134,7 +134,7 @@ def _generation_text(hf_config: Any) -> str | None:
 
 
 def check_assets(hf_config: Any) -> None:
-    """Checks what `save_assets` writes of a config, so that no save fails by it. None is no config.
+    """Checks that `save_assets` can write a config, so that no save fails because of it. None means no config.
 
     Raises UnsupportedError, which names the field, if JSON cannot express a value.
     """
@@ -146,7 +146,7 @@ def check_assets(hf_config: Any) -> None:
 def unknown_fields(hf_config: Any, source: Mapping[str, bytes]) -> dict[str, Any]:
     """Returns the fields of the source's `config.json` that transformers has dropped.
 
-    A field that transformers knows under another name is none of them: its value could have been changed there.
+    Fields that transformers knows under another name are left out, because their values may have changed there.
     """
     try:
         published = json_bounds.loads(source.get(CONFIG_FILE, b"{}"))
@@ -161,7 +161,8 @@ def unknown_fields(hf_config: Any, source: Mapping[str, bytes]) -> dict[str, Any
     }
 
 
-# transformers 5 keeps the first four in `rope_parameters` and `dtype`. The code may be left out on purpose.
+# transformers 5 keeps the first four in `rope_parameters` and `dtype`. `auto_map`, which names code, may be left out on
+# purpose.
 _RENAMED = ("rope_theta", "rope_scaling", "partial_rotary_factor", "torch_dtype", "transformers_version", "auto_map")
 
 
@@ -189,7 +190,7 @@ def _source_folder(hf_config: Any, processing_class: Any) -> Path | None:
         commit = getattr(loaded, "_commit_hash", None) or getattr(loaded, "init_kwargs", {}).get("_commit_hash")
         path = Path(name)
         folder = path.parent if path.is_file() else path if path.is_dir() else cached_folder(name, commit)
-        # Any folder can be named, and most folders are not a model.
+        # The objects can name any folder, and most folders hold no model.
         if folder is not None and any((folder / file).is_file() for file in (CONFIG_FILE, TOKENIZER_CONFIG_FILE)):
             return folder
     return None
@@ -218,7 +219,7 @@ def _has_new_tokens(processing_class: Any, source: Mapping[str, bytes]) -> bool:
 
 
 def _same_special_tokens(name: str, data: bytes, processing_class: Any) -> bool:
-    """Returns False for a file of special tokens if the tokenizer has others now."""
+    """Returns False for a file of special tokens if the tokenizer has other special tokens now."""
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     live = getattr(tokenizer, "special_tokens_map", None)
     if name != _SPECIAL_TOKENS_FILE or not isinstance(live, Mapping):
@@ -297,7 +298,7 @@ def config_of(hf_config: Any) -> dict[str, Any]:
 
 
 def _without_generation(hf_config: Any) -> Any:
-    """Returns the config without `generation_config`, which frameworks set on it and which has a file of its own."""
+    """Returns the config without `generation_config`, which frameworks add to it. Another file holds that field."""
     if getattr(hf_config, "generation_config", None) is None:
         return hf_config
     plain = copy.copy(hf_config)

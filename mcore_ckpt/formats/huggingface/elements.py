@@ -1,8 +1,8 @@
 """Reads elements of HuggingFace tensors from the mcore tensors of a reader, and converts their values if necessary.
 
-A slab may have an adapter, as it may have a change of values. Whole rows of the weight, the same rows of B, and A are
-read, added in fp32 some rows at a time, and rounded once. If the checkpoint has no base, `JoinedReader` takes it from
-the folder of the base model.
+A slab may have a change of values or an adapter. For an adapter, whole rows of the weight, the same rows of B, and all
+of A are read. The sum is computed in fp32, some rows at a time, and rounded once. If the checkpoint has no base model,
+`JoinedReader` takes the weights from the folder of the base model.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class _Change:
         return self.start // columns * columns, -(-self.stop // columns) * columns
 
     def parts(self) -> list[tuple[str, Region]]:
-        """Returns the names and the regions of the tensors to read: the weight, and what the adapter has: A, B, m."""
+        """Returns the names and the regions of the tensors to read: the weight, and the adapter's A, B and m."""
         first, last = self._first_and_last
         parts = [(self.slab.mcore, _part(self.slab.region, first, last))]
         if (adapter := self.slab.low_rank) is not None:
@@ -89,7 +89,7 @@ class _Change:
         return parts
 
     def apply(self, values: torch.Tensor, *adapter: torch.Tensor) -> None:
-        """Converts what `parts` lists and copies it to `memory`."""
+        """Converts the values of the tensors in `parts` and copies the result to `memory`."""
         for at, converted in self._converted(values, *adapter):
             low, high = max(at, self.start), min(at + converted.numel(), self.stop)
             memory, converted = self.memory[low - self.start : high - self.start], converted[low - at : high - at]

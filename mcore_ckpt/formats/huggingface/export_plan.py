@@ -1,10 +1,11 @@
 """Plans an export: the files of a HuggingFace model, and the source of each tensor's bytes.
 
-Rows of the vocabulary are padding only behind the tokenizer's tokens. If the tokenizer has more tokens than
-`config.json` says, the export has a row for each, and a `config.json` with their number (`reconcile.with_tokens`). The
-tokenizer beside the checkpoint counts also if `--hf_model_path` names another folder. More tokens than rows are
-refused: which rows belong to tokens is unknown then. Whatever is planned is checked against the shapes of its source
-(`plan_tensors`), so what was trained beside adapters is cut nowhere else.
+Only the vocabulary rows after the tokenizer's last token are padding. If the tokenizer has more tokens than
+`config.json` says, the export has a row for each token, and a `config.json` with their number
+(`reconcile.with_tokens`). The checkpoint's own tokenizer counts even if `--hf_model_path` names another folder. A
+tokenizer with more tokens than rows is refused, because it is then unknown which rows belong to tokens. `plan_tensors`
+checks every planned tensor against its source's shape, so no other rows are cut, also not of weights that were trained
+in full next to adapters.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from mcore_ckpt.sharding.synonyms import found_as
 from mcore_ckpt.sharding.vocabulary import has_vocabulary_rows, padding_is_plausible
 
 MAX_SHARD_BYTES = 5_000_000_000
-"""The default size limit of one file, equal to that of transformers 4 (`PreTrainedModel.save_pretrained`)."""
+"""The default size limit of one file, the same as in transformers 4 (`PreTrainedModel.save_pretrained`)."""
 
 
 class UnknownTensorsError(CheckpointMismatchError):
@@ -118,7 +119,7 @@ class ExportPlan:
         dtype: the dtype of most elements before some are quantized, to be written into `config.json`.
         has_mtp: True if the files have layers of multi-token prediction. If not, `config.json` must not mention any.
         quantization: the `quantization_config` of the files; None if no tensor is quantized.
-        left_out: what the files do not have of the source, by reason.
+        left_out: what the source has and the files lack, by reason.
     """
 
     files: tuple[WeightFile, ...]
@@ -158,7 +159,7 @@ def plan_export(
 
     Args:
         model: the model that `config.json` describes.
-        tensors: the tensors of the source by name. Vocabulary rows beyond those of the model are padding and left out.
+        tensors: the tensors of the source by name. Vocabulary rows after the model's last row are padding and left out.
         alpha: the alpha of the adapters among the tensors; an adapter of rank r is scaled by alpha / r. Needed if there
             are adapters.
         dtype: the dtype to write floating-point tensors in; None keeps the stored dtypes. Router biases always keep
@@ -298,7 +299,7 @@ def _resolve(
 
 
 def _check_shapes(wanted: Iterable[HfTensor], tensors: Mapping[str, TensorInfo]) -> Iterable[LeftOut]:
-    """Refuses other shapes than those of the model. Returns the padding behind the vocabulary."""
+    """Refuses shapes that differ from the model's. Returns the padding after the vocabulary."""
     found: dict[str, LeftOut] = {}
     for tensor in wanted:
         for slab in tensor.slabs:

@@ -2,12 +2,12 @@
 
 A weight `X` becomes `X` in float8_e4m3fn and `X_scale_inv`. A value is about its code times the scale of its block.
 
-The fields of the model's `quantization_config` decide the blocks, the form of scales and what is left out; names of
-linear layers decide the rest. Codes and scales are two tensors of a file, each of which reads whole rows of blocks: the
-source is read twice. To keep the scales from the first reading, one process would have to write all files. The largest
-value of a block gets the largest code, so codes of a published model come back bit for bit, and scales within the
-rounding of bfloat16. Adapters that are merged in the same command are added first: the result is that of quantizing the
-merged model in its dtype.
+The fields of the model's `quantization_config` decide the blocks, the form of the scales and which modules are left
+out. The names of linear layers decide the rest. Codes and scales are two tensors of a file, and each needs whole rows
+of blocks, so the source is read twice. One process would have to write all files to keep the scales from the first
+reading. The largest value of a block gets the largest code. So a published model gets its codes back bit for bit, and
+its scales within the rounding of bfloat16. Adapters that the same command merges are added first, so the result is the
+same as quantizing the merged model in its dtype.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LARGEST = torch.finfo(CODES).max
 _LARGEST_BLOCK = 1 << 16
 
 # The linear layers of attention and experts, by the ends of their HuggingFace names. Publishers leave out the matrix of
-# multi-token prediction (eh_proj) and that which weighs the heads of a sparse attention's indexer (weights_proj).
+# multi-token prediction (eh_proj), and the matrix that weighs the heads of a sparse attention's indexer (weights_proj).
 _LINEAR = re.compile(r".*\.layers\.\d+\..*\b(?!eh_proj|weights_proj)(\w+_proj|kv_a_proj_with_mqa|w[123])\.weight")
 
 
@@ -48,7 +48,7 @@ class Fp8Blocks:
         block: the rows and columns that share a scale. Blocks at the edges of a weight are smaller.
         powers_of_two: True if scales are powers of two, stored as float8_e8m0fnu, False if they are any float32.
         kept: names of modules that are not quantized, as in `modules_to_not_convert` of a `config.json`.
-        fields: the fields of `quantization_config` of the published model; empty without one.
+        fields: the `quantization_config` of the published model; empty if there is none.
     """
 
     block: tuple[int, int] = DEFAULT_BLOCK
@@ -58,9 +58,9 @@ class Fp8Blocks:
 
     @staticmethod
     def like(config: HfConfig) -> Fp8Blocks:
-        """Returns the form of the model's `config.json` if its weights were published in this form, or the default.
+        """Returns the form in `config.json` if the model was published with float8 blocks, otherwise the default form.
 
-        Raises UnsupportedError if the fields of the config are not those of this form.
+        Raises UnsupportedError if `config.json` describes another form of quantization.
         """
         published = quantization_of(config)
         if published is None or published.method != "fp8":
@@ -116,8 +116,7 @@ class Fp8Blocks:
     def quantize(self, values: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Quantizes whole blocks of a weight.
 
-        The largest value of a block gets the largest code. So a weight that was dequantized to bfloat16 gets its codes
-        back, and scales that differ by the rounding of this value.
+        The largest value of a block gets the largest code.
 
         Args:
             values: the values, as a matrix of any floating-point dtype that begins with a block.
@@ -141,7 +140,7 @@ class Fp8Blocks:
             )
         # A block of zeros has no largest value to divide by.
         scales = torch.where(largest > 0, largest / _LARGEST, 1.0)
-        # Below float32's normal numbers a scale would have too few digits, and powers of two have no exponents.
+        # Below float32's normal numbers, a scale would have too few digits, and a power of two would have no exponent.
         scales = scales.clamp_(min=torch.finfo(torch.float32).tiny)
         if self.powers_of_two:
             scales = torch.exp2(scales.log2().ceil())

@@ -1,19 +1,20 @@
 """Finds the folder of a HuggingFace model: a local folder, or the copy of a model of the hub in the hub's cache.
 
-Whatever takes such a folder also takes the name of a model on the hub, as `owner/name` or `owner/name@revision`. A
-folder of that name wins. huggingface_hub downloads the model, so its environment variables count: HF_HOME and
-HF_HUB_CACHE (the place of the cache), HF_HUB_OFFLINE, HF_ENDPOINT and HF_TOKEN.
+Everything that takes such a folder also takes the name of a model on the hub, as `owner/name` or `owner/name@revision`.
+If a folder of that name exists, the folder is taken. huggingface_hub downloads the model, so its environment variables
+count: HF_HOME and HF_HUB_CACHE (the place of the cache), HF_HUB_OFFLINE, HF_ENDPOINT and HF_TOKEN.
 
 Only files that the caller reads or copies are downloaded: `config.json` and the `.safetensors` files that the index
-lists, or the assets (all files beside the weights), or both.
+lists, or the assets, or both.
 
-A name that can only be a path is never asked for: `name`, `./owner/name`, `/owner/name`. `consolidated.safetensors`,
-`*.bin` and folders such as `original/` hold the same weights once more, so they are not downloaded. Patterns of
-huggingface_hub cannot say "no folder", hence `_in_other_folders`. One rank of each node downloads: the first of those
-with the same host (`ranks/hosts.py`) and the same cache. The others wait in the same round, with a deadline of hours
-(`DOWNLOAD_TIMEOUT_S`), and then open the cache without the network. A branch can move between two nodes' downloads, so
-rank 0 compares the commits. With a branch, each call asks the hub for the branch's commit, as transformers does; with a
-commit nothing is asked (huggingface_hub 2) once it is in the cache.
+The hub is never asked for a name that can only be a path: `name`, `./owner/name`, `/owner/name`.
+`consolidated.safetensors`, `*.bin` and folders such as `original/` hold the same weights once more, so they are not
+downloaded. huggingface_hub has no pattern for "in no folder", so `_in_other_folders` makes patterns that match all
+other folders. One rank of each node downloads: the first rank with the same host (`ranks/hosts.py`) and the same cache.
+The others wait in the same round, with a deadline of hours (`DOWNLOAD_TIMEOUT_S`), and then open the cache without the
+network. A branch can move between two nodes' downloads, so rank 0 compares the commits. For a branch, each call asks
+the hub for the branch's commit, as transformers does. For a commit that is in the cache, huggingface_hub 2 asks
+nothing.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ Needs = Literal["model", "assets", "all", "config"]
 _ADAPTER_CONFIG, _ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
 
 # The suffixes of files without which a model may not work: configuration, tokenizer, code. If one of them cannot be
-# had, that is an error. For other files beside the weights it is a warning.
+# downloaded, that is an error. For any other asset it is a warning.
 _NEEDED = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt")
 _TEMPLATES = "additional_chat_templates"
 
@@ -59,7 +60,7 @@ _TEMPLATES = "additional_chat_templates"
 def find_folder(name: str | os.PathLike[str], needs: Needs) -> Path:
     """Returns the folder of a model. Downloads the model first if it is on the hub, and not in the cache.
 
-    Whether the folder has what is needed is for the caller to see, if it is local.
+    If the folder is local, the caller must check that it has what is needed.
 
     Raises:
         CheckpointNotFoundError: there is neither such a folder nor such a model or revision, the model has no weights
@@ -89,7 +90,7 @@ def cached_folder(name: str, commit: str | None) -> Path | None:
     found = try_to_load_from_cache(model.repository, CONFIG_FILE, revision=commit or model.revision)
     if not isinstance(found, str):
         return None
-    # Of a file that the model does not have the cache knows so, if anybody has asked for it.
+    # Once anybody has asked for a file that the model lacks, the cache records that the model lacks it.
     if try_to_load_from_cache(model.repository, GENERATION_CONFIG_FILE, revision=commit or model.revision) is None:
         logger.warning(
             "%s: the cache has only a part of this model, so saves may lack files beside the weights, such as %s: run "
@@ -102,16 +103,16 @@ def cached_folder(name: str, commit: str | None) -> Path | None:
 def find_folder_together(
     agreement: Agreement, name: str | os.PathLike[str], needs: Needs, everywhere: bool = True
 ) -> Path:
-    """Does what `find_folder` does, on all ranks. One rank of each node downloads, and the others wait for it.
+    """Does the same as `find_folder` on all ranks. One rank of each node downloads, and the others wait for it.
 
-    Rank 0 decides if the name is that of a folder. Ranks that the same host runs with the same cache are one node.
+    Rank 0 decides whether the name is a folder's. Ranks with the same host and the same cache count as one node.
 
     Args:
         agreement: connects this rank with the other ranks.
         name: the folder, or the name of the model. With `everywhere` it is the same on all ranks.
         needs: what the caller reads.
         everywhere: False if only rank 0 reads the folder. Then only rank 0 downloads, and every rank gets the path that
-            the folder has on rank 0. What rank 0 says here counts for all ranks.
+            the folder has on rank 0. Rank 0's value counts for all ranks.
 
     Raises:
         CheckpointError: what `find_folder` raises on any rank, and CheckpointMismatchError if nodes have different
@@ -180,7 +181,7 @@ class _HubFiles:
     cached_only: bool = False
 
     def run(self) -> Path:
-        """Returns the folder of the model in the cache, whose name is the commit. See `find_folder` for the errors."""
+        """Returns the model's folder in the cache; its name is the commit. See `find_folder` for the errors."""
         has_weights = self.needs in ("model", "all")
         wanted = [CONFIG_FILE, *((_ADAPTER_CONFIG, INDEX_FILE, SINGLE_FILE) if has_weights else ())]
         left_out = ["*.bin.index.json", "*.h5.index.json", "*.msgpack.index.json"]
@@ -197,8 +198,8 @@ class _HubFiles:
         return folder
 
     def _download_others(self, folder: Path) -> None:
-        """Downloads the other files beside the weights, those of subfolders too."""
-        # A pattern cannot say how large a file is, so weights of other modules do not come.
+        """Downloads the other assets, also in subfolders."""
+        # A pattern cannot limit the size of a file, so weights of other modules are not downloaded.
         names = (*(name for each in LEFT_OUT for name in each.names), "*.safetensors", "*.bin")
         left_out = [prefix + name for name in names for prefix in ("", "*/")]
         try:
@@ -207,7 +208,7 @@ class _HubFiles:
             logger.warning("some files beside the weights are left out: %s", error)
 
     def _download_listed(self, folder: Path) -> None:
-        """Downloads the weights that the index lists, or those of an adapter.
+        """Downloads the weights that the index lists, or an adapter's weights.
 
         Other `.safetensors` files can be the same weights once more.
         """
@@ -278,7 +279,7 @@ def _incomplete(model: HubModel, what: str, why: str = "the hub was not asked") 
 
 
 def _explain(model: HubModel, error: Exception, lacks: str) -> CheckpointError:
-    """Makes the error that says what to do. `lacks` is that of `_HubFiles._download`."""
+    """Makes the error that says what to do. See `_HubFiles._download` for `lacks`."""
     from huggingface_hub import constants, errors
 
     hub = str(constants.ENDPOINT)
@@ -354,6 +355,6 @@ def _status(error: BaseException) -> Any:
 
 
 def _words(error: BaseException) -> str:
-    """Returns the first line of an error, without the signatures of downloads that stand in URLs."""
+    """Returns the first line of an error, without the signatures in download URLs."""
     line = next(iter(str(error).splitlines()), "")
     return redacted(f"{type(error).__name__}: {line}")

@@ -37,7 +37,7 @@ class HubModel:
 
     @staticmethod
     def find(name: str | os.PathLike[str]) -> HubModel | None:
-        """Returns the model that a name stands for; None if the name is that of a folder, or can only be a path."""
+        """Returns the model that a name stands for; None if there is such a folder, or the name can only be a path."""
         return None if os.path.exists(name) else HubModel.parse(name)
 
     def __str__(self) -> str:
@@ -45,10 +45,11 @@ class HubModel:
 
 
 def with_revision(name: str | os.PathLike[str], revision: str | None) -> str:
-    """Returns a name that includes a revision which was given apart from the name, if one was given.
+    """Adds a revision to a name. Returns the name unchanged if the revision is None.
 
     Raises:
-        InvalidArgumentError: the name is that of a folder, cannot be that of a model on the hub, or has a revision.
+        InvalidArgumentError: there is a folder of this name, the hub cannot have such a name, or the name already has a
+            revision.
 
     Example:
         >>> with_revision("Qwen/Qwen3-0.6B", "main")

@@ -20,7 +20,7 @@ from mcore_ckpt.models.quantization import quantization_of
 
 @dataclass(frozen=True, eq=False)
 class _WeightsWriter:
-    """Writes weights. With a `finish`, it satisfies `formats.contract.CheckpointWriter`.
+    """Writes weights. Subclasses add `finish` to satisfy `formats.contract.CheckpointWriter`.
 
     Attributes:
         plan: the files of the weights.
@@ -46,7 +46,7 @@ class _WeightsWriter:
 
 @dataclass(frozen=True, eq=False)
 class ModelWriter(_WeightsWriter):
-    """Writes a model: weights, index, configuration and the files beside them.
+    """Writes a model: weights, index, configuration and the other assets.
 
     Attributes:
         model: the model, which `config.json` will describe.
@@ -58,7 +58,7 @@ class ModelWriter(_WeightsWriter):
 
     @property
     def quantizes_as_before(self) -> bool:
-        """True if the weights are quantized by the method that `config_dir` names, so that its files describe them."""
+        """True if the weights are quantized by the method in `config_dir`, so that the files there describe them."""
         before = quantization_of(read_config(self.config_dir))
         return before is not None and (self.plan.quantization or {}).get("quant_method") == before.method
 
@@ -73,7 +73,7 @@ class AdapterWriter(_WeightsWriter):
     """Writes an adapter in PEFT's form.
 
     Attributes:
-        adapter: the planned folder, whose weights are those of `plan`.
+        adapter: the planned folder. Its weights are in `plan`.
     """
 
     adapter: AdapterFolder

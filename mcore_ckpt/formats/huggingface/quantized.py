@@ -7,7 +7,7 @@ Three forms are known, under the names that `quant_method` of `config.json` give
 - `compressed-tensors`: `X_packed` and `X_scale`, integers of 4 or 8 bits in int32 (Kimi-K2.5), or `X` in float8 or int8
   and `X_scale`.
 
-In each of them a value is the value of its code, times the scale of its block.
+In each form, a value is the value of its code times the scale of its block.
 """
 
 from __future__ import annotations
@@ -48,25 +48,25 @@ ACTIVATION_SCALES = (
 )
 # What is added to a tensor's name for its codes, and for the shape that packed codes have without padding.
 _OF_CODES = ("", "_packed", "_blocks", "_shape")
-# Forms of compressed-tensors whose values do not follow from codes and scales alone.
+# Forms of compressed-tensors in which codes and scales alone do not determine the values.
 _NOT_READ = ("_zero_point", "_g_idx", "_global_scale", ".bitmask", ".compressed")
 
 
 @dataclass(frozen=True)
 class QuantizedTensor:
-    """A tensor whose values follow from stored codes and scales.
+    """A tensor with values that follow from stored codes and scales.
 
     Attributes:
-        values: the tensor as if its values were stored: its name, shape and dtype. File, offset and size are those of
-            its codes.
+        values: the tensor as if its values were stored: its name, shape and dtype. File, offset and size belong to its
+            codes.
         kind: what a code stands for.
         scales: the stored scales.
         matrix: the rows and columns of one matrix of codes. A tensor of several matrices has them one after the other.
         grid: the rows and columns of the scales of one matrix.
         block: the rows and columns that share a scale.
         is_transposed: True if each matrix of values is the transpose of its matrix of codes.
-        computed: the dtype that the product of code and scale is rounded to before it is rounded to that of the values.
-            None if it is rounded only once.
+        computed: the dtype to which the product of code and scale is rounded first, before it is rounded to the dtype
+            of the values. None if it is rounded only once.
     """
 
     values: HfStored
@@ -87,12 +87,12 @@ class QuantizedTensor:
 def logical_tensors(
     config: HfConfig, stored: Mapping[str, HfStored], dtype: torch.dtype | None = None
 ) -> tuple[dict[str, HfStored], dict[str, QuantizedTensor]]:
-    """Returns the tensors of a folder as if none of them were quantized, and those that are quantized.
+    """Returns the tensors of a folder as if none of them were quantized, and the quantized tensors.
 
     Args:
         config: the parsed `config.json`.
         stored: the tensors in the files, by name.
-        dtype: the dtype of the values of quantized tensors; None takes the one that the config states for the model.
+        dtype: the dtype of the values of quantized tensors; None takes the dtype in `config.json`.
 
     Raises:
         UnsupportedError: the weights are quantized in a form that is not known.
@@ -220,8 +220,8 @@ _FINDERS: Mapping[str, _Finder] = {
 def _by_blocks(values: HfStored, kind: CodeKind, scales: HfStored, block: Any, equal_parts: bool) -> QuantizedTensor:
     """Describes a tensor with one scale for each block.
 
-    The scales' shape must be that of blocks of the size `block`, which the config states, or of one scale for a matrix
-    or for each row. With `equal_parts` it can also be that of equal parts of rows.
+    The shape of the scales must fit blocks of the size `block`, which the config states, or one scale for each matrix,
+    or one scale for each row. With `equal_parts` it may also fit equal parts of rows.
     """
     if len(values.shape) < 2:
         raise _not_together(values, scales)
@@ -239,7 +239,7 @@ def _by_blocks(values: HfStored, kind: CodeKind, scales: HfStored, block: Any, e
 
 
 def _grid(shape: Shape, axes: int, matrices: int) -> tuple[int, int] | None:
-    """Returns the rows and columns of the scales of one matrix, or None if the shape is not that of scales."""
+    """Returns the rows and columns of the scales of one matrix, or None if scales cannot have this shape."""
     if len(shape) == axes and prod(shape[:-2]) == matrices:
         return shape[-2], shape[-1]
     return (1, 1) if prod(shape) == matrices else None

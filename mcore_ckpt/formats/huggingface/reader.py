@@ -43,8 +43,8 @@ class FolderContents:
         config: the parsed `config.json`.
         tensors: all tensors by name.
         sizes: the size of each file in bytes, by name.
-        adapter: the parsed `adapter_config.json`, if the folder has an adapter in PEFT's form; `config` is then that of
-            the base model. None for a model.
+        adapter: the parsed `adapter_config.json` if the folder has an adapter in PEFT's form; None for a model. With an
+            adapter, `config` describes the base model.
     """
 
     folder: Path
@@ -92,7 +92,7 @@ def read_contents(folder: Path) -> FolderContents:
 
 
 def spelled_by_table(config: HfConfig, tensors: Mapping[str, _Tensor]) -> dict[str, _Tensor]:
-    """Returns tensors by the names that the table of their architecture has. Unknown names stay as they are.
+    """Returns tensors by the names in the table of their architecture. Unknown names stay as they are.
 
     Versions of transformers spell the names of some architectures in different ways (`Table.spellings`).
     """
@@ -131,12 +131,12 @@ class HuggingFaceReader:
     Args:
         contents: the folder's contents.
         ignore: regular expressions of HuggingFace names to leave out.
-        dtype: the dtype of the values of quantized tensors; None takes the one that `config.json` states.
-        tower_of: the names of the tensors of the model that reads. They show of which modules its vision tower
-            consists. Without such names, the tower is the one that Megatron-Bridge has for this architecture.
+        dtype: the dtype of the values of quantized tensors; None takes the dtype in `config.json`.
+        tower_of: the names of the live model's tensors. They show which modules its vision tower consists of. Without
+            them, the tower has the modules that Megatron-Bridge gives this architecture.
 
     Raises:
-        CheckpointMismatchError: names or shapes differ from those that the configuration describes.
+        CheckpointMismatchError: names or shapes differ from the configuration.
         UnsupportedError: the architecture is not supported, weights are quantized in an unknown form, or they are not
             floating-point numbers.
     """
@@ -177,7 +177,7 @@ class HuggingFaceReader:
 
     @property
     def left_out(self) -> tuple[LeftOut, ...]:
-        """What is not read of the folder, by reason."""
+        """The tensors of the folder that are not read, by reason."""
         zeros = [LeftOut(ZEROS, tuple(self._of_zeros))] if self._of_zeros else []
         return together(self._left_out, zeros, self._weights.left_out)
 
@@ -269,7 +269,7 @@ class HuggingFaceReader:
     # -- checks --------------------------------------------------------------------------------------------
 
     def check_visible(self, files: Iterable[str]) -> None:
-        """Raises CheckpointCorruptError unless this rank sees the files, and with the same sizes as rank 0."""
+        """Raises CheckpointCorruptError unless this rank sees the files with the same sizes as rank 0."""
         for name in sorted({*files, *self._weights.scale_files}):
             path = self.place / name
             try:

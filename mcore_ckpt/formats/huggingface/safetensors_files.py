@@ -3,8 +3,8 @@
 A file has three parts: 8 bytes with the length of the header (little-endian), the header (JSON: dtype, shape and place
 of each tensor), and the bytes of the tensors.
 
-The files are written by the same native writer as ours (their header is the image's first gap) and read by the same
-reader. The `safetensors` library has no bounded, unbuffered, multi-threaded reads, and no writes in parts. The parser
+The native writer and reader of our own format handle these files, too. Their header is the first gap of the file
+layout. The `safetensors` library has no bounded, unbuffered, multi-threaded reads, and no writes in parts. The parser
 of the header is as strict as the library's, and the tests read every file with the library.
 """
 
@@ -142,7 +142,7 @@ def read_file(path: Path) -> list[HfStored]:
 
 
 class _Entry(msgspec.Struct, gc=False, omit_defaults=True):
-    """What a header says of a tensor. The entry `__metadata__` has only texts, under any names."""
+    """A header's entry for a tensor. The entry `__metadata__` has only texts, under any names."""
 
     data_offsets: tuple[Natural, Natural] | str | msgspec.UnsetType = msgspec.UNSET
     dtype: str | msgspec.UnsetType = msgspec.UNSET
@@ -216,7 +216,7 @@ def has_name(dtype: torch.dtype) -> bool:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """Returns the format's name of a dtype, such as "BF16". Raises KeyError if it has none."""
+    """Returns the format's name for a dtype, such as "BF16". Raises KeyError if it has none."""
     return _NAMES[dtype]
 
 

@@ -1,8 +1,7 @@
-"""Says which files of a HuggingFace model's folder stand beside its weights, and copies them as they are.
+"""Finds the assets in a HuggingFace model's folder that are to be kept, and copies them unchanged.
 
-Merges, conversions and saves take all files of the folder, in subfolders too, except those that the lists below name.
-So a file of a kind that nobody has thought of is kept, and nothing is invented that the folder does not have. What is
-left out stands in the report of a merge or conversion.
+Merges, conversions and saves take all files of the folder and its subfolders, except files that the lists below name.
+So unknown kinds of files are kept, and no file is made up. The report of a merge or conversion says what is left out.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ class Unwanted:
     Attributes:
         names: patterns of names in lower case.
         why: the reason.
-        told: what reports say of them. Empty for what nobody misses: the new weights stand for them, or they belong to
-            no model.
-        only_on_top: True if the same names in a subfolder are those of another module, which stays as it is.
+        told: what reports say about them. Empty if nobody misses them, because the new weights replace them or because
+            they belong to no model.
+        only_on_top: True if the same names in a subfolder belong to another module, which is copied unchanged.
     """
 
     names: tuple[str, ...]
@@ -102,9 +101,9 @@ BOOKKEEPING = Unwanted(
     "They belong to git, to the hub's client, to Python or to an editor, not to the model.",
 )
 LEFT_OUT = (BOOKKEEPING, WEIGHTS, DESCRIPTIONS, COPIES, OF_TRAINING, NOT_LISTED)
-"""What is never taken. Exports of other weights also leave out `QUANTIZATION`."""
+"""Files that are never taken. Exports of other weights also leave out `QUANTIZATION`."""
 
-# Files of a checkpoint of megatron or of this package, which can have config.json and a tokenizer beside them.
+# Files that show a checkpoint of megatron or of this package. Its folder can also have config.json and a tokenizer.
 _OF_CHECKPOINTS = (
     *(file_names.MANIFEST_FILE, "metadata.json", "run_config.yaml", "latest_*.txt", "*.distcp"),
     *_with_suffixes("*"),
@@ -119,12 +118,12 @@ _TOO_MUCH = "behind the limit of what is copied beside weights"
 
 @dataclass(frozen=True)
 class SideFiles:
-    """The files beside the weights of a model.
+    """The assets of a model.
 
     Attributes:
         folder: the model's folder.
         names: the paths of the files to take, relative to the folder.
-        left_out: the others, by reason, without what nobody misses.
+        left_out: the other files, by reason, except files that nobody misses.
         warnings: what is unusual about some of them.
     """
 
@@ -137,10 +136,10 @@ class SideFiles:
 def find_side_files(
     folder: Path, *, destination: Path, without: Collection[str] = (), quantized: bool = True
 ) -> SideFiles:
-    """Finds the files beside a model's weights by their names and sizes. It opens only the index.
+    """Finds a model's assets by their names and sizes. It opens only the index.
 
-    Folders that hold checkpoints are not entered, and neither are those that `destination` is in, because a model's
-    folder can have a training's checkpoints below it. Links to folders are not followed.
+    It does not enter folders that hold checkpoints or contain `destination`, because a model's folder can have a
+    training's checkpoints below it. Links to folders are not followed.
 
     Args:
         folder: the folder of the model.
@@ -193,8 +192,8 @@ def side_files(
         folder: as in `find_side_files`.
         destination: as in `find_side_files`.
         without: as in `find_side_files`.
-        is_strict: True to raise for a file that cannot be read; False to leave it out with a warning, as a save must,
-            which would otherwise be lost.
+        is_strict: True to raise for a file that cannot be read; False to leave it out with a warning. A save passes
+            False, because the save would otherwise be lost.
         quantized: as in `find_side_files`.
 
     Raises:
@@ -219,7 +218,7 @@ def not_read(folder: Path, read: Container[str]) -> tuple[accounting.LeftOut, ..
 
 
 def copy_side_files(source: Path, folder: Path, without: Collection[str] = (), quantized: bool = True) -> list[Path]:
-    """Copies the files beside the weights durably. Raises OSError as `side_files` does.
+    """Copies the assets durably. Raises OSError as `side_files` does.
 
     Args:
         source: the folder of the model.
@@ -249,7 +248,7 @@ def written_side_files(folder: Path, paths: Collection[Path]) -> list[WrittenFil
 
 
 def warn_of_missing_code(folder: Path, config: Mapping[str, Any], warn: Callable[..., None] = logger.warning) -> None:
-    """Warns of code that `auto_map` of a `config.json` names, and that its folder does not have."""
+    """Warns if a folder lacks code that `auto_map` of its `config.json` names."""
     named = config.get("auto_map") or {}
     for value in named.values() if isinstance(named, Mapping) else ():
         for name in value if isinstance(value, list) else [value]:
@@ -274,7 +273,7 @@ def _listed(folder: Path) -> Collection[str]:
 def _entries(
     folder: Path, below: str, destination: Path, kinds: Sequence[Unwanted]
 ) -> Iterator[tuple[str, Unwanted | None]]:
-    """Yields the paths of files, those of subfolders last, and why each is left out; None if it is not.
+    """Yields the path of each file and why it is left out; None if it is taken. Files in subfolders come last.
 
     A folder that is left out is one path.
     """

@@ -1,12 +1,12 @@
-"""Reads the tensors in the files of a HuggingFace folder, and dequantizes those that are quantized.
+"""Reads the tensors in the files of a HuggingFace folder, and dequantizes quantized ones.
 
 Only the codes of the wanted elements and the scales of their blocks are read, a limited number of bytes at a time.
 
 One formula serves all forms: the value of the code, times the scale of its block, in float32, rounded once to the dtype
-of the model (packed integers: first to that of the scales, as compressed-tensors does). So the bits are those that
-transformers computes, where it can; it refuses tensors whose last blocks are smaller. The product is computed in C++
-(`csrc/dequantize.cpp`), with a table of 256 values for each block: torch converts 0.2 billion float8 numbers a second
-to float32 here, which is a tenth of what the disk delivers.
+of the model (packed integers: first to the dtype of the scales, as compressed-tensors does). So the bits equal those of
+transformers, except that transformers refuses tensors with smaller blocks at the end. C++ computes the product
+(`csrc/dequantize.cpp`) with a table of 256 values for each block, because torch converts only 0.2 billion float8
+numbers a second to float32, a tenth of what the disk delivers.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class StoredWeights:
 
     Attributes:
         tensors: all tensors by name, as if none of them were quantized. The file, offset and size of a quantized tensor
-            are those of its codes.
+            belong to its codes.
 
     Args:
         folder: the folder.
         config: the parsed `config.json`.
         stored: the tensors in the files, by name.
-        dtype: the dtype of the values of quantized tensors; None takes the one that the config states for the model.
+        dtype: the dtype of the values of quantized tensors; None takes the dtype in `config.json`.
 
     Raises:
         UnsupportedError: the weights are quantized in a form that is not known.
@@ -86,7 +86,7 @@ class StoredWeights:
 
     @property
     def scale_files(self) -> frozenset[str]:
-        """The names of the files that have scales, which can be others than those with the codes."""
+        """The names of the files that have scales. The codes may be in other files."""
         return frozenset(tensor.scales.path.name for tensor in self._quantized.values())
 
     def whole(self, name: str) -> StoredShard:
@@ -255,7 +255,7 @@ def _read_parts(folder: Path, parts: Sequence[_Part]) -> int:
 
 
 def _as_bytes(part: _Part) -> torch.dtype:
-    # Files are read by the size of an element, and powers of two have no dtype of their own in `checkpoint.dtypes`.
+    # Reads depend only on the size of an element, and `checkpoint.dtypes` has no dtype for powers of two.
     dtype = part.tensor.scales.dtype
     return torch.uint8 if dtype == torch.float8_e8m0fnu else dtype
 

@@ -33,7 +33,7 @@ def tokens_in(folder: Path) -> int | None:
 
 
 def tokens_of(processing_class: Any) -> int | None:
-    """Returns the same of a tokenizer, or of a processor that has one. None if it does not say."""
+    """Returns the same number for a tokenizer, or for a processor that has one. None if it does not tell."""
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     try:
         return max(tokenizer.get_vocab().values(), default=-1) + 1 or None
@@ -50,25 +50,25 @@ class _Added(msgspec.Struct, gc=False):
 
 
 class _Tokenizer(msgspec.Struct):
-    """What counts in `tokenizer.json`. The pairs that make up tokens, a good part of it, are passed over unread."""
+    """The needed fields of `tokenizer.json`. The pairs that make up tokens, a large part of it, are skipped unread."""
 
     model: _Model = msgspec.field(default_factory=_Model)
     added_tokens: list[_Added] | None = None
 
 
 class _Config(msgspec.Struct):
-    """What counts in `tokenizer_config.json`: the numbers of added tokens, as the names of members."""
+    """The needed field of `tokenizer_config.json`: the numbers of added tokens, as the names of members."""
 
     added_tokens_decoder: dict[str, _Added] | None = None
 
 
 _TOKENIZER, _CONFIG = msgspec.json.Decoder(_Tokenizer), msgspec.json.Decoder(_Config)
-# How many bytes the entry of an added token has at least. It has 100 and more.
+# A safe lower bound for the bytes of an added token's entry, which in fact has 100 or more.
 _LEAST_ADDED = 24
-# How much text there may be between two commas, without the tokens.
+# The longest text between two commas that is accepted, without the tokens.
 _LONGEST_MEMBER = 1 << 20
 _ANY = msgspec.json.Decoder(msgspec.Raw)
-# A token's number. The tokens themselves are empty where it is sought.
+# A token's number. In the searched text, the tokens are removed from their quotes.
 _NUMBER = re.compile(rb":\s*([0-9]{1,12})(?=\s*[,}])")
 
 
@@ -87,18 +87,18 @@ def _of_object(data: bytes) -> int:
 
 
 def _count_of(pairs: bytes) -> int:
-    """Returns how many lists there are in a list."""
+    """Returns the number of lists in a list."""
     return sum(piece.count(b"[") for piece in json_bounds.without_strings(pairs)) - 1
 
 
 def _highest_in(tokens: bytes) -> int:
-    """Returns the highest number in an object of tokens and numbers. Raises ValueError if it is none."""
+    """Returns the highest number in an object of tokens and numbers. Raises ValueError for anything else."""
     if not tokens.startswith(b"{"):
         raise ValueError("not an object of tokens and their numbers")
     highest, rest = -1, b""
     for piece in json_bounds.without_strings(tokens):
         rest += piece
-        # A number may go on in the next piece.
+        # A number may continue in the next piece.
         end = rest.rfind(b",") + 1
         highest = max(highest, *map(int, _NUMBER.findall(rest, 0, end)), -1)
         rest = rest[end:]

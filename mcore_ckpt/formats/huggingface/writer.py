@@ -40,8 +40,8 @@ def write_weights(
 ) -> list[WrittenFile]:
     """Writes some of the planned files, durably.
 
-    Whatever the sizes of the files, it needs two buffers of STREAM_BYTES, the memory that the reader needs, and memory
-    for those tensors of one batch that are converted to other values or another dtype.
+    The memory does not depend on the sizes of the files: two buffers of STREAM_BYTES, the reader's memory, and memory
+    for the tensors of one batch that are converted to other values or another dtype.
 
     Args:
         plan: the plan of the files.

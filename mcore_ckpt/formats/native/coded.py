@@ -1,10 +1,10 @@
-"""Decodes coded shards: reads their stored elements and what else their values follow from, and computes the values.
+"""Decodes coded shards: computes their values from the stored elements and from scales or upper halves.
 
 docs/format.md says how shards are coded. The values are float32, the elements are read into temporary memory.
 
 Only a load of exactly the same range, into the same form, takes the stored elements and the scale as they are. Lower
-halves need the weights that they were saved with: in any other case the load writes weight and remainder together, and
-gathers the weights from their owners afterwards.
+halves are valid only with the weights that they were saved with. So in any other case the load writes weight and
+remainder together, and gathers the weights from their owners afterwards.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from mcore_ckpt.sharding.plan import ReadRange, StoredShard
 
 @dataclass(frozen=True)
 class Partners:
-    """What the values of a coded shard follow from, besides its own elements.
+    """What is needed, besides a coded shard's elements, to compute its values.
 
     Attributes:
-        scale: the shard of the factor; None without.
-        upper: the ranges with the upper halves of all elements of the shard, in its order; empty without.
+        scale: the shard of the scale; None if there is none.
+        upper: the ranges with the upper halves of all elements of the shard, in its order; empty if there are none.
     """
 
     scale: StoredShard | None = None
@@ -60,7 +60,7 @@ def decoded(stored: torch.Tensor, scale: torch.Tensor | None, upper: torch.Tenso
     """Returns the float32 values of stored elements.
 
     With a scale, it computes what transformer-engine's `FusedAdam.get_unscaled_state` computes: each element as
-    float32, times the scale. With upper halves, it joins both.
+    float32, times the scale. With upper halves, it joins the two halves.
 
     Args:
         stored: the elements: float16 or uint8 (bits of float8_e4m3fn) with a scale, int16 with upper halves.
@@ -84,7 +84,7 @@ def read_coded(
     Args:
         ranges: the ranges of coded shards, each with the tensor that it fills.
         read: reads ranges of stored elements.
-        partners: finds what the values of a shard follow from.
+        partners: finds the partners of a shard.
     """
     nbytes = 0
     for batch in _batches(ranges):
@@ -112,7 +112,7 @@ def _batches(ranges: Iterable[tuple[ReadRange, torch.Tensor]]) -> Iterator[list[
 def _part(
     range_: ReadRange, target: torch.Tensor, partners: Partners, reads: list[tuple[ReadRange, torch.Tensor]]
 ) -> _Part:
-    """Makes the memory for one range, and appends what is to be read into it to `reads`."""
+    """Makes the memory for one range, and appends the reads that fill it to `reads`."""
     rows, shard = range_.rows, range_.stored.as_stored
     # The elements are read without gaps, whatever lies between the rows in the tensor.
     stored = torch.empty(rows.numel, dtype=torch_dtype(shard.dtype), device=target.device)

@@ -49,9 +49,9 @@ class FilePlan:
         share: all writers of the file, with their ranges.
         start: the first byte of this rank's range.
         stop: the end of this rank's range, exclusive.
-        head: how many bytes directly before `start` are the first ones of a tensor of which this rank writes the rest.
-            It is less than a page. The writer of the range before this one writes its own bytes of this tensor there;
-            if they differ from this rank's, the owner replaces them by those of this rank.
+        head: the number of bytes directly before `start` that are the beginning of a tensor; this rank writes the rest
+            of the tensor. It is less than a page. The writer of the previous range writes its own copy of these bytes.
+            If the copy differs from this rank's bytes, the owner replaces it by this rank's bytes.
     """
 
     request: WriteRequest
@@ -149,8 +149,8 @@ class FileWrite:
     Attributes:
         plan: the file, and this rank's range in it.
         sources: the address of each tensor's bytes; None if `buffer` is given.
-        owner: what keeps the memory at these addresses alive. If a plan has a `head`, the tensors, from the first one
-            with bytes in the range on, contiguous.
+        owner: the object that keeps the memory at these addresses alive. If the plan has a `head`, it is the contiguous
+            tensors, beginning with the first one that has bytes in the range.
         device: the GPU that some of the tensors are on; None if all are in host memory.
         on_device: for each tensor, whether it is on that GPU; empty without one.
         buffer: the host memory that the bytes are copied to; None if `sources` is given.

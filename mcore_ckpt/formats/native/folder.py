@@ -22,7 +22,7 @@ from mcore_ckpt.sharding.plan import ReadRange
 
 
 class Folder(IndexFolder, Protocol):
-    """The folder of one checkpoint's files. Errors are those of `checkpoint.reading`."""
+    """The folder of one checkpoint's files. It raises the errors of `checkpoint.reading`."""
 
     def manifest(self) -> Manifest: ...
 

@@ -46,7 +46,7 @@ def read_ranges(
     return read_stored(role_dir, reads, check, piece_bytes)
 
 
-# The jobs whose GPU hung. Copies that are queued there may still write to the destinations, which the jobs keep alive.
+# The jobs with a hung GPU. Queued copies may still write to the destinations, so the jobs must keep these alive.
 _hung: list[_native.ReadJob] = []
 
 

@@ -1,4 +1,4 @@
-"""Reads a checkpoint of this package: the bytes of its tensors, wherever they are (`stored_tensors.py` finds them)."""
+"""Reads the bytes of the tensors in a native checkpoint. `stored_tensors.py` finds them."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class NativeReader(StoredTensors):
         return self.folder.plain(self.file(path))
 
     def partners(self, shard: StoredShard) -> Partners:
-        """Finds what the values of a coded shard follow from, besides its own elements.
+        """Finds what is needed, besides a coded shard's elements, to compute its values.
 
         Raises:
             CheckpointCorruptError: upper halves of some elements are in no file.

@@ -1,8 +1,8 @@
 """Reads a checkpoint from a remote store. From a tensor it fetches only the blocks that hold wanted elements.
 
-Rows become runs of whole CRC blocks, with near ones in one request of at most 8 MiB, 16 requests at a time. Each block
-is checked before its rows go to their places. Nothing is put on a disk. Weights in `huggingface/` are not read from a
-store.
+Wanted rows become runs of whole CRC blocks. Runs that are close together share a request of at most 8 MiB, and 16
+requests run at a time. Each block is checked before its rows are copied. Nothing is written to a disk. Weights in
+`huggingface/` are not read from a store.
 """
 
 from __future__ import annotations

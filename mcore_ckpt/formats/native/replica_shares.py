@@ -2,15 +2,15 @@
 
 `save/file_contents.py` (`_with_writers`) chooses the candidate ranks.
 
-A writer may have one tensor more than its fair part. With many replicas and few large tensors, this bounds the save:
-with 64 replicas of a stage of Llama-3-70B (TP=8, PP=8, 2.4 GB of weights), the writer of the first stage's embedding
-writes 263 MB, and not 38. Cutting such a tensor would need a second replica to read all of it at each save.
+A writer may have one tensor more than its fair part. With many replicas and few large tensors, this slows a save: with
+64 replicas of a stage of Llama-3-70B (TP=8, PP=8, 2.4 GB of weights), the writer of the first stage's embedding writes
+263 MB instead of 38. To divide such a tensor, a second replica would have to read all of it at each save.
 
-A tensor comes from one replica. Replicas may have drifted apart, and a tensor that is half of one and half of the other
-is in neither. So a range begins at the first page after the begin of a tensor. The bytes of this tensor before that
-page are written by the writer before. The tensor's writer sends the same bytes to the owner with its CRCs, and if the
-two differ, the owner puts them into the file. Before the owner believes a part, it compares digests of the two plans,
-and rank 0 compares all ranks' digests.
+Each tensor comes from one replica. Replicas may have drifted apart, and no replica has a tensor that is half of one and
+half of another. So a range begins at the first page boundary after the beginning of a tensor. The previous writer
+writes the bytes of this tensor before that boundary. The tensor's writer sends its own copy of these bytes to the owner
+with its CRCs (`FilePlan.head`). If the two copies differ, the owner puts the sent bytes into the file. Before the owner
+accepts a part, it compares digests of the two plans, and rank 0 compares the digests of all ranks.
 """
 
 from __future__ import annotations
@@ -50,9 +50,7 @@ class Share:
 def share_out(ranks: tuple[int, ...], end: int, least: int, starts: Sequence[int]) -> Share:
     """Divides bytes `[0, end)` among the ranks, so that the longest range is as short as possible.
 
-    Each tensor comes from one rank, because replicas may have drifted apart: a tensor of which one half is one rank's
-    and the other half another's is in no replica. So a range begins where a tensor begins, rounded up to the page. The
-    bytes before that page, less than a page, are sent to the file's owner (`FilePlan.head`).
+    A range begins where a tensor begins, rounded up to the page (the beginning of this module says why).
 
     The first rank owns the file. At most one rank writes for each `least` bytes, and the ranks that are left over write
     nothing. If a tensor has more bytes than a rank's fair part, its rank writes more than the others.

@@ -26,14 +26,14 @@ from mcore_ckpt.sharding.names import is_expert
 from mcore_ckpt.sharding.plan import MODEL, OPAQUE, PARAM, ShardKey, StoredShard
 from mcore_ckpt.sharding.regions import Region
 
-# The version of the format that has tensors that belong to shards.
+# The version of the format that introduced bound state.
 _BOUND_VERSION = 2
-# How many tensors, which are neighbours in the manifest's list, share a list of the files that hold some of them.
+# How many neighbours in the manifest's list of tensors share one list of files.
 _BLOCK = 16
 
 
 class IndexFolder(Protocol):
-    """The folder of one checkpoint's files, as far as their indexes are read. Messages show its `str()`."""
+    """The folder of one checkpoint's files, for reading their indexes. Messages show its `str()`."""
 
     @property
     def place(self) -> Path | str:
@@ -57,7 +57,7 @@ class LocalIndexes:
 
 @dataclass(frozen=True, eq=False)
 class _Opened:
-    """What one file has of one tensor, according to the file's index."""
+    """The shards of one tensor in one file, according to the file's index."""
 
     shards: dict[ShardKey, StoredShard]
     aliases: dict[ShardKey, ShardKey]
@@ -73,8 +73,8 @@ class _Opened:
 class _Holders:
     """The files that hold each tensor.
 
-    A list for each of 100,000 tensors would take a good part of a second to make. So a few neighbours share one, and
-    `of` looks which of its files have the tensor.
+    A list for each of 100,000 tensors would take a good part of a second to make. So a few neighbouring tensors share
+    one list, and `of` finds the files in it that have the tensor.
     """
 
     def __init__(self, files: Sequence[FileRecord], tensors: int) -> None:
@@ -94,13 +94,13 @@ class _Holders:
 
 
 def _has(ends: Sequence[int], position: int) -> bool:
-    """Returns whether one of the runs, whose first and last positions ascend in `ends`, has a position."""
+    """Returns True if a position is in one of the runs. `ends` has their first and last positions, ascending."""
     after = bisect_left(ends, position)
     return after % 2 == 1 or (after < len(ends) and ends[after] == position)
 
 
 class StoredTensors:
-    """What a native checkpoint holds of each tensor, and where.
+    """Finds what a native checkpoint holds of each tensor, and where.
 
     Args:
         folder: the folder of the files, local or in a remote store.
@@ -154,14 +154,14 @@ class StoredTensors:
         return ()
 
     def bound_kinds(self, key: ShardKey) -> tuple[str, ...]:
-        """Returns the kinds of the tensors that belong to shards of the key as a whole."""
+        """Returns the kinds of the bound state that belongs to shards of the key."""
         opened = (self._open(file, key.name) for file in self.files(key))
         return tuple(dict.fromkeys(shard.key.kind for each in opened for shard in each.bound_state.get(key, ())))
 
     def bound_to(self, key: ShardKey, region: Region) -> dict[str, StoredShard] | None:
-        """Returns the tensors that belong to the key's shard of a region as a whole, by kind.
+        """Returns the bound state of the key's shard of a region: its tensors by kind.
 
-        Returns None if no such shard is stored, although other shards of the key have such tensors.
+        Returns None if no such shard is stored, although other shards of the key have bound state.
         """
         if self.manifest.format_version < _BOUND_VERSION:
             return {}  # without reading the indexes of all ranks
@@ -201,7 +201,7 @@ class StoredTensors:
         return [shard for shard in found if shard is not None]
 
     def is_alias(self, key: ShardKey) -> bool:
-        """Returns True if a main parameter has no bytes of its own because it is the model's tensor (fp32 training)."""
+        """Returns True if a main parameter shares the bytes of the model's tensor (fp32 training)."""
         files = self.files(key)
         return not self.shards(key, files) and self._alias(key, files) is not None
 
@@ -277,14 +277,14 @@ class StoredTensors:
 
 
 def _kinds(shards: Sequence[StoredShard]) -> tuple[str, ...]:
-    """Returns the kinds of a tensor, but for those that others follow from, or that belong to a shard as a whole."""
+    """Returns the kinds of a tensor, except bound state, and scales and upper halves of coded shards."""
     codings = [shard.coding for shard in shards if shard.coding is not None]
     partners = {kind for coding in codings for kind in (coding.scale, coding.upper)}
     return tuple(shard.key.kind for shard in shards if shard.key.kind not in partners and shard.beside is None)
 
 
 def _bound_state(shards: Sequence[StoredShard]) -> dict[ShardKey, tuple[StoredShard, ...]]:
-    """Returns, for each shard that others belong to, these others."""
+    """Returns the bound state of each shard that has any."""
     found: dict[ShardKey, tuple[StoredShard, ...]] = {}
     for shard in shards:
         if shard.beside is not None:

@@ -27,7 +27,7 @@ class TensorWrite:
         refresh: makes the tensor again at each save, if no live tensor holds the state (`_extra_state`). It returns
             None if the module no longer has this state.
         coding: how the values follow from the tensor's elements. None if these are the values.
-        beside: the kind to whose shard, in the same file, this tensor belongs as a whole; see StoredShard.
+        beside: of bound state, the kind of the shard in the same file that this tensor belongs to; see StoredShard.
     """
 
     path: tuple[str, ...]

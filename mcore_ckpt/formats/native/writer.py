@@ -28,7 +28,7 @@ class Exchange(Protocol):
 
 
 class Mended(NamedTuple):
-    """A tensor that begins in one writer's range, and of which another one has other bytes, which are stored."""
+    """A tensor that begins in the range of one rank, `other`, but is stored with the bytes of another one, `stored`."""
 
     tensor: str
     other: int
@@ -128,14 +128,14 @@ class FileWriter:
                 shared.append((number, write.plan, _Part(crcs, self._heads[number])))
             else:
                 written.append(self._complete(number, write.plan, [_Part(crcs, b"")]))
-        # Take CRCs only after this rank has given all of its own. Otherwise two ranks that each own a file in which
-        # the other one has a range would wait for each other forever.
+        # Take CRCs only after this rank has given all of its own. Otherwise two ranks would wait for each other forever
+        # if each owns a file in which the other one has a range.
         for number, plan, own in shared:
             written.append(self._complete(number, plan, [*self._parts_of_others(plan), own]))
         return written
 
     def limit_device_wait(self, seconds: float) -> None:
-        """Waits for a GPU for at most so many seconds from now on."""
+        """Limits waits for a GPU to so many seconds from now on."""
         self._job.limit_device_wait(seconds)
 
     def progress(self) -> int:
@@ -195,10 +195,10 @@ class FileWriter:
         )
 
     def _different_heads(self, plan: FilePlan, parts: list[_Part]) -> dict[int, bytes]:
-        """Compares the heads of ranges with what the writers before them have written there.
+        """Compares the heads of ranges with the bytes that the previous writers have written there.
 
-        Returns those that differ, by their offset in the file, and puts their CRCs into `parts`. Without them, the
-        file would have a tensor whose first bytes are one replica's, and all others another's.
+        Returns the heads that differ, by their offset in the file, and puts their CRCs into `parts`. Without these
+        heads, the first bytes of a tensor in the file would come from one replica and all other bytes from another.
         """
         different: dict[int, bytes] = {}
         for number, cut in enumerate(plan.share.cuts[1:-1]):
@@ -215,7 +215,7 @@ class FileWriter:
 
 
 class _Part(NamedTuple):
-    """What the owner of a file must know of a writer's range: the CRCs of its blocks, and its `head`."""
+    """What the owner of a file must know about a writer's range: the CRCs of its blocks, and its `head`."""
 
     crcs: list[int]
     head: bytes

@@ -7,7 +7,7 @@ from typing import Any
 
 from mcore_ckpt.checkpoint.model_facts import Facts, config_facts
 
-# What Megatron-LM calls its arguments (`core_transformer_config_from_args`, 0.15 to 0.19), if not as the fields.
+# Megatron-LM's arguments (`core_transformer_config_from_args`, 0.15 to 0.19) that are not named like their fields.
 _ARGUMENTS = {
     "norm_epsilon": "layernorm_epsilon",
     "apply_layernorm_1p": "layernorm_zero_centered_gamma",
@@ -15,12 +15,12 @@ _ARGUMENTS = {
     "use_rope_scaling": "rope_scaling",
     "rotary_seq_len_interpolation_factor": "seq_len_interpolation_factor",
 }
-# Without these, the arguments are those of another program, and say nothing of the fields that they lack.
+# If the arguments lack these, another program wrote them, and they say nothing about fields that they lack.
 _OF_MEGATRON_LM = {"norm_epsilon", "swiglu", "squared_relu", "position_embedding_type", "group_query_attention"}
 
 
 def arguments_in(common: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the arguments among what all ranks share. There are none if another program has stored it."""
+    """Returns the arguments in the state that all ranks share. There are none if another program has stored it."""
     found: Mapping[str, Any] = getattr(common.get("args"), "__dict__", {})
     return found
 

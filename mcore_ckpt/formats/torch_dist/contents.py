@@ -1,4 +1,4 @@
-"""Describes what a torch_dist checkpoint is to hold: slices of tensors in files, objects, and what all ranks share."""
+"""Describes a torch_dist checkpoint to write: slices of tensors in files, objects, and state that all ranks share."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from mcore_ckpt.sharding.regions import Piece, Region, Shape
 
 @dataclass(frozen=True)
 class KeyRows:
-    """The rows of a tensor that megatron stores under one key: all rows, or those of one section.
+    """The rows of a tensor that megatron stores under one key: all rows, or one section's rows.
 
     Attributes:
         place: the key, and the tensor's index in the stored tensor's axes of layers and experts.
@@ -111,7 +111,7 @@ class Contents:
     Attributes:
         files: the slices of each file.
         objects: the sharded objects: for each key (`ShardedObject.unique_key`) the bytes that `saved_object` returns.
-        common: what all ranks share, the content of `common.pt`.
+        common: the state that all ranks share, the content of `common.pt`.
     """
 
     files: tuple[tuple[Slice, ...], ...]

@@ -35,8 +35,8 @@ from mcore_ckpt.io.files import inside, open_regular, read_exact, read_small
 from mcore_ckpt.sharding.regions import Box
 
 _METADATA_FILE = ".metadata"
-# What all ranks share is in a file of its own until megatron-core 0.18, and in a sharded object since 0.19
-# (`dist_checkpointing.save`). As `load_common_state_dict` of 0.19 does, the file comes first where both are there.
+# megatron-core up to 0.18 stores the state that all ranks share in this file; 0.19 stores it in a sharded object
+# (`dist_checkpointing.save`). If both are there, the file is read, as `load_common_state_dict` of 0.19 does.
 _COMMON_FILE = "common.pt"
 _COMMON_OBJECT = "common_state/shard_0_1"
 # Keys of optimizer state, of one optimizer or of a chain.
@@ -226,13 +226,14 @@ class TorchDistFiles:
         """True if the tensor is stored as a grid of equal cells, with one more axis for the elements of a cell.
 
         megatron-core stores the optimizer state of `fully_sharded_model_space` in this way, which was the default until
-        0.15 and is gone in 0.16 (`sharded_tensor_to_torch_sharded_tensor`). A cell is what a tensor-parallel rank had.
+        0.15 and is gone in 0.16 (`sharded_tensor_to_torch_sharded_tensor`). A cell is the part of one tensor-parallel
+        rank.
         """
         found = self._tensors.get(wanted.key)
         if found is None or len(found[1].size) != len(wanted.global_shape) + 1:
             return False
         if not OPTIMIZER_KEY.match(wanted.key):
-            return False  # weights of a model are never stored so: another number of axes is another tensor
+            return False  # weights are never stored in this way: another number of axes means another tensor
         *grid, numel = found[1].size
         cell = _cell_shape(wanted.global_shape, grid)
         return cell is not None and prod(cell) == numel
@@ -269,7 +270,7 @@ class TorchDistFiles:
 
 
 def _cell_shape(shape: Sequence[int], grid: Sequence[int]) -> tuple[int, ...] | None:
-    """Returns the shape of each cell of a tensor that a grid cuts evenly; None if it cannot."""
+    """Returns the shape of each cell of a tensor that a grid cuts evenly; None if that is not possible."""
     if any(cells < 1 or length % cells for length, cells in zip(shape, grid, strict=True)):
         return None
     return tuple(length // cells for length, cells in zip(shape, grid, strict=True))
@@ -319,7 +320,7 @@ def _read_item(folder: _Folder, key: str, item: ReadItem, memory: torch.Tensor) 
 
 
 def _read_common(folder: _Folder) -> dict[str, Any]:
-    """Reads what all ranks share: counters, arguments, the optimizer's param groups, the scheduler."""
+    """Reads the state that all ranks share: counters, arguments, the optimizer's param groups, the scheduler."""
     place = folder.path / _COMMON_FILE
     if os.path.lexists(place) or _COMMON_OBJECT not in folder.metadata.state_dict_metadata:
         shown, common = str(place), load_safely(place, str(place))

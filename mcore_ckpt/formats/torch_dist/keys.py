@@ -137,7 +137,7 @@ class Keys:
         return (name,)
 
     def place(self, name: str) -> Place:
-        """Returns the place of a tensor whose key is its name, but for the axes of layers and experts."""
+        """Returns the place of a tensor that is stored under its name, except for the axes of layers and experts."""
         key, index, lengths = name, list[int](), list[int]()
         if match := _IN_TOWER.fullmatch(key):
             key = match[1] + match[3]

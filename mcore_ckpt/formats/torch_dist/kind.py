@@ -25,7 +25,7 @@ _VERL_TREES = ("model", "optimizer", "extra")
 
 
 class TorchDist(CheckpointKind):
-    """What megatron's trainer and verl write with `dist_checkpointing.save`."""
+    """A checkpoint that megatron's trainer or verl writes with `dist_checkpointing.save`."""
 
     name = "torch_dist"
     what = "a torch_dist checkpoint of Megatron"
@@ -51,7 +51,7 @@ class TorchDist(CheckpointKind):
         try:
             return facts_of_arguments(arguments_in(TorchDistFiles(path, torch_dist_folders(path)).common))
         except CheckpointError:
-            return {}  # the weights can be read without
+            return {}  # the weights can be read without facts
 
 
 def torch_dist_folders(path: Path) -> list[Path]:
@@ -75,7 +75,7 @@ def _has_config(folder: Path) -> bool:
     try:
         config = fields.parse(read_small(path, limits.HF_JSON_BYTES))
     except PermissionError as error:
-        # Not from the folder itself, which may be anybody's.
+        # If the folder itself refuses access, it may be anybody's.
         if not os.path.lexists(path):
             return False
         raise CheckpointError(f"{path}: cannot be read, so the kind of this folder is not known: {error}") from error

@@ -32,16 +32,18 @@ from mcore_ckpt.sharding.plan import PARAM
 
 _FULLY_RESHARDABLE = "fully_reshardable"
 _DP_RESHARDABLE = "dp_reshardable"
-# The default until 0.15, gone in 0.16. Each tensor of the state can be read in the model's shape, too.
+# megatron's default until 0.15; 0.16 no longer has it. Each tensor of such a state can be read in the model's shape,
+# too.
 _MODEL_SPACE = "fully_sharded_model_space"
-# megatron names no form for optimizers beside DistributedOptimizer. Each tensor of the state has the model's shape.
+# megatron names no form for other optimizers than DistributedOptimizer. Each tensor of the state has the model's
+# shape.
 _BY_PARAMETER = "None"
 # `fully_reshardable` calls main parameters by the first name, Float16OptimizerWithFloat16Params by the second one.
 MAIN_NAMES = (PARAM, "fp32_param")
-# The parameter that HybridDeviceOptimizer updates. After a load by megatron it can differ from the main parameter
-# beside it, which is a copy.
+# The parameter that HybridDeviceOptimizer updates. After a load by megatron it can differ from the stored main
+# parameter, which is only a copy.
 _INNER = "master_param"
-# Adam's are the first two, Lion's the first, Muon's the third; SGD, AdaptiveMuon and SOAP have more of them.
+# Adam has the first two settings, Lion the first, Muon the third; SGD, AdaptiveMuon and SOAP have more of them.
 _KIND_SETTINGS = {"betas", "eps", "momentum", "beta2", "nesterov", "dampening", "shampoo_beta"}
 
 Stored = Mapping[str, Any]
@@ -62,7 +64,7 @@ def read_optimizer(
         keys: the checkpoint's keys.
         training: what this rank trains.
         tensors: the model's tensors.
-        weights: those of the checkpoint's weights that were read.
+        weights: the weights that were read from the checkpoint.
 
     Raises:
         CheckpointMismatchError, CheckpointCorruptError, UnsupportedError: see `ForeignState`.
@@ -92,8 +94,8 @@ def read_optimizer(
 def _saved_parts(path: Path, saved: Any) -> list[Stored]:
     """Returns the state of each chained optimizer.
 
-    What all ranks share has the state itself if there is one optimizer, or a dict or list of states if there are
-    several. Chains may nest.
+    The state that all ranks share contains one state if there is one optimizer, or a dict or list of states if there
+    are several. Chains may nest.
     """
     if isinstance(saved, Mapping) and saved and set(saved) == set(range(len(saved))):
         saved = [saved[number] for number in range(len(saved))]
@@ -103,12 +105,13 @@ def _saved_parts(path: Path, saved: Any) -> list[Stored]:
         raise CheckpointMismatchError(
             f"{path}: has no optimizer state: leave 'optimizer' out of load_contents if it was not saved"
         )
-    # That of FP32Optimizer is the state of the optimizer in it. Our own conversion (`for_trainers`) writes both.
+    # FP32Optimizer stores the state of its inner optimizer directly. Our conversion (`for_trainers`) writes both
+    # forms.
     return [saved if "param_groups" not in saved or "optimizer" in saved else {"optimizer": saved}]
 
 
 def _are_buckets(path: Path, saved: Sequence[Stored]) -> bool:
-    """Returns True if the state is that of megatron's buckets, False if each tensor has the model's shape."""
+    """Returns True if the state is stored by megatron's buckets, False if each tensor has the model's shape."""
     found = {str(state.get("param_state_sharding_type")) for state in saved}
     if found <= {_FULLY_RESHARDABLE, _MODEL_SPACE, _BY_PARAMETER}:
         return False
@@ -123,7 +126,7 @@ def _are_buckets(path: Path, saved: Sequence[Stored]) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class _Parameters:
-    """State whose tensors have the model's shapes.
+    """Optimizer state that is stored in the model's shapes.
 
     Attributes:
         files, keys, training: see `read_optimizer`.
@@ -181,7 +184,7 @@ class _Parameters:
 
 @dataclass(frozen=True, eq=False)
 class _Buckets:
-    """`dp_reshardable` state, which is that of megatron's buckets."""
+    """`dp_reshardable` state, which is stored by megatron's buckets."""
 
     files: TorchDistFiles
     training: LiveTraining
@@ -224,9 +227,8 @@ class _Buckets:
 
 
 def _of_the_same_kind(part: LivePart, saved: Sequence[Stored]) -> Sequence[Stored]:
-    """Returns the saved parts whose param groups have the settings of this part's kind of optimizer.
-
-    A chain may have parts of several kinds, whose groups look alike otherwise.
+    """Returns the saved parts of the same kind of optimizer as this part, which the settings in their param groups
+    show.
     """
     own = _kind_settings(part.param_groups)
     return [state for state in saved if _kind_settings(_stored_groups(state)) == own] or saved
@@ -265,14 +267,15 @@ def _found_part(
     groups: Sequence[Mapping[str, Any]],
     part: LivePart | None = None,
 ) -> FoundPart:
-    """Returns a part with its step and scaler. `part` is the live one if it may be of a kind that counts no steps."""
+    """Returns a part with its step and scaler. `part` is the live part; it is given if its kind may count no steps."""
     stored = [group for state in saved for group in _stored_groups(state)]
     if not stored:
         raise CheckpointMismatchError(
             f"{files.path}: has no param groups of the optimizer: leave 'optimizer' out of load_contents"
         )
     steps = {group["step"] for group in stored if group.get("step") is not None}
-    # Float16OptimizerWithFloat16Params and FP32Optimizer have it beside the groups, as a number or a tensor.
+    # Float16OptimizerWithFloat16Params and FP32Optimizer store the step outside of the groups, as a number or a
+    # tensor.
     common = ((state.get("optimizer") or {}).get("state") for state in saved)
     steps |= {int(each["common_step"]) for each in common if isinstance(each, Mapping) and "common_step" in each}
     if len(steps) > 1:

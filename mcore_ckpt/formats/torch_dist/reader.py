@@ -1,10 +1,11 @@
 """Reads the model's tensors from a torch_dist checkpoint (megatron's `dist_checkpointing`), without a live model.
 
-The checkpoint's keys come from `sharded_state_dict` (megatron-core 0.16.1). Homogeneous layers share one key, whose
-tensor has an axis of layers in front (`TransformerBlock`). In the same way experts share one key, whose tensor has an
-axis of experts (`SequentialMLP`, `TEGroupedLinear`). With `non_homogeneous_layers` or `singleton_local_shards` each
-layer or expert has its own key, and gate and up have separate keys (`apply_swiglu_sharded_factory`). The sections of a
-mixer's fused projection always have separate keys (`_split_tensor_factory` of GatedDeltaNet and MambaMixer).
+The checkpoint's keys come from `sharded_state_dict` (megatron-core 0.16.1). Homogeneous layers share one key, and the
+stored tensor has an axis of layers in front (`TransformerBlock`). In the same way experts share one key, and the stored
+tensor has an axis of experts (`SequentialMLP`, `TEGroupedLinear`). With `non_homogeneous_layers` or
+`singleton_local_shards` each layer or expert has its own key, and gate and up have separate keys
+(`apply_swiglu_sharded_factory`). The sections of a mixer's fused projection always have separate keys
+(`_split_tensor_factory` of GatedDeltaNet and MambaMixer).
 """
 
 from __future__ import annotations
@@ -205,7 +206,7 @@ def _infos(of: _Key, stored: TensorStorageMetadata, shape: Shape) -> dict[str, T
 def _name(of: _Key, index: Sequence[int]) -> str:
     name = of.name
     for axis, number in zip(of.axes, index, strict=True):
-        # Not str.format, because a key may contain other braces.
+        # Do not use str.format, because a key may contain other braces.
         name = name.replace(f"{{{axis}}}", str(number))
     return name
 

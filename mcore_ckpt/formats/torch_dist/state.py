@@ -1,4 +1,4 @@
-"""Reads what a rank needs to go on from a torch_dist checkpoint, which megatron's trainer and verl write.
+"""Reads the state that a rank resumes from in a torch_dist checkpoint of megatron's trainer or of verl.
 
 megatron's `sharded_state_dict` describes which part of which tensor a rank holds, but this package reads the files
 itself. It does not call `dist_checkpointing.load` (0.16.1), for two reasons. First, that function executes the pickles
@@ -8,7 +8,7 @@ fails an assertion before the optimizer's first step, and `load_parameter_state_
 `step` of each parameter (`_set_main_param_and_optimizer_states`), but the checkpoint stores it in the param groups.
 
 The model loads under any layout, random states under the same tensor- and pipeline-parallel sizes, the optimizer as
-`optimizer_state.py` says. Rows that pad the vocabulary here and have no counterpart there keep their fresh values.
+`optimizer_state.py` says. Padding rows of the vocabulary that the checkpoint lacks keep their fresh values.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class TorchDistState(ForeignState):
 
         The names depend on flags that newer megatron versions store in the checkpoint (`content_metadata`), and on
         whether the layers were homogeneous, which not every checkpoint records. So this tries the names of both cases,
-        and takes those of which fewer are missing.
+        and takes the names of the case in which fewer are missing.
         """
         saved = self._files.common.get("content_metadata")
         flags = {key: each for key, each in saved.items() if isinstance(each, bool)} if isinstance(saved, dict) else {}
@@ -84,7 +84,7 @@ class TorchDistState(ForeignState):
         return sum(not self._keys.has(tensor.key) for tensor in tensors)
 
     def _read_weight(self, tensor: ModelTensor) -> FoundWeight:
-        # Rows that pad the vocabulary and have no counterpart in the checkpoint keep their values.
+        # Padding rows of the vocabulary that the checkpoint lacks keep their values.
         memory = torch.empty(tensor.live.shape, dtype=tensor.live.dtype, device="cpu")
         if not tensor.is_quantized:
             memory.copy_(tensor.live.detach())
@@ -132,7 +132,7 @@ class TorchDistState(ForeignState):
         with self._keys.explained():
             for name in left:
                 # `convert` writes a norm under several names, one for each layer spec, and a main parameter under both
-                # of megatron's. It is enough if one of them is read.
+                # of megatron's names. It is enough if one name is read.
                 if not any(synonym in read for synonym in synonyms(_numbered(name))):
                     self._check_not_wanted(name)
 
@@ -144,7 +144,7 @@ class TorchDistState(ForeignState):
 
 
 def _numbered(name: str) -> str:
-    """Makes keys of the same tensor comparable: by one name of main parameters, and with layer numbers for `synonyms`.
+    """Makes keys of the same tensor comparable: with one name for main parameters, and layer numbers for `synonyms`.
 
     A key that all layers share gets the number 0.
     """

@@ -1,8 +1,9 @@
 """Finds the keys of a torch_dist checkpoint under which the parts of another model's layers are stored.
 
-A GPTModel's checkpoint fits a HybridModel that runs the same parts, and the other way round. The two have other layer
-numbers (`sharding/counterparts.py`), and only GPTModel stores layers that are alike as one tensor with an axis of
-layers. megatron-core 0.19 reads the first of the two (`gpt_checkpoint_interop.py`), without multi-token prediction.
+A GPTModel's checkpoint fits a HybridModel that runs the same parts, and the other way round. The two models number
+their layers differently (`sharding/counterparts.py`), and only GPTModel stores layers that are alike as one tensor with
+an axis of layers. megatron-core 0.19 itself supports only the first direction (`gpt_checkpoint_interop.py`), and
+without multi-token prediction.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from mcore_ckpt.sharding.synonyms import synonyms
 
 # The beginning of a key of the optimizer's state (`DistributedOptimizer.sharded_param_state_fully_reshardable`).
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.\w+\.")
-# A checkpoint from a stranger may say any size. More layers than this are none.
+# A stranger's checkpoint may state any size. A longer axis is not taken for an axis of layers.
 _MOST_LAYERS = 10_000
 _SHARED = re.compile(r"decoder\.layers\.(?!\d+\.)(.+)")
 _NUMBERED = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
 
 class StoredKeys:
-    """The keys of one checkpoint, by the keys that megatron has for the live model.
+    """Maps megatron's keys for the live model to the keys of one checkpoint.
 
     Args:
         files: the checkpoint.
-        layers: the layers of the whole model that reads.
+        layers: all layers of the live model.
 
     Attributes:
         layer_mismatch: why the layers of the checkpoint and of the model cannot be matched; None if they can.
@@ -66,7 +67,7 @@ class StoredKeys:
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Says in an error of the block which layers the checkpoint and the model have, if they differ."""
+        """Adds the layers of the checkpoint and of the model to an error of the `with` block, if they differ."""
         try:
             yield
         except CheckpointMismatchError as error:
@@ -75,9 +76,9 @@ class StoredKeys:
             raise CheckpointMismatchError(f"{error} ({self.layer_mismatch})") from error
 
     def place(self, key: str) -> Place:
-        """Returns where the tensor is stored that megatron has under this key in the live model.
+        """Returns where the tensor that has this key in the live model is stored.
 
-        If there is no such tensor, returns the key itself, under which there is nothing.
+        If the checkpoint lacks the tensor, returns a place with the same key, under which nothing is stored.
         """
         if not self.are_other_layers:
             return Place(key, (), ())

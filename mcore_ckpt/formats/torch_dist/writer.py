@@ -1,12 +1,12 @@
 """Writes torch_dist checkpoints for megatron's `dist_checkpointing.load`, without megatron.
 
 The files have the form that torch's `FileSystemWriter` writes: the outputs of several `torch.save` calls one after the
-other, with their places listed in `.metadata`. That class itself keeps the last tensor of every name in memory until
-the file is complete (`_write_files_from_queue`, torch 2.13), which is the whole model, and megatron's planner needs the
-model.
+other, with their places listed in `.metadata`. That class itself is not used: it keeps the last tensor of every name,
+and so the whole model, in memory until the file is complete (`_write_files_from_queue`, torch 2.13), and megatron's
+planner needs the model.
 
-Layer specs name some norms differently, and which spec will load the checkpoint is not known: such a norm is written
-under the names of both. `_extra_state` has placeholders, because megatron asks for all of them.
+Layer specs name some norms differently, and it is unknown which spec will load the checkpoint. So such a norm is
+written under both names. `_extra_state` has placeholders, because megatron asks for all of them.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class VerlRanks(CheckpointKind):
 
         if config is None:
             raise CheckpointNotFoundError(f"{folder}: has no config.json, without which the model's shapes are unknown")
-        # Its names are not known yet. Multi-token prediction that it does not have costs nothing here.
+        # The checkpoint's names are not known yet. It does no harm here if it has no multi-token prediction.
         model = with_mtp_of(model_from_config(config), ["mtp.layers.0."])
         slabs = [slab for tensor in hf_tensors(model) for slab in tensor.slabs if slab.mcore]
         return open_verl_ranks(
@@ -78,7 +78,7 @@ def model_file(folder: Path) -> Path | None:
 def _has_our_index(file: Path) -> bool:
     """Returns True if this package wrote the file.
 
-    A folder of this package without a manifest is not a checkpoint, and must not be taken for one of verl either.
+    A folder of this package without a manifest is not a checkpoint, and must not be taken for verl's either.
     """
     try:
         descriptor = open_regular(file)

@@ -1,7 +1,8 @@
 """Reads the model from the per-rank folders of verl up to 0.4, and maps each rank's names to global names.
 
-Layers are numbered per chunk in these folders, so the numbers come from the whole pipeline's files. How a tensor is cut
-is not stored: of the cuts that its name allows, the one counts that makes the shape that `config.json` promises.
+These folders number layers per chunk, so the global numbers come from the files of the whole pipeline. The cut of a
+tensor is not stored. Of the cuts that its name allows, the reader takes the one that results in the shape of
+`config.json`.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""Reads what a rank needs to go on from the per-rank folders of verl up to 0.4.
+"""Reads the state that a rank resumes from in the per-rank folders of verl up to 0.4.
 
 The files are read without verl and without megatron's `load_parameter_state` (0.16.1). That function needs Gloo groups
 and an optimizer that already has state. It also scatters data that each rank can read by itself.
 
-The same TP, PP, VPP and EP are needed. The file of a data-parallel group is mapped and each rank takes its range. The
-optimizer's step is not stored: `assume_optimizer_step` says it. Param groups stay the user's, with rates from the
-scheduler. The gradient scaler starts anew. The step is the one in the folder's name, or 0.
+TP, PP, VPP and EP must be the same as in the save. Each rank maps the file of its data-parallel group into memory and
+takes its range. The optimizer's step is not stored; `assume_optimizer_step` gives it. Param groups keep the user's
+values, with learning rates from the scheduler. The gradient scaler starts anew. The training step is the number in the
+folder's name, or 0.
 """
 
 from __future__ import annotations
