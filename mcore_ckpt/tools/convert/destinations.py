@@ -1,4 +1,4 @@
-"""Where a conversion puts what it makes: a folder, or roles of a step below a root. It appears as a whole, or not."""
+"""Puts the result of a conversion in place: a folder, or roles of a step. It appears as a whole or not at all."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from mcore_ckpt.steps.new_step import NewStep, check_may_write
 
 
 class Destination(Protocol):
-    """A place for what several writers make, each in its folder.
+    """The place for the results of several writers, each with a folder.
 
-    Every process has one with the same arguments. The coordinator alone calls the methods, in this order, and `close`
-    whatever has happened; every process calls `folder`.
+    Every process makes a destination with the same arguments. Only the coordinator calls the methods, in this order,
+    and it calls `close` even after an error. Only `folder` is called by every process.
     """
 
     @property
     def path(self) -> Path:
-        """What appears in the end, for messages."""
+        """The path of the result, for messages."""
 
     def check(self) -> None:
         """Raises InvalidArgumentError if nothing may be written here. It changes nothing."""
 
     def open(self, names: Sequence[str], sizes: Iterable[int], mode: int) -> str:
-        """Makes a staging folder, and in it or beside it a folder for each writer. Removes what dead processes left.
+        """Makes a staging folder, and in it or next to it a folder for each writer. Removes leftovers.
 
         Args:
             names: the names of the folders.
@@ -56,18 +56,18 @@ class Destination(Protocol):
         """Makes all names durable, when all files are written. Raises OSError."""
 
     def publish(self) -> None:
-        """Puts everything in place. Raises CheckpointError or OSError; then what was there is still there."""
+        """Puts everything in place. Raises CheckpointError or OSError; then the previous contents are still there."""
 
     def close(self) -> None:
-        """Removes what is not in place, and gives up all locks."""
+        """Removes everything that is not in place, and releases all locks."""
 
 
 class NewFolder:
-    """A folder. The writers write into it, or into folders in it: their names are relative paths.
+    """A folder. The writers write into it, or into folders below it. Their names are relative paths.
 
     Attributes:
         path: the folder.
-        replaceable: what may be replaced if it has files already.
+        replaceable: says whether the folder may be replaced if it has files already.
     """
 
     def __init__(self, path: Path, replaceable: Replaceable) -> None:
@@ -121,13 +121,13 @@ class RolesOfStep:
         step: the step's number.
         roles: the roles.
         force: True to replace checkpoints of these roles that the step already has. A pinned step is never replaced.
-        source: the folder of a step. What a trainer keeps in it beside its roles is copied.
+        source: the folder of a step. The files that a trainer keeps in it next to the roles are copied.
 
     Attributes:
         path: the folder of the step; of its role, if there is only one.
         step: the step's number.
         roles: the roles.
-        companions: what is copied of `source`, by name, once the destination is open.
+        companions: the files and folders that are copied from `source`, by name, once the destination is open.
         manifests: the manifests that have been written, by role.
     """
 
@@ -165,7 +165,7 @@ class RolesOfStep:
         return file_names.staging_dir(self.role_dir(name), attempt)
 
     def write_manifest(self, manifest: Manifest) -> None:
-        """Writes the manifest of a role, all of whose other files are durable. The step adds its roles and its attempt.
+        """Writes a role's manifest, once all other files of the role are durable. Adds the step's roles and attempt.
 
         Raises CommitError or OSError.
         """

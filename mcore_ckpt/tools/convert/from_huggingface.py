@@ -1,6 +1,6 @@
 """The common parts of the two conversions of a HuggingFace folder into a checkpoint. Neither builds the model.
 
-`to_native.py` writes the format of this package, and `to_torch_dist.py` that of megatron.
+`to_native.py` writes the format of this package, and `to_torch_dist.py` writes megatron's.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ConversionReport:
         model: a description of the model.
         nbytes: the size in bytes of all tensors that the processes together have written.
         seconds: how long the conversion took.
-        left_out: what the checkpoint does not have of the folder, by reason.
+        left_out: what the folder has and the checkpoint lacks, by reason.
     """
 
     source: Path
@@ -44,7 +44,7 @@ class ConversionReport:
 
 
 def left_out_of(reader: HuggingFaceReader, destination: Path) -> tuple[LeftOut, ...]:
-    """Returns what a conversion does not take from a folder: tensors, files of weights, and files beside them."""
+    """Returns what a conversion does not take from a folder: tensors, files of weights, and assets."""
     beside = find_side_files(reader.place, destination=destination)
     return together(reader.left_out, not_read(reader.place, reader.contents.sizes), beside.left_out)
 
@@ -60,7 +60,7 @@ def open_folder(
         agreement: connects this process with the other processes that share the work.
         source: the folder, or the name of a model on the hub.
         ignore: regular expressions of HuggingFace tensors to leave out.
-        dtype: the dtype of weights that are quantized in the folder; None takes the one that `config.json` states.
+        dtype: the dtype of weights that are quantized in the folder; None takes the dtype in `config.json`.
 
     Raises:
         CheckpointError: the folder is damaged, the hub does not give the model, or the model cannot be converted. All

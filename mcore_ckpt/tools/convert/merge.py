@@ -76,7 +76,7 @@ class MergeRequest:
         role: the role to take from a step; None if the step has only one.
         backend: "fsdp" for FSDP shards, "megatron" for every other kind of checkpoint.
         hf_model_path: the folder with the configuration and the tokenizer, or the name of a model on the hub that has
-            them; None to use those of the checkpoint.
+            them; None to use the checkpoint's.
         dtype: the dtype of floating tensors in the new files. None keeps the saved dtype; if only the optimizer's main
             parameters were saved, None means the dtype that `config.json` states.
         max_shard_bytes: the size limit of the tensors in one file, in bytes.
@@ -124,8 +124,8 @@ class MergeReport:
         nbytes: the size of all weights in bytes.
         has_mtp: True if the model has weights of multi-token prediction.
         adapters: what has become of LoRA adapters: "merge", "beside" or "only"; None if the checkpoint has none.
-        left_out: what the new model does not have of the checkpoint, by reason.
-        other_model: what `config.json` makes transformers compute otherwise than the model that was trained, by field.
+        left_out: what the checkpoint has and the new model lacks, by reason.
+        other_model: by field of `config.json`, how transformers will compute differently from the trained model.
         seconds: how long the merge took.
     """
 
@@ -151,11 +151,11 @@ class MergeJob:
         where: the folder of the checkpoint.
         config_dir: the folder with the configuration and the tokenizer.
         model: the model that the checkpoint holds.
-        plan: the files to write; of the adapter, if only that is written.
+        plan: the weight files to write; the adapter's files if only the adapter is written.
         adapters: what becomes of LoRA adapters; None if the checkpoint has none.
         adapter: the folder of the adapter to write.
         left_out: what is not written of the checkpoint, by reason.
-        other_model: what `config.json` makes transformers compute otherwise than the model that was trained, by field.
+        other_model: by field of `config.json`, how transformers will compute differently from the trained model.
     """
 
     reader: CheckpointReader
@@ -269,7 +269,7 @@ def _plan_together(agreement: Agreement, request: MergeRequest, found: FoundChec
 
 
 def _with_side_files(job: MergeJob, target: Path) -> MergeJob:
-    """Adds what is not copied of the files beside the weights to the report."""
+    """Adds the assets that are not copied to the report."""
     if job.adapters == "only":
         return job
     quantized = job.model_writer().quantizes_as_before
@@ -374,7 +374,7 @@ def _reconciled(
     model = replace(model, ignored=(*model.ignored, *request.ignore))
     if not model.architecture.table.layer or not tensors:
         # Tensors of an architecture without a table are copied under their own names. There is no table to compare
-        # these names with. Of adapters alone, there are no tensors to compare.
+        # these names with. If there are only adapters, there are no tensors to compare.
         return model
     shapes = {name: info.shape for name, info in tensors.items()}
     if model.is_tied:
@@ -386,7 +386,7 @@ def _reconciled(
 def _with_vocabulary(
     model: HfModel, found: FoundCheckpoint, config_dir: Path, tensors: Mapping[str, TensorInfo]
 ) -> HfModel:
-    """Returns the model with a row for each token of the tokenizers, of which `config.json` may know fewer.
+    """Returns the model with a row for each token of the tokenizers, even if `config.json` states fewer rows.
 
     Raises CheckpointMismatchError if the tokenizer that would be copied lacks tokens of the checkpoint's own one.
     """

@@ -58,7 +58,8 @@ from mcore_ckpt.tools.examine.find import FoundCheckpoint
 
 Adapters = Literal["merge", "beside", "only"]
 
-# verl (0.5 to 0.9) writes alpha and the rank here: FSDP's manager beside the shards, and the SFT trainer into the step.
+# verl (0.5 to 0.9) writes alpha and the rank here: FSDP's manager writes it next to the shards, and the SFT trainer
+# into the step.
 _LORA_META = "lora_train_meta.json"
 _WEIGHT = re.compile(r".*weight\d*")
 
@@ -68,8 +69,8 @@ class AdaptedPlan:
     """The planned files of a merge of a checkpoint that has adapters.
 
     Attributes:
-        reader: reads the checkpoint, and the base model if that is in a folder of its own.
-        plan: the files of the model; those of the adapter if only the adapter is written.
+        reader: reads the checkpoint, and the base model if it is in a separate folder.
+        plan: the files of the model; the adapter's files if only the adapter is written.
         adapter: the folder of the adapter. None if the adapters are merged.
         left_out: what is not written of the checkpoint, by reason.
     """
@@ -89,7 +90,7 @@ def adapters_in(found: FoundCheckpoint, tensors: Mapping[str, TensorInfo]) -> di
 def _refuse_permuted(found: FoundCheckpoint, reader: CheckpointReader, adapters: Iterable[str]) -> None:
     """Raises UnsupportedError for adapters that Megatron-Bridge stores with their rows in another order.
 
-    The order depends on the tensor-parallel size, of which the number of pieces is all that such a checkpoint shows.
+    The order depends on the tensor-parallel size, and such a checkpoint shows only the number of pieces.
     """
     if found.kind != "torch_dist":
         return
@@ -107,7 +108,7 @@ def _refuse_permuted(found: FoundCheckpoint, reader: CheckpointReader, adapters:
 def has_base(found: FoundCheckpoint, tensors: Mapping[str, TensorInfo]) -> bool:
     """Returns True if a checkpoint has the weights of the model, and not only what was trained.
 
-    Then it has the weights that adapters belong to, which LoRA freezes.
+    Such a checkpoint has the frozen weights that the adapters belong to.
     """
     adapters = adapters_in(found, tensors)
     if found.has_hf_names or not adapters:
@@ -156,7 +157,7 @@ class AdapterMerge:
         how: "merge" the adapters into the weights; write the weights as they are and the adapters "beside" them; or
             write "only" the adapters.
         settings: the adapters' settings.
-        base_dir: the folder of the base model, whose weights are needed if the checkpoint has only adapters.
+        base_dir: the folder of the base model. Its weights are needed if the checkpoint has only adapters.
         options: the form of the files.
     """
 
@@ -184,8 +185,8 @@ def plan_with_adapters(
 
     Raises:
         CheckpointMismatchError: the adapters do not fit the model, or the base model is needed and is not there.
-        UnsupportedError: the form of PEFT does not have names for the adapters.
-        InvalidArgumentError: the adapters are to be written beside the weights, which the checkpoint does not have.
+        UnsupportedError: PEFT has no names for the adapters.
+        InvalidArgumentError: the adapters are to be written beside the weights, but the checkpoint has no weights.
     """
     _refuse_permuted(found, reader, adapters_in(found, tensors))
     if job.how == "only":
@@ -217,7 +218,7 @@ def _adapter_folder(
     if found.has_hf_names:
         beside = of_modules(saved_modules(tensors).values())
     else:
-        # The weights are in the folder of the model if the adapters are written beside it.
+        # If the adapters are written next to the model, the model's folder has these weights.
         beside = fully_trained_in_peft(model, adapted, changed, weights) if job.how == "only" else FullyTrained()
     folder = plan_adapter_folder(
         model, adapted, tensors, job.settings, dtype=job.options["dtype"], base=base, beside=beside
@@ -231,7 +232,7 @@ def _adapter_folder(
 def _changed(
     job: AdapterMerge, found: FoundCheckpoint, reader: CheckpointReader, weights: Sequence[str]
 ) -> tuple[set[str], str]:
-    """Returns the names of the weights beside adapters that training has changed, and what to say of the others."""
+    """Returns the names of the weights that training has changed in full, and what to say of the others."""
     if found.has_hf_names:
         return set(), MAYBE_TRAINED  # PEFT's modules_to_save are none of these
     if not has_base(found, weights_of(reader)):

@@ -1,4 +1,4 @@
-"""Plans the files of a merge, whether the checkpoint has megatron's names or those of HuggingFace."""
+"""Plans the files of a merge, whether the checkpoint has megatron's or HuggingFace's names."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def plan_model(
         alpha: the alpha of the adapters, which are merged into the weights. None to leave adapters out.
 
     Raises:
-        CheckpointMismatchError: the tensors are not those of the model.
+        CheckpointMismatchError: the tensors do not fit the model.
         UnsupportedError: safetensors files cannot store a tensor's dtype.
     """
     if found.has_hf_names:

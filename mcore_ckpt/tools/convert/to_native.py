@@ -89,7 +89,7 @@ def folder_tensors(reader: HuggingFaceReader) -> Iterator[SavedTensor]:
 
 
 def _writer(reader: HuggingFaceReader, wanted: WantedLayout, destination: RolesOfStep) -> RoleWriter:
-    # The tensors of a HuggingFace model are not cut, so its layout is that of a checkpoint that one rank has saved.
+    # The tensors of a HuggingFace model are not cut, so its layout is the same as if one rank had saved it.
     saved = SavedLayout(Topology(), (StageRecord(0, 0, reader.decoder_layers, reader.mtp_layers),))
     try:
         tensors = list(folder_tensors(reader))

@@ -117,7 +117,7 @@ def _writer(reader: HuggingFaceReader) -> _Writer:
     # `common.pt` must have no entries, because `dist_checkpointing.load` returns its entries together with the tensors.
     # verl gives both to a strict `load_state_dict`, which refuses unknown entries.
     contents = Contents.of(slices, states)
-    contents.describe()  # which raises if it cannot be done
+    contents.describe()  # raises if the contents cannot be described
     return _Writer(contents, partial(_read, reader), reader.place, reader, key_rows)
 
 
@@ -146,7 +146,7 @@ def _slices(reader: HuggingFaceReader, name: str, rows: KeyRows) -> Iterator[Sli
 
 @dataclass(frozen=True, eq=False)
 class _Writer(TorchDistWriter):
-    """Writes a folder's tensors and the files beside them. `check` compares with what is stored, not with the plan.
+    """Writes a folder's tensors and assets. `check` compares the written tensors with the source, not with the plan.
 
     Attributes:
         reader: the reader of the folder.
@@ -191,7 +191,7 @@ def _read(reader: HuggingFaceReader, wanted: Slice) -> torch.Tensor:
 
 
 def _read_piece(written: TorchDistFiles, rows: KeyRows, piece: Piece, shape: Shape, memory: torch.Tensor) -> None:
-    """Reads those rows of a key that are in a piece, into the place of the piece in a local tensor."""
+    """Reads the rows of a key that lie in a piece into the piece's place in a local tensor."""
     place, (first, *rest) = rows.place, piece.global_offset
     start, stop = max(rows.first, first), min(rows.first + rows.count, first + piece.shape[0])
     if start >= stop:

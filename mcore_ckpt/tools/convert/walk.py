@@ -1,11 +1,11 @@
-"""The way of every conversion: several processes write files that appear together, once all of them are there.
+"""Runs every conversion: several processes write files that appear together, once all of them are complete.
 
-A tool opens a reader, plans, and chooses writers and a destination. Then `write_together` goes this way:
+A tool opens a reader, plans, and chooses writers and a destination. Then `write_together` takes these steps:
 
-1. *Open.* All processes compare their plans. The coordinator checks that the destination may be written and has the
-   space, removes what dead processes left, and makes the staging folders.
-2. *Write.* Each process writes its share of the files. When all are there, the coordinator checks their sizes, writes
-   what belongs to them, and makes all names durable.
+1. *Open.* All processes compare their plans. The coordinator checks that the destination may be written and has enough
+   space, removes leftovers, and makes the staging folders.
+2. *Write.* Each process writes its share of the files. When all are there, the coordinator checks their sizes,
+   completes them (`CheckpointWriter.finish`), and makes all names durable.
 3. *Test*, if asked for. Each process reads a part of what was written and compares it with the source.
 4. *Publish.* The coordinator puts everything in place.
 
@@ -34,7 +34,7 @@ Plan = TypeVar("Plan")
 
 
 def check_together(agreement: Agreement, destination: Destination) -> None:
-    """Checks that a destination may be written, before a source is downloaded or read. Every process raises the same.
+    """Checks that a destination may be written, before a source is downloaded or read. All processes raise the error.
 
     Raises InvalidArgumentError.
     """
@@ -55,8 +55,8 @@ def plan_together(
         agreement: connects this process with the others that share the work.
         topic: what the processes do, for messages.
         plan: plans.
-        identity: returns, as plain JSON values, what must be the same in the plans of all processes.
-        what: what that is, for messages.
+        identity: returns the part of a plan that must be the same on all processes, as plain JSON values.
+        what: a description of this part, for messages.
     """
     plans: list[Plan] = []
 
@@ -81,7 +81,7 @@ def write_together(
     Args:
         agreement: connects this process with the others that share the work.
         writers: what to write; the same on all processes.
-        destination: where to.
+        destination: where to write it.
         mode: the mode of new folders (`mode_as`).
         progress: called with the number of bytes that this process has written, and the number that it will write.
         test: True to read everything back and compare it with the source before it appears.

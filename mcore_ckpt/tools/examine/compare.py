@@ -42,7 +42,7 @@ class Weights:
         where: the folder, for messages.
         reader: reads the stored tensors.
         tensors: the model's tensors by HuggingFace name, with their dtype and the stored tensors that they are made of.
-        beside: the names of stored tensors that are no part of a value: scales of activations and caches.
+        beside: the names of stored tensors that no weight depends on: scales of activations and caches.
     """
 
     where: Path
@@ -150,7 +150,7 @@ def open_folder(name: str | Path) -> Weights:
 
 
 def _config(folder: Path) -> HfConfig:
-    """Returns the folder's config, or an empty one. Plain weights can be compared without, by the names as they are."""
+    """Returns the folder's config, or an empty one: plain weights can be compared under their own names without it."""
     try:
         return read_config(folder)
     except CheckpointNotFoundError:

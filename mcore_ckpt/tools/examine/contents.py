@@ -60,9 +60,9 @@ def list_tensors(role_dir: Path, pattern: str = "") -> Iterator[TensorSummary]:
 
 
 def keys_of(stored: StoredTensors, name: str) -> list[ShardKey]:
-    """Returns the keys under which a tensor is stored: the model's, then those of the optimizer's state.
+    """Returns the keys under which a tensor is stored: the model's key, then the keys of the optimizer's state.
 
-    A main parameter that has no bytes of its own (`StoredTensors.is_alias`) is among them.
+    A main parameter without stored bytes (`StoredTensors.is_alias`) is among them.
     """
     param = ShardKey(name, PARAM)
     moments = stored.kinds_in(name, stored.files(param))
@@ -71,7 +71,7 @@ def keys_of(stored: StoredTensors, name: str) -> list[ShardKey]:
 
 
 def shards_of(stored: StoredTensors, key: ShardKey) -> Sequence[StoredShard]:
-    """Returns all stored shards of a key; those of the model's tensor for a main parameter without bytes of its own."""
+    """Returns all stored shards of a key; of the model's tensor if the key is a main parameter without stored bytes."""
     *_, found = [(), *stored.parts(key)]
     return found
 
@@ -79,9 +79,9 @@ def shards_of(stored: StoredTensors, key: ShardKey) -> Sequence[StoredShard]:
 def reads_of(
     stored: StoredTensors, key: ShardKey, region: Region, shards: Sequence[StoredShard]
 ) -> tuple[ReadRange, ...]:
-    """Returns the ranges of shards in which each element of a region of their global tensor is once.
+    """Returns ranges of the shards that contain each element of a region of their global tensor exactly once.
 
-    Raises CheckpointCorruptError if an element is in none of them.
+    Raises CheckpointCorruptError if an element is in no shard.
     """
     plan = plan_reads(region, shards)
     if plan.missing:

@@ -1,8 +1,8 @@
 """Finds what differs between two checkpoints of this package: tensors, optimizer state, and all other state.
 
-Their parallel layouts may differ, because global tensors are compared. What belongs to ranks' files as a whole
-(`_extra_state`, SOAP's bases, random states) is compared only under the same layout; otherwise a note says so, and does
-not count as a difference.
+Their parallel layouts may differ, because global tensors are compared. State that belongs to a rank's file as a whole
+(`_extra_state`, SOAP's bases, random states) is compared only under the same layout. Under different layouts, a note
+says that it was not compared; the note does not count as a difference.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class RoleDiff:
         left: the role's folder in A.
         right: the role's folder in B.
         compared: how many tensors were compared, with each kind counted.
-        tensors: those that differ, the worst first.
+        tensors: the tensors that differ, the worst first.
         values: which other values differ: the model's configuration, param groups, steps, LR scheduler, random
             states, extra state.
         notes: what could not be compared, because the layouts differ.
@@ -137,7 +137,7 @@ def diff(
 
     Args:
         left: A: the folder of a role, of a step, or of all steps (the newest complete one).
-        right: B, the same. If both are folders of one role, these may have different names.
+        right: B, given in the same way. If both are folders of one role, the roles may have different names.
         tolerance: how much values of tensors may differ.
         ignored: regular expressions; tensors whose whole name matches one are not compared.
         progress: called with the number of bytes of A that have been compared, and the number to compare.
@@ -161,7 +161,7 @@ def diff_selected(
     ignored: Sequence[str] = (),
     progress: Progress = lambda done, total: None,
 ) -> Diff:
-    """Does what `diff` does with checkpoints that are selected already."""
+    """Does the same as `diff`, for selected checkpoints."""
     started = time.monotonic()
     ours, theirs = _roles(left), _roles(right)
     if len(ours) == len(theirs) == 1:
@@ -198,8 +198,8 @@ class _RolePair:
     Attributes:
         left: A's reader.
         right: B's reader.
-        tensors: each kind of each tensor, without those of `apart`.
-        apart: how many are in the files of other ranks in B, so that no two shards correspond.
+        tensors: each kind of each tensor, except the ones that `apart` counts.
+        apart: how many are in other ranks' files in B, so that their shards do not correspond.
     """
 
     left: NativeReader
@@ -239,7 +239,7 @@ class _RolePair:
 
 
 def _badness(tensor: DifferentTensor) -> tuple[bool, float, int, str]:
-    """Returns a sort key: first what could not be compared, then the largest differences."""
+    """Returns a sort key: tensors that could not be compared come first, then the largest differences."""
     return bool(tensor.numel), -tensor.max_abs, -tensor.differing, natural_order(tensor.name)
 
 
@@ -303,7 +303,7 @@ def _in_both(
     infos = _info(ours), _info(theirs)
     parts = [(ours, theirs)]
     if key.kind == OPAQUE or any(shards[0].beside is not None for shards in (ours, theirs)):
-        # Each of these shards is not a part of a global tensor, but belongs to a rank's file, or a shard, as a whole.
+        # These shards are no parts of a global tensor. Each belongs to a rank's file, or to a shard, as a whole.
         there = {shard.file: shard for shard in theirs}
         if {shard.file for shard in ours} != there.keys():
             return None
@@ -357,7 +357,7 @@ def _plain_differences(left: NativeReader, right: NativeReader) -> tuple[list[Di
 
 
 def _different_facts(left: NativeReader, right: NativeReader) -> Iterator[DifferentValue]:
-    """Yields what the two models compute otherwise with the same tensors. Older checkpoints do not say it."""
+    """Yields the facts in which the two models differ. Older checkpoints state none."""
     ours, theirs = left.manifest.model, right.manifest.model
     for each in different_facts(ours or {}, theirs or {}):
         yield DifferentValue(f"model: {each.name}", str(each.saved), str(each.live))

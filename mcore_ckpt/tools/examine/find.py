@@ -19,7 +19,7 @@ from mcore_ckpt.steps.listing import find_moved_aside, read_tracker
 from mcore_ckpt.tools.examine.select import select
 from mcore_ckpt.tools.examine.what_is import what_is
 
-# Kinds of paths that are one checkpoint, beside those that `merge` reads.
+# Kinds of paths that are one checkpoint, in addition to the kinds that `merge` reads.
 _ONE_STEP = ("legacy", "huggingface", "adapter")
 
 
@@ -70,7 +70,7 @@ def find_checkpoint(
         CheckpointCorruptError: a manifest is damaged.
     """
     for folder in _places(path, step):
-        # A folder that is a checkpoint has folders that look like one: verl has a tree each for model and optimizer.
+        # Folders inside a checkpoint can look like checkpoints: verl has separate trees for model and optimizer.
         inside = [folder] if _foreign_kind(folder, backend) is not None else _folders_in(folder)
         found = [FoundCheckpoint(each, kind) for each in inside if (kind := _foreign_kind(each, backend)) is not None]
         if found:
@@ -105,7 +105,7 @@ def open_reader(found: FoundCheckpoint, config: HfConfig) -> CheckpointReader:
 
 
 def facts_of_checkpoint(found: FoundCheckpoint, reader: CheckpointReader) -> Facts:
-    """Returns what a checkpoint says of what its model computes: itself, or else by the `config.json` that is there."""
+    """Returns the facts about a checkpoint's model: from the checkpoint itself, or else from its `config.json`."""
     return kinds_by_name()[found.kind].facts(reader) or facts_of_folder(found.path)
 
 
@@ -115,9 +115,9 @@ def _foreign_kind(folder: Path, backend: Backend) -> str | None:
 
 
 def _places(path: Path, step: int | None) -> list[Path]:
-    """Returns the folders in which another program's checkpoint, or its roles' folders, may be: the path, or a step's.
+    """Returns the folders that may be another program's checkpoint or contain its roles: the path, or a step's folder.
 
-    Raises InvalidArgumentError if the path has several steps of another program, of which `step` chooses none.
+    Raises InvalidArgumentError if the path has several steps of another program, and `step` chooses none of them.
     """
     found = what_is(path)
     if step is not None:

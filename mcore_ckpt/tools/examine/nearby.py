@@ -1,4 +1,4 @@
-"""Finds the folder of steps that somebody means who has named one a little too high or too low."""
+"""Finds the folder of steps that a user means who has given a path a little above or below it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _MOST_BELOW, _MOST_FOLDERS = 2, 200
 
 
 def nearby_roots(path: Path) -> list[Path]:
-    """Returns the folders of steps near a path that is none itself; none if the path has steps.
+    """Returns the folders of steps near a path; none if the path itself is one.
 
-    One that is above comes alone; those below are sorted by name.
+    If there is one above the path, only that is returned. Folders below the path are sorted by name.
 
     Example:
         >>> nearby_roots(Path("checkpoints/global_steps_100/actor"))  # doctest: +SKIP
@@ -39,7 +39,7 @@ def _root_above(path: Path) -> Path | None:
     absolute = Path(os.path.abspath(path))
     for depth, folder in enumerate([absolute, *absolute.parents][:_MOST_ABOVE]):
         if file_names.parse_step(folder.name) is not None:
-            # As it was typed, if that says it.
+            # Keep the form in which the path was typed, if that names the folder.
             typed = () if ".." in path.parts else path.parts[: len(path.parts) - depth - 1]
             return Path(*typed) if typed else folder.parent
     return None

@@ -2,7 +2,7 @@
 
 No tensor's bytes are read for it, except by the diff that an `Overview` may be given.
 
-The result has a column of numbers where there is one for each shard, because a checkpoint has hundreds of thousands.
+The result keeps the numbers of all shards in columns, because a checkpoint has hundreds of thousands of shards.
 
 `cli/page/build.py` compresses the columns and puts them, with the style and a script for each section, into
 `page.html`. `geometry.js` repeats the arithmetic of `sharding/regions.py`, so that the page computes boxes only when
@@ -32,7 +32,7 @@ from mcore_ckpt.tools.examine.diff import RoleDiff
 from mcore_ckpt.tools.examine.differences import finite_or_none
 from mcore_ckpt.tools.examine.progress import Progress
 
-# In `ShardColumns`, for a shard whose bytes are in this file, not those of another kind.
+# The value of `ShardColumns.same_as` for a shard that does not share the bytes of another kind.
 NO_ALIAS = -1
 # The axes of a rank's coordinates, in the order in which `RoleOverview.ranks` has them.
 AXES = tuple(RankCoordinates.__dataclass_fields__)
@@ -47,7 +47,8 @@ class ShardColumns:
         kind, dtype, region: positions in its tables.
         start, stop: the flat range of the region's local tensor that the shard holds, in elements.
         offset, nbytes: where the shard's bytes are in the file.
-        same_as: the kind, as a position in its table, under which the bytes are stored; NO_ALIAS if under the own one.
+        same_as: the kind under which the bytes are stored, as a position in the table of kinds; NO_ALIAS if that is the
+            shard's own kind.
     """
 
     tensor: tuple[int, ...]
@@ -83,7 +84,7 @@ class RoleOverview:
     shards: ShardColumns
 
     def to_json(self) -> dict[str, Any]:
-        """Returns it as JSON values."""
+        """Returns the overview as JSON values."""
         manifest = self.manifest
         return {
             "path": str(self.path),
@@ -108,7 +109,7 @@ class RoleOverview:
 
 @dataclass(frozen=True)
 class Overview:
-    """What a page shows: one step, its roles, and how they differ from another checkpoint if they were compared.
+    """The content of a page: one step, its roles, and their differences from another checkpoint if they were compared.
 
     Attributes:
         step: the step.
@@ -125,7 +126,7 @@ class Overview:
     only_in_other: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Returns it as JSON values."""
+        """Returns the overview as JSON values."""
         return {
             "step": self.step,
             "roles": [role.to_json() | {"diff": _diff(self.diffs.get(role.path))} for role in self.roles],
@@ -168,7 +169,7 @@ def _read(role_dir: Path, numbered: tuple[int, FileRecord]) -> tuple[int, FileIn
 
 
 class _Tables:
-    """Collects the shards of the indexes, and gives numbers to what they have in common."""
+    """Collects the shards of the indexes, and numbers their kinds, dtypes and regions."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest

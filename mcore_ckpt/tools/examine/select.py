@@ -48,7 +48,7 @@ def select(path: Path, step: int | None = None, of_one_node: bool = False) -> Se
 
 
 def _select(path: Path, step: int | None) -> Selection:
-    # The name of the folder can be that of a step, but a path such as "." has no name until it is resolved.
+    # The folder may have the name of a step, but a path such as "." has no name until it is resolved.
     path = path.resolve()
     if (path / file_names.MANIFEST_FILE).exists():
         manifest = read_manifest(path)
@@ -74,7 +74,7 @@ def _select(path: Path, step: int | None) -> Selection:
 
 
 def check_step(path: Path, found: int, wanted: int | None) -> None:
-    """Raises InvalidArgumentError if the checkpoint at a path is one of another step than the wanted one."""
+    """Raises InvalidArgumentError if the checkpoint at a path belongs to another step than the wanted one."""
     if wanted not in (None, found):
         raise InvalidArgumentError(
             f"{path}: is a checkpoint of step {found}, not {wanted}: leave out --step, or name the folder of all steps"

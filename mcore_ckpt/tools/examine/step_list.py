@@ -39,7 +39,7 @@ class ListedStep:
         state: "complete", "partial" (of the fast tier: other nodes have the other files), "saving" (a process that is
             not known to be dead still writes it), "damaged" (all roles have their manifests, but files are missing or
             cut) or "incomplete".
-        reason: why the step is not complete; empty if it is. Of a partial step, what is here.
+        reason: why the step is not complete; empty if it is. For a partial step, it says what is here.
         roles: the committed roles, sorted.
         declared: all roles of the step, sorted.
         pinned: True if retention keeps it.
@@ -47,9 +47,9 @@ class ListedStep:
         nbytes: the size of its files in bytes.
         created: when it was saved (ISO 8601, UTC); empty if no role is committed.
         places: where it is complete: "local", "remote" or both. The folder of an incomplete step is "local", too.
-        of_nodes: of a partial step, what is here of the role that lacks most.
-        saves: the saves of this step that have not committed; of a complete step only if it is the newest, or in a look
-            at the last few steps.
+        of_nodes: for a partial step, what is here of the role that lacks most.
+        saves: the saves of this step that have not committed. For a complete step they are looked for only if it is the
+            newest, or if the list has only the last few steps.
         abandoned: True if the last commit did not come from it: the training has gone back to a step before it, or has
             started anew.
         commit: its number among all commits; None if its manifests have none.
@@ -108,7 +108,7 @@ class StepList:
     last: StepCommit | None = None
 
     def order_of(self, step: ListedStep) -> tuple[bool, int, int]:
-        """Returns what sorts steps by their commits, abandoned ones first, even if they are not there any more."""
+        """Returns a key that sorts steps by their commits, abandoned ones first. Deleted steps can be sorted, too."""
         number = step.step if step.commit is None else step.commit
         given_up = self.last is not None and bool(step.roles) and self.last.has_given_up(number)
         return not given_up, number, step.step
@@ -167,8 +167,8 @@ def _with_commit(step: ListedStep, heads: Iterable[ManifestSummary], abandoned: 
 def _to_look_into(statuses: Sequence[StepStatus], last: int | None) -> list[Path]:
     """Returns the steps in which a save may be under way.
 
-    Of thousands of steps, these are the incomplete ones, and the newest complete one, which a trainer may save again:
-    to look into the others would double the calls to a file system that may be far away.
+    These are the incomplete steps, and the newest complete one, which a trainer may save again. To look into thousands
+    of other steps would double the calls to a file system that may be far away.
     """
     newest = _newest(statuses)
     return [status.path for status in statuses if last is not None or not status.is_complete or status.step == newest]
@@ -180,14 +180,14 @@ def _newest(steps: Iterable[StepStatus | RemoteStep]) -> int | None:
 
 
 def _not_made_yet(root: Path, step: int) -> StepStatus:
-    """Returns the status of a step whose staging folder is beside the place where its own folder will be."""
+    """Returns the status of a step that has only a staging folder yet, next to the place of its future folder."""
     return StepStatus(step, file_names.step_dir(root, step), frozenset(), frozenset(), ())
 
 
 def _is_saving(status: StepStatus, saves: Sequence[RunningSave], root: Path | None) -> bool:
     """True if a process that is not known to be dead is about to complete a step.
 
-    `root` is None for a step that is older than the newest complete one, whose missing roles nobody will save.
+    `root` is None for a step that is older than the newest complete one, because nobody will save its missing roles.
     """
     if status.is_claimed or status.problems:
         return False

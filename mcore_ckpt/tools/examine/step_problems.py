@@ -1,8 +1,8 @@
 """Finds out what is wrong with steps as a whole and with their tracker, even while trainers save there.
 
-A look finds a step without one of its roles between two commits, a tracker that is late between a commit and its
-update, and half of a step that retention is deleting. A moment later all of that is in order. So what a first look
-finds is a problem only if later looks find it, too, and no living trainer can be about to mend it.
+A single look can find a step that lacks a role because the role's commit is still to come, a tracker that is about to
+be updated, or half of a step that retention is deleting. A moment later all of that is in order. So a finding of the
+first look is a problem only if later looks find it, too, and no living trainer can be about to mend it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from mcore_ckpt.steps.node_files import is_node_folder
 from mcore_ckpt.steps.owner import Life
 from mcore_ckpt.steps.trainer_watch import TrainerWatch, any_life
 
-# A role can be one save behind another role of its trainer, which waits for it in the next save.
+# One role of a trainer can be one save behind another role. Before a further save, the other role waits for it.
 _STEPS_UNDER_WAY = 2
 
 
 @dataclass(frozen=True)
 class Settled:
-    """What is left of the problems of a first look.
+    """The result of looking again at the possible problems of a first look.
 
     Attributes:
         problems: what is wrong.
@@ -41,7 +41,7 @@ class Settled:
 
 @dataclass(frozen=True)
 class _Suspects:
-    """What may be a problem.
+    """Possible problems.
 
     Attributes:
         steps: the steps that are not complete.
@@ -79,7 +79,7 @@ class StepProblems:
         self._suspects = self._look(self.statuses)
 
     def settle(self) -> Settled:
-        """Returns what is still wrong. It waits while that may change by itself, for half a minute at most."""
+        """Returns what is still wrong. It waits, at most half a minute, while problems may go away by themselves."""
         problems: list[str] = []
         under_way: list[str] = []
         try:
@@ -98,24 +98,24 @@ class StepProblems:
             return Settled((*first, f"{self._root}: could not be looked at again: {error}"))
 
     def _look(self, statuses: Iterable[StepStatus]) -> _Suspects:
-        # A save that is under way is not a problem. What a step lacks of its files, `verify` says of each file.
+        # A save that is under way is not a problem. `verify` itself reports each file that a step lacks.
         incomplete = (status for status in statuses if not status.is_claimed and steps.holds_something(status))
         tracked = steps.read_tracker(self._root)
         wrong = tracker.tracker_problems(self._root) if self._with_tracker else []
         return _Suspects(tuple(incomplete), next(iter(wrong), None), tracked)
 
     def _look_again(self) -> _Suspects:
-        """Returns those suspects of the last look that are suspects still."""
+        """Looks again, and returns the suspects of the last look that still are suspects."""
         last = self._suspects
         found = self._look([steps.step_status(status.path) for status in last.steps])
-        # The sentence about the tracker names the newest step, too, and so changes with each commit. A tracker that
-        # names another step than before is one that moves.
+        # The sentence about the tracker names the newest step, too, and so changes with each commit. If the tracker
+        # names another step than before, it is being updated.
         is_same = last.tracker is not None and found.tracked == last.tracked
         self._suspects = _Suspects(found.steps, found.tracker if is_same else None, found.tracked)
         return self._suspects
 
     def _sorted(self, suspects: _Suspects, lives: Mapping[str, Life]) -> tuple[list[str], list[str], list[str]]:
-        """Returns what is a problem, what is under way, and of what nobody knows yet."""
+        """Returns what is a problem, what is under way, and what is not decided yet."""
         by_life: dict[Life, list[str]] = {life: [] for life in Life}
         if suspects.steps:
             newest, numbers = steps.newest_complete(self._root), sorted(file_names.step_dirs(self._root))
@@ -128,7 +128,7 @@ class StepProblems:
                 is_last = status.step >= oldest or is_newer
                 by_life[life_of_saver(status, lives) if is_last else Life.DEAD].append(status.reason)
         if suspects.tracker is not None:
-            # A trainer moves the tracker right after its commit. One that has not done so for that long has failed.
+            # A trainer moves the tracker right after its commit. If it has not done so for that long, it has failed.
             is_late = time.monotonic() - self._began >= tuning.TRACKER_SETTLES_S
             is_dead = is_late or any_life(lives.values()) is Life.DEAD
             by_life[Life.DEAD if is_dead else Life.UNKNOWN].append(suspects.tracker)
@@ -140,7 +140,7 @@ def life_of_saver(status: StepStatus, lives: Mapping[str, Life]) -> Life:
     missing = status.missing
     if status.problems or not missing:
         return Life.DEAD
-    # A role without a lock file is one that no trainer has saved yet, or one of plain files. It may come from the
-    # trainer of any role of the step.
+    # A role has no lock file if no trainer has saved it yet, or if it consists of plain files. The trainer of any
+    # other role of the step may write it.
     candidates = status.declared if missing - lives.keys() else missing
     return any_life(lives[role] for role in candidates if role in lives)

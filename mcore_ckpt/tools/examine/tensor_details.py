@@ -1,8 +1,8 @@
 """Describes one tensor of a checkpoint: statistics of its values, and which rank's file holds which part.
 
-Values are read once each, in the order in which they are stored, in batches of 16 MiB. Statistics need no order, so
-nothing is put together. Mean and deviation of batches are merged without cancellation. Of what tensor-parallel ranks
-hold alike, the first one's copy counts.
+Each value is read once, in the order of storage, in batches of 16 MiB. Statistics need no order, so the tensor is not
+put together. Mean and deviation of batches are merged without cancellation. If several tensor-parallel ranks hold the
+same part, the first rank's copy counts.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SUGGESTED = 3
 
 @dataclass(frozen=True)
 class Values:
-    """Statistics of a tensor's elements. All but the counts are of the finite elements; None if there are none.
+    """Statistics of a tensor's elements. All but the counts describe the finite elements; None if there are none.
 
     Attributes:
         count: the number of elements.
@@ -88,8 +88,8 @@ class KindDetails:
         kind: "model", "opaque", "param", "exp_avg", ...
         dtype: the dtype of the values, without "torch.".
         shape: the global shape.
-        same_as: the kind that has the bytes, if this one has none of its own (fp32 training); None otherwise.
-        values: the statistics; None of opaque bytes, and of a kind that is the same as another.
+        same_as: the kind under which the bytes are stored, if that is another kind (fp32 training); None otherwise.
+        values: the statistics; None for opaque bytes, and for a kind that is the same as another.
         parts: where the parts are. Tensor-parallel ranks that hold the same part each have it in their file.
     """
 
@@ -176,7 +176,7 @@ def _describe(reader: NativeReader, name: str, progress: Progress) -> TensorDeta
 
 
 def _numel(shards: Sequence[StoredShard]) -> int:
-    """Returns the number of elements of a tensor, or of all shards if these belong to others as a whole."""
+    """Returns the number of elements of a tensor, or of all shards of bound state."""
     if shards[0].beside is not None:
         return sum(shard.region.numel for shard in shards)
     return math.prod(shards[0].region.global_shape)
@@ -205,14 +205,14 @@ def _values(
 
 
 def _reads(reader: NativeReader, key: ShardKey, shards: Sequence[StoredShard]) -> Sequence[ReadRange]:
-    """Returns ranges in which each element is once, although several tensor-parallel ranks may have stored it."""
+    """Returns ranges that contain each element once, even if several tensor-parallel ranks have stored it."""
     if shards[0].beside is not None:
         return [ReadRange.whole(shard) for shard in shards]
     return reads_of(reader, key, Region.whole(shards[0].region.global_shape), shards)
 
 
 def _batches(reads: Iterable[ReadRange], most: int) -> Iterator[list[ReadRange]]:
-    """Groups ranges so that those of a group fit into `most` elements, one after the other."""
+    """Groups ranges so that the ranges of a group have at most `most` elements in all."""
     batch, used = list[ReadRange](), 0
     for read in reads:
         for rows in _pieces(read.rows, most):
@@ -226,7 +226,7 @@ def _batches(reads: Iterable[ReadRange], most: int) -> Iterator[list[ReadRange]]
 
 
 def _pieces(rows: Rows, most: int) -> Iterator[Rows]:
-    """Cuts rows into pieces of at most `most` elements, which need not be as far apart as in the tensor."""
+    """Cuts rows into pieces of at most `most` elements. In memory, the rows of a piece have no gaps between them."""
     if rows.numel == 0:
         return
     if rows.source_stride == rows.row or rows.rows == 1:

@@ -19,7 +19,7 @@ from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.tools.examine.differences import Differences, Tolerance
 from mcore_ckpt.tools.examine.progress import Progress
 
-# The size of a batch, by the wider of both dtypes.
+# The size of a batch in bytes, in the wider of the two dtypes.
 _BATCH_BYTES = 8 << 20
 
 

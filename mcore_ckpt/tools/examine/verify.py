@@ -56,7 +56,7 @@ class Report:
     Attributes:
         roles: the result for each role of each step.
         problems: why steps are not complete, and what is wrong with the tracker.
-        under_way: why steps are not complete that living trainers are still saving.
+        under_way: why steps that living trainers are still saving are not complete.
         seconds: how long verifying took.
     """
 
@@ -102,7 +102,7 @@ def verify_role(
 def _of_nodes(role_dir: Path, manifest: Manifest) -> NodeFiles | None:
     if manifest.placement is None:
         return None
-    # A file that is cut is here, too: it is damaged, and not on other nodes alone.
+    # A truncated file counts as a file that is here: it is damaged, and not merely on other nodes.
     there = sizes_of(role_dir, (file.path for file in manifest.files))
     return files_among(manifest, (number for number, file in enumerate(manifest.files) if file.path in there))
 
@@ -113,7 +113,7 @@ def verify(
     deep: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Report:
-    """Verifies all checkpoints at a path, beside a trainer, too.
+    """Verifies all checkpoints at a path, even while a trainer saves there.
 
     It reports an incomplete step as a problem and still verifies its roles. If a living trainer is still saving the
     step, the step is under way and no problem. A step that retention deletes meanwhile is left out.
@@ -218,7 +218,7 @@ def _selected(path: Path, step: int | None) -> _Selected:
         above = file_names.parse_step(path.parent.name)
         found = file_names.parse_step(path.name) if above is None else above
         if step is not None:
-            # The folder of a role may have been copied to where no name tells its step.
+            # The folder of a role may have been copied to a place where no folder name tells its step.
             check_step(path, read_manifest(path).step if found is None else found, step)
         role = _Role(path) if above is None else _Role(path, path.parent, path.name)
         where = role.find()
@@ -241,7 +241,7 @@ def _selected(path: Path, step: int | None) -> _Selected:
 
 
 def _damaged(status: steps.StepStatus) -> set[str]:
-    """Returns the roles that have a manifest which cannot be used."""
+    """Returns the roles with an unusable manifest."""
     missing = status.declared - status.committed
     return {role for role in missing if os.path.exists(status.role_dir(role) / file_names.MANIFEST_FILE)}
 

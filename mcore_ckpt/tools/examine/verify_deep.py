@@ -1,4 +1,4 @@
-"""Re-reads a file whose CRCs are right with torch and compares what torch sees with the file's index."""
+"""Re-reads an intact file with torch, and compares what torch sees with the file's index."""
 
 from __future__ import annotations
 

@@ -2,10 +2,10 @@
 
 It only reads: names, manifests, and how much of some files is written. So it may run on any host that sees the root.
 
-How far a save is follows from the holes of its files (`io/written.py`). Sizes and allocated blocks are those of the
-whole file from the first byte on, because the writer reserves its space. The total is that of the role's newest
-checkpoint, and its manifest names the files to look at, so that no folder is walked: a look at 5 steps and 2 saves is
-some 100 calls, most of them `stat`, and at most 128 files of a save are opened, however many ranks there are.
+The holes in a save's files show how far the save is (`io/written.py`). Sizes and allocated blocks do not show this,
+because the writer reserves the space of a whole file before it writes. The total is the size of the role's newest
+checkpoint, and its manifest names the files to look at, so no folder is walked. A look at 5 steps and 2 saves makes
+some 100 calls, most of them `stat`. It opens at most 128 files of a save, however many ranks there are.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class SaveProgress:
     Attributes:
         save: the save.
         written: about how many bytes have been written.
-        total: how many bytes it will write, as many as the role's checkpoint before; None if there is none.
+        total: how many bytes it will write: as many as the role's previous checkpoint has; None if there is none.
         seconds: how long it has been running.
         rate: bytes per second, lately; None if that is not known yet.
     """
@@ -77,7 +77,7 @@ class Look:
         steps: the newest steps, in the order of their commits; those being saved are last.
         saves: the saves of these steps that have not committed.
         trainers: by role, the process that holds the trainer lock, and whether it is alive.
-        order: returns what sorts steps by their commits, as they are now.
+        order: returns a key that sorts steps by the commits at the time of this look.
     """
 
     steps: tuple[ListedStep, ...]
@@ -93,14 +93,14 @@ class Look:
 
 @dataclass(frozen=True)
 class Change:
-    """What is new since the look before.
+    """A change since the previous look.
 
     Attributes:
         what: "there" (a step of the first look), "saving", "written" (another tenth), "committed" (a role), "complete"
             (a step), "died" (a save's process), "ended" (a save without a commit) or "deleted" (a step).
         step: the step.
         role: the role; None if the change is the step's.
-        progress: the save's; None if the change is not of a save.
+        progress: the save and its progress; None if the change is not about a save.
     """
 
     what: Literal["there", "saving", "written", "committed", "complete", "died", "ended", "deleted"]
@@ -168,10 +168,10 @@ class _Meter:
     def _written(self, staging: Path) -> int:
         sizes = results_of([staging / path for path, _ in self._sample], written_bytes, tuning.LOOK_THREADS)
         if any(sizes):
-            # A rewritten file may be a little longer than the one before.
+            # A rewritten file may be a little longer than the previous one.
             least = sum(map(min, sizes, (size for _, size in self._sample)))
             return least * (self._total or 0) // max(1, sum(size for _, size in self._sample))
-        # There is no checkpoint before, or it is of another layout.
+        # There is no previous checkpoint, or it has another layout.
         return sum(results_of(_some_files(staging), written_bytes, tuning.LOOK_THREADS))
 
 
@@ -222,7 +222,8 @@ def changes(before: Look | None, after: Look) -> list[Change]:
         if step.counts and (new_roles or old is None or not old.counts):
             found.append(Change("complete", step))
     there = {step.step for step in after.steps}
-    # A step that is older than all others, or comes before them because it is abandoned now, may only have freed space.
+    # A step that sorts before all others, by age or because it is abandoned now, may only have left the list of newest
+    # steps.
     gone = [step for step in before.steps if step.roles and step.step not in there]
     oldest = min(map(after.order, after.steps), default=(False, -1, -1))
     found += (Change("deleted", step.step) for step in gone if after.order(step) > oldest)

@@ -1,9 +1,9 @@
-"""Says what a path is, whichever program wrote it, and which command or which other path does what was meant.
+"""Says what a path is, whichever program wrote it, and which command or other path the user may have meant.
 
-A path is judged by names, by the `metadata.json` of `torch_dist`, and by the list of what is in the model file of a
-rank, which verl and this package name alike. The only folder of steps below the path is taken by all commands, because
-nothing else can be meant. The one above it is taken only by `list` and `watch`: who names one step for `prune` does not
-mean all of them.
+A path is recognized by names, by the `metadata.json` of `torch_dist`, and by the directory of a rank's model file,
+because verl and this package give that file the same name. If there is only one folder of steps below the path, all
+commands take it, because nothing else can be meant. Only `list` and `watch` take a folder of steps above the path: a
+user who names one step for `prune` does not mean all steps.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _SHOWN = 3
 
 _ASK = "use an account that may read it, or ask its owner"
 
-# What a path is, by its kind. The kinds of checkpoints have their own words.
+# Descriptions of paths, by kind. Kinds of checkpoints bring their own descriptions.
 _WORDS = {
     "root": "a folder of steps",
     "step": "the folder of a step",
@@ -83,7 +83,7 @@ class PathInfo:
 
     @property
     def reason(self) -> str:
-        """The end of a message that says that there is no checkpoint: what the path is instead."""
+        """The end of a message about a missing checkpoint: it says what the path is instead."""
         return f": {'' if self.kind in ('missing', 'unreadable') else 'it is '}{self.what}{self._end}"
 
     @property
@@ -162,7 +162,7 @@ def _ours(path: Path, names: set[str]) -> str | None:
         return "role"
     if _foreign(path, names) is not None:
         return None
-    # The names decide, so that what a crash has left of a step is looked at, and not refused.
+    # The names decide, so that a step that a crash has left incomplete is looked at, and not refused.
     for place in (Path(os.path.abspath(path)), path.resolve()):
         if is_step(place):
             return None if _foreign_step(path) else "step"
@@ -174,7 +174,7 @@ def _ours(path: Path, names: set[str]) -> str | None:
 def _foreign(path: Path, names: set[str]) -> str | None:
     kind = recognize(path)
     if (kind is None or kind.backend is None) and is_legacy(path):
-        return "legacy"  # what lies there as a HuggingFace model, too, belongs to the checkpoint
+        return "legacy"  # a HuggingFace model in the same folder belongs to the checkpoint
     if kind is not None:
         return kind.name
     if _HUB_CACHE.fullmatch(path.name) and "snapshots" in names:
@@ -187,7 +187,7 @@ def _foreign_step(path: Path) -> str | None:
     folders = [path, *(path / name for name in sorted(names_in(path)))]
     if any(os.path.exists(folder / file_names.MANIFEST_FILE) for folder in folders):
         return None
-    with suppress(CheckpointError):  # what may not be read may be ours
+    with suppress(CheckpointError):  # a folder that may not be read may be ours
         return next((kind for folder in folders if (kind := _foreign(folder, names_in(folder))) is not None), None)
     return None
 

@@ -1,3 +1,3 @@
-"""Keeps folders of steps: removes leftovers, collects what lies on nodes, and measures how fast saves can be."""
+"""Maintains folders of steps: removes leftovers, collects checkpoints of nodes, measures how fast saves can be."""
 
 __all__ = ["bench", "collect", "prune"]

@@ -61,13 +61,13 @@ class RoleSource:
     folders: tuple[tuple[Path, Runs], ...]
 
     def folders_of(self, number: int) -> list[Path]:
-        """Returns the folders that have a file of the manifest's list."""
+        """Returns the folders that have file `number` of the manifest's list."""
         return [folder for folder, has in self.folders if any(first <= number <= last for first, last in has)]
 
 
 @dataclass(frozen=True)
 class FoundStep:
-    """One step, as the folders have it together.
+    """One step, put together from all folders.
 
     Attributes:
         step: the step.
@@ -120,15 +120,17 @@ class CollectReport:
 
 
 def find_steps(folders: Sequence[Path], step: int | None = None, root: Path | None = None) -> list[FoundStep]:
-    """Returns what the folders of several nodes have together: the steps, the newest first, the abandoned ones last.
+    """Returns the steps that the folders of several nodes have together, the newest first, the abandoned ones last.
 
     Args:
-        folders: what `FastTier.folder` named on each node.
+        folders: the folder that `FastTier.folder` named on each node.
         step: the only step to look for; None for all.
-        root: where a step will be collected to. If the folders have steps of several runs, those of its run are found.
+        root: where a step will be collected to. If the folders have steps of several runs, only the steps of the root's
+            run are found.
 
     Raises:
-        InvalidArgumentError: there are steps of several runs, and none of `root`, or `root` is of another run.
+        InvalidArgumentError: there are steps of several runs and `root` belongs to none of them, or `root` belongs to
+            another run.
         CheckpointNotFoundError: no folder has a step of the fast tier, or none has this step.
         OSError: a folder cannot be read.
     """
@@ -305,7 +307,7 @@ def _copy_all(source: RoleSource, staging: Path, counter: _Counter) -> list[str]
 
 
 def _copy(source: RoleSource, number: int, staging: Path, counter: _Counter) -> list[str]:
-    """Copies one file from the first folder in which it is intact. Returns why it was not taken from another one."""
+    """Copies one file from the first folder in which it is intact. Returns why earlier folders were passed over."""
     file = source.manifest.files[number]
     target = staging / file.path
     make_folders(staging, file.path)

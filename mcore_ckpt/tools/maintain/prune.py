@@ -51,8 +51,8 @@ def prune(
 
     Args:
         root: the folder of the steps.
-        policy: which steps stay. The newest complete step and the one that the tracker names always stay.
-        role: the role whose steps and leftovers may be deleted; None for all roles. A step is deleted with all its
+        policy: which steps stay. The newest complete step and the tracker's step always stay.
+        role: only steps and leftovers of this role may be deleted; None for all roles. A step is deleted with all its
             roles.
         dry_run: True to delete nothing and to return what would be deleted.
         progress: called after each deleted step, with the number of bytes of the deleted steps and of all.
@@ -89,7 +89,7 @@ def prune(
 
 
 def _by_run(root: Path, statuses: Sequence[StepStatus]) -> list[list[StepStatus]]:
-    """Returns the steps of each run. Only a folder without identity, such as a node's, can have several."""
+    """Returns the steps of each run. Only a folder without identity, such as a node's, can have several runs."""
     if read_root_run(root) is not None:
         return [list(statuses)]
     found: dict[frozenset[str], list[StepStatus]] = {}
@@ -100,14 +100,14 @@ def _by_run(root: Path, statuses: Sequence[StepStatus]) -> list[list[StepStatus]
 
 
 def _of_role(decision: RetentionDecision[StepStatus], role: str | None) -> RetentionDecision[StepStatus]:
-    """Returns the decision, or that the step stays if it does not have the role."""
+    """Returns the decision; if the step does not have the role, the decision is that it stays."""
     if role is None or role in decision.status.committed | decision.status.declared:
         return decision
     return replace(decision, stays=True, reason=f"without {role}")
 
 
 def _deleted(pruned: PrunedFolder, status: StepStatus, dry_run: bool) -> PrunedFolder:
-    """Deletes a step, or only looks whether that is possible. Returns what is said of it then."""
+    """Deletes a step, or only looks whether that is possible. Returns the entry for the report."""
     try:
         obstacle = obstacle_to(status, status.path) if dry_run else delete_or_raise(status)
     except OSError as error:

@@ -62,9 +62,9 @@ def convert_for_trainer(
 ) -> TrainerConversionReport:
     """Writes a step into `root` for another trainer, which goes on from it. Every process must call it.
 
-    Any parallel layout can load it that has the same chain of optimizers (dense, or dense and expert). The step's
-    folder appears when it is complete, and then the tracker names it. The processes divide the files among themselves,
-    and each needs a few times SCATTER_BYTES of memory.
+    Any parallel layout with the same chain of optimizers (dense, or dense and expert) can load it. The step's folder
+    appears when it is complete, and then the tracker names it. The processes divide the files among themselves, and
+    each needs a few times SCATTER_BYTES of memory.
 
     Args:
         source: the folder of a role, of a step, or of all steps (to take the newest complete one).
@@ -77,7 +77,7 @@ def convert_for_trainer(
         hf_model_path: the folder with config.json and tokenizer; None to use those of the checkpoint.
         test: True to read everything back and compare it before the step appears.
         progress: called with the number of bytes that this process has written and the number that it will write.
-        force: True to replace the step in `root`, if it is a converted one, and a tracker that names another one. A
+        force: True to replace the step in `root` if a conversion wrote it, and a tracker that names another step. A
             pinned step stays.
 
     Raises:
@@ -149,7 +149,7 @@ def _plan(
 
 
 class _StepOfTrainer(NewFolder):
-    """The folder of a step, below a root that trainers of this package may save into, too. Trackers name it then.
+    """The folder of a step, below a root that trainers of this package may save into, too. In the end trackers name it.
 
     Args:
         root: the folder of all steps.
@@ -165,7 +165,7 @@ class _StepOfTrainer(NewFolder):
     def check(self) -> None:
         super().check()
         for name, data in self._plan.trackers.items():
-            # Which step is the later one is not known: a training may have gone back.
+            # It is not known which step is the later one, because a training may have gone back.
             if not self.replaceable.force and _differs(self._root / name, data):
                 raise InvalidArgumentError(
                     f"{self._root}: {name} names another checkpoint, and a training that goes on from that one would "

@@ -64,7 +64,7 @@ class Plan:
         step: the step.
         folder: the name of the step's folder.
         writers: what is to be written, by folder relative to the step's folder.
-        own_tracker: the name and the bytes of a tracker of the trainer's own, beside the usual one; None without.
+        own_tracker: the name and the bytes of a tracker that only this trainer has; None if it has only the usual one.
         notes: sentences about what the other trainer does not get, for people.
     """
 
@@ -76,7 +76,7 @@ class Plan:
 
     @property
     def trackers(self) -> dict[str, bytes]:
-        """The bytes of the files beside the step that name it, by name."""
+        """The bytes of the files next to the step's folder that name the step, by file name."""
         own = () if self.own_tracker is None else (self.own_tracker,)
         return dict((*own, (file_names.TRACKER_FILE, str(self.step).encode())))
 
@@ -96,7 +96,7 @@ def plan_for(layout: Layout, selection: Selection, roles: Sequence[Role], hf_mod
         layout: the trainer that is to go on.
         selection: the step.
         roles: the roles of the step that have a model.
-        hf_model_path: the folder with config.json; None to use that of the checkpoint.
+        hf_model_path: the folder with config.json; None to use the checkpoint's.
 
     Raises:
         InvalidArgumentError: the trainer can load one role, but there are several.
@@ -148,12 +148,12 @@ def _for_megatron(
 
 
 def _torch_dist(reader: NativeReader, contents: Contents) -> TorchDistWriter:
-    contents.describe()  # which raises if it cannot be done
+    contents.describe()  # raises if the contents cannot be described
     return TorchDistWriter(contents, partial(read_slice, reader), reader.place)
 
 
 def _model(role: Role, hf_model_path: Path | None) -> HfModel | None:
-    """Returns the model that config.json describes; None if there is no config.json. Refuses that of another model."""
+    """Returns the model that config.json describes; None if there is no config.json. Refuses another model's."""
     found = FoundCheckpoint(role.path, "native")
     try:
         model = model_from_config(read_config(hf_model_path or found.config_dir()))
@@ -169,7 +169,7 @@ def _model(role: Role, hf_model_path: Path | None) -> HfModel | None:
 
 
 def _for_bridge(selection: Selection, roles: Sequence[Role], hf_model_path: Path | None) -> Plan:
-    """Plans what Bridge loads as a checkpoint of Megatron-LM's, which has no `train_state.pt` (`load_checkpoint`)."""
+    """Plans a step that Bridge loads like Megatron-LM's, because it has no `train_state.pt` (`load_checkpoint`)."""
     plan = _for_megatron(selection, roles, hf_model_path, _rng_of_bridge, "checkpoint.load_rng=False")
     texts = OtherFiles(roles[0].path, texts=_run_config(roles[0].reader))
     tracker = _bridge_tracker(roles[0].reader, plan.step)
@@ -183,8 +183,8 @@ def _rng_of_bridge(reader: NativeReader) -> dict[str, bytes]:
 def _bridge_tracker(reader: NativeReader, step: int) -> tuple[str, bytes]:
     """Returns Bridge's tracker, a `TrainState.state_dict` (0.6.2).
 
-    Bridge prefers it to Megatron-LM's, so one from before would hide the converted step. For iteration 0, which all
-    steps of NeMo-RL have, Bridge takes no other.
+    Bridge prefers this tracker to Megatron-LM's, so an older one would hide the converted step. For iteration 0, which
+    all steps of NeMo-RL have, Bridge accepts only this tracker.
     """
     loop = read_loop_state(reader)
     counted = {name: torch.tensor(int(loop.get(name, 0))) for name in COUNTERS}
@@ -196,10 +196,10 @@ def _bridge_tracker(reader: NativeReader, step: int) -> tuple[str, bytes]:
 
 
 def _run_config(reader: NativeReader) -> dict[str, str]:
-    """Returns Bridge's configuration, which names the sizes that the random states are of; empty if it is unknown."""
+    """Returns Bridge's configuration, which names the parallel sizes of the random states; empty if it is unknown."""
     loop, sizes = read_loop_state(reader), reader.manifest.topology
     text, layout = loop.get("run_config"), loop.get("layout")
-    # The configuration of a step that was resharded is of other sizes. Without it, Bridge takes the saved arguments.
+    # After a reshard, the configuration has other sizes than the step. Without it, Bridge takes the saved arguments.
     fits = isinstance(layout, Mapping) and (layout.get("tp"), layout.get("pp")) == (sizes.tp, sizes.pp)
     return {"run_config.yaml": text} if isinstance(text, str) and fits else {}
 
@@ -222,8 +222,8 @@ def _for_verl(layout: Layout, selection: Selection, roles: Sequence[Role], hf_mo
         shared = read_shared_state(role.reader)
         trees += trees_of(role.reader, prefix, shared, rng)
         notes += _notes(role.reader, [], bool(rng), "load_contents without extra", shared)
-        # verl 0.9.1 cannot load the model from dist_ckpt beside such an optimizer: `dist_checkpointing.load` changes
-        # the dict in which `sharded_param_state_fully_reshardable` then looks for the parameters.
+        # verl 0.9.1 cannot load the model from dist_ckpt together with such an optimizer: `dist_checkpointing.load`
+        # changes the dict in which `sharded_param_state_fully_reshardable` then looks for the parameters.
         job = _export(role, hf_model_path)
         exports += ((f"{prefix}{weights}", writer) for _, writer in job.writers())
         notes += (f"{prefix}{weights}: transformers computes something else: {each}" for each in job.other_model)
@@ -268,7 +268,7 @@ def _tree_of_verl_0_8(reader: NativeReader, prefix: str, shared: SharedState, rn
 def _export(role: Role, hf_model_path: Path | None) -> MergeJob:
     """Plans the HuggingFace weights. Raises CheckpointError if the architecture is not known."""
     head = role.reader.info(ShardKey(MCORE_HEAD, MODEL))
-    # A critic's config.json is that of a language model.
+    # A critic's config.json describes a language model.
     value = True if head is not None and head.shape[0] == 1 else None
     request = MergeRequest(role.path, role.path, hf_model_path=hf_model_path, value=value)
     job = prepare(request, FoundCheckpoint(role.path, "native"))
@@ -287,7 +287,7 @@ def _with_head_of_verl(plan: ExportPlan) -> ExportPlan:
 
 
 def _files_of_verl(step_path: Path) -> Iterator[str]:
-    """Yields the relative paths of what verl's trainers keep beside the roles, such as data.pt and transfer_queue/."""
+    """Yields the relative paths of the files that verl's trainers keep next to the roles (data.pt, transfer_queue/)."""
     for path in companions_of(step_path).values():
         for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
             if file.is_file():

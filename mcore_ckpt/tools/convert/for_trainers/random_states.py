@@ -1,8 +1,8 @@
-"""Makes the random states that Megatron-LM, Megatron-Bridge, verl and AReaL load, of those that each rank has saved.
+"""Makes the random states that Megatron-LM, Megatron-Bridge, verl and AReaL load, from each rank's saved states.
 
 Megatron stores them by pipeline and tensor rank (`get_rng_state`), so data-parallel ranks continue alike. Only with
-`--data-parallel-random-init` each of them takes its own from the list of an entry for each data-parallel rank.
-Bridge (0.6.2) stores them by data-parallel rank, too, if there is expert parallelism.
+`--data-parallel-random-init` the list has an entry for each data-parallel rank, and each rank takes its own. Bridge
+(0.6.2) stores them by data-parallel rank, too, if there is expert parallelism.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from mcore_ckpt.state.rng import check_rng
 def rng_objects(reader: NativeReader, of_each_replica: bool = False) -> dict[str, bytes]:
     """Returns the sharded objects with the random states; empty if they were not saved, or only their seed was.
 
-    A checkpoint that was resharded has a seed instead of states, from which only this package can start.
+    A resharded checkpoint can have a seed instead of states. Only this package can start from the seed.
 
     Args:
         reader: the reader of the checkpoint.
-        of_each_replica: whether each rank has an object of its own, by its place in the group of data- and
+        of_each_replica: whether each rank gets a separate object, by its place in the group of data- and
             context-parallel ranks.
 
     Raises:
         CheckpointCorruptError: a file is missing, is damaged, or lacks states.
-        InvalidStateError: NumPy is not installed, without which megatron's form cannot be written.
+        InvalidStateError: NumPy, which megatron's form needs, is not installed.
     """
     if not reader.manifest.files_of("rng"):
         return {}

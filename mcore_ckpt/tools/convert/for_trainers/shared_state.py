@@ -47,26 +47,26 @@ LOOP = "megatron"
 COUNTERS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
 # For `set_checkpoint_version`: below 3.0 Megatron-LM would reorder query, key and value.
 _CHECKPOINT_VERSION = 3.0
-# `get_megatron_optimizer` makes them without an `init_state_fn`, which `sharded_state_dict(is_loading=True)` calls.
+# `get_megatron_optimizer` makes these without the `init_state_fn` that `sharded_state_dict(is_loading=True)` calls.
 _NOT_LOADED = {"SGD", "FusedSGD"}
-# Whether the group's parameters are experts that have process groups of their own.
+# True if the group's parameters are experts that have separate process groups.
 _EXPERT_FIELD = "is_expert_parallel"
 # Besides the marks, the fields by which megatron finds a group again (`param_group_identifier_keys`, 0.16 to 0.18).
 _IDENTIFIERS = ("wd_mult", "lr_mult")
-# The fields by which param groups show whose they are: torch's own optimizers have the first, FusedAdam the second.
-# Groups with neither are of HybridDeviceOptimizer, whose own fields are not saved (`own_fields`).
+# These fields show which optimizer a param group belongs to: torch's optimizers have the first field, FusedAdam has
+# the second. Groups with neither belong to HybridDeviceOptimizer, because its fields are not saved (`own_fields`).
 _TORCHS_FIELD, _FUSED_FIELD = "foreach", "bias_correction"
 
 
 @dataclass(frozen=True)
 class SharedState:
-    """What all ranks share.
+    """The state that all ranks share.
 
     Attributes:
         optimizer: megatron's dict, or one dict for each optimizer of a chain, by number; None if it was not saved.
         was_offloaded: whether a part of it was a HybridDeviceOptimizer.
-        scheduler: the LR scheduler's `state_dict()`; None without.
-        mixed_fields: the fields in which param groups differ that megatron takes for the same.
+        scheduler: the LR scheduler's `state_dict()`; None if there is none.
+        mixed_fields: the fields that differ between param groups which megatron takes for the same group.
     """
 
     optimizer: dict[Any, Any] | None
@@ -79,7 +79,7 @@ def read_shared_state(reader: NativeReader) -> SharedState:
     """Reads `common.pt`.
 
     Raises:
-        CheckpointCorruptError: it is damaged.
+        CheckpointCorruptError: `common.pt` is damaged.
         UnsupportedError: megatron cannot load an optimizer of this kind.
     """
     if "optimizer" not in reader.manifest.contents:
@@ -101,7 +101,7 @@ def read_shared_state(reader: NativeReader) -> SharedState:
 
 
 def _mixed_fields(saved: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """Returns the fields in which groups differ that megatron up to 0.18 takes for the same.
+    """Returns the fields that differ between groups which megatron up to 0.18 takes for the same group.
 
     `_filter_and_reorder_param_groups` then gives all of them the values of the last one.
     """
@@ -118,8 +118,8 @@ def _mixed_fields(saved: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
 def _of_layout(reader: NativeReader, saved: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
     """Returns one state for each optimizer that megatron chains under the layout of the checkpoint.
 
-    Experts have an optimizer of their own under expert parallelism. A checkpoint that was resharded can still have the
-    optimizers of the layout before (`_get_param_groups`, 0.16.1, puts the flag into each group).
+    Under expert parallelism, experts have a separate optimizer. A resharded checkpoint can still have the optimizers of
+    its previous layout (`_get_param_groups`, 0.16.1, puts the flag into each group).
     """
     sizes = reader.manifest.topology
     adams = [each for each in saved if each["param_groups"]]
@@ -148,8 +148,8 @@ def _optimizer_state(saved: Mapping[str, Any]) -> dict[str, Any]:
         if _TORCHS_FIELD in groups[0]:
             state["common_step"] = torch.tensor(float(step))
         else:
-            # FusedAdam counts in its groups, and would take a `step` in the state for a tensor of its own. In torch's
-            # groups, it would stay at this number for ever.
+            # FusedAdam counts steps in its groups, and would take a `step` in the state for one of its tensors. In
+            # torch's groups, a `step` would stay at this number for ever.
             groups = [{_FUSED_FIELD: True, **group, "step": step} for group in groups]
     elif step is not None:
         state["common_step"] = step
@@ -207,7 +207,7 @@ def read_loop_state(reader: NativeReader) -> Mapping[str, Any]:
 
 
 def _compared(reader: NativeReader, loop: Mapping[str, Any], model: Callable[[], HfModel | None]) -> dict[str, Any]:
-    """Returns the arguments that `check_checkpoint_args` compares with those of the run (megatron/training)."""
+    """Returns the arguments that `check_checkpoint_args` compares with the run's arguments (megatron/training)."""
     saved = loop.get("arguments")
     if isinstance(saved, Mapping) and "num_attention_heads" in saved:
         return dict(saved)
@@ -227,13 +227,13 @@ def _compared(reader: NativeReader, loop: Mapping[str, Any], model: Callable[[],
     config = to_mcore_config(described)
     names = ("num_layers", "hidden_size", "num_attention_heads")
     found: dict[str, Any] = {name: config.transformer[name] for name in names}
-    # 0.19 takes a checkpoint without it for that of a GPTModel.
+    # 0.19 takes a checkpoint without this argument for a GPTModel's.
     found["hybrid_layer_pattern"] = config.gpt.get("hybrid_layer_pattern")
     return {**found, "add_position_embedding": config.gpt.get("position_embedding_type") == "learned_absolute"}
 
 
 def left_out(reader: NativeReader, extra: Sequence[str]) -> str | None:
-    """Returns a sentence that says what of `extra_state` other trainers do not get; None if all of it is converted.
+    """Returns a sentence on the parts of `extra_state` that other trainers do not get; None if they get all of it.
 
     Args:
         reader: the reader of the checkpoint.

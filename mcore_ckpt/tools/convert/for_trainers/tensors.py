@@ -1,4 +1,4 @@
-"""Plans which tensors of a checkpoint of this package are stored under which keys of megatron's, and reads them.
+"""Plans under which of megatron's keys the tensors of a native checkpoint are stored, and reads the tensors.
 
 Megatron gives one key to each tensor of the model, and `optimizer.state.<kind>.<key>` to each part of its optimizer
 state, which has the model's shape (megatron-core 0.16 to 0.19):
@@ -7,8 +7,8 @@ state, which has the model's shape (megatron-core 0.16 to 0.19):
 - `Float16OptimizerWithFloat16Params.sharded_state_dict` calls it `fp32_param`.
 - FP32Optimizer stores none.
 
-A checkpoint of this package does not say which of the three it is of, and a run may use another one later. So the
-main parameter is found under both names; its bytes are written once.
+A checkpoint of this package does not say which of the three classes it comes from, and a later run may use another. So
+the main parameter is found under both names; its bytes are written once.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from mcore_ckpt.sharding.synonyms import in_local_spec
 from mcore_ckpt.tools.convert.reshard.saved_tensors import SavedTensor, saved_tensors
 
 _MAIN_KEYS = (PARAM, "fp32_param")
-# The sections of a mixer's fused tensors, in order, by their number. A MambaMixer is a layer's `mixer`, a GatedDeltaNet
-# its `self_attention`. Those of 3 sections are convolutions.
+# The sections of a mixer's fused tensors, in order, by the number of sections. A MambaMixer is a layer's `mixer`, a
+# GatedDeltaNet its `self_attention`. Tensors with 3 sections are convolutions.
 _SECTIONS = {
     ("mixer", 5): ("z", "x", "B", "C", "dt"),
     ("mixer", 3): ("x", "B", "C"),
@@ -78,7 +78,7 @@ def plan_tensors(reader: NativeReader) -> PlannedTensors:
     model: list[Slice] = []
     optimizer: list[Slice] = []
     empty = saved_object(torch.empty(0, dtype=torch.uint8))
-    # HybridModel and MambaModel want it, too, and GPTModel leaves it.
+    # HybridModel and MambaModel want this object, too, and GPTModel ignores it.
     states = {keys.place("output_layer._extra_state").object_key: empty}
     for tensor in tensors:
         if tensor.model == OPAQUE:
@@ -130,7 +130,7 @@ def _key_rows(reader: NativeReader, keys: Keys, tensor: SavedTensor) -> list[Key
 
 
 def _sections(reader: NativeReader, tensor: SavedTensor, whole: KeyRows) -> Iterator[KeyRows]:
-    """Divides the rows of a mixer's tensor into those of its keys (`_split_tensor_factory`, megatron-core 0.16.1)."""
+    """Divides the rows of a mixer's tensor among its keys (`_split_tensor_factory`, megatron-core 0.16.1)."""
     try:
         cut = find_cut(tensor.name, tensor.seen, reader.tp_size(tensor.expert))
     except ValueError as error:
@@ -182,7 +182,7 @@ def _common_moments(tensors: Iterable[SavedTensor]) -> set[tuple[str, ...]]:
 
 
 def _moments(reader: NativeReader, tensor: SavedTensor, common: set[tuple[str, ...]]) -> tuple[str, ...]:
-    """Returns the kinds of a tensor's moments, those included that its first step has not made yet."""
+    """Returns the kinds of a tensor's moments, including moments that only the first step will make."""
     if tensor.moments:
         return tensor.moments
     if len(common) > 1:

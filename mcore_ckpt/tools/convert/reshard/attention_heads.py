@@ -15,8 +15,8 @@ from mcore_ckpt.io.files import inside, read_small
 from mcore_ckpt.ranks.topology import Topology
 from mcore_ckpt.tools.convert.reshard.saved_tensors import SavedTensor
 
-# Maps each weight that tensor parallelism cuts to the heads that it is made of, and these to the fact and the field of
-# config.json that give their number.
+# Maps each weight that tensor parallelism cuts to its kinds of heads, and each kind to the fact and the field of
+# config.json that give the number of these heads.
 _HEADS = {
     "linear_qkv.weight": {
         "attention heads": ("num_attention_heads", "num_attention_heads"),
@@ -41,11 +41,11 @@ def check_heads(
     A size that divides the rows of a weight does not always divide its heads. megatron requires that the size divides
     the number of attention heads, and that it divides the number of key-value heads or is a multiple of that number. In
     linear attention, the size must divide the numbers of key heads and of value heads (TransformerConfig, 0.16.1), and
-    in a Mamba mixer those of heads and of groups (MambaMixer, 0.18).
+    in a Mamba mixer the numbers of heads and of groups (MambaMixer, 0.18).
 
     Args:
         facts: what the checkpoint itself says of its model.
-        config: the HuggingFace configuration, for what `facts` do not say. A number that neither has is not checked.
+        config: the HuggingFace configuration, for numbers that `facts` lack. A number that both lack is not checked.
         tensors: the tensors of the checkpoint.
         saved: the saved layout.
         new: the new layout.
@@ -71,7 +71,7 @@ def check_heads(
 
 
 def config_of_checkpoint(role_dir: Path) -> dict[str, Any]:
-    """Reads the HuggingFace configuration beside a checkpoint. Returns an empty dict if there is none."""
+    """Reads the HuggingFace configuration in a checkpoint's folder. Returns an empty dict if there is none."""
     try:
         path = inside(role_dir, f"{file_names.HUGGINGFACE_DIR}/config.json")
         return fields.parse(read_small(path, limits.HF_JSON_BYTES))

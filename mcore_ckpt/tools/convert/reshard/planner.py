@@ -84,7 +84,7 @@ class Regions:
         return None if self._rows is None or self._saved_rows is None else min(self._rows, self._saved_rows)
 
     def check_tokens(self, tokens: int | None) -> None:
-        """Raises CheckpointMismatchError if rows are cut that a tokenizer of so many tokens can produce."""
+        """Raises CheckpointMismatchError if the cut removes rows that a tokenizer of so many tokens needs."""
         kept = self.known_vocabulary
         if tokens is not None and kept is not None and kept < tokens <= (self._saved_rows or 0):
             raise CheckpointMismatchError(
@@ -262,7 +262,7 @@ class Planner:
             yield _planned_file(path, "optimizer", rank, writes, tuple(aliases), tree=("state",))
 
     def _owned(self, at: RankCoordinates) -> Iterator[tuple[SavedTensor, Region]]:
-        """Yields the parameters whose optimizer state a rank owns, each with the owned region.
+        """Yields the parameters for which a rank owns optimizer state, each with the owned region.
 
         The data-parallel ranks of one (pp, tp) divide the elements of its dense parameters evenly. Those of one
         (pp, etp, ep) do the same with the elements of its experts' parameters.

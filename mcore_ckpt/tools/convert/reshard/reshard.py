@@ -64,7 +64,7 @@ class ReshardReport:
         step: the step.
         roles: the reports of the roles that have a model.
         seconds: how long the reshard took.
-        beside: the names of what the trainer keeps beside the roles. It was copied as it is.
+        beside: the names of the files that the trainer keeps next to the roles. They were copied unchanged.
     """
 
     step: int
@@ -92,14 +92,14 @@ def reshard(
 
     Args:
         selection: the checkpoints to rewrite, from `select`.
-        root: the folder of all steps to write into; it must differ from the one that is read.
+        root: the folder of all steps to write into; it must differ from the root that is read.
         wanted: the wanted layout.
         progress: called with the number of bytes written so far and the number to write in all.
         force: True to replace checkpoints of the same step and roles, once all roles are written. A pinned step stays.
 
     Raises:
-        InvalidArgumentError: the sizes contradict each other, or the new checkpoint would replace the one that is read,
-            a pinned one, or any without `force`.
+        InvalidArgumentError: the sizes contradict each other, or the new checkpoint would replace the source or a
+            pinned checkpoint, or, without `force`, any checkpoint.
         LockedError: a trainer saves below `root`.
         CheckpointError: the checkpoint is damaged or does not fit the layout, or the new one cannot be written. `root`
             has no new complete step.

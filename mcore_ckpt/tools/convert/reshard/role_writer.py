@@ -1,4 +1,4 @@
-"""Writes the roles of a step in the format of this package: what a plan holds, or a copy of a role of plain files."""
+"""Writes the roles of a step in the format of this package: planned files, or a copy of a role of plain files."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Identity:
     Attributes:
         role: the role.
         contents: the contents of the checkpoint: `model`, `optimizer`, ...
-        versions: package versions of the training, such as megatron's. They replace those of this process.
+        versions: package versions of the training, such as megatron's. They replace the versions of this process.
         adapters: the settings of low-rank adapters.
         model: what the model computes with its tensors.
     """
@@ -102,7 +102,7 @@ class RoleWriter:
         self.step.write_manifest(_manifest(self.identity, self.step.step, self.target, indexed, small))
 
     def check(self, folder: Path, part: int, parts: int) -> None:
-        """Compares the model alone: no tool tests a checkpoint that has more."""
+        """Compares only the model, because no tool tests a checkpoint that has more."""
         assert self.identity.contents == ("model",), "what it would not compare must not count as tested"
         written = NativeReader.open(folder)
 
@@ -168,7 +168,7 @@ def _manifest(
     indexed: Sequence[FileNames],
     small: Sequence[tuple[int, WrittenFile]],
 ) -> Manifest:
-    """Makes the manifest of the files with tensors and of the others, each with its rank.
+    """Makes the manifest of the files with tensors and of the small files, each with its rank.
 
     The step that the role is written into adds its roles and its attempt.
     """

@@ -28,7 +28,7 @@ CLOCKS = "clocks"
 # How long a rank looks for another rank's file. A network file system may show it only after some seconds.
 _LOOK_S = 10.0
 _PAUSE_S = 0.02
-# Files that are seen later than this are worth a word.
+# If a rank sees a file later than this, a finding says so.
 _LATE_S = 1.0
 
 
@@ -139,10 +139,10 @@ def _of_view(root: Path, problems: Mapping[int, str], seen: Mapping[int, float])
 
 
 def contend(agreement: Agreement, trial: Path, leaders: Sequence[int]) -> list[Finding]:
-    """One rank of each host tries to get a lock that rank 0 holds, and to make a file that all try to make.
+    """Lets one rank of each host try to get a lock that rank 0 holds, and to make a file that all of them try to make.
 
     Args:
-        leaders: these ranks, rank 0 among them.
+        leaders: these ranks, including rank 0.
     """
     if len(leaders) < 2:
         return []
@@ -154,7 +154,7 @@ def contend(agreement: Agreement, trial: Path, leaders: Sequence[int]) -> list[F
         if agreement.is_coordinator:
             write_file(path, [b"x"])
             held = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-            with suppress(OSError):  # then locks do not work on this host, which is a finding of its own
+            with suppress(OSError):  # then locks do not work on this host, which is another finding
                 fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return {}
 
@@ -239,7 +239,8 @@ def _of_winners(winners: Sequence[int]) -> Finding:
 def compare_clocks(agreement: Agreement, leaders: Sequence[int]) -> list[Finding]:
     """Compares the clocks of the hosts with rank 0's.
 
-    All ranks read their clocks between two moments that rank 0 knows. So the result is as exact as this time is short.
+    All ranks read their clocks between two moments that rank 0 knows. The closer the two moments, the more exact the
+    result.
     """
     if len(leaders) < 2:
         return []

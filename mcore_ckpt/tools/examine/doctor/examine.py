@@ -28,7 +28,7 @@ from mcore_ckpt.tools.examine.doctor.trial import owner_of, trial_folder, unusab
 from mcore_ckpt.tools.examine.progress import Progress
 
 RANKS = "ranks"
-# How much longer than for anything else a rank waits while others measure their speed, in seconds.
+# How many additional seconds a rank waits while others measure their speed.
 _MEASURING_S = 180.0
 _TOPIC = "examining the file system"
 
@@ -227,7 +227,7 @@ class _Examination:
         return most >> 20 << 20
 
     def _try(self, stack: ExitStack, leaders: Sequence[int], shared: Path | None) -> None:
-        """Every leader tries the file system, in rank 0's folder if it sees it, and sends rank 0 what it has found."""
+        """Lets every leader try the file system, if possible in rank 0's folder, and send its findings to rank 0."""
 
         def work() -> Record:
             if self._agreement.rank not in leaders:

@@ -67,9 +67,9 @@ def worst(findings: Iterable[Finding]) -> Severity:
 
 
 def merged(by_rank: Mapping[int, Iterable[Finding]]) -> list[Finding]:
-    """Returns the findings of several ranks, the same ones only once, each with the ranks that it is true for.
+    """Merges the findings of several ranks. Equal findings become one, with the ranks that it is true for.
 
-    A finding of all these ranks has no ranks. The order is that of the first rank.
+    A finding that is true for all of them lists no ranks. Findings keep the order of the first rank.
     """
     found: dict[str, list[tuple[Finding, list[int]]]] = {}
     for rank, findings in by_rank.items():
@@ -88,7 +88,7 @@ def merged(by_rank: Mapping[int, Iterable[Finding]]) -> list[Finding]:
 
 
 def _same(first: Finding, second: Finding) -> bool:
-    # Measured numbers are in the facts, so the values are compared only by being in equal facts.
+    # The facts contain the measured numbers, so comparing facts is enough.
     return (first.severity, first.fact, first.cost, first.advice) == (
         second.severity,
         second.fact,

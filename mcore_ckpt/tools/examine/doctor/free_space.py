@@ -1,4 +1,4 @@
-"""Says how much space is left below a root, and how many saves that is, by the rules by which a save is refused."""
+"""Says how much space is left below a root, and for how many saves, by the same rules that refuse a save."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class FreeSpace:
     Attributes:
         disk: what can still be written.
         step: the newest complete step; None if there is none.
-        taken: what a save like it takes here.
-        passing: how many bytes it takes besides until it is committed.
+        taken: what a save like this step takes here.
+        passing: how many bytes such a save takes in addition, until it is committed.
     """
 
     disk: DiskSpace
@@ -70,7 +70,7 @@ def free_bytes(root: Path) -> int | None:
 
 
 def finding_of_space(space: FreeSpace) -> Finding:
-    """Says how much space is free, and whether it is enough. Where saves are tried nevertheless, it is only a risk."""
+    """Says how much space is free, and whether it is enough. Too little is only a risk if saves are tried anyway."""
     if space.nbytes is None:
         return fine(FREE_SPACE, str(space))
     values = {"bytes": float(space.nbytes)}

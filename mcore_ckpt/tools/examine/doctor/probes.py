@@ -46,7 +46,7 @@ _WRONG = "it reads back other bytes than were written"
 
 
 def try_all(folder: Path, mount: Mount | None) -> list[Finding]:
-    """Runs all probes in an existing folder, each in a folder of its own. An error in a probe is a finding."""
+    """Runs all probes in an existing folder, each in a separate folder below it. An error in a probe is a finding."""
     findings = []
     for number, (topic, probe) in enumerate(_PROBES):
         own = folder / str(number)
@@ -268,7 +268,7 @@ def _times(folder: Path, mount: Mount | None) -> Finding:
 
 
 def _names(folder: Path, mount: Mount | None) -> Finding:
-    # The longest names are those of work folders: a role of 128 letters, `replaced-` and an id of 32 digits.
+    # Work folders have the longest names: a role of 128 letters, `replaced-` and an id of 32 digits.
     try:
         (folder / ("n" * 180)).mkdir()
     except OSError as error:

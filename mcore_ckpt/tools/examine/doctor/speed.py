@@ -73,7 +73,7 @@ def limit_of(values: Mapping[str, float]) -> str:
 
 
 def of_hosts(by_rank: Mapping[int, Sequence[Finding]]) -> dict[int, list[Finding]]:
-    """Returns the findings of several ranks, those about speed only for the slowest rank."""
+    """Returns the findings of several ranks. Of findings about speed, it keeps only the slowest rank's."""
     slowest: dict[str, int] = {}
     for rank, findings in by_rank.items():
         for finding in findings:

@@ -1,8 +1,8 @@
 """Logs, in one line, what is known of a root when a trainer starts.
 
 Nothing is written and nothing is measured: a manager that only loads must not change the disk, and a start must not
-wait. So abilities are those of file systems of this type that were tried (docs/doctor.md), and an unknown type is
-called unknown. `mcore-ckpt doctor` tries the folder itself.
+wait. So the line states what other file systems of this type could do when they were tried (docs/doctor.md), and calls
+an untried type unknown. `mcore-ckpt doctor` tries the folder itself.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def log_root(root: Path) -> None:
-    """Logs what is known of a root: as a warning if something is to be changed. Raises nothing.
+    """Logs what is known of a root: as a warning if something should be changed. Raises nothing.
 
     A root that does not exist yet is on the file system of the nearest folder above it.
     """

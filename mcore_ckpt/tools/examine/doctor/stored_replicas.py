@@ -1,7 +1,7 @@
-"""Compares the tensors that the newest checkpoint holds several times: those that tensor parallelism replicates.
+"""Compares the tensors that the newest checkpoint stores several times, because tensor parallelism replicates them.
 
-Data-parallel replicas are stored once. Whether those are equal, only the training itself can find out: each save looks
-at some of them, and with `verify_replicas=True` at all.
+Data-parallel replicas are stored once. Only the training itself can find out whether they are equal: each save looks at
+some of them, and with `verify_replicas=True` at all.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ def trial_folder(root: Path) -> Iterator[Path]:
     """Makes a hidden folder below the root for the `with` block. Raises OSError.
 
     If the process is killed, the folder stays. On this host, the next doctor, the next start of a trainer or `prune`
-    removes it. On another host, a doctor or the first save of a trainer does, but only after `TRIAL_LASTS_S`, because
-    until then this process may be alive.
+    removes it. On another host, a doctor or the first save of a trainer removes it, but only after `TRIAL_LASTS_S`,
+    because until then this process may be alive.
     """
     remove_dead_trials(root)
     folder = file_names.trial_dir(root, commit.new_attempt())
@@ -40,7 +40,7 @@ def trial_folder(root: Path) -> Iterator[Path]:
 
 
 def remove_dead_trials(root: Path) -> None:
-    """Removes the folders of doctors that died on this host, and those of other hosts that are old."""
+    """Removes the folders of doctors that died on this host, and old folders of doctors on other hosts."""
     for entry in entries(root):
         if file_names.is_trial_dir(entry.name) and is_dead_trial(entry, by_age=True):
             commit.remove_folder(entry)

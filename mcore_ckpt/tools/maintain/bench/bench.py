@@ -1,4 +1,4 @@
-"""Tells a whole bench: measures below a root, predicts the saves of a training, and compares real saves."""
+"""Runs a whole bench: measures below a root, predicts the saves of a training, and compares real saves."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ class RealSaves:
 
     Attributes:
         nbytes: the size of each save, of all ranks of the node together.
-        stall: of async saves.
-        async_save: until an async save is durable.
-        sync_save: of synchronous saves.
+        stall: the stall of async saves.
+        async_save: the time until an async save is durable.
+        sync_save: the time of synchronous saves.
     """
 
     nbytes: int

@@ -8,11 +8,11 @@ The model follows `save/save.py`. A node's ranks share its memory and its disk, 
     first async save          = as later ones if host memory is prepared by then; otherwise it writes in place
     load                      = planning + reading
 
-With the state on a GPU, each rank copies over a bus of its own, and writing overlaps with copying, so the slower of the
+With the state on a GPU, each rank copies over a separate bus, and writing overlaps with copying, so the slower of the
 two counts. A first save then waits until its memory is pinned.
 
-Opening, the commit, and writing without bytes were measured as such. Planning, and what further ranks and tensors
-add to a commit, are constants from other measurements.
+Opening, the commit, and writing without bytes were measured directly. The time of planning, and the time that further
+ranks and tensors add to a commit, are constants from other measurements.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mcore_ckpt.tools.maintain.bench.speeds import GpuSpeeds, Speeds
 OPEN, PLAN, COPY, PIN = "opening", "planning", "copying", "pinning"
 WRITE, WRITE_IN_PLACE, COMMIT, READ = "writing", "writing in place", "committing", "reading"
 
-# What a trial save leaves out: reading the trainer's objects and comparing its tensors with those of the last plan.
+# The time of what a trial save leaves out: reading the trainer's objects and comparing its tensors with the last plan.
 # 3.0 ms for 60 tensors (2026-11-24), 16.5 ms for 10,000, which includes opening (docs/benchmarks.md, "Small tensors").
 PLAN_S = 3e-3
 PLAN_S_PER_TENSOR = 1.25e-6

@@ -20,11 +20,11 @@ from mcore_ckpt.tools.convert.reshard.target import SavedLayout, WantedLayout, r
 MODEL_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 """The bytes of a model parameter, by the dtype of the training."""
 
-# Of an element of a main parameter or a moment.
+# The bytes of an element of a main parameter or a moment.
 _OPTIMIZER_BYTES = 4
-# Optimizers whose state has one size for each element of a parameter.
+# The number of moments, for optimizers that keep the same moments for every parameter.
 _MOMENTS = {kind.name.lower(): len(kind.moments) for kind in KINDS if kind.name in ("Adam", "SGD", "Lion", "Muon")}
-# What each rank writes beside its files of tensors: its random states.
+# The number of files that each rank writes in addition to its files of tensors: its random states.
 _SMALL_FILES = 1
 
 
@@ -87,9 +87,9 @@ class SaveSize:
         ranks_per_node: how many ranks are on a node.
         parameters: the number of parameters of the whole model.
         total_bytes: the size of the checkpoint.
-        node_bytes: what the ranks of the node with the most to write, write together.
-        rank_bytes: the same for the rank with the most to write.
-        node_load_bytes: what the ranks of the node with the most to read, read together.
+        node_bytes: how many bytes the ranks of a node write together, on the node with the most to write.
+        rank_bytes: how many bytes one rank writes: the rank with the most to write.
+        node_load_bytes: how many bytes the ranks of a node read together, on the node with the most to read.
         tensors: how many tensors the rank with the most plans in a save.
         files: how many files all ranks together write.
     """
@@ -158,7 +158,7 @@ def size_of_model(folder: Path, training: Training) -> SaveSize:
 
 
 def size_of_parameters(parameters: int, training: Training) -> SaveSize:
-    """Returns what the ranks save of a model without experts whose parameters are divided evenly among the stages.
+    """Returns what the ranks save of a model without experts. The parameters are divided evenly among the stages.
 
     Raises InvalidArgumentError: the sizes of the layout contradict each other.
     """

@@ -1,7 +1,7 @@
 """Measures what saves on this machine wait for: memory, disk, and what a save costs besides its bytes.
 
-The speeds of saves come from trial saves, by all ranks of a node at once. What the disk and the processors could do
-without the other comes from the doctor, which measures our writer and reader against plain system calls.
+The speeds of saves come from trial saves, by all ranks of a node at once. The speeds of the disk alone and of the
+processors alone come from the doctor, which measures our writer and reader against plain system calls.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Speeds:
         ranks: how many ranks saved at once.
         trial_bytes: how many bytes they saved together.
         copies: copying in host memory, to memory that has its pages: (bytes, bytes per second), the smaller size first.
-        fetch_bytes_per_s: one thread fetches new pages of host memory.
+        fetch_bytes_per_s: the speed at which one thread gets new pages of host memory.
         write_bytes_per_s: writing from images, checksums included.
         write_in_place_bytes_per_s: writing from the tensors, checksums and the copy in the processor's cache included.
         read_bytes_per_s: reading by one rank, checksums included.
@@ -65,7 +65,7 @@ class Speeds:
         write_limit: what limits writing: "file system", "processors", or "" if neither of the two does.
         open_s: the time from the call of a save until its folder is there.
         small_write_s: the time to write all files of a save that has hardly any bytes.
-        commit_s: the time to commit it.
+        commit_s: the time to commit such a save.
         sync_s: the time until a small file is durable.
         spread: the shortest and the longest trial save that copied, divided by their median.
         gpu: the GPU, or None if there is none.
@@ -88,7 +88,7 @@ class Speeds:
     gpu: GpuSpeeds | None = None
 
     def copy_bytes_per_s(self, nbytes: int) -> float:
-        """Returns how fast `nbytes` bytes are copied, between the speeds of the measured sizes by its logarithm.
+        """Returns the speed of copying `nbytes` bytes: interpolates the measured speeds over the logarithm of the size.
 
         Example:
             >>> SPEEDS.copies, SPEEDS.copy_bytes_per_s(2 * 10**9)  # doctest: +SKIP
@@ -102,7 +102,7 @@ class Speeds:
 
 
 def measure(folder: Path, nbytes: int, ranks: int, progress: Progress = lambda nbytes: None) -> Speeds:
-    """Measures in an empty folder. Takes twice `nbytes` of space, and eight times of memory, or what is free.
+    """Measures in an empty folder. Uses `2 * nbytes` of disk space, and `8 * nbytes` of memory, or what is free.
 
     Args:
         folder: where to write.
@@ -186,7 +186,7 @@ def _median(times: Sequence[SaveTimes], field: str) -> float:
 
 
 def _speed(nbytes: int, seconds: float, without_bytes_s: float) -> float:
-    """Returns the speed of the bytes alone; of everything if they take the smaller part, since then they hide in it."""
+    """Returns the speed without the fixed time; including it, if the bytes take less than half of the whole time."""
     rest = seconds - without_bytes_s
     return nbytes / (rest if rest > seconds / 2 else seconds)
 

@@ -1,8 +1,8 @@
 """Makes real saves of random bytes, with the planner, the writer and the commit of this package, without a trainer.
 
-One process acts for all ranks of a node: it copies with as many threads as they would, and writes each rank's files
-with a writer and a thread of their own. So a trial save takes as long as the ranks' save, but for what they would tell
-each other and for reading the trainer's objects.
+One process acts for all ranks of a node: it copies with as many threads as the ranks would, and writes each rank's
+files with a separate writer and thread. So a trial save takes as long as the ranks' save, without the ranks' messages
+and without reading the trainer's objects.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _KINDS = (PARAM, "exp_avg", "exp_avg_sq")
 # The parameters of one tensor: of a matrix of 2048 x 2048.
 _PARAMETERS = 1 << 22
 _TILE_BYTES = 1 << 20
-# What torch's generator on a CPU has.
+# The size of the state of torch's generator on a CPU.
 _RANDOM_STATE_BYTES = 5056
 
 
@@ -160,7 +160,7 @@ class TrialSaves:
         return time.perf_counter() - began
 
     def keep(self, copied: bool) -> tuple[Path, SaveTimes]:
-        """Does the same without deleting the checkpoint. Returns the role's folder, and the times."""
+        """Does the same as `save`, but keeps the checkpoint. Returns the role's folder, and the times."""
         step = next(self._steps)
         saving = Saving(file_names.step_dir(self._root, step) / ROLE, step, PreservationPolicy())
         buffer = self._images.take(self._arena_bytes()) if copied else None
@@ -252,7 +252,7 @@ class TrialSaves:
         self._lock.take(patience_s=0)
 
     def _write(self, staging: Path, writes: Sequence[Sequence[FileWrite]]) -> list[tuple[int, WrittenFile]]:
-        """Writes the files of all ranks, each rank's on a thread of its own, and returns each file with its rank."""
+        """Writes the files of all ranks, each rank's on a separate thread, and returns each file with its rank."""
         check_seen(staging)
         with ThreadPoolExecutor(len(self._ranks)) as pool:
             by_rank = list(pool.map(lambda rank, own: self._write_rank(staging, rank, own), self._ranks, writes))
@@ -314,7 +314,8 @@ def _random_states() -> bytes:
 def _random_bytes(nbytes: int) -> torch.Tensor:
     """Returns memory full of random bytes, because some file systems compress what repeats within a few bytes.
 
-    It is torch's, as a trainer's is. A host buffer consists of huge pages, from which copies are quicker.
+    torch allocates it, as for a trainer's tensors. A host buffer consists of huge pages, and copies from these are
+    faster.
     """
     tiles = torch.empty(-(-nbytes // _TILE_BYTES), _TILE_BYTES, dtype=torch.uint8)
     tiles.copy_(torch.frombuffer(bytearray(os.urandom(_TILE_BYTES)), dtype=torch.uint8))
