@@ -31,7 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -40,16 +40,18 @@ from typing import Any
 import torch.distributed as dist
 from measuring import machine_facts, peak_memory, reset_peak_memory
 from simulated import Model, SavedFiles
-from simulated_ranks import GROUPS, HOST, KEYS, ROLE, TIMEOUT_S, Case, Reporter, client, trainer_of
+from simulated_ranks import GROUPS, HOST, KEYS, ROLE, TIMEOUT_S, WORLDS, Case, Phases, Reporter, client, trainer_of
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint import manifest as manifests
 from mcore_ckpt.checkpoint.manifest import Manifest
 from mcore_ckpt.ranks.key_value_store import pack
-from mcore_ckpt.ranks.rounds import Agreement, Record, Round
+from mcore_ckpt.ranks.one_round import Round
+from mcore_ckpt.ranks.rounds import Agreement, Record
 from mcore_ckpt.save import new_manifest
 from mcore_ckpt.save.rank_reports import RankReport, TensorNames
 from mcore_ckpt.save.replica_check import compare_replicas
+from mcore_ckpt.save.root import PlaceInRoot
 from mcore_ckpt.save.save_times import timeline_of
 from mcore_ckpt.steps import commit
 from mcore_ckpt.steps.transaction import Attempt, commit_together
@@ -64,7 +66,7 @@ _AT_ONCE = 256
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=16384)
+    parser.add_argument("--ranks", type=int, default=16384, choices=WORLDS)
     parser.add_argument("--tensors", type=int, default=100_000, help="tensors of the model")
     parser.add_argument("--experts", type=int, default=384, help="experts in each layer; 0 for a model without experts")
     parser.add_argument("--saves", type=int, default=4, help="saves of one process; the first one tells the names")
@@ -104,12 +106,12 @@ def _in_process(checkout: Path, folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-class Clock:
+class Clock(Phases):
     """Adds up the seconds of each phase: of all processors, and by the clock. A phase is without those inside it."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.cpu: dict[str, float] = {}
-        self.wall: dict[str, float] = {}
         self._open: list[tuple[float, float, float, float]] = []
 
     @contextmanager
@@ -127,7 +129,7 @@ class Clock:
         cpu_start, wall_start, cpu_inside, wall_inside = self._open.pop()
         cpu, wall = time.process_time() - cpu_start, time.perf_counter() - wall_start
         self.cpu[name] = self.cpu.get(name, 0.0) + cpu - cpu_inside
-        self.wall[name] = self.wall.get(name, 0.0) + wall - wall_inside
+        self.seconds[name] = self.seconds.get(name, 0.0) + wall - wall_inside
         if self._open:
             outer = self._open[-1]
             self._open[-1] = (*outer[:2], outer[2] + cpu, outer[3] + wall)
@@ -144,24 +146,11 @@ class Clock:
         finally:
             gc.callbacks.remove(self._collecting)
 
-    def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any, **named: Any) -> Any:
-            with self.phase(name):
-                return function(*arguments, **named)
-
-        return call
-
     @contextmanager
     def watch(self, places: Sequence[tuple[Any, str, str]]) -> Iterator[None]:
-        """Times functions, given as (module or class, name, phase)."""
-        kept = [(place, name, getattr(place, name)) for place, name, _ in places if hasattr(place, name)]
-        for (place, name, function), phase in zip(kept, [p for o, n, p in places if hasattr(o, n)], strict=True):
-            setattr(place, name, self.timed(phase, function))
-        try:
+        """Times the functions that this package has: another version may lack some."""
+        with super().watch([(place, name, phase) for place, name, phase in places if hasattr(place, name)]):
             yield
-        finally:
-            for place, name, function in kept:
-                setattr(place, name, function)
 
 
 _PHASES = (
@@ -246,7 +235,7 @@ class _Saves:
                 lambda records: self._describe(clock, attempt, records, number),
                 lambda: None,
             )
-        clock.cpu["all"], clock.wall["all"] = time.process_time() - cpu, time.perf_counter() - wall
+        clock.cpu["all"], clock.seconds["all"] = time.process_time() - cpu, time.perf_counter() - wall
         assert len(heap) == _HEAP
         gc.unfreeze()
         if isinstance(profile, cProfile.Profile):
@@ -254,7 +243,7 @@ class _Saves:
         data = (role_dir / file_names.MANIFEST_FILE).read_bytes()
         found = {
             "cpu": clock.cpu,
-            "wall": clock.wall,
+            "wall": clock.seconds,
             "peak_bytes": peak_memory() - base,
             "received": nbytes,
             "files": data.count(b'"path":'),
@@ -269,12 +258,14 @@ class _Saves:
         common = {"optimizers": [adam], "lr_scheduler": None}
         with clock.phase("decode reports"):
             reports = list(map(RankReport.of, records))
-        save = (number, (ROLE,), attempt.number, reports)
-        manifest = new_manifest.build_manifest(self._trainer, self._names, attempt.staging, common, KEYS, *save)
+        unused: Any = None  # the context and the request of a save, which the checks do not ask
+        place = PlaceInRoot(unused, unused, attempt)
+        save = (number, (ROLE,), self._trainer.config.save_contents, reports)
+        manifest = new_manifest.build_manifest(self._trainer, self._names, place, common, KEYS, *save)
         with clock.phase("compare replicas"):
             assert not compare_replicas([report.replicas for report in reports])
         with clock.phase("timeline"):
-            timeline = timeline_of([report.times for report in reports], (12.345678, 13.456789))
+            timeline = timeline_of([report.times for report in reports], (12_345_678, 13_456_789))
         return replace(manifest, save_timeline=timeline, created="2026-01-01T00:00:00+00:00")
 
     def _reports(self, staging: Path, number: int) -> list[Record]:

@@ -1,5 +1,8 @@
 """What a save costs may not grow faster with the number of ranks than it must: messages, bytes and keys are counted."""
 
+import json
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -106,3 +109,12 @@ def test_only_the_owner_sends_the_names() -> None:
     assert {digest: list(runs) for digest, runs in holds.items()} == {"a": [(0, 0), (2, 2)], "b": [(1, 1)], "c": []}
     sender.mark_sent(plans)
     assert sender.to_send(plans, rank=0) == {}
+
+
+def test_the_benchmark_of_a_commit_follows_the_package() -> None:
+    """It stands in for the ranks and calls what a save calls, so a change of a save can break it."""
+    command = [sys.executable, str(BENCHMARKS / "commit.py"), "--ranks", "8", "--tensors", "50", "--experts", "16"]
+    result = subprocess.run([*command, "--saves", "2", "--repeat", "1", "--json"], check=True, capture_output=True)
+    ((first, later),) = json.loads(result.stdout)["runs"]["now"]
+    assert first["files"] == later["files"] > 8
+    assert {"names", "describe", "check files", "read back", "publish", "all"} <= later["cpu"].keys()
