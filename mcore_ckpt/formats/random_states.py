@@ -25,7 +25,8 @@ def random_states_of(stored: Any, dp: int, where: str) -> dict[str, Any]:
     """
     state = stored
     if isinstance(stored, (list, tuple)):
-        state = stored[dp if len(stored) > 1 else 0] if len(stored) == 1 or dp < len(stored) else None
+        number = dp if len(stored) > 1 else 0
+        state = stored[number] if number < len(stored) else None
     wanted = ("random_rng_state", "np_rng_state", "torch_rng_state", "rng_tracker_states")
     missing = [name for name in wanted if not isinstance(state, Mapping) or name not in state]
     if missing:

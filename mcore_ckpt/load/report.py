@@ -88,7 +88,7 @@ def native_result(trainer: Trainer, plan: LoadPlan, nbytes: int, skipped: Sequen
 
 
 def foreign_result(trainer: Trainer, path: Path, loaded: ForeignLoad, started: float) -> LoadResult:
-    """Returns the result of loading another program's checkpoint, and warns as `native_result` does."""
+    """Returns the result of loading another program's checkpoint, and warns of what else its model computes."""
     warn_of_other_model(trainer, path, loaded.other_model)
     report = LoadReport(
         path=path,
