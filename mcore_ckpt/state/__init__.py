@@ -16,13 +16,7 @@ if TYPE_CHECKING:
     from mcore_ckpt.state.rng import read_rng, write_rng
     from mcore_ckpt.state.typed_values import from_stored, to_stored
 
-__all__ = [
-    "from_stored",
-    "process_groups_of",
-    "read_rng",
-    "to_stored",
-    "write_rng",
-]
+__all__ = ["from_stored", "process_groups_of", "read_rng", "to_stored", "write_rng"]
 
 __getattr__ = lazy_names(
     __name__,

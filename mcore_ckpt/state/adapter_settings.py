@@ -37,12 +37,11 @@ def own_trained(shards: Sequence[LocalShard]) -> list[str]:
 def adapter_settings(
     records: Iterable[Sequence[Record]], trained: Iterable[str] | None = None
 ) -> AdapterSettings | None:
-    """Returns the settings of all adapters, from the `own_adapters` of the ranks. Returns None if there are none.
+    """Joins the settings of all adapters, from the `own_adapters` of the ranks. Returns None if there are none.
 
     `trained` has the names of the parameters that are trained in addition to them.
 
-    Raises:
-        UnsupportedError: adapters have different settings.
+    Raises UnsupportedError: adapters have different settings.
     """
     found = {replace(AdapterSettings(**item), trained=None): None for record in records for item in record}
     if len(found) > 1:

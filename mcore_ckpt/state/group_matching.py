@@ -61,12 +61,7 @@ class LiveGroup:
 
 @dataclass(frozen=True)
 class SavedGroup:
-    """A param group of the checkpoint.
-
-    Attributes:
-        number: its number among all groups of the checkpoint.
-        fields: its fields, as they are stored.
-    """
+    """A param group of the checkpoint: its number among all groups, and its fields, as they are stored."""
 
     number: int
     fields: Group
@@ -266,9 +261,7 @@ def check_equal(
 ) -> None:
     """Refuses groups whose schedule has changed, as megatron's scheduler refuses its own (`_check_and_set`, 0.16).
 
-    Args:
-        live, saved, found: the groups and their counterparts.
-        of_run, of_checkpoint: the schedulers' values for groups that lack a field.
+    `of_run` and `of_checkpoint` have the schedulers' values for groups that lack a field.
     """
     for group, other in _pairs(live, saved, found):
         one, two = {**of_run, **group.settings}, {**of_checkpoint, **other.settings}

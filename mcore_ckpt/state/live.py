@@ -21,11 +21,6 @@ class LiveObjects:
     """A record of which tensor was at which place in a model and an optimizer. It detects later changes.
 
     The record keeps no tensor alive, so a trainer that offloads by replacing tensors gets the memory back.
-
-    Example:
-        >>> before = LiveObjects(chunks, optimizer)  # doctest: +SKIP
-        >>> before.are_still_there()  # doctest: +SKIP
-        True
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], optimizer: Any) -> None:

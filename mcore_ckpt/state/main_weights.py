@@ -152,12 +152,9 @@ def _mains_by_parameter(optimizer: Any) -> dict[int, MainParameter]:
 
 
 class Fragment(NamedTuple):
-    """Elements of a weight.
+    """Elements of a weight, in a row: from element `start` in row-major order.
 
-    Attributes:
-        weight: the weight's tensor in `MainWeights.by_parameter`.
-        start: the number of the first of the elements, in row-major order.
-        values: the elements, in a row.
+    `weight` is the weight's tensor in `MainWeights.by_parameter`.
     """
 
     weight: torch.Tensor
@@ -168,8 +165,6 @@ class Fragment(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class MainWeights:
     """The weights that a save makes from main parameters, which are divided among data-parallel ranks.
-
-    They are made piece by piece, because all of them together would be a second copy of the model on the GPU.
 
     Attributes:
         by_parameter: a tensor of the parameter's shape and nominal dtype, by `id` of the parameter. It has no memory
@@ -302,12 +297,7 @@ def _shares_gradients(chunk: torch.nn.Module) -> bool:
 
 
 def write_mains(optimizer: Any, weights: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Sets main parameters from loaded weights.
-
-    Args:
-        optimizer: megatron's optimizer.
-        weights: parameters, and the loaded values of each.
-    """
+    """Sets main parameters from loaded weights, which are pairs of a parameter and its values."""
     mains = _mains_by_parameter(optimizer)
     with torch.no_grad():
         for parameter, values in weights:

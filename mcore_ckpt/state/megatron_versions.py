@@ -28,11 +28,7 @@ def check_megatron() -> None:
 
 @functools.cache
 def check_version(version: str) -> None:
-    """Checks one version of megatron-core. The warning appears at the first call with this version only.
-
-    Example:
-        >>> check_version("0.18.2")
-    """
+    """Checks one version of megatron-core. The warning appears at the first call with this version only."""
     match = re.match(r"(\d+)\.(\d+)", version)
     number = (int(match[1]), int(match[2])) if match else None
     if number is not None and number < _FIRST:

@@ -301,9 +301,8 @@ def _cut_like_weight(shard: LocalShard, sharded: Mapping[str, Any], matrix: Peft
 def _with_rows_of_weight(shard: LocalShard, sharded: Mapping[str, Any], weight: str) -> LocalShard:
     """Returns the shard of a magnitude, which has one element for each row of the weight.
 
-    Raises:
-        UnsupportedError: tensor parallelism cuts the weight's columns. Megatron-Bridge (0.6) uses the length of a
-            rank's part of a row as the length of the row, so each rank has other magnitudes.
+    Raises UnsupportedError: tensor parallelism cuts the weight's columns. Megatron-Bridge (0.6) uses the length of a
+    rank's part of a row as the length of the row, so each rank has other magnitudes.
     """
     rows = _region(weight, sharded[weight].data, sharded[weight])
     if rows.local_shape[1:] != rows.global_shape[1:]:
@@ -328,12 +327,7 @@ def _below_adapter(owner: torch.nn.Module) -> torch.nn.Module:
 def sharded_state_dict(module: torch.nn.Module, **flags: Any) -> dict[str, Any]:
     """Returns megatron's ShardedTensors and ShardedTensorFactories of an unwrapped model, by local name.
 
-    Args:
-        module: the model.
-        flags: the `metadata` for megatron's function.
-
-    Raises:
-        UnsupportedError: megatron's own function fails.
+    `flags` are the `metadata` for megatron's function. Raises UnsupportedError: megatron's own function fails.
     """
     groups = _groups_of(module)
     # Without this group megatron asks parallel_state, which may be uninitialized (ensure_metadata_has_dp_cp_group).

@@ -35,9 +35,8 @@ def host_copies(chunks: Iterable[torch.nn.Module]) -> HostCopies:
     `offload_to_cpu` (0.16.1) as `param_data_cpu`. Both keep the copy even after the parameters are back on the GPU. By
     then the copy is outdated, so this function ignores the copies of buffers that have memory.
 
-    Raises:
-        UnsupportedError: the model has `overlap_param_gather`. Shards of other ranks were possibly not gathered when
-            the parameters were copied, and they cannot be gathered now.
+    Raises UnsupportedError: the model has `overlap_param_gather`. Shards of other ranks were possibly not gathered when
+    the parameters were copied, and they cannot be gathered now.
     """
     copies = {}
     for chunk in chunks:

@@ -23,15 +23,10 @@ from mcore_ckpt.state.shards import LocalShard, ParameterState
 def read_optimizer(optimizer: Any, model: Sequence[LocalShard], first_instance: bool) -> list[list[ParameterState]]:
     """Returns this rank's parameter states as live tensors, one list per chained optimizer.
 
-    Nothing is copied or communicated.
+    Nothing is copied or communicated. `model` has the model's shards, for names and regions. `first_instance` tells
+    that this rank belongs to distributed-optimizer instance 0, the instance that writes.
 
-    Args:
-        optimizer: megatron's optimizer.
-        model: the model's shards, for names and regions.
-        first_instance: whether this rank belongs to distributed-optimizer instance 0, the instance that writes.
-
-    Raises:
-        UnsupportedError: the optimizer has a parameter that is not in the model, or state that cannot be saved.
+    Raises UnsupportedError: a parameter is not in the model, or state cannot be saved.
     """
     by_parameter = {id(shard.tensor): shard for shard in model}
     result = []

@@ -143,10 +143,8 @@ class SavedGroups:
     ) -> tuple[LiveGroup, ...]:
         """Returns live groups with the saved groups of their members on this rank.
 
-        Args:
-            groups: the groups of a part.
-            members: for each parameter, the place of its group in the list, its name, and its name in the checkpoint.
-            candidates: the saved groups that may be counterparts.
+        `members` has, for each parameter, the place of its group in the list, its name, and its name in the checkpoint.
+        `candidates` are the saved groups that may be counterparts.
         """
         found: list[set[int]] = [set() for _ in groups]
         names = ["" for _ in groups]
@@ -173,9 +171,8 @@ class Schedules:
 class GroupChanges:
     """The messages to the user about the groups of a load.
 
-    Attributes:
-        kept: describes the groups that keep the run's rates, because the checkpoint has none for them.
-        replaced: describes the settings in which the checkpoint overrides the run's choice.
+    `kept` describes the groups that keep the run's rates, because the checkpoint has none for them; `replaced` the
+    settings in which the checkpoint overrides the run's choice.
     """
 
     kept: tuple[str, ...] = ()
@@ -222,8 +219,7 @@ def find_counterparts(
 ) -> GroupMatch:
     """Finds the counterparts of one optimizer's groups.
 
-    Raises:
-        CheckpointMismatchError: the choice of a counterpart is open, or schedules that must be equal differ.
+    Raises CheckpointMismatchError: the choice of a counterpart is open, or schedules that must be equal differ.
     """
     numbers = match(live, saved, by_members)
     by_number = {group.number: group for group in saved}
@@ -266,13 +262,10 @@ def match_parts(
     dense optimizer (`_get_param_groups`, 0.16.1). The counterparts of groups are found later, because that needs the
     members on all ranks.
 
-    Args:
-        parts: the parts of the live optimizer.
-        saved: the saved parts, as `common.pt` has them.
-        reset_moments: whether a part of a kind that was not saved may start without moments.
+    `saved` has the saved parts, as `common.pt` has them. With `reset_moments`, a part of a kind that was not saved may
+    start without moments.
 
-    Raises:
-        CheckpointMismatchError: a part has no saved counterpart, or several different counterparts.
+    Raises CheckpointMismatchError: a part has no saved counterpart, or several different counterparts.
     """
     numbers = _numbers(saved)
     known = [state for state in saved if state["kind"] != _NO_OPTIMIZER]

@@ -43,12 +43,8 @@ def to_plain(value: Any, field: str) -> Any:
     Tensors are cloned, so later changes do not affect the copy. NumPy scalars become Python scalars, and generators
     their state.
 
-    Args:
-        value: the value to copy.
-        field: the name of the value, for error messages.
-
-    Raises:
-        UnsupportedError: the value contains an object of another kind. The message names the field.
+    `field` is the name of the value. Raises UnsupportedError: the value contains an object of another kind. The message
+    names the field.
 
     Example:
         >>> to_plain({"betas": (0.9, 0.95)}, "param_groups")

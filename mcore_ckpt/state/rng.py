@@ -28,8 +28,7 @@ def read_rng() -> dict[str, Any]:
 def check_rng(state: Mapping[str, Any], file: str) -> None:
     """Checks that a file has the states of all generators as `read_rng` returns them, or a seed instead.
 
-    Raises:
-        CheckpointCorruptError: a field is missing or has another form. The message names the file and the fields.
+    Raises CheckpointCorruptError: a field is missing or has another form. The message names the file and the fields.
     """
     if isinstance(state.get("seed"), int):
         return
@@ -44,8 +43,7 @@ def seed_of(state: Mapping[str, Any], file: str) -> int:
     The state of torch's CPU generator begins with the seed (`CPUGeneratorImplStateLegacy`, torch 2.13: 8 bytes,
     little-endian). A state that was resharded for another layout contains only the seed.
 
-    Raises:
-        CheckpointCorruptError: the file has neither a seed nor that state.
+    Raises CheckpointCorruptError: the file has neither a seed nor that state.
     """
     if isinstance(state.get("seed"), int):
         return int(state["seed"])
@@ -59,12 +57,7 @@ def write_seed(seed: int, step: int, pp: int) -> None:
 
     The seeds differ between pipeline stages. The seeds of megatron's tracker also differ between tensor- and
     expert-parallel ranks. All seeds depend on the step, so that the random numbers differ from those at the beginning
-    of the training.
-
-    Args:
-        seed: the seed of the training.
-        step: the step from which training continues.
-        pp: this rank's pipeline rank.
+    of the training. `pp` is this rank's pipeline rank.
     """
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 

@@ -95,14 +95,9 @@ _NOT_BY_GROUP = ("_milestones", "_schedulers", "_schedule_phases")
 class GroupOrder:
     """Puts lists by param group, such as `base_lrs` of torch's schedulers, into this run's order of groups.
 
-    A list is by group if its length is the number of saved groups and, in the run, the number of the run's groups.
-
-    Args:
-        numbers: for each group of the run, the number of its saved counterpart; None if it has none.
-        saved: how many groups were saved.
-
-    Attributes:
-        found: the names of the lists that `applied` has found.
+    A list is by group if its length is the number of saved groups (`saved`) and, in the run, the number of the run's
+    groups. `numbers` has, for each group of the run, the number of its saved counterpart; None if it has none. `found`
+    has the names of the lists that `applied` has found.
     """
 
     def __init__(self, numbers: Sequence[int | None], saved: int) -> None:
@@ -116,10 +111,7 @@ class GroupOrder:
     def applied(self, saved: Any, live: Any, name: str = "") -> Any:
         """Returns a saved value with its lists in the run's order. A group without counterpart keeps the run's entry.
 
-        Args:
-            saved: the value.
-            live: the run's value in its place, or None.
-            name: the name of the value.
+        `live` is the run's value in its place, or None; `name` is the name of the value.
         """
         if type(saved) in (dict, OrderedDict):
             mine = live if isinstance(live, Mapping) else {}

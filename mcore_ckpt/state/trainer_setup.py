@@ -44,11 +44,7 @@ def read_trainer(
     config: CheckpointConfig,
     objects: dict[str, Any],
 ) -> Trainer:
-    """Checks and collects what this rank knows by itself.
-
-    Args:
-        agreement, root, role, chunks, config: as in `Trainer`.
-        objects: the fields `optimizer`, `lr_scheduler`, `hf_config` and `processing_class` of `Trainer`.
+    """Checks and collects what this rank knows by itself. The arguments are fields of `Trainer`.
 
     Raises InvalidArgumentError, InvalidStateError or UnsupportedError.
     """
@@ -109,15 +105,10 @@ def complete_together(
     One pipeline stage may have something unsupported that the other stages do not have. All ranks must refuse it.
     Otherwise the other ranks would later wait for the rank that refused.
 
-    Args:
-        trainer: the trainer, as far as this rank knows it.
-        topic: what is being agreed on, for messages.
-        remote_url: the address of the remote store; None if there is none.
-        on_rank_0: rank 0 calls this in the same round, once all ranks are known to fit together.
+    Rank 0 calls `on_rank_0` in the same round, once all ranks are known to fit together. `topic` is for messages.
 
-    Returns:
-        The trainer, completed by the layers and the adapters of the whole model, and the shards of this rank's part of
-        the model.
+    Returns the trainer, completed by the layers and the adapters of the whole model, and the shards of this rank's part
+    of the model.
     """
     chunks, optimizer = trainer.chunks, trainer.optimizer
     shards: list[LocalShard] = []
@@ -155,32 +146,22 @@ def complete_together(
     return known, shards
 
 
+# The arguments of a CheckpointManager that must be the same on all ranks. Most are fields of its config.
+_SAME = (
+    *("root", "save_contents", "load_contents", "has_optimizer", "async_save", "async_mode", "skip_frozen", "strict"),
+    *("strict_dtypes", "strict_model", "reset_moments", "assume_optimizer_step", "if_busy", "if_failed"),
+    *("shared_writes", "verify_replicas", "vocab_size", "load_replicas", "remote", "shared_with_group", "prune_remote"),
+)
+
+
 def _arguments(trainer: Trainer, remote_url: str | None) -> Record:
-    """Returns the arguments of a CheckpointManager that must be the same on all ranks."""
-    config = trainer.config
-    return {
+    others = {
         "root": str(trainer.root),
-        "save_contents": config.save_contents,
-        "load_contents": config.load_contents,
         "has_optimizer": trainer.optimizer is not None,
-        "async_save": config.async_save,
-        "async_mode": config.async_mode,
-        "skip_frozen": config.skip_frozen,
-        "strict": config.strict,
-        "strict_dtypes": config.strict_dtypes,
-        "strict_model": config.strict_model,
-        "reset_moments": config.reset_moments,
-        "assume_optimizer_step": config.assume_optimizer_step,
-        "if_busy": config.if_busy,
-        "if_failed": config.if_failed,
-        "shared_writes": config.shared_writes,
-        "verify_replicas": config.verify_replicas,
         "vocab_size": trainer.vocab_size,
-        "load_replicas": config.load_replicas,
         "remote": remote_url,
-        "shared_with_group": config.shared_with_group,
-        "prune_remote": config.prune_remote,
     }
+    return {name: others[name] if name in others else getattr(trainer.config, name) for name in _SAME}
 
 
 def _vocab_size(hf_config: Any) -> int | None:

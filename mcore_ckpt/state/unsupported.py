@@ -1,10 +1,4 @@
-"""Refuses, by name, models and optimizers that can only be saved in part, before anything is written or changed.
-
-Experts with EP = 1 and ETP ≠ TP are refused with megatron-core up to and including 0.18: their gradients are not
-reduced over the tensor-parallel ranks that replicate them (`allreduce` is True unless EP > 1). In a test the replicas
-differed, so one file for all could not restore the training. The refusal depends on `param.allreduce`, so 0.19, which
-sets it for such experts, is not refused.
-"""
+"""Refuses, by name, models and optimizers that can only be saved in part, before anything is written or changed."""
 
 from __future__ import annotations
 
@@ -55,9 +49,7 @@ _GROUPS = ("tp", "pp", "dp", "dp_cp", "ep", "expt_tp", "expt_dp")
 def refuse_unsupported_model(chunks: Sequence[torch.nn.Module], groups: ProcessGroups | None = None) -> None:
     """Raises UnsupportedError if a chunk, bare or wrapped, contains something that can only be saved in part.
 
-    Args:
-        chunks: the model's chunks on this rank.
-        groups: the process groups that the checkpoint's layout is read from.
+    `groups` are the process groups that the checkpoint's layout is read from.
     """
     for chunk in chunks:
         if getattr(getattr(chunk, "ddp_config", None), "use_megatron_fsdp", False):
@@ -65,7 +57,9 @@ def refuse_unsupported_model(chunks: Sequence[torch.nn.Module], groups: ProcessG
         _refuse_sharded_weights(chunk)
         _refuse_interleaved_rows(chunk)
         for path, module in chunk.named_modules():
-            _refuse(type(module), _MODULES, f"module {path or type(module).__name__}")
+            name = next((cls.__name__ for cls in type(module).__mro__ if cls.__name__ in _MODULES), None)
+            if name is not None:
+                raise UnsupportedError(f"module {path or type(module).__name__} is not supported: {_MODULES[name]}")
             _refuse_inference_copies(chunk, path, module)
             _refuse_peft_layer(path, module)
             _refuse_shared_elements(path, module)
@@ -214,7 +208,8 @@ def refuse_unsupported_experts(topology: Topology, model: Sequence[LocalShard]) 
 
     With EP = 1 and ETP ≠ TP, experts have other replicas than dense tensors. Until 0.18, megatron reduces their
     gradients over the replicas of dense tensors nevertheless: it marks experts by `allreduce = False` only if EP > 1
-    (`ColumnParallelLinear.__init__`). The replicas drift apart, so a file of one replica could not restore the others.
+    (`ColumnParallelLinear.__init__`). The replicas drift apart (as seen in a test), so a file of one replica could not
+    restore the others.
     """
     if topology.ep == 1 and topology.etp != topology.tp:
         for shard in model:
@@ -241,8 +236,7 @@ def refuse_names_of_two_stages(by_rank: Iterable[Iterable[str]]) -> None:
     A load would give one stage's values to both. megatron ties the copies of the token embedding, but not the copies of
     learned positions, which a stage with multi-token prediction has, too.
 
-    Args:
-        by_rank: for one rank of each stage, the names of the tensors in no numbered layer. Empty for other ranks.
+    `by_rank` has, for one rank of each stage, the names of the tensors in no numbered layer. It is empty for others.
     """
     seen: set[str] = set()
     for names in by_rank:
@@ -259,11 +253,8 @@ def refuse_missing_layers(chunks: Sequence[torch.nn.Module], layers: Layers) -> 
     """Raises UnsupportedError if no rank has some of the layers that a HybridModel's pattern names.
 
     HybridModel (0.18 and newer) builds the segment of `hybrid_layer_pattern` that belongs to its stage. It does not
-    notice if there are more segments than stages, so the other segments are nowhere.
-
-    Args:
-        chunks: the model's chunks on this rank.
-        layers: the layers that all ranks have together.
+    notice if there are more segments than stages, so the other segments are nowhere. `layers` are those that all ranks
+    have together.
     """
     pattern = getattr(language_model_of(unwrap(chunks[0])), "hybrid_layer_pattern", None)
     if not isinstance(pattern, str):
@@ -279,12 +270,7 @@ def refuse_missing_layers(chunks: Sequence[torch.nn.Module], layers: Layers) -> 
 
 
 def refuse_unsupported_optimizer(optimizer: Any, chunks: Sequence[torch.nn.Module]) -> None:
-    """Raises UnsupportedError unless this package can save the whole state of every part of the optimizer of a model.
-
-    Args:
-        optimizer: megatron's optimizer.
-        chunks: the model's chunks on this rank.
-    """
+    """Raises UnsupportedError unless this package can save the whole state of every part of a model's optimizer."""
     for part in optimizer_parts(optimizer):
         _refuse_part(part.megatron, part.is_of_owner)
     refuse_quantized_without_mains(optimizer, chunks)
@@ -356,9 +342,3 @@ def _refuse_quantized(part: OptimizerPart) -> None:
             f"{type(part.inner).__name__} ({given}): turn it off, or use an fp8_recipe other than delayed, no "
             "offload, and main parameters of fp32, with which megatron keeps them"
         )
-
-
-def _refuse(cls: type, names: dict[str, str], what: str) -> None:
-    for base in cls.__mro__:
-        if base.__name__ in names:
-            raise UnsupportedError(f"{what} is not supported: {names[base.__name__]}")

@@ -77,8 +77,7 @@ class FusedAdamPart(OptimizerPart):
         if kept is None or (kind == PARAM and not self._has_main(key)) or dtype not in _SCALED:
             return None
         # A Float8Tensor has its own scale. FusedAdam has a copy of the scale, which it never reads.
-        found: torch.Tensor = kept._scale_inv if dtype == torch.uint8 else self.inner._scales[key][name]
-        return found
+        return kept._scale_inv if dtype == torch.uint8 else self.inner._scales[key][name]
 
     def tensor_of(self, each: Keyed, kind: str, dtype: torch.dtype) -> torch.Tensor:
         if kind == PARAM and not self._has_main(each.key):
@@ -104,8 +103,7 @@ class FusedAdamPart(OptimizerPart):
         self.inner.initialize_state(key, *remainders)
 
     def _state(self, key: torch.Tensor) -> dict[str, Any]:
-        found: dict[str, Any] = self.inner.state.get(key, {})
-        return found
+        return self.inner.state.get(key, {})
 
     def _has_main(self, key: torch.Tensor) -> bool:
         """Returns True if FusedAdam keeps a main parameter for this parameter of 16 or fewer bits."""
@@ -153,5 +151,4 @@ def _name(kind: str) -> str:
 
 def _elements(value: Any) -> torch.Tensor:
     """Returns the tensor itself, or the bytes of a Float8Tensor."""
-    found: torch.Tensor = value._data if hasattr(value, "_scale_inv") else value
-    return found
+    return value._data if hasattr(value, "_scale_inv") else value

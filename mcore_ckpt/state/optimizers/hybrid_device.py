@@ -73,8 +73,7 @@ class HybridDevicePart(OptimizerPart):
         return {kind: value for kind, value in found.items() if kind not in _NO_STATE}
 
     def new_state_of(self, key: torch.Tensor) -> dict[str, Any]:
-        found: dict[str, Any] = self._optimizer_of(key).state[key]
-        return found
+        return self._optimizer_of(key).state[key]
 
     def forget_state_of(self, key: torch.Tensor, keep_main: bool) -> None:
         self._optimizer_of(key).state.pop(key, None)

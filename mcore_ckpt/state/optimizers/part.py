@@ -169,13 +169,11 @@ class OptimizerPart:
     def state_of(self, key: torch.Tensor) -> dict[str, Any]:
         """Returns the optimizer's state of a parameter by kind; empty before its first step. Makes no state."""
         # `state` is a defaultdict, so indexing it for a parameter without state would create an entry.
-        found: dict[str, Any] = self.inner.state.get(key, {})
-        return found
+        return self.inner.state.get(key, {})
 
     def new_state_of(self, key: torch.Tensor) -> dict[str, Any]:
         """Returns the dict with the state of a parameter, for changes. Makes one if there is none."""
-        found: dict[str, Any] = self.inner.state[key]
-        return found
+        return self.inner.state[key]
 
     def bytes_of_first_step(self) -> int:
         """Returns how many bytes of state the first step adds for each element of a parameter."""
@@ -192,8 +190,7 @@ class OptimizerPart:
         state = self.new_state_of(key)
         if state.get(kind) is None:
             state[kind] = torch.empty(tuple(shape), dtype=dtype, device=key.device)
-        found: torch.Tensor = state[kind]
-        return found
+        return state[kind]
 
     def forget_state_of(self, key: torch.Tensor, keep_main: bool) -> None:
         """Removes the state of a parameter that had done no step at the save.
@@ -228,8 +225,7 @@ class OptimizerPart:
         moments = self.new_state_of(each.key)
         if moments.get(kind) is None:
             moments[kind] = torch.empty_like(each.main, dtype=dtype, requires_grad=False)
-        found: torch.Tensor = moments[kind]
-        return found
+        return moments[kind]
 
     def encode(self, each: Keyed, kind: str, values: torch.Tensor) -> None:
         """Sets the main parameter or a moment, which is kept in a form that is not plain, from float32 values."""
@@ -345,9 +341,8 @@ def _numbers(steps: Sequence[Any]) -> set[float | int]:
 def read_step(part: OptimizerPart) -> float | int | None:
     """Returns the number of steps that a part has done on this rank, or None if it has done none here.
 
-    Raises:
-        UnsupportedError: parameters have done different numbers of steps, which a single number cannot restore, or the
-            number is no number.
+    Raises UnsupportedError: parameters have done different numbers of steps, which a single number cannot restore, or
+    the number is no number.
     """
     steps = part.steps()
     if len(steps) > 1:
