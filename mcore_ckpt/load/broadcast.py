@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.io import tuning
@@ -61,8 +62,6 @@ def to_read(fills: Iterable[TensorFill], shared: Iterable[Batch], rank: int) -> 
 
 def broadcast(shared: Iterable[Batch], replicas: Replicas) -> None:
     """Broadcasts each batch from its reader. All replicas of a batch call it, with the batches in the same order."""
-    import torch.distributed as dist
-
     for batch in shared:
         targets = [fill.target() for fill in batch.fills]
         group = replicas.group_of(batch.replicas)
@@ -77,18 +76,10 @@ def broadcast(shared: Iterable[Batch], replicas: Replicas) -> None:
 
 
 def refuse_broadcast(chunks: Iterable[torch.nn.Module], replicas: Replicas, what: str) -> None:
-    """Refuses to broadcast over NCCL while parameters are offloaded to the CPU.
+    """Raises UnsupportedError if parameters are in CPU memory, but the replicas' group has only NCCL.
 
-    Args:
-        chunks: the model's chunks on this rank.
-        replicas: the ranks that hold the same tensors.
-        what: the option that requires the broadcast, for the message.
-
-    Raises:
-        UnsupportedError: a parameter is in CPU memory and the group's backend is NCCL.
+    `what` is the option that requires the broadcast, for the message.
     """
-    import torch.distributed as dist
-
     if not dist.is_initialized():
         return
     on_cpu = any(not parameter.is_cuda for chunk in chunks for parameter in chunk.parameters())

@@ -36,16 +36,11 @@ AnyStep = StepStatus | RemoteStep | NodeStep
 def remote_steps(remote: RemoteSteps | None, root: Path, step: int | None, required: bool) -> list[RemoteStep]:
     """Lists the steps in the remote store, the oldest first. Without a store the list is empty.
 
-    Args:
-        remote: the remote steps, or None without a store.
-        root: the folder of the local steps, for messages.
-        step: the only step to list; None for all. A step of another run is listed only if it is named in this way, and
-            if `required` is true.
-        required: True if there is no local checkpoint to load instead.
+    `step` is the only step to list; None lists all. `required` tells that there is no local checkpoint to load instead.
+    A step of another run is listed only if `step` names it and `required` is true.
 
-    Raises:
-        RemoteError: the store does not answer, and `required` is true. The store may have checkpoints, so it would be
-            wrong to train from the beginning.
+    Raises RemoteError: the store does not answer, and `required` is true. The store may have checkpoints, so it would
+    be wrong to train from the beginning.
     """
     if remote is None:
         return []
@@ -120,13 +115,8 @@ def find_candidates(
 ) -> Record:
     """Finds the checkpoints to try, in order. Only rank 0 calls it, and sends the result to the other ranks.
 
-    Args:
-        trainer: rank 0's trainer.
-        remote: the steps in the remote store; None without a store.
-        step: the only step to look for. None: all steps.
-        path: the folder to load instead of a step. With a fast tier, it can also name a step that is only on the nodes.
-        tier: rank 0's part of the fast tier; None without one.
-        fast: what the nodes of the fast tier have together.
+    `step` is the only step to look for. `path` is the folder to load instead of a step. With a fast tier, it can also
+    name a step that is only on the nodes. `fast` is what the nodes of the fast tier have together.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint to try. The message gives the reason for each step that was

@@ -102,13 +102,9 @@ def refuse_freed(key: ShardKey, tensor: torch.Tensor, call: str) -> None:
     megatron's `offload_to_cpu` (0.16.1) frees the storage of a tensor. The allocator may then give the same address to
     another tensor, which a fill would overwrite.
 
-    Args:
-        key: the tensor's name and kind, for the message.
-        tensor: the tensor to fill.
-        call: the public function that the user has called, for the message.
+    `call` is the public function that the user has called, for the message.
 
-    Raises:
-        UnsupportedError: the tensor has elements but no memory.
+    Raises UnsupportedError: the tensor has elements but no memory.
     """
     if tensor.numel() and not tensor.untyped_storage().nbytes():
         raise UnsupportedError(

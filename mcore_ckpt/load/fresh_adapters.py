@@ -21,11 +21,7 @@ def choice_of(
     Adapters that the checkpoint lacks keep their values. In that case the base model is loaded even with `skip_frozen`,
     because there is nothing else to load.
 
-    Args:
-        trainer: the objects to load into.
-        place: the checkpoint, for messages.
-        live: the names of the model's tensors on this rank.
-        stored: the names of the checkpoint's tensors.
+    `live` and `stored` have the names of the model's tensors on this rank, and of the checkpoint's tensors.
 
     Raises CheckpointMismatchError if the checkpoint lacks the adapters and the optimizer is to be loaded.
     """

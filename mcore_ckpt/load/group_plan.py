@@ -32,9 +32,7 @@ from mcore_ckpt.state.shards import ParameterState
 class PartGroups:
     """What this rank knows of the groups of one chained optimizer.
 
-    Attributes:
-        live: the groups.
-        candidates: the numbers of the saved groups that may be their counterparts.
+    `candidates` has the numbers of the saved groups that may be their counterparts.
     """
 
     live: tuple[LiveGroup, ...]
@@ -63,13 +61,7 @@ class PartGroups:
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """The param groups of one load.
-
-    Attributes:
-        saved: the groups of the checkpoint.
-        schedules: says whose schedule counts, the run's or the checkpoint's.
-        parts: what this rank knows of each chained optimizer's groups; None where they stay as they are.
-    """
+    """The param groups of one load. `parts` has None for a chained optimizer whose groups stay as they are."""
 
     saved: SavedGroups
     schedules: Schedules
@@ -81,8 +73,7 @@ class GroupPlan:
     def decide(self, records: Sequence[Record]) -> Record:
         """Returns the counterparts of all groups, for all ranks, from the records of the ranks. Only rank 0 calls it.
 
-        Raises:
-            CheckpointMismatchError: the counterpart of a group is not clear, or schedules that must be equal differ.
+        Raises CheckpointMismatchError: a counterpart is not clear, or schedules that must be equal differ.
         """
         outcome: Record = {"numbers": [], "of_moments": [], "kept": [], "replaced": []}
         for of_part in zip(*(record["parts"] for record in records), strict=True):
@@ -129,14 +120,8 @@ def plan_groups(
 ) -> GroupPlan:
     """Reads which saved groups have this rank's parameters.
 
-    Args:
-        optimizers: the saved optimizers, as `common.pt` has them.
-        parts: the parts of the live optimizer.
-        keys: the keys of each part's groups.
-        by_part: this rank's parameters of each part.
-        saved: the saved state of each part.
-        locator: knows the names that parameters have in the checkpoint.
-        schedules: says whose schedule counts, the run's or the checkpoint's.
+    `optimizers` are the saved ones, as `common.pt` has them. `keys` are the keys of each live part's groups, `by_part`
+    its parameters on this rank, and `saved` its saved state. `locator` knows the names of parameters in the checkpoint.
     """
     groups = SavedGroups.of(optimizers)
     found: list[PartGroups | None] = []

@@ -44,14 +44,7 @@ from mcore_ckpt.sharding.regions import Shape
 from mcore_ckpt.sharding.towers import in_tower
 from mcore_ckpt.state.main_weights import write_weights
 from mcore_ckpt.state.megatron_versions import check_megatron
-from mcore_ckpt.state.model import (
-    as_chunks,
-    forget_caches,
-    model_shards,
-    own_layers,
-    process_groups_of,
-    whole_layers,
-)
+from mcore_ckpt.state.model import as_chunks, forget_caches, model_shards, own_layers, process_groups_of, whole_layers
 from mcore_ckpt.state.optimizer import follow_model
 from mcore_ckpt.state.quantized import has_quantized
 from mcore_ckpt.state.thread_settings import gpu_of, settings_for_state, settings_here

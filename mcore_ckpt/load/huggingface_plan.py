@@ -94,14 +94,8 @@ class HfPlan:
 def plan_weights(here: LiveModel, opened: OpenedFolder, source: Source, ignore: Sequence[str]) -> tuple[HfPlan, Record]:
     """Plans which parts of the folder fill this rank's tensors. Changes nothing.
 
-    Args:
-        here: this rank's model.
-        opened: the folder.
-        source: see `load_hf`.
-        ignore: see `load_hf`.
-
-    Returns:
-        The plan, and the names of the folder that this rank takes, as JSON values for `check_all_used` on rank 0.
+    `source` and `ignore` are as in `load_hf`. Returns the plan, and the names of the folder that this rank takes, as
+    JSON values for `check_all_used` on rank 0.
 
     Raises:
         CheckpointMismatchError: the folder's tensors or configuration do not fit this model.

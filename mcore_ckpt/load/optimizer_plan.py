@@ -52,29 +52,19 @@ class PartPlan:
 
 @dataclass(frozen=True)
 class OptimizerPlanner:
-    """Plans the fills of one optimizer.
-
-    Attributes:
-        trainer: this rank's trainer.
-        reader: reads the checkpoint.
-        locator: finds tensors in the checkpoint.
-    """
+    """Plans the fills of one optimizer. The locator finds tensors in the checkpoint, and the reader reads them."""
 
     trainer: Trainer
     reader: NativeReader
     locator: Locator
 
     def plan(self, part: OptimizerPart, states: Sequence[ParameterState], starts_anew: bool) -> PartPlan:
-        """Plans the fills of one part.
+        """Plans the fills of one part, from its parameters on this rank.
 
-        Args:
-            part: the part.
-            states: its parameters on this rank.
-            starts_anew: whether it is decided already that the part takes over only main parameters.
+        If `starts_anew`, it is decided already that the part takes over only main parameters.
 
-        Raises:
-            CheckpointMismatchError: the checkpoint lacks a tensor, has it in another shape or dtype, or has other
-                moments than the part needs.
+        Raises CheckpointMismatchError: the checkpoint lacks a tensor, has it in another shape or dtype, or has other
+        moments than the part needs.
         """
         mains: list[TensorFill] = []
         moments: list[TensorFill] = []

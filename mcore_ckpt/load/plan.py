@@ -204,15 +204,9 @@ def _plan_parts(
 
 
 def check_all_used(trainer: Trainer, plan: LoadPlan, used: Sequence[dict[str, Runs]]) -> None:
-    """Refuses a load that leaves a tensor of the checkpoint unread.
+    """Raises CheckpointMismatchError on rank 0 if no rank takes some tensor of the checkpoint.
 
-    Args:
-        trainer: rank 0's trainer.
-        plan: rank 0's plan.
-        used: the `used` of each rank's plan.
-
-    Raises:
-        CheckpointMismatchError: there is a tensor that no rank takes. The message names it.
+    `plan` is rank 0's plan, and `used` has that field of each rank's plan.
     """
     for contents, kind, reason in (
         ("model", MODEL, "wanted no such tensor"),

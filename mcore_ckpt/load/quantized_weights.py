@@ -42,9 +42,7 @@ def quantized_targets(quantized: Sequence[LocalShard], states: Iterable[Paramete
     fills the main parameters that it owns. `write_weights` must follow. A weight without a main parameter is quantized
     from the loaded values.
 
-    Args:
-        quantized: the weights to fill.
-        states: the optimizer's states with the main parameters to fill; None if there is no optimizer.
+    `states` has the main parameters to fill; None without an optimizer.
     """
     by_name = {shard.key.name: shard for shard in quantized}
     for state in states or ():

@@ -19,9 +19,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from mcore_ckpt import json_bounds
 from mcore_ckpt.errors import CheckpointError
@@ -31,9 +32,6 @@ from mcore_ckpt.io import tuning
 from mcore_ckpt.load.fill import TensorFill, fill_tensors
 from mcore_ckpt.sharding.plan import MODEL, ReadRange, ShardKey
 from mcore_ckpt.sharding.regions import Piece, Region
-
-if TYPE_CHECKING:
-    from torch.distributed import P2POp
 
 # Each segment of a message begins at a multiple of this many bytes, so that it can be viewed as any dtype.
 _ALIGNMENT = 16
@@ -62,14 +60,8 @@ class _Segment:
 def scatter(reader: HuggingFaceReader, requests: Sequence[Request], rank: int, world_size: int) -> int:
     """Fills the requests of every rank from files that only rank 0 reads. All ranks of the default group call it.
 
-    Args:
-        reader: the folder's reader. Every rank can have one, because a reader needs only the files' headers.
-        requests: the requests of this rank.
-        rank: this rank in the default process group.
-        world_size: the size of the default process group.
-
-    Returns:
-        The number of bytes that this rank has read from files.
+    Every rank can have a reader, because it needs only the files' headers. `rank` and `world_size` are those of the
+    default group. Returns the number of bytes that this rank has read from files.
 
     Raises:
         CheckpointCorruptError: on rank 0, if a file cannot be read.
@@ -262,33 +254,24 @@ def _dtype(locator: Locator, wanted: Wanted) -> torch.dtype:
 
 
 def _send(tensor: torch.Tensor, other: int) -> None:
-    import torch.distributed as dist
-
     _exchange(dist.P2POp(dist.isend, tensor, other))
 
 
 def _receive_into(tensor: torch.Tensor, other: int) -> None:
-    import torch.distributed as dist
-
     _exchange(dist.P2POp(dist.irecv, tensor, other))
 
 
-def _exchange(operation: P2POp) -> None:
+def _exchange(operation: dist.P2POp) -> None:
     """Waits until a tensor is sent or received; on a GPU, in stream order."""
-    import torch.distributed as dist
-
     for work in dist.batch_isend_irecv([operation]):
         work.wait()
 
 
 def _all_gather(own: int, world_size: int, device: torch.device) -> list[int]:
     """Returns the numbers of all ranks. With NCCL, the group has its communicator from then on."""
-    import torch.distributed as dist
-
     numbers = torch.empty(world_size, dtype=torch.int64, device=device)
     dist.all_gather_into_tensor(numbers, torch.tensor([own], device=device))
-    found: list[int] = numbers.tolist()
-    return found
+    return numbers.tolist()
 
 
 # -- requests as JSON values ------------------------------------------------------------------------------
@@ -321,8 +304,6 @@ def _receive_wanted(other: int, nbytes: int, device: torch.device) -> list[Wante
 
 def _device() -> torch.device:
     """Returns the device from whose memory the default group's backend sends."""
-    import torch.distributed as dist
-
     if dist.get_backend() == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

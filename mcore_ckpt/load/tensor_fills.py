@@ -18,15 +18,9 @@ def plan_fill(
 ) -> TensorFill:
     """Plans the fill of a tensor of `dtype` from what was located.
 
-    Args:
-        wanted: what the tensor holds.
-        dtype: the dtype in which the values are kept.
-        located: the stored ranges.
-        target: returns the tensor; see TensorFill.
-        scaled: whether the values are kept scaled, so that they are rounded unless they are read as they were stored.
+    `scaled` tells that the values are kept scaled, so that they are rounded unless they are read as they were stored.
 
-    Raises:
-        CheckpointMismatchError: one of the two dtypes is an integer type, so the values cannot be converted.
+    Raises CheckpointMismatchError: one of the two dtypes is an integer type, so the values cannot be converted.
     """
     stored = located.dtype
     if stored != dtype and not (stored.is_floating_point and (scaled or dtype.is_floating_point)):

@@ -40,11 +40,9 @@ def plan_together(
         plan: returns this rank's plan and its report to rank 0.
         check: raises, on rank 0, if the ranks' reports do not fit together. What it returns goes to all ranks.
 
-    Returns:
-        This rank's plan, and what `check` has returned.
+    Returns this rank's plan, and what `check` has returned.
 
-    Raises:
-        CheckpointError: `plan` or `check` raised it on some rank. All ranks raise the same type.
+    Raises CheckpointError: `plan` or `check` raised it on some rank. All ranks raise the same type.
     """
     plans: list[Plan] = []
 
@@ -78,11 +76,9 @@ def fill_together(
         fill: fills tensors from the checkpoint and returns the number of bytes read.
         apply: restores the state that is not stored as tensors, once the tensors are filled.
 
-    Returns:
-        The number of bytes that this rank has read.
+    Returns the number of bytes that this rank has read.
 
-    Raises:
-        CheckpointError: `fill` raised it on some rank. All ranks raise the same type. Tensors may have changed.
+    Raises CheckpointError: `fill` raised it on some rank. All ranks raise the same type. Tensors may have changed.
     """
     shared: list[Batch] = []
 
@@ -111,13 +107,9 @@ def positions_taken(locator: Locator, keys: Iterable[ShardKey]) -> Runs:
 
 
 def names_left_over(locator: Locator, taken: Iterable[Iterable[tuple[int, int]]]) -> list[str]:
-    """Returns the names of the checkpoint's tensors that no rank takes.
+    """Returns the names of the checkpoint's tensors that no rank takes, given the `positions_taken` of each rank.
 
     Unless a caller refuses these tensors, they are lost silently.
-
-    Args:
-        locator: the locator of any rank.
-        taken: the `positions_taken` of each rank.
     """
     left = bytearray(b"\1") * len(locator.reader.names)
     for first, last in chain.from_iterable(taken):
