@@ -334,35 +334,30 @@ def named_listeners(names: Any, where: str) -> Any:
 def _function(name: Any, where: str) -> Any:
     if not isinstance(name, str):
         return name
-    try:
-        return resolve_name(name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise InvalidArgumentError(
-            f"{where} names the function of failure domains {name!r}, which cannot be imported ({error}): use the path "
-            "of a function, such as 'my_training.racks.rack'"
-        ) from error
+    what = f"{where} names the function of failure domains {name!r}"
+    return _resolved(name, what, "a function, such as 'my_training.racks.rack'")
 
 
 def _named(name: str, where: str) -> Any:
-    try:
-        make = resolve_name(name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise InvalidArgumentError(
-            f"{where} has the listener {name!r}, which cannot be imported ({error}): use the path of a class or "
-            "function, such as 'mcore_ckpt.integrations.listeners.LoggingListener'"
-        ) from error
+    what = f"{where} has the listener {name!r}"
+    make = _resolved(name, what, "a class or function, such as 'mcore_ckpt.integrations.listeners.LoggingListener'")
     if not callable(make):
         raise InvalidArgumentError(
-            f"{where} has the listener {name!r}, which is {make!r}: use the path of a class or function that returns a "
-            "listener"
+            f"{what}, which is {make!r}: use the path of a class or function that returns a listener"
         )
     try:
         return _made_by(make)
     except Exception as error:
         raise InvalidArgumentError(
-            f"{where} has the listener {name!r}, which cannot be made without arguments ({error}): make it in Python, "
-            "and pass the object"
+            f"{what}, which cannot be made without arguments ({error}): make it in Python, and pass the object"
         ) from error
+
+
+def _resolved(path: str, what: str, instead: str) -> Any:
+    try:
+        return resolve_name(path)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise InvalidArgumentError(f"{what}, which cannot be imported ({error}): use the path of {instead}") from error
 
 
 @cache  # frameworks read their options again and again

@@ -119,37 +119,11 @@ class InvalidStateError(CheckpointError, RuntimeError):
 
 
 _BY_NAME: dict[str, type[CheckpointError]] = {
-    cls.__name__: cls
-    for cls in (
-        CheckpointError,
-        CheckpointNotFoundError,
-        CheckpointCorruptError,
-        CheckpointMismatchError,
-        UnsupportedError,
-        CommitError,
-        NoRoomError,
-        HungDiskError,
-        BusyError,
-        LockedError,
-        RemoteError,
-        AgreementError,
-        InvalidArgumentError,
-        InvalidTypeError,
-        InvalidStateError,
-    )
+    name: each for name, each in globals().items() if isinstance(each, type) and issubclass(each, CheckpointError)
 }
 
-
 # The system gives the same answer again until somebody changes the folder.
-_STAYS = (
-    errno.EACCES,
-    errno.EPERM,
-    errno.EROFS,
-    errno.ENOTDIR,
-    errno.EISDIR,
-    errno.ELOOP,
-    errno.ENAMETOOLONG,
-)
+_STAYS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
 
 
 def may_pass(error: BaseException) -> bool:

@@ -12,12 +12,7 @@ from typing import Any
 
 from mcore_ckpt.checkpoint.manifest import Manifest
 from mcore_ckpt.config import CheckpointConfig
-from mcore_ckpt.errors import (
-    CheckpointError,
-    HungDiskError,
-    InvalidArgumentError,
-    InvalidTypeError,
-)
+from mcore_ckpt.errors import CheckpointError, HungDiskError, InvalidArgumentError, InvalidTypeError
 from mcore_ckpt.fast.found import found_on_nodes, own_held, why_not_whole
 from mcore_ckpt.fast.saves import open_fast_saves
 from mcore_ckpt.fast.tier import promise_space
@@ -274,7 +269,7 @@ class CheckpointManager:
                 raise InvalidArgumentError("step and path are both given: use one")
             if verify not in VERIFY_WORDS:
                 raise InvalidArgumentError(f"verify is {verify!r}: use one of {', '.join(map(repr, VERIFY_WORDS))}")
-            folder, failure = _full_path(path), self._background.failure()
+            folder, failure = None if path is None else local_path(path, "path"), self._background.failure()
             events = LoadEvents(self._delivery, self._trainer.role, self._trainer.agreement.rank)
             with self._settings(), events.telling_of_failure(step, folder or self._trainer.root):
                 result = load_state(
@@ -466,10 +461,6 @@ class CheckpointManager:
     def _check_open(self) -> None:
         if self._closed:
             raise InvalidArgumentError("this CheckpointManager is closed: make a new one")
-
-
-def _full_path(path: str | Path | None) -> Path | None:
-    return None if path is None else local_path(path, "path")
 
 
 def _set_up_together(trainer: Trainer, remote: RemoteSteps | None, lock: TrainerLock) -> Trainer:

@@ -2,11 +2,8 @@
 
 A child (a data loader's worker, one of `multiprocessing`, `os.fork`) has a copy of every object, but none of the
 threads. Whatever lock a thread held at the fork is held for ever in the child, and sockets, locks on files and keys in
-the job's store are still the parent's. So the child has to leave them alone, also at its end.
-
-A forked child runs our exit handlers, and has copies of our locks as some thread held them. So in a child the lists of
-unfinished work are empty, locks are new, and the parent's objects refuse to be used. A manager that is dropped without
-`close` is closed when the last save that uses its context has ended (`save/context.py`).
+the job's store are still the parent's. So the child has to leave them alone, also at its end, when it runs our exit
+handlers: the lists of unfinished work are empty there, locks are new, and the parent's objects refuse to be used.
 """
 
 from __future__ import annotations
