@@ -160,10 +160,7 @@ def _found(
     local: list[StepStatus | RemoteStep | NodeStep] = [*statuses, *nodes]
     there = manager.remote_steps(step, required=not choose(local, roles).steps)
     choice = choose([*there, *local], roles)
-    if choice.steps:
-        _warn(manager.root, choice, step)
-    else:
-        _check_nothing(manager.root, choice, step)
+    _check_choice(manager.root, choice, step)
     folders: dict[int, list[str]] = {each.step: [] for each in choice.steps}
     for status in (each for each in choice.steps if isinstance(each, StepStatus)):
         folders[status.step] = [str(status.role_dir(role)) for role in roles]
@@ -198,23 +195,21 @@ def resumable_steps(root: str | Path, roles: Sequence[str], step: int | None = N
     if step is not None:
         check_value("step", step, int, {"least": 0})
     choice = choose(list_steps(root, step), roles)
-    if choice.steps:
-        _warn(root, choice, step)
-    else:
-        _check_nothing(root, choice, step)
+    _check_choice(root, choice, step)
     look_at_all(choice.steps)
     return [status for status in choice.steps if status.is_complete]
 
 
-def _warn(root: Path, choice: Choice[Step], step: int | None) -> None:
-    """Logs which steps are passed over, and whether the tracker names another step than the loaded one."""
-    choice.warn()
-    if step is None:
-        warn_if_tracker_differs(root, choice.steps)
+def _check_choice(root: Path, choice: Choice[Step], step: int | None) -> None:
+    """Logs which steps are passed over, and whether the tracker names another step than the one to load.
 
-
-def _check_nothing(root: Path, choice: Choice[Step], step: int | None) -> None:
-    """Raises the error that says why there is no step to load, unless there never was a checkpoint."""
+    If there is no step to load, raises the error that says why, unless there never was a checkpoint.
+    """
+    if choice.steps:
+        choice.warn()
+        if step is None:
+            warn_if_tracker_differs(root, choice.steps)
+        return
     reasons = [
         choice.reason(each)
         for each in choice.passed_over

@@ -20,7 +20,7 @@ def public_url(url: str) -> str:
     return redacted_url(url).replace(f"{MASK}@", "").rstrip("/")
 
 
-def checked_url(url: object, name: str = "remote") -> str:
+def checked_url(url: object) -> str:
     """Returns the URL of a remote store, with `~` replaced by the home folder.
 
     Raises:
@@ -33,14 +33,14 @@ def checked_url(url: object, name: str = "remote") -> str:
         mcore_ckpt.errors.InvalidArgumentError: remote is 's3:/bucket/run': use 's3://bucket/run'
     """
     if isinstance(url, os.PathLike):
-        raise InvalidTypeError(f"{name} is the path {os.fspath(url)!r}: {_of_path(str(os.fspath(url)))}")
+        raise InvalidTypeError(f"remote is the path {os.fspath(url)!r}: {_of_path(str(os.fspath(url)))}")
     if not isinstance(url, str):
-        raise InvalidTypeError(f"{name} is {url!r}: {_FORM}, as text")
+        raise InvalidTypeError(f"remote is {url!r}: {_FORM}, as text")
     # fsspec does not expand "~", and would make a folder with that name.
     expanded = "file://" + os.path.expanduser(url.removeprefix("file://")) if url.startswith("file://~") else url
     if advice := _advice(expanded):
         shown = redacted_url(url)
-        raise InvalidArgumentError(f"{name} is {shown!r}: {advice if shown == url else _FORM}")
+        raise InvalidArgumentError(f"remote is {shown!r}: {advice if shown == url else _FORM}")
     return expanded
 
 
