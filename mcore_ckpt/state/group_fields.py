@@ -1,6 +1,6 @@
 """The fields of param groups: which fields distinguish groups, and whose value counts after a load.
 
-`FIELDS` is the one list of them. The table in `docs/how_to/resume.md` has the same rows.
+`FIELDS` is the one list of them. The table in `docs/how_to/resume.md` has the same rows, and what each field means.
 """
 
 from __future__ import annotations
@@ -30,45 +30,24 @@ Option = Literal["run", "checkpoint", "equal"]
 
 @dataclass(frozen=True)
 class GroupField:
-    """A field of param groups.
-
-    Attributes:
-        rule: see `Rule`.
-        default: the value in a group that lacks the field; None if it then has no value.
-        meaning: for the documentation.
-    """
+    """The rule of a field, and its value in a group that lacks it; None if it then has no value."""
 
     rule: Rule
     default: Any = None
-    meaning: str = ""
 
 
 # Fields that are not listed follow the rule of _OTHER: settings of a kind of optimizer, or of a user's own class.
 FIELDS: dict[str, GroupField] = {
-    "wd_mult": GroupField("structure", 1.0, "factor of the weight decay"),
-    "lr_mult": GroupField("structure", 1.0, "factor of the learning rate (until megatron-core 0.15)"),
-    "default_config": GroupField("structure", None, "whether the learning rate is that of the configuration"),
-    "optimizer": GroupField("structure", None, "the optimizer that a group asks for"),
-    "max_lr": GroupField("schedule", None, "largest learning rate; without it, the scheduler's"),
-    "min_lr": GroupField("schedule", None, "smallest learning rate; without it, the scheduler's"),
-    "start_wd": GroupField("schedule", None, "weight decay at the start; without it, the scheduler's"),
-    "end_wd": GroupField("schedule", None, "weight decay at the end; without it, the scheduler's"),
-    "lr": GroupField("rate", None, "current learning rate"),
-    "weight_decay": GroupField("rate", None, "current weight decay"),
-    "betas": GroupField("optimizer", None, "Adam's decay rates"),
-    "eps": GroupField("optimizer", None, "Adam's epsilon"),
-    "momentum": GroupField("optimizer", None, "of Muon and SGD"),
-    "is_expert_parallel": GroupField("mark", False, "whether the parameters are experts"),
-    # Such a group has its own `max_lr`. Since 0.16 the mark is False nevertheless.
-    "is_decoupled_lr": GroupField("mark", False, "whether the group has `decoupled_lr` (until 0.15)"),
-    "amsgrad": GroupField("class"),
-    "bias_correction": GroupField("class"),
-    "capturable": GroupField("class"),
-    "decoupled_weight_decay": GroupField("class"),
-    "differentiable": GroupField("class"),
-    "foreach": GroupField("class"),
-    "fused": GroupField("class"),
-    "maximize": GroupField("class"),
+    **dict.fromkeys(("wd_mult", "lr_mult"), GroupField("structure", 1.0)),
+    **dict.fromkeys(("default_config", "optimizer"), GroupField("structure")),
+    # Without one of these, a group has the scheduler's value.
+    **dict.fromkeys(("max_lr", "min_lr", "start_wd", "end_wd"), GroupField("schedule")),
+    **dict.fromkeys(("lr", "weight_decay"), GroupField("rate")),
+    **dict.fromkeys(("betas", "eps", "momentum"), GroupField("optimizer")),
+    # A group with `decoupled_lr` has its own `max_lr`. Since 0.16 its mark is False nevertheless.
+    **dict.fromkeys(("is_expert_parallel", "is_decoupled_lr"), GroupField("mark", False)),
+    **dict.fromkeys(("amsgrad", "bias_correction", "capturable", "decoupled_weight_decay"), GroupField("class")),
+    **dict.fromkeys(("differentiable", "foreach", "fused", "maximize"), GroupField("class")),
 }
 _OTHER = GroupField("optimizer")
 EXPERTS = "is_expert_parallel"

@@ -110,8 +110,7 @@ def match(live: Sequence[LiveGroup], saved: Sequence[SavedGroup], by_members: bo
         saved: the groups of the checkpoint that may be counterparts.
         by_members: whether the checkpoint stores which parameters were in its groups.
 
-    Raises:
-        CheckpointMismatchError: the checkpoint does not store members, and the settings leave the choice open.
+    Raises CheckpointMismatchError: the checkpoint does not store members, and the settings leave the choice open.
     """
     claims = Counter(number for group in live for number in group.found_in)
     found: dict[str, int | None] = {}

@@ -220,9 +220,8 @@ def model_shards(chunks: Sequence[torch.nn.Module]) -> list[LocalShard]:
 
     Nothing is copied or communicated.
 
-    Raises:
-        UnsupportedError: megatron does not provide the place of a tensor in its global tensor, two chunks have the same
-            tensor, or an `_extra_state` is not a uint8 tensor.
+    Raises UnsupportedError: megatron does not provide the place of a tensor in its global tensor, two chunks have the
+    same tensor, or an `_extra_state` is not a uint8 tensor.
     """
     shards: list[LocalShard] = []
     seen: dict[ShardKey, str] = {}

@@ -109,7 +109,6 @@ class SavedGroups:
     """The param groups of all chained optimizers of a checkpoint, numbered together.
 
     Attributes:
-        groups: the groups.
         kinds: the kind of each group's optimizer.
         members: finds the groups that have a parameter; None if the checkpoint does not store members.
     """
@@ -206,7 +205,6 @@ class GroupMatch:
         numbers: for each live group's key, the number of the saved group; None if the live group keeps the run's rates.
         of_moments: for groups that keep the run's rates, by key, the number of the saved group whose settings of the
             optimizer count nevertheless.
-        changes: the messages to the user.
     """
 
     numbers: Mapping[str, int | None]

@@ -58,7 +58,6 @@ class ParameterState:
     """The optimizer's state of one parameter on this rank.
 
     Attributes:
-        name: the parameter's global name.
         region: the part of the global parameter that this rank owns.
         key: the tensor under which the optimizer keeps the state.
         main: the main parameter, which the optimizer updates.

@@ -23,13 +23,9 @@ class Trainer:
 
     Attributes:
         root: the folder of all steps.
-        role: the name of this trainer's folder in each step.
         chunks: the virtual chunks of the model, bare or wrapped in DistributedDataParallel.
         optimizer, lr_scheduler: megatron's objects. Each is None if the trainer has none.
         hf_config, processing_class: transformers' config, and its tokenizer or processor. Each is None if not given.
-        config: the user's choices.
-        coordinates: this rank's place in the parallel layout.
-        topology: the sizes of the parallel layout.
         replicas: the world ranks that hold the same tensors as this rank.
         stages: the layers of this rank's virtual pipeline stages.
         first_instance: whether this rank belongs to distributed-optimizer instance 0.

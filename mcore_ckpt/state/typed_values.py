@@ -50,9 +50,8 @@ def to_stored(value: Any, field: str) -> Any:
         value: the value to copy.
         field: the name of the value, for error messages.
 
-    Raises:
-        UnsupportedError: the value contains an object of another type, or is nested too deep. The message names the
-            field.
+    Raises UnsupportedError: the value contains an object of another type, or is nested too deep. The message names the
+    field.
 
     Example:
         >>> to_stored({"window": slice(0, 8)}, "extra_state")

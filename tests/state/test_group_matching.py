@@ -275,7 +275,8 @@ def test_the_documentation_has_all_fields() -> None:
     }
     for name, field in FIELDS.items():
         default = "" if field.default is None else f"`{field.default}`"
-        assert f"| `{name}` | {field.meaning} | {counts[field.rule]} | {default} |" in page, name
+        (row,) = (line for line in page.splitlines() if line.startswith(f"| `{name}` |"))
+        assert row.endswith(f" | {counts[field.rule]} | {default} |"), name
 
 
 def test_live_groups_say_what_a_user_can_set() -> None:
