@@ -88,8 +88,7 @@ def check_fields(owner: Any, of: str = "", before: str = "") -> None:
         of: the text after a field's name in messages, such as " of the fast tier".
         before: the text before a field's name in messages.
 
-    Raises:
-        InvalidArgumentError: a value has another type than its field, or is out of range.
+    Raises InvalidArgumentError: a value has another type than its field, or is out of range.
     """
     hints = _hints(cast("Hashable", type(owner)))
     for field in dataclasses.fields(owner):
@@ -99,8 +98,7 @@ def check_fields(owner: Any, of: str = "", before: str = "") -> None:
 def check_value(name: str, value: Any, hint: Any, limits: Mapping[str, Any] = _NO_LIMITS) -> None:
     """Checks one value that is, or should be, a number, a boolean or a text. Values of other types are not checked.
 
-    Raises:
-        InvalidArgumentError: it has another type than `hint`, or is out of range. The message begins with `name`.
+    Raises InvalidArgumentError: it has another type than `hint`, or is out of range. The message begins with `name`.
     """
     kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     kind = next((each for each in (bool, int, float, str) if each in kinds), None)
@@ -194,8 +192,7 @@ def _hints(cls: Hashable) -> Mapping[str, Any]:
 def plain(value: Any, where: str) -> Any:
     """Returns a mapping as a dict and a sequence as a list, at any depth. OmegaConf's containers are both.
 
-    Raises:
-        InvalidArgumentError: a value of OmegaConf is missing (`???`), or refers to one that does not exist.
+    Raises InvalidArgumentError: a value of OmegaConf is missing (`???`), or refers to one that does not exist.
     """
     try:
         if isinstance(value, Mapping):
@@ -223,8 +220,7 @@ def options_of(
         where: the name of the mapping, for messages.
         read: reads the options that are not plain values, by name.
 
-    Raises:
-        InvalidArgumentError: `given` is no mapping, an option is unknown, or a value cannot be read.
+    Raises InvalidArgumentError: `given` is no mapping, an option is unknown, or a value cannot be read.
     """
     if not isinstance(given, Mapping):
         raise InvalidArgumentError(f"{where} is {given!r}: use a mapping of options, such as {{{known[0]!r}: ...}}")

@@ -64,8 +64,6 @@ class OpenedFolder:
     """What all ranks know of the folder and of the whole model.
 
     Attributes:
-        contents: the folder's headers.
-        layers: the layers of the whole model.
         adapters: the shapes of the tensors of the whole model's adapters.
         dtype: the dtype that quantized tensors of the folder get; None for the dtype that its `config.json` states.
         tower: the names of the tensors of the model's vision tower. Empty if it has none.

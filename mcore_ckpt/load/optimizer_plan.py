@@ -32,8 +32,6 @@ class PartPlan:
     """The plan of one chained optimizer.
 
     Attributes:
-        mains: the fills of main parameters.
-        state: the fills of all other state.
         newly_started: the parameters without moments.
         all_newly_started: all parameters, in the same form.
         other_moments: why the optimizer cannot use the stored moments; None if it can.

@@ -60,8 +60,6 @@ class LoadPlan:
     """The checked plan of one load on this rank, not yet applied.
 
     Attributes:
-        locator: finds tensors in the checkpoint.
-        reader: reads the checkpoint.
         model_fills: the fills of the model's tensors.
         parts: the plans of the chained optimizers; empty unless the optimizer is loaded.
         common: the state that is equal on all ranks; None unless the optimizer is loaded.

@@ -20,8 +20,7 @@ logger = logging.getLogger(__name__)
 def differences_to_live(trainer: Trainer, saved: Facts | None) -> list[DifferentFact]:
     """Returns the facts in which a checkpoint's model differs from the live one. None of them shows in the tensors.
 
-    Raises:
-        CheckpointMismatchError: there are such facts, and the config has `strict_model`.
+    Raises CheckpointMismatchError: there are such facts, and the config has `strict_model`.
     """
     if not saved or set(trainer.config.load_contents) <= {"extra"}:
         return []
