@@ -28,13 +28,8 @@ from mcore_ckpt.state.quantized import is_quantized
 _NO_STATE = ("master_param", "padding")
 # Arguments of its constructor that control where and how it works. torch's Optimizer puts them into the groups.
 ARGUMENTS = (
-    "offload_fraction",
-    "cpu_optimizer_cls",
-    "gpu_optimizer_cls",
-    "param_update_in_fp32",
-    "pin_cpu_grads",
-    "pin_cpu_params",
-    "overlap_cpu_optimizer_d2h_h2d",
+    *("offload_fraction", "cpu_optimizer_cls", "gpu_optimizer_cls", "param_update_in_fp32", "pin_cpu_grads"),
+    *("pin_cpu_params", "overlap_cpu_optimizer_d2h_h2d"),
 )
 
 
