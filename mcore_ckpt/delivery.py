@@ -10,9 +10,8 @@
 - The process forks: the child begins with an empty queue and no thread, because the parent delivers what waits.
 
 Events contain only sums that a report has anyway, so they cost no computation. Each manager has its own thread, so a
-listener that hangs stops only that manager's events. Events hold text in the place of errors: an error's traceback
-would keep the host images of a failed save alive for as long as a listener keeps the event. Nothing is sent between
-ranks, because a listener on each rank costs nothing, but a message of each rank to rank 0 would.
+listener that hangs stops only that manager's events. Nothing is sent between ranks, because a listener on each rank
+costs nothing, but a message of each rank to rank 0 would.
 """
 
 from __future__ import annotations

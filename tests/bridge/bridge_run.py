@@ -245,7 +245,7 @@ def _poison_before_loads() -> None:
 
     def poisoned(checkpoints: Any, training: Any, args: Any, config: Any, **words: Any) -> Any:
         if not (args["finetune"] or args["no_load_optim"] or config.skip_frozen):
-            poison(training_of(training.model, training.optimizer, training.scheduler))
+            poison(training_of(training.model, training.optimizer, training.lr_scheduler))
         return load(checkpoints, training, args, config, **words)
 
     LoopCheckpoints.load = poisoned

@@ -49,13 +49,8 @@ class Checkpointer:
     A path `<root>/global_steps_{N}/<name>` is an engine's role in a step. Any other folder is committed just as safely,
     and replaces an older folder at the same path.
 
-    Args:
-        model: the engine's list of virtual chunks.
-        optimizer: the engine's optimizer, or None.
-        lr_scheduler: the engine's LR scheduler, or None.
-        hf_config: a transformers config, or None.
-        processing_class: a transformers tokenizer or processor, or None.
-        config: options. `save_contents` and `load_contents` have no effect, because each call gives the contents.
+    The arguments are the engine's own, as in CheckpointManager. In the config, `save_contents` and `load_contents` have
+    no effect, because each call gives the contents.
 
     Raises InvalidArgumentError: the config has `max_to_keep` or `keep_every`, although the RecoverHandler decides which
     steps stay; or it has `roles`; or it names a remote store, where the steps would lack their recover_info.
@@ -145,14 +140,14 @@ class Checkpointer:
         """
         enable_loggers()
         self._end_export()
-        place = _Place(Path(os.path.abspath(path)), Path(os.path.abspath(path)).parent, SINGLE_ROLE, 0)
+        folder = Path(os.path.abspath(path))
         config = dataclasses.replace(
             self._config, save_contents=("hf_model",), async_save=not wait, async_mode="snapshot"
         )
-        trainer = {"optimizer": None, "lr_scheduler": None}
+        trainer = {**self._trainer, "optimizer": None, "lr_scheduler": None, "role": SINGLE_ROLE}
         if processing_class is not None:
             trainer["processing_class"] = processing_class
-        self._export = HfExport(self._make(place, config, **trainer), place.path)
+        self._export = HfExport(CheckpointManager(folder.parent, config=config, **trainer), folder)
         if wait:
             self._end_export()
 
@@ -178,9 +173,6 @@ class Checkpointer:
         export, self._export = self._export, None
         if export is not None:
             export.end()
-
-    def _make(self, place: _Place, config: CheckpointConfig, **trainer: Any) -> CheckpointManager:
-        return CheckpointManager(place.root, **(self._trainer | trainer), role=place.role, config=config)
 
 
 def _contents(with_model: bool, with_optimizer: bool, with_rng: bool) -> tuple[str, ...]:

@@ -144,9 +144,8 @@ class RecoverHandler(areal.RecoverHandler):
     ) -> Any:
         """Loads the newest complete step.
 
-        Returns:
-            AReaL's RecoverInfo of the step. None if training starts from the beginning, because recovery is off or no
-            step was ever completed here (`RecoverySteps.find`).
+        Returns AReaL's RecoverInfo of the step. None if training starts from the beginning, because recovery is off or
+        no step was ever completed here (`RecoverySteps.find`).
 
         Raises:
             CheckpointNotFoundError: there are steps, but none is complete. The message lists them. Nothing has changed.

@@ -53,7 +53,7 @@ class Progress:
 
 
 def dataloader_file(rank: int, world: int) -> str:
-    """Returns the file name of one rank's data loader state. Each rank has a file, because the positions can differ."""
+    """Returns the file of one rank's data loader state. Each rank has a file, because the positions can differ."""
     return "dataloader_info.pt" if world == 1 else f"dataloader_info_{rank:05d}.pt"
 
 
@@ -84,13 +84,11 @@ def write(
 
     Args:
         agreement: connects this rank with the other ranks that write `recover_info`.
-        role_dir: the folder `recover_info` in the step's folder.
-        step: the step's number.
+        role_dir, step: the folder `recover_info` in the step's folder, and the step's number.
         roles: the engines that the step consists of.
         read_progress: returns this rank's progress. Only rank 0's JSON states are stored. If the function raises on one
             rank, all ranks raise.
-        before: runs on rank 0 before anything is written.
-        may_commit: runs on rank 0 right before the commit. If it raises, nothing is committed.
+        before, may_commit: run on rank 0 before anything is written, and right before the commit, which an error stops.
 
     Raises:
         UnsupportedError: a state holds more than plain values.
@@ -132,9 +130,7 @@ def _called(read_progress: Callable[[], Progress]) -> Callable[[], Progress]:
 def read(folder: Path, rank: int) -> Progress:
     """Reads what `write` committed, and checks every file's size and CRC.
 
-    Args:
-        folder: the folder `recover_info` of a step.
-        rank: the rank whose data loader state to read. If fewer ranks saved, the state of rank `rank % saved ranks`.
+    If fewer ranks saved, the rank gets the data loader state of rank `rank % saved ranks`.
 
     Raises:
         CheckpointNotFoundError: nothing is committed there.

@@ -45,12 +45,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RecoveryStep:
-    """A step that the training saves, or that it can recover from.
-
-    Attributes:
-        step: the step's number.
-        path: the step's folder.
-    """
+    """A step that the training saves, or that it can recover from: its number and its folder."""
 
     step: int
     path: Path
@@ -105,11 +100,6 @@ class RecoverySteps:
 
     def open(self, step: int, read_progress: Callable[[], Progress], roles: Sequence[str]) -> RecoveryStep:
         """Commits recover_info of a step. The step is complete once these engines are committed to it, too.
-
-        Args:
-            step: the step's number.
-            read_progress: returns this rank's part of recover_info.
-            roles: the names of the engines.
 
         Raises:
             CheckpointError: the root has steps of an earlier run that this training has not recovered from, so the

@@ -25,9 +25,7 @@ def found(folder: Path) -> list[str]:
 def read_stock(folder: Path, rank: int) -> Progress:
     """Reads the recover_info that AReaL wrote. Never executes code from its pickle.
 
-    Args:
-        folder: AReaL's recover_info folder.
-        rank: the rank whose data loader state to read, if each rank has its own state.
+    If each rank has its own data loader state, this is the one of `rank`.
 
     Raises CheckpointCorruptError: a file is missing, damaged, or holds more than plain values.
     """

@@ -13,7 +13,7 @@ See docs/integrations.md.
 from __future__ import annotations
 
 from mcore_ckpt.integrations.bridge.manager import McoreCheckpointManager
-from mcore_ckpt.integrations.bridge.settings import configure
+from mcore_ckpt.integrations.bridge.options import configure
 
 try:
     from megatron.bridge.utils.instantiate_utils import register_allowed_target_prefix

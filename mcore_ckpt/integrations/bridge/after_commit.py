@@ -18,13 +18,9 @@ _EVENT = "on_checkpoint_save"
 
 @dataclass(frozen=True, eq=False)
 class AnnouncedSave:
-    """A save whose commit is announced.
+    """A save whose commit is announced: its handle, the step and its folder.
 
-    Attributes:
-        handle: the save.
-        folder: the folder of the step.
-        step: the iteration.
-        fire: fires Bridge's event on this rank; None if no callback listens to it.
+    `fire` fires Bridge's event on this rank; None if no callback listens to it.
     """
 
     handle: SaveHandle
@@ -42,10 +38,7 @@ def event_of(ctx: Any, callback_manager: Any) -> Callable[[], None] | None:
     if not should_fire(callback_manager, _EVENT):
         return None
     context = CallbackContext(
-        state=ctx.state,
-        model=unwrap_model(ctx.model),
-        user_state=callback_manager.user_state,
-        optimizer=ctx.optimizer,
+        state=ctx.state, model=unwrap_model(ctx.model), user_state=callback_manager.user_state, optimizer=ctx.optimizer
     )
     return lambda: callback_manager.fire(_EVENT, context)
 
@@ -64,11 +57,7 @@ class Announcements:
         """Announces the save if it has ended on all ranks.
 
         Callbacks may communicate, so they are called on all ranks at the same time. If there are none, the ranks need
-        not agree, and nothing keeps a GPU waiting.
-
-        Args:
-            state: Bridge's GlobalState.
-            has_ended: whether the save is known to have ended on all ranks.
+        not agree, and nothing keeps a GPU waiting. `has_ended` tells that the save has ended on all ranks.
         """
         save = self._save
         if save is None or not (has_ended or (_all_ended(save) if save.fire is not None else save.handle.done)):

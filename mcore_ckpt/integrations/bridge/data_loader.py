@@ -24,11 +24,9 @@ _FIELD, CONTEXT_FIELD = "dataloader_state_dict", "dataloader_state_dir"
 
 
 def read_state(iterator: Any, dp: tuple[int, int]) -> dict[str, Any] | None:
-    """Returns the state of a training's data iterator; None if it has none.
+    """Returns the state of Bridge's RerunDataIterator, or of a list of them; None if it has none.
 
-    Args:
-        iterator: Bridge's RerunDataIterator, or a list of them.
-        dp: this rank's place in its data-parallel group, and the group's size.
+    `dp` is this rank's place in its data-parallel group, and the group's size.
     """
     iterable: Any = getattr(iterator, "iterable", None)
     if not hasattr(iterable, "save_state"):

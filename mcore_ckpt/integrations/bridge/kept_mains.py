@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from mcore_ckpt.state import optimizer_parts
+
 # The dict of HybridDeviceOptimizer (megatron-core 0.16 to 0.19) that maps a parameter to the one that is updated in its
 # place, and the dicts that map it to other copies. After a load, all of them have the values of the updated one, in
 # their own dtypes.
@@ -20,17 +22,14 @@ _COPIES = ("gpu_params_map_cpu_copy", "param_to_fp32_param")
 
 
 class KeptMains:
-    """One copy in host memory of each parameter of the HybridDeviceOptimizers in an optimizer; nothing without them.
-
-    Args:
-        optimizer: megatron's optimizer, right after a load.
-    """
+    """One copy in host memory of each parameter of the HybridDeviceOptimizers in an optimizer, right after a load."""
 
     def __init__(self, optimizer: Any) -> None:
         self._kept = [
             (updated.detach().to("cpu", copy=True), levels)
-            for inner in _inner_optimizers(optimizer)
-            for updated, levels in _levels(inner)
+            for part in optimizer_parts(optimizer)
+            if hasattr(part.inner, _UPDATED)
+            for updated, levels in _levels(part.inner)
         ]
 
     def restore(self) -> None:
@@ -48,12 +47,3 @@ def _levels(inner: Any) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]]]:
         copies = [getattr(inner, name, {}).get(outer) for name in _COPIES]
         levels = [outer, updated, *(copy for copy in copies if copy is not None)]
         yield updated, list({id(tensor): tensor for tensor in levels}.values())
-
-
-def _inner_optimizers(optimizer: Any) -> Iterator[Any]:
-    chained = getattr(optimizer, "chained_optimizers", None)
-    if chained is not None:  # its own `optimizer` raises if there are several
-        for each in chained:
-            yield from _inner_optimizers(each)
-    elif hasattr(getattr(optimizer, "optimizer", None), _UPDATED):
-        yield optimizer.optimizer

@@ -10,12 +10,13 @@ import torch.distributed as dist
 from mcore_ckpt.checkpoint import step_dir
 from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.integrations.bridge import after_commit, data_loader
-from mcore_ckpt.integrations.bridge.hf_config import PublishedConfig
+from mcore_ckpt.integrations.bridge.hf_files import BridgeTokenizer, PublishedConfig
 from mcore_ckpt.integrations.bridge.kept_mains import KeptMains
 from mcore_ckpt.integrations.bridge.options import (
     arguments,
     overridden_config,
     refuse_unsupported,
+    settings,
     warn_of_retention,
 )
 from mcore_ckpt.integrations.bridge.resume import (
@@ -25,8 +26,6 @@ from mcore_ckpt.integrations.bridge.resume import (
     find_source,
     no_foreign_checkpoint,
 )
-from mcore_ckpt.integrations.bridge.settings import settings
-from mcore_ckpt.integrations.bridge.tokenizers import BridgeTokenizer
 from mcore_ckpt.integrations.bridge.train_state import restore_train_state, saved_state
 from mcore_ckpt.integrations.bridge.unsupported import refuse_load, refuse_model, refuse_save
 from mcore_ckpt.integrations.kit.loop import Loaded, LoopCheckpoints, Training
@@ -68,8 +67,7 @@ class McoreCheckpointManager:
     @property
     def checkpointing_context(self) -> dict[str, Any]:
         """The context that Bridge's `setup` reads after a load. It names the folder of the data loader's state."""
-        context: dict[str, Any] = self._stock.checkpointing_context
-        return context
+        return self._stock.checkpointing_context
 
     def save(self, ctx: Any, callback_manager: Any = None) -> None:
         """Saves a checkpoint.

@@ -1,17 +1,22 @@
-"""Translates Megatron-Bridge's CheckpointConfig. Every field is honoured, has no effect here, or is refused."""
+"""Translates Megatron-Bridge's CheckpointConfig, and keeps the settings that it has no options for.
+
+Every field of Bridge's is honoured, has no effect here, or is refused: tests/bridge/with_bridge/test_bridge_options.py
+lists the first two.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.integrations.kit.arguments import Arguments
-from mcore_ckpt.integrations.kit.options import kept_count
+from mcore_ckpt.integrations.kit.loop import LoopSettings
+from mcore_ckpt.integrations.kit.options import kept_count, refuse_fast
 
 logger = logging.getLogger(__name__)
 
@@ -19,61 +24,18 @@ logger = logging.getLogger(__name__)
 LOADED_FROM = ("load", "pretrained_checkpoint")
 FOLDERS = (*LOADED_FROM, "save")
 
-HONOURED = frozenset(
-    {
-        *("save", "load", "ckpt_step", "pretrained_checkpoint", "exit_on_missing_checkpoint", "finetune"),
-        *("save_optim", "save_rng", "load_optim", "load_rng", "async_save", "verify_integrity"),
-        *("most_recent_k", "save_retain_interval", "also_save_hf_checkpoint", "hf_source_path"),
-        *("save_tokenizer_assets", "custom_manager_class"),
-        # Bridge's loop reads it and calls the manager.
-        "save_interval",
-    }
-)
-WITHOUT_EFFECT = frozenset(
-    {
-        # How Bridge's own format is written, and how its own asynchronous saves run.
-        *("fully_parallel_save", "ckpt_fully_parallel_save_process_group", "ckpt_assume_constant_structure"),
-        *("storage_writers_per_rank", "dist_ckpt_workers", "dist_ckpt_save_pre_mcore_014"),
-        *("dist_ckpt_optim_fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient"),
-        *("use_persistent_ckpt_worker", "async_strategy", "async_write_results_mp_mode"),
-        *("async_ckpt_cpu_priority", "async_ckpt_io_priority", "async_ckpt_use_cpu_shm"),
-        # How Bridge's own format is read. They have their effect when Bridge's loader reads its own checkpoints.
-        *("fully_parallel_load", "ckpt_fully_parallel_load_exchange_algo", "ckpt_fully_parallel_load_process_group"),
-        *("ckpt_load_validate_sharding_integrity", "stream_ckpt_dequant", "strict_fsdp_dtensor_load"),
-        # Settings of options that are refused, or that are off.
-        *("non_persistent_global_ckpt_dir", "non_persistent_local_ckpt_dir", "non_persistent_local_ckpt_algo"),
-        *("replication_jump", "replication_factor", "hf_trust_remote_code", "hf_distributed_save"),
-        "hf_save_every_n_ranks",
-        # Options that Bridge has taken over from Megatron-LM. Its training (0.6.2) reads none of them.
-        *("save_params_interval", "save_activations_interval", "save_tokens_per_expert_interval"),
-        *("save_wgrads_interval", "save_dgrads_interval", "use_checkpoint_args", "use_mp_args_from_checkpoint_args"),
-        *("use_tokenizer_model_from_checkpoint_args", "auto_detect_ckpt_format", "ckpt_convert_format"),
-        *("ckpt_convert_save", "ckpt_convert_update_legacy_dist_opt_format"),
-    }
-)
-
-
-@dataclass(frozen=True)
-class _Refusal:
-    """The allowed values of a field, and advice for users of other values."""
-
-    allowed: tuple[Any, ...]
-    instead: str
-
-
 _OFTEN = (
     "there is only one kind of checkpoint here. Save just as often with checkpoint.save_interval and async_save, and "
     "set most_recent_k and save_retain_interval"
 )
-REFUSED = {
-    "ckpt_format": _Refusal(("torch_dist",), "the other formats are for FSDP, which is not supported"),
-    "non_persistent_save_interval": _Refusal((None,), _OFTEN),
-    "non_persistent_ckpt_type": _Refusal((None,), _OFTEN),
-    "replication": _Refusal(
-        (False,), "it is for checkpoints on local disks, and here all are on a disk that all nodes share"
-    ),
-    "load_main_params_from_ckpt": _Refusal((False,), "load_optim=True loads the main parameters"),
-    "dist_ckpt_strictness": _Refusal(
+# The allowed values of a field, and advice for users of other values.
+REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "ckpt_format": (("torch_dist",), "the other formats are for FSDP, which is not supported"),
+    "non_persistent_save_interval": ((None,), _OFTEN),
+    "non_persistent_ckpt_type": ((None,), _OFTEN),
+    "replication": ((False,), "it is for checkpoints on local disks, and here all are on a disk that all nodes share"),
+    "load_main_params_from_ckpt": ((False,), "load_optim=True loads the main parameters"),
+    "dist_ckpt_strictness": (
         ("assume_ok_unexpected", "log_unexpected", "raise_unexpected", "raise_all"),
         "a checkpoint that lacks a part of the model is always refused",
     ),
@@ -82,12 +44,12 @@ REFUSED = {
 
 def refuse_unsupported(checkpoint: Any, but: Collection[str] = ()) -> None:
     """Raises UnsupportedError if a field of `cfg.checkpoint`, except `but`, has a value that cannot be honoured."""
-    for name, refusal in REFUSED.items():
+    for name, (allowed, instead) in REFUSED.items():
         if name in but:
             continue
-        value = getattr(checkpoint, name, refusal.allowed[0])
-        if value not in refusal.allowed:
-            raise UnsupportedError(f"checkpoint.{name} is {value!r}, which is not supported: {refusal.instead}")
+        value = getattr(checkpoint, name, allowed[0])
+        if value not in allowed:
+            raise UnsupportedError(f"checkpoint.{name} is {value!r}, which is not supported: {instead}")
     for name in FOLDERS:
         folder = getattr(checkpoint, name, None)
         if folder and "://" in str(folder):
@@ -131,22 +93,18 @@ def warn_of_retention(checkpoint: Any, config: CheckpointConfig) -> None:
         )
 
 
+# Bridge's fields that have Megatron-LM's names, and those that say the opposite of Megatron-LM's `no_...`.
+_SAME = ("save", "load", "ckpt_step", "exit_on_missing_checkpoint", "finetune", "async_save", "save_retain_interval")
+_OPPOSITE = ("load_optim", "load_rng", "save_optim", "save_rng")
+
+
 def arguments(cfg: Any) -> Arguments:
     """Returns Bridge's configuration under Megatron-LM's names."""
     checkpoint, model = cfg.checkpoint, getattr(cfg.model, "transformer", cfg.model)
     return Arguments(
         SimpleNamespace(
-            save=checkpoint.save,
-            load=checkpoint.load,
-            ckpt_step=checkpoint.ckpt_step,
-            exit_on_missing_checkpoint=checkpoint.exit_on_missing_checkpoint,
-            finetune=checkpoint.finetune,
-            no_load_optim=not checkpoint.load_optim,
-            no_load_rng=not checkpoint.load_rng,
-            no_save_optim=not checkpoint.save_optim,
-            no_save_rng=not checkpoint.save_rng,
-            async_save=checkpoint.async_save,
-            save_retain_interval=checkpoint.save_retain_interval,
+            **{name: getattr(checkpoint, name) for name in _SAME},
+            **{f"no_{name}": not getattr(checkpoint, name) for name in _OPPOSITE},
             verify_integrity=getattr(checkpoint, "verify_integrity", False),
             # For a step for Megatron-LM, which compares these with its own arguments.
             num_layers=model.num_layers,
@@ -156,3 +114,44 @@ def arguments(cfg: Any) -> Arguments:
             add_position_embedding=getattr(cfg.model, "position_embedding_type", None) == "learned_absolute",
         )
     )
+
+
+_settings = LoopSettings()
+
+
+def configure(
+    config: CheckpointConfig | None = None,
+    *,
+    role: str = "actor",
+    hf_config: Any = None,
+    processing_class: Any = None,
+) -> None:
+    """Sets our options. Call it once on every rank, before `pretrain`. It need not be called.
+
+    Args:
+        config: the options of this package. Bridge's own override `async_save`, `max_to_keep` and `keep_every`, can
+            take the optimizer out of the contents and add `hf_model`, and set `skip_frozen` for a run with adapters.
+        role: see CheckpointManager.
+        hf_config: the transformers config to write into the checkpoints. None: with `also_save_hf_checkpoint`, that of
+            the model that Bridge names.
+        processing_class: the tokenizer to write into the checkpoints. None: with `save_tokenizer_assets`, Bridge's.
+
+    Raises UnsupportedError: `config` has a remote store or a fast tier.
+
+    Example:
+        >>> configure(CheckpointConfig(timeout_s=120.0))
+    """
+    global _settings
+    if config is not None and config.remote is not None:
+        raise UnsupportedError(
+            "CheckpointConfig.remote is set: Bridge asks for a load only if checkpoint.load has a checkpoint, so a run "
+            "on new machines would begin from scratch without a word. Leave it out, and copy the folder by other means"
+        )
+    if config is not None:
+        refuse_fast(config, "CheckpointConfig", "Bridge asks for a load only if checkpoint.load has a checkpoint")
+    _settings = LoopSettings(config or CheckpointConfig(), role, hf_config, processing_class)
+
+
+def settings() -> LoopSettings:
+    """Returns the settings of the last call of `configure`."""
+    return _settings

@@ -19,9 +19,7 @@ _KEY = "train_state"  # in the state of LoopCheckpoints.save
 def saved_state(state: Any, operations: float) -> dict[str, Any]:
     """Returns the part of Bridge's GlobalState that a save keeps, for LoopCheckpoints.save.
 
-    Args:
-        state: Bridge's GlobalState.
-        operations: the number of floating-point operations so far, which Bridge passes to each save.
+    `operations` is the number of floating-point operations so far, which Bridge passes to each save.
     """
     train_state = state.train_state
     counts = {field.name: getattr(train_state, field.name) for field in fields(train_state)}
@@ -35,12 +33,7 @@ def saved_state(state: Any, operations: float) -> dict[str, Any]:
 
 
 def restore_train_state(state: Any, loaded: Loaded) -> None:
-    """Sets Bridge's TrainState, and the number of micro-batches, which follows from it.
-
-    Args:
-        state: Bridge's GlobalState.
-        loaded: what was loaded.
-    """
+    """Sets Bridge's TrainState, and the number of micro-batches, which follows from it."""
     from megatron.bridge.training.state import TrainState
 
     if state.cfg.checkpoint.finetune:

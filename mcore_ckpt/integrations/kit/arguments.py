@@ -12,25 +12,12 @@ from mcore_ckpt.errors import InvalidArgumentError, UnsupportedError
 _FSDP_FORMATS = ("torch_dcp", "fsdp_dtensor")
 COUNTERS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
 _PLAIN = (bool, int, float, str, type(None))
-# Megatron-LM's defaults (megatron/training/arguments.py), for arguments that a loop leaves out.
+# Megatron-LM's defaults (megatron/training/arguments.py), for arguments that a loop leaves out. All others are None.
+_OFF = ("exit_on_missing_checkpoint", "finetune", "no_load_optim", "no_load_rng", "no_save_optim", "no_save_rng")
 _DEFAULTS: dict[str, Any] = {
-    "save": None,
-    "load": None,
-    "pretrained_checkpoint": None,
-    "ckpt_step": None,
-    "exit_on_missing_checkpoint": False,
-    "finetune": False,
-    "no_load_optim": False,
-    "no_load_rng": False,
-    "no_save_optim": False,
-    "no_save_rng": False,
-    "async_save": False,
-    "save_retain_interval": None,
-    "dataloader_save": None,
-    "non_persistent_ckpt_type": None,
-    "ckpt_format": "torch_dist",
-    "verify_integrity": False,
+    **dict.fromkeys((*_OFF, "async_save", "verify_integrity"), False),
     **dict.fromkeys(COUNTERS, 0),
+    "ckpt_format": "torch_dist",
 }
 
 

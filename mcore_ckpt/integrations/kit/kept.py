@@ -1,9 +1,4 @@
-"""Keeps one CheckpointManager between saves, and the place of the training among all commits for the whole run.
-
-Frameworks load with one manager and save with another, which may have another root. `KeptManager` tells the second
-manager what the first one has loaded. If the training is saved with its optimizer, only loads with the optimizer count:
-slime loads reference models into the model that it trains.
-"""
+"""Keeps one CheckpointManager between saves, and the place of the training among all commits for the whole run."""
 
 from __future__ import annotations
 
@@ -21,8 +16,9 @@ class KeptManager:
     """Keeps a CheckpointManager, and makes another one only if its arguments have changed.
 
     A manager has a plan and as much host memory as the training state needs. So it is kept between saves, and it is
-    closed before another one is made. Its saves go on from the last checkpoint that any manager has loaded or saved.
-    Every rank calls the same methods.
+    closed before another one is made. Frameworks load with one manager and save with another, which may have another
+    root: its saves go on from the last checkpoint that any manager has loaded or saved. Every rank calls the same
+    methods.
     """
 
     def __init__(self) -> None:
@@ -35,10 +31,7 @@ class KeptManager:
     def get(self, root: str | Path, trainer: Mapping[str, Any], config: CheckpointConfig) -> CheckpointManager:
         """Returns the manager for a root, a trainer's objects and options.
 
-        Args:
-            root: the folder of all steps.
-            trainer: the other arguments of CheckpointManager, by name. `model` is a list.
-            config: the options.
+        `trainer` has the other arguments of CheckpointManager, by name. Its `model` is a list.
 
         Raises CheckpointError: see CheckpointManager; or a save of the manager before failed, and no earlier call has
         raised its error.
@@ -64,10 +57,7 @@ class KeptManager:
     ) -> Iterator[CheckpointManager]:
         """Yields a separate manager for a load, and closes it. The next save goes on from the loaded step.
 
-        Args:
-            root, trainer, config: see `get`.
-
-        Raises CheckpointError: see CheckpointManager.
+        Takes the arguments of `get`. Raises CheckpointError: see CheckpointManager.
         """
         manager = CheckpointManager(root, config=config, **trainer)
         try:

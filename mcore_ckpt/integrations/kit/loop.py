@@ -40,21 +40,14 @@ class Training:
 
     model: list[Any]
     optimizer: Any = None
-    scheduler: Any = None
+    lr_scheduler: Any = None
     role: str = "actor"
     hf_config: Any = None
     processing_class: Any = None
 
     def arguments(self) -> dict[str, Any]:
-        """Returns the arguments of CheckpointManager."""
-        return {
-            "model": self.model,
-            "optimizer": self.optimizer,
-            "lr_scheduler": self.scheduler,
-            "role": self.role,
-            "hf_config": self.hf_config,
-            "processing_class": self.processing_class,
-        }
+        """Returns the arguments of CheckpointManager, which are the fields."""
+        return dict(vars(self))
 
     def layout(self) -> dict[str, int]:
         """Returns the sizes for which a rerun state is valid. Megatron-LM drops the state if one of them changes."""
@@ -116,19 +109,12 @@ class LoopCheckpoints:
         *,
         data_iterator: Any = None,
         path: Path | None = None,
-        max_to_keep: int | None = None,
     ) -> SaveHandle:
         """Saves to `<args.save>/global_steps_{iteration}/{role}`, or to `path`.
 
-        Args:
-            iteration: the iteration's number, at least 0.
-            training: what is trained.
-            args: the loop's options.
-            config: the options of this package, which `args` overrides.
-            state: returns the values to load with the training: `num_floating_point_operations_so_far`, the counters,
-                and anything else that is plain. If it raises on one rank, all ranks raise.
-            data_iterator: the training's data iterator, whose state the rerun state machine needs.
-            path, max_to_keep: see CheckpointManager.save.
+        `args` overrides `config`. `state` returns the values to load with the training: the counters,
+        `num_floating_point_operations_so_far`, and anything else that is plain. If it raises on one rank, all ranks
+        raise. The rerun state machine needs the state of `data_iterator`.
 
         Raises CheckpointError: see CheckpointManager.save.
         """
@@ -146,7 +132,7 @@ class LoopCheckpoints:
                 **state(),
             }
 
-        return manager.save(iteration, extra_state=lambda: {_KEY: saved()}, path=path, max_to_keep=max_to_keep)
+        return manager.save(iteration, extra_state=lambda: {_KEY: saved()}, path=path)
 
     def load(
         self,
@@ -163,16 +149,16 @@ class LoopCheckpoints:
 
         Args:
             training: what is trained.
-            args: the loop's options. `finetune` is set if the checkpoint comes from `pretrained_checkpoint`.
-            config: the options of this package, which `args` overrides.
+            args: the loop's options, which override `config`. `finetune` is set if the checkpoint comes from
+                `pretrained_checkpoint`.
+            config: the options of this package.
             load_arg: the name of the option that names the folder. `pretrained_checkpoint` is tried after it.
             check: is called before anything is loaded. If it raises on one rank, all ranks raise.
             choose_step: returns which step of a folder to load if `args.ckpt_step` names none; None for the newest.
                 Only rank 0 calls it.
             find_theirs: finds a checkpoint in the framework's own format.
 
-        Returns:
-            What was loaded. None if there never was a checkpoint.
+        Returns None if there never was a checkpoint.
 
         Raises:
             CheckpointNotFoundError: there are checkpoints, but none is complete. Or there is none although
@@ -244,16 +230,10 @@ class LoopCheckpoints:
         return Loaded(found["folder"], state)
 
     def finalize(self, blocking: bool = False, terminate: bool = False) -> None:
-        """Waits for an async save.
+        """Waits until no save is under way, if `blocking`. With `terminate` it also frees the memory that saves use.
 
-        Args:
-            blocking: True waits until no save is under way. False does nothing, because a save commits on its own
-                thread.
-            terminate: True also waits, and then frees the memory that saves use.
-
-        Raises:
-            CheckpointError: the save that was under way failed. All ranks raise it. Without `blocking` and `terminate`
-                this method does not raise it, but the next save or load does.
+        With neither it does nothing, because a save commits on its own thread, and the next save or load raises its
+        error. Raises CheckpointError on all ranks: the save that was under way failed.
         """
         if terminate:
             self._kept.close()

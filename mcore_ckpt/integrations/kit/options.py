@@ -1,27 +1,15 @@
-"""Reads our options from a framework's configuration, and its words for how many checkpoints stay."""
+"""Refuses options that a framework cannot honour, and reads its words for how many checkpoints stay."""
 
 from __future__ import annotations
-
-from collections.abc import Collection
-from dataclasses import Field, fields
-from typing import Any
 
 from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.errors import UnsupportedError
 
 
-def own_fields(said_elsewhere: Collection[str]) -> list[Field[Any]]:
-    """Returns the fields of CheckpointConfig for which a framework has no options."""
-    return [field for field in fields(CheckpointConfig) if field.name not in said_elsewhere]
-
-
 def refuse_fast(config: CheckpointConfig, where: str, why: str) -> None:
     """Raises UnsupportedError if a configuration has a fast tier, from which a framework would not resume.
 
-    Args:
-        config: the configuration.
-        where: its name in the framework.
-        why: why the framework needs all steps in a shared folder.
+    `where` names the configuration, and `why` says why the framework needs all steps in a shared folder.
     """
     if config.fast is not None:
         raise UnsupportedError(

@@ -12,10 +12,8 @@ logger = logging.getLogger(__name__)
 def published_config(path: str | None, needed: bool) -> Any:
     """Returns the transformers config of a HuggingFace folder or model name; None without a path.
 
-    Args:
-        path: the HuggingFace model in the framework's configuration.
-        needed: True if a config that cannot be read is an error: the checkpoints get a HuggingFace model, too.
-            Otherwise it is a warning, and None is returned: the model may have its own Python code.
+    `needed` makes a config that cannot be read an error: the checkpoints get a HuggingFace model, too. Otherwise it is
+    a warning, and None is returned: the model may have its own Python code.
 
     Raises OSError, ValueError: the config is needed, and transformers cannot read it.
     """

@@ -23,11 +23,8 @@ _RELEASE = "release"
 class Theirs:
     """A checkpoint in a framework's own format.
 
-    Attributes:
-        folder: its folder.
-        state: the state that all ranks share, in the form of `LoopCheckpoints.save`.
-        tp, pp: the tensor-parallel and pipeline-parallel sizes, which its random number generators fit.
-        weights_alone: whether it has no optimizer.
+    `state` is the state that all ranks share, in the form of `LoopCheckpoints.save`. The random number generators fit
+    the parallel sizes `tp` and `pp`. `weights_alone` tells that there is no optimizer.
     """
 
     folder: Path
@@ -47,12 +44,8 @@ def find(
 ) -> dict[str, Any] | None:
     """Returns which checkpoint below a folder to load, as JSON values. Only rank 0 calls it.
 
-    Args:
-        root: the folder of all checkpoints, or the folder of one checkpoint of ours, or the folder of one step.
-        role: the role in our steps.
-        step: the step to load; None for the newest.
-        find_theirs: finds a checkpoint in the framework's own format.
-        on_nodes: the steps that the nodes of the fast tier have; only `step` if it is given.
+    `root` is the folder of all checkpoints, of one checkpoint of ours, or of one step. Without `step`, the newest is
+    wanted. `on_nodes` has the steps that the nodes of the fast tier have; only `step` if it is given.
 
     Returns:
         {"step": step} for a step of ours; {"path": folder} for a folder that is a checkpoint of ours;
@@ -127,9 +120,8 @@ def _names_release(root: Path) -> bool:
 def check_integrity(path: str) -> None:
     """Compares the files of a Megatron-LM checkpoint with the SHA-256 digests in it. Every rank calls it.
 
-    Raises:
-        CheckpointCorruptError: a file differs, or the checkpoint was saved without `verify_integrity`.
-        UnsupportedError: this megatron-core, older than 0.17, cannot check digests.
+    Raises CheckpointCorruptError: a file differs, or the checkpoint was saved without `verify_integrity`.
+    UnsupportedError: this megatron-core, older than 0.17, cannot check digests.
     """
     from megatron.core.dist_checkpointing import validation
     from megatron.core.dist_checkpointing.core import CheckpointingException

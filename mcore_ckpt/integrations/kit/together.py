@@ -13,14 +13,11 @@ from mcore_ckpt.ranks import Agreement, agree, rendezvous
 def decided_by_rank_0(name: str, topic: str, question: Any, answer: Callable[[], Any], timeout_s: float) -> Any:
     """Returns rank 0's answer on every rank, because ranks might see different states of a shared file system.
 
-    Every rank calls it with the same question.
-
     Args:
-        name: a name for the meeting of the ranks, the same on all of them.
+        name: a name for the meeting of the ranks.
         topic: what is being decided, for messages.
-        question: a plain JSON value that is the same on all ranks.
-        answer: returns a plain JSON value. It is called only on rank 0, on another thread (see `io/disk_watch.py`),
-            without torch's modes, the current GPU and the context variables of this thread.
+        question, answer: JSON values. Only rank 0 calls `answer`, on another thread (see `io/disk_watch.py`), without
+            torch's modes, the current GPU and the context variables of this thread.
         timeout_s: how long a rank waits for the others, in seconds.
 
     Raises AgreementError: the questions differ, or a rank is missing.
@@ -32,11 +29,7 @@ def decided_by_rank_0(name: str, topic: str, question: Any, answer: Callable[[],
 def on_all_ranks(name: str, topic: str, work: Callable[[], None], timeout_s: float) -> None:
     """Does this rank's part of the work, and returns when all ranks have done theirs. Every rank calls it.
 
-    Args:
-        name: a name for the meeting of the ranks, the same on all of them.
-        topic: what is being done, for messages.
-        work: this rank's part. It waits for no other rank. It is called on another thread, as `answer` is.
-        timeout_s: how long a rank waits for the others, in seconds.
+    The arguments are as in `decided_by_rank_0`. `work` waits for no other rank.
 
     Raises:
         CheckpointError: raised by `work` on any rank. It is the same on all ranks.

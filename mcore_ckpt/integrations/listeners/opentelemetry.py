@@ -87,11 +87,11 @@ class OpenTelemetryListener:
                 self._step.set(event.step or 0, common)
                 for phase in event.phases:
                     self._phase.record(phase.seconds, common | {"mcore_ckpt.phase": phase.name})
-                self._done("save", event, common, event.nbytes, event.phases)
+                self._done("save", event, common)
             case Loaded():
-                self._done("load", event, common, event.nbytes)
+                self._done("load", event, common)
             case Uploaded():
-                self._done("upload", event, common, event.nbytes)
+                self._done("upload", event, common)
             case Deleted():
                 self._done("delete", event, common | {"mcore_ckpt.place": event.place})
             case Failed():
@@ -100,20 +100,13 @@ class OpenTelemetryListener:
                 self._durations[event.operation].record(event.seconds, common | {"error.type": event.error.type})
                 self._span(event.operation, event, common, event.phases, event.error)
 
-    def _done(
-        self,
-        operation: str,
-        event: Committed | Loaded | Uploaded | Deleted,
-        common: Attributes,
-        nbytes: int | None = None,
-        phases: Sequence[Phase] = (),
-    ) -> None:
+    def _done(self, operation: str, event: Committed | Loaded | Uploaded | Deleted, common: Attributes) -> None:
         self._durations[operation].record(event.seconds, common)
-        if nbytes is None:
-            self._span(operation, event, common, phases)
-        else:
-            self._sizes[operation].record(nbytes, common)
-            self._span(operation, event, common | {"mcore_ckpt.size": nbytes}, phases)
+        phases = event.phases if isinstance(event, Committed) else ()
+        if not isinstance(event, Deleted):
+            self._sizes[operation].record(event.nbytes, common)
+            common = common | {"mcore_ckpt.size": event.nbytes}
+        self._span(operation, event, common, phases)
 
     def _span(
         self,

@@ -53,5 +53,4 @@ def _open(folder: str | Path) -> Writer:
             f"TensorBoardListener({str(folder)!r}) makes a SummaryWriter, which needs tensorboard: pip install "
             f"tensorboard, or pass a writer ({error})"
         ) from error
-    writer: Writer = SummaryWriter(str(folder))
-    return writer
+    return SummaryWriter(str(folder))

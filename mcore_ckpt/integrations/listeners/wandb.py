@@ -49,5 +49,4 @@ def _active_run() -> Run | None:
         import wandb
     except ImportError as error:
         raise ImportError(f"WandbListener() needs wandb: pip install wandb, or pass a run ({error})") from error
-    run: Run | None = wandb.run
-    return run
+    return wandb.run

@@ -94,10 +94,7 @@ def configure(
             `skipped_train_samples` and `consumed_valid_samples`, and each load sets them. None: what
             `megatron.training.get_args()` returns at each call.
         config: the options of this package. `args` overrides `async_save`, can take the optimizer out of the contents,
-            and with `save_retain_interval` sets which steps stay.
-        role: see CheckpointManager.
-        hf_config: see CheckpointManager.
-        processing_class: see CheckpointManager.
+            and with `save_retain_interval` sets which steps stay. The other options are those of CheckpointManager.
 
     Example:
         >>> from types import SimpleNamespace
@@ -134,6 +131,8 @@ def save_checkpoint(
 ) -> None:
     """Saves to `<args.save>/global_steps_{iteration}/{role}`. Every rank calls it.
 
+    The process groups, and the numbers of this rank in them, must be the model's own where they are given.
+
     Args:
         iteration: the iteration's number, at least 0.
         model: the list of virtual chunks, or one model, wrapped or not.
@@ -143,16 +142,6 @@ def save_checkpoint(
         train_data_iterator: the training's data iterator. If a step is to be run again, the rerun state contains the
             iterator's state. If `args.dataloader_save` is set, the save also keeps what the `save_state` of the
             iterator's iterable returns (see `loaded_dataloader_state`).
-        pipeline_rank: None, or this rank's number in the model's own pipeline group.
-        expert_rank: None, or its number in the model's own expert-parallel group.
-        tensor_rank: None, or its number in the model's own tensor-parallel group.
-        pipeline_parallel: None, or whether the model has more than one pipeline stage.
-        expert_parallel: None, or whether its experts are on several ranks.
-        tp_group: None, or the model's own group.
-        pp_group: None, or the model's own group.
-        dp_cp_group: None, or the model's own group.
-        dp_group: None, or the model's own group.
-        expt_dp_group: None, or the model's own group.
         checkpointing_context: ignored, because nothing has to be kept between saves.
         preprocess_common_state_dict_fn: ignored, because the ranks' states may differ.
         non_persistent_ckpt: refused if set.
@@ -202,18 +191,14 @@ def load_checkpoint(
 ) -> tuple[int, float]:
     """Loads the newest checkpoint in the folder `args.<load_arg>`, or step `args.ckpt_step`. Every rank calls it.
 
-    The newest checkpoint may be one that Megatron-LM wrote itself (`iter_0000100`, format torch_dist).
+    The newest checkpoint may be one that Megatron-LM wrote itself (`iter_0000100`, format torch_dist). The process
+    groups must be the model's own where they are given.
 
     Args:
         ddp_model: the list of virtual chunks, or one model, wrapped or not.
         optimizer: megatron's object, or None.
         opt_param_scheduler: megatron's object, or None.
         load_arg: the name of the argument that names the folder.
-        tp_group: None, or the model's own group.
-        pp_group: None, or the model's own group.
-        dp_cp_group: None, or the model's own group.
-        dp_group: None, or the model's own group.
-        expt_dp_group: None, or the model's own group.
         checkpointing_context: ignored.
         strict: must be True.
         skip_load_to_model_and_opt: refused if set.

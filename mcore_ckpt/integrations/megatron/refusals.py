@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch.distributed as dist
+
 from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.ranks import read_topology
 from mcore_ckpt.state import process_groups_of
@@ -63,8 +65,6 @@ def check_groups(
     model: list[Any], tp_group: Any, pp_group: Any, dp_cp_group: Any, dp_group: Any, expt_dp_group: Any
 ) -> None:
     """Raises UnsupportedError for a process group that differs from the one that the model was built with."""
-    import torch.distributed as dist
-
     own = process_groups_of(model)
     given: dict[str, tuple[Any, Any]] = {
         "tp_group": (tp_group, own and own.tp),

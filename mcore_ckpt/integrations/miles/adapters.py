@@ -43,8 +43,7 @@ class AdapterCheckpoints(MilesCheckpoints):
     ) -> tuple[bool, int | None]:
         """Loads the adapters in `--lora-adapter-path`, which this package or miles wrote.
 
-        Returns:
-            Whether there were any, and the rollout id that was saved; None if only adapters were loaded.
+        Returns whether there were any, and the rollout id that was saved; None if only adapters were loaded.
 
         Raises CheckpointError: see LoopCheckpoints.load.
         """

@@ -14,9 +14,6 @@ WORKER = "mcore_ckpt.integrations.nemo_rl.PolicyWorker"
 def register(worker: str = WORKER) -> None:
     """Tells NeMo-RL that a worker needs the Python environment of its own Megatron worker.
 
-    Args:
-        worker: the dotted path of the worker.
-
     Raises ImportError: NeMo-RL is not installed.
     """
     try:
@@ -30,9 +27,6 @@ def choose_worker(worker: str = WORKER) -> None:
     """Gives our workers to every Policy with the Megatron backend. NeMo-RL's algorithms make a Policy without a worker.
 
     This changes one method of NeMo-RL in the driver's process.
-
-    Args:
-        worker: the dotted path of the worker.
     """
     from nemo_rl.models.policy.lm_policy import Policy
 

@@ -45,8 +45,7 @@ def commit_pipeline(root: Path, ckpt_id: str, source: Path, roles: Sequence[str]
         roles: the clusters that the step consists of; None for those whose roles are committed or being saved.
         timeout_s: see CheckpointConfig.
 
-    Raises:
-        CommitError: the files could not be written. Nothing has been committed.
+    Raises CommitError: the files could not be written. Nothing has been committed.
     """
     step_path, step = root / ckpt_id, step_of(ckpt_id)
 
@@ -91,13 +90,10 @@ def uncommit_earlier_save(step_path: Path, role: str) -> None:
 def newest_valid(root: Path, verify: bool) -> Path | None:
     """Returns the newest `checkpoint-{N}` that is complete and intact; None if there never was one.
 
-    Args:
-        root: the folder of all steps.
-        verify: True reads all files and checks their CRCs. False checks only the sizes. A load always checks the CRCs
-            of what it reads.
+    `verify` reads all files and checks their CRCs. Otherwise only the sizes are checked, and a load checks the CRCs of
+    what it reads.
 
-    Raises:
-        CheckpointNotFoundError: there are checkpoints, but none of them is complete and intact.
+    Raises CheckpointNotFoundError: there are checkpoints, but none of them is complete and intact.
     """
     if _first_was_interrupted(root):
         logger.warning("%s: the first checkpoint was never complete, so training starts from the beginning", root)

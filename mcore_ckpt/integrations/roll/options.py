@@ -18,17 +18,10 @@ PIPELINE_ROLE = "pipeline"  # ROLL's name for the driver's role, and for its fol
 
 # ROLL has other options for these fields: save_only_model, save_hf_model, async_upload, max_ckpt_to_keep, the list of
 # clusters. A remote store is refused, because the copies would lack the driver's role.
-_SAID_ELSEWHERE = {
-    "save_contents",
-    "load_contents",
-    "async_save",
-    "max_to_keep",
-    "keep_every",
-    "roles",
-    "remote",
-    "prune_remote",
-    "upload_timeout_s",
-}
+_SAID_ELSEWHERE = (
+    *("save_contents", "load_contents", "async_save", "max_to_keep", "keep_every", "roles"),
+    *("remote", "prune_remote", "upload_timeout_s"),
+)
 _ROLLS = {"type", "output_dir", "async_upload", "keep_every", "verify_on_resume"}
 
 

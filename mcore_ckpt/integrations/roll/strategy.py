@@ -203,11 +203,8 @@ class CheckpointWorker:
 
     It must be the first base. A worker makes its strategy in `initialize` and loads with it in the same method, and
     ROLL's `create_strategy` (`roll/distributed/strategy/factory.py`) knows only ROLL's own strategies. Therefore the
-    strategy is replaced at the moment when the worker assigns it.
-
-    Attributes:
-        leaves_loading_to_strategy: True if the worker never calls `load_checkpoint`. The strategy then loads when it is
-            initialized.
+    strategy is replaced at the moment when the worker assigns it. If `leaves_loading_to_strategy`, the worker never
+    calls `load_checkpoint`, and the strategy loads when it is initialized.
     """
 
     leaves_loading_to_strategy = False

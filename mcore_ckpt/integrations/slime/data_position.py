@@ -25,15 +25,9 @@ def data_file(root: Path, rollout_id: int) -> Path:
 def newest_with_data(root: Path, role: str, data_root: Path) -> int | None:
     """Returns the newest complete step that has its data position, if the newest complete step lacks it.
 
-    The driver reads the data position of the step that the actors return, so both go back together.
-
-    Args:
-        root: the folder of all steps.
-        role: the role that is loaded.
-        data_root: the folder in which slime's driver looks for the data position (`--load`).
-
-    Returns:
-        None if the newest step is the right one: it has its data position, or there never was one.
+    The driver reads the data position of the step that the actors return, so both go back together. It looks for the
+    data position in `data_root` (`--load`). If None is returned, the newest step is the right one: it has its data
+    position, or there never was one.
 
     Raises CheckpointNotFoundError: there are data positions, but no step has its own.
     """

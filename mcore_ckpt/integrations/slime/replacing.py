@@ -8,6 +8,8 @@ before the model exists (`initialize.init`), and that function can set these nam
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -22,7 +24,6 @@ from mcore_ckpt.integrations.kit.options import refuse_fast
 from mcore_ckpt.integrations.kit.published import published_config, published_tokenizer
 from mcore_ckpt.integrations.kit.together import decided_by_rank_0
 from mcore_ckpt.integrations.megatron.refusals import refuse_partial_loads
-from mcore_ckpt.integrations.slime.critic_head import without_head
 from mcore_ckpt.integrations.slime.data_position import newest_with_data
 from mcore_ckpt.steps import complete_steps
 
@@ -38,10 +39,7 @@ _FROM_THE_BEGINNING = {"finetune": True, "no_load_optim": True, "no_load_rng": T
 def replace_functions(package: str, args: Any, kind: type[ActorCheckpoints] | None = None) -> None:
     """Lets the actors of slime, or of a fork of it, save and load with this package.
 
-    Args:
-        package: the name of the fork's package.
-        args: its arguments.
-        kind: the class that saves and loads. None: ActorCheckpoints.
+    `args` are the arguments of the fork's package, and `kind` is the class that saves and loads.
 
     Raises:
         ImportError: the package is not installed.
@@ -66,9 +64,8 @@ def replace_functions(package: str, args: Any, kind: type[ActorCheckpoints] | No
 class ActorCheckpoints:
     """Saves and loads the model of one actor or critic. Each rank has one, for the life of its process.
 
-    Args:
-        checkpoint: the package's module `backends.megatron_utils.checkpoint`.
-        args: the package's arguments, which it changes between its loads.
+    `checkpoint` is the module `backends.megatron_utils.checkpoint` of the package, which changes its arguments (`args`)
+    between its loads.
     """
 
     def __init__(self, checkpoint: Any, args: Any) -> None:
@@ -147,7 +144,7 @@ class ActorCheckpoints:
             logger.warning(
                 "the critic keeps the head that it was made with, because the checkpoint has another: %s", error
             )
-            with without_head(training.model):
+            with _without_head(training.model):
                 loaded = self._load_whole(training, args, skip_frozen=True)
         if loaded is None:
             raise CheckpointNotFoundError(f"{args['load']}: there is no checkpoint")
@@ -227,12 +224,30 @@ class ActorCheckpoints:
             return self._checkpoint.load_checkpoint(
                 training.model,
                 training.optimizer,
-                training.scheduler,
+                training.lr_scheduler,
                 checkpointing_context={},
                 skip_load_to_model_and_opt=False,
             )
         finally:
             vars(args).update(before)
+
+
+@contextmanager
+def _without_head(chunks: Sequence[Any]) -> Iterator[None]:
+    """Freezes the head of a model, so that a load with `skip_frozen` leaves it as it is.
+
+    slime starts a critic from the actor's weights, whose head has one row per token, and then initializes the critic's
+    head again (`_critic_output_layer_needs_reinit`).
+    """
+    named = [(f".{name}", parameter) for chunk in chunks for name, parameter in chunk.named_parameters()]
+    heads = [parameter for name, parameter in named if ".output_layer." in name and parameter.requires_grad]
+    for head in heads:
+        head.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for head in heads:
+            head.requires_grad_(True)
 
 
 def _refuse_in_memory(non_persistent_ckpt: bool, context: dict[str, Any] | None) -> None:

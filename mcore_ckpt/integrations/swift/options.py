@@ -44,17 +44,6 @@ def arguments(args: Any, **changed: Any) -> Arguments:
     return Arguments(SimpleNamespace(**{**vars(args), **changed}))
 
 
-def saving(config: CheckpointConfig, is_peft: bool, has_model: bool) -> CheckpointConfig:
-    """Returns our options for a save.
-
-    Args:
-        config: the user's options.
-        is_peft: True if only the adapters are saved.
-        has_model: False if ms-swift keeps the weights only as safetensors (`save_safetensors` with `no_save_optim`).
-    """
-    return replace(config, skip_frozen=is_peft, save_contents=config.save_contents if has_model else ("extra",))
-
-
 def refuse_unsupported(args: Any) -> None:
     """Raises UnsupportedError for options that cannot be honoured."""
     if getattr(args, "use_megatron_fsdp", False):

@@ -20,7 +20,7 @@ from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.integrations.kit.loop import Loaded, LoopCheckpoints, Training
 from mcore_ckpt.integrations.kit.options import kept_count
-from mcore_ckpt.integrations.swift.options import arguments, read_config, refuse_unsupported, saving
+from mcore_ckpt.integrations.swift.options import arguments, read_config, refuse_unsupported
 from mcore_ckpt.steps import PreservationPolicy, complete_steps, delete_old_steps, list_steps, write_tracker
 
 logger = logging.getLogger(__name__)
@@ -134,7 +134,9 @@ class CheckpointTrainer:
         step_path = Path(output_dir or args.output_dir)
         options = arguments(args, save=str(step_path.parent))
         training = self._training(self.wrapped_models, optimizer, opt_param_scheduler)
-        config = saving(self._own, peft_format, bool(models))
+        # ms-swift passes no models if it keeps the weights only as safetensors (`save_safetensors`, `no_save_optim`).
+        contents = self._own.save_contents if models else ("extra",)
+        config = replace(self._own, skip_frozen=peft_format, save_contents=contents)
         handle = self._checkpoints.save(iteration, training, options, config, self._counters, path=step_path / ROLE)
         if is_master():
             # The file that ms-swift copies into a merged model, and from which it reads the iteration of HuggingFace

@@ -16,11 +16,16 @@ from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, U
 from mcore_ckpt.integrations.kit.kept import KeptManager
 from mcore_ckpt.integrations.kit.options import kept_count
 from mcore_ckpt.integrations.verl import resume
-from mcore_ckpt.integrations.verl.adapter_files import load_adapter_files
 from mcore_ckpt.integrations.verl.options import read_options
 from mcore_ckpt.integrations.verl.place import Place, remote_root
-from mcore_ckpt.integrations.verl.stock import adapter_folder, huggingface_weights
-from mcore_ckpt.integrations.verl.value_head import IGNORED, fill_value_head, value_head_file
+from mcore_ckpt.integrations.verl.stock_parts import (
+    HEADS,
+    adapter_folder,
+    fill_adapters,
+    fill_value_head,
+    huggingface_weights,
+    value_head_file,
+)
 from mcore_ckpt.manager import CheckpointManager
 from mcore_ckpt.steps import delete_step, list_steps, step_status
 
@@ -162,11 +167,7 @@ class MegatronCheckpointManager:
         manager = self._manager_of(place, config)
         request = {"path": str(place.folder)}
         on_nodes = {found.step: found for found in manager.fast_steps_found((self.role,), None)[0]}
-        seen = manager.agree(
-            "looking for verl's checkpoint",
-            request,
-            lambda: self._look_at(place, on_nodes),
-        )
+        seen = manager.agree("looking for verl's checkpoint", request, lambda: self._look_at(place, on_nodes))
         try:
             if seen["lacks"]:
                 raise CheckpointNotFoundError(f"{place.folder}: not a complete step: {seen['lacks']}")
@@ -216,9 +217,9 @@ class MegatronCheckpointManager:
         # in higher precision.
         model, optimizer = self._trainer["model"], None if "optimizer" in rest else self._trainer["optimizer"]
         if seen["adapters"]:
-            load_adapter_files(manager, model, optimizer, Path(seen["adapters"]))
+            fill_adapters(manager, model, optimizer, Path(seen["adapters"]))
         else:
-            ignore = IGNORED if seen["value_head"] else ()
+            ignore = HEADS if seen["value_head"] else ()
             load_hf(model, seen["weights"], ignore=ignore, optimizer=optimizer, timeout_s=self._config.timeout_s)
         if seen["value_head"]:
             fill_value_head(manager, model, optimizer, Path(seen["value_head"]))

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import Field
+from dataclasses import Field, fields
 from typing import Any
 
-from mcore_ckpt.config import FastTier, named_listeners
+from mcore_ckpt.config import CheckpointConfig, FastTier, named_listeners
 from mcore_ckpt.errors import InvalidArgumentError
 from mcore_ckpt.field_checks import plain, unknown_text
-from mcore_ckpt.integrations.kit.options import own_fields
 
 VERLS_OWN = ("save_contents", "load_contents", "async_save", "strict")
 # verl passes max_to_keep to each save, and skip_frozen follows from verl's own option for adapters (model.lora).
@@ -24,15 +23,13 @@ _WHERE = "verl's checkpoint options"
 
 def own_options() -> list[Field[Any]]:
     """Returns the fields of CheckpointConfig that verl's options lack."""
-    return own_fields((*VERLS_OWN, *NOT_OPTIONS))
+    return [field for field in fields(CheckpointConfig) if field.name not in (*VERLS_OWN, *NOT_OPTIONS)]
 
 
 def read_options(options: Any) -> dict[str, Any]:
     """Returns the options that are set, by name.
 
-    Args:
-        options: a DictConfig, verl's or our dataclass, a dict, or any object that has options as attributes. None has
-            no options.
+    `options` are a DictConfig, verl's or our dataclass, a dict, any object that has options as attributes, or None.
     """
     if isinstance(options, Mapping):
         _refuse_misspelled(options)

@@ -49,10 +49,6 @@ def why_not_whole(place: Place, on_nodes: OnNodes = _NONE) -> str | None:
     A single role of such a step could be loaded. But then the trainer would fail at the next role, or would silently
     start its data from the beginning.
 
-    Args:
-        place: the step.
-        on_nodes: the steps that the nodes of the fast tier have, with all roles.
-
     Returns:
         What the step lacks. None if nothing is missing, if there is no other step to go back to, or if the tracker does
         not name this step. In the last case the user gave the path of the step, which is then loaded as it is.
@@ -83,10 +79,7 @@ def step_to_go_back_to(place: Place, on_nodes: OnNodes = _NONE) -> int | None:
 def send_back(place: Place, has_copies: bool, on_nodes: OnNodes = _NONE) -> str:
     """Corrects the tracker if it names the step that cannot be loaded. Returns advice for the error message.
 
-    Args:
-        place: the place that cannot be loaded.
-        has_copies: True if a remote store can have other steps. verl does not find them through the tracker.
-        on_nodes: the steps that the nodes of the fast tier have, with all roles.
+    `has_copies` tells that a remote store can have other steps, which verl does not find through the tracker.
 
     Raises OSError: the tracker cannot be changed.
     """

@@ -1,7 +1,9 @@
-"""Reads the transformers config of the model that Megatron-Bridge's configuration names, once for all calls."""
+"""Config and tokenizer of the model that Megatron-Bridge's configuration names, for the checkpoints."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from mcore_ckpt.errors import InvalidArgumentError, RemoteError
@@ -48,3 +50,25 @@ def _hf_source(cfg: Any) -> str | None:
         getattr(cfg.tokenizer, "tokenizer_model", None),
     )
     return next((str(each) for each in named if each), None)
+
+
+@dataclass(frozen=True, eq=False)
+class BridgeTokenizer:
+    """A tokenizer of any kind that Bridge has, with the one method that a save calls.
+
+    `config` is `cfg.tokenizer`, which names the files that it was made of.
+    """
+
+    tokenizer: Any
+    config: Any
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Writes the files that Bridge's own checkpoints have. Rank 0 calls it. Bridge only logs what goes wrong."""
+        from megatron.bridge.training.checkpointing import save_tokenizer_assets
+
+        save_tokenizer_assets(self.tokenizer, self.config, str(folder))
+        written = folder / "tokenizer"
+        for path in sorted(written.iterdir()) if written.is_dir() else ():
+            path.rename(folder / path.name)
+        if written.is_dir():
+            written.rmdir()

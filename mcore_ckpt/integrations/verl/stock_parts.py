@@ -1,0 +1,161 @@
+"""Reads the parts of a checkpoint that verl's own manager keeps outside of its `torch_dist` shards.
+
+- HuggingFace weights, which it writes by default.
+- The adapters of verl 0.7: a file per rank. 0.8 and newer have adapters in `torch_dist` shards.
+- The value head of a critic. mbridge saves verl's critics: it calls the head `lm_head.weight`, with one row, and writes
+  the config of a language model (verl 0.9.1 with mbridge 0.15). HuggingFace's name for it is `score.weight`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mcore_ckpt.errors import CheckpointMismatchError, UnsupportedError
+from mcore_ckpt.formats import TorchDistFiles, kind_of, load_safely, torch_dist_folders
+from mcore_ckpt.manager import CheckpointManager
+from mcore_ckpt.ranks import read_topology
+from mcore_ckpt.state import process_groups_of
+
+# The folder that `get_hf_model_checkpoint_path` returns in verl 0.9, and the one in 0.5 to 0.8.
+_WEIGHTS = ("model/huggingface", "huggingface")
+_ADAPTERS = "adapter_checkpoint"  # of `save_adapter_checkpoint`
+_HEAD = "lm_head.weight"
+# The tensors of a critic that `load_hf` ignores: the folder's head, and the model's.
+HEADS = (_HEAD, "output_layer.weight")
+
+_Pairs = Iterable[tuple[torch.Tensor, torch.Tensor]]
+
+
+def huggingface_weights(folder: Path) -> Path | None:
+    """Returns the folder of the HuggingFace weights; None if there is none, or if `torch_dist` shards hold the model.
+
+    With a bridge and without `use_dist_checkpointing`, verl writes no shards of the model. For a model with adapters it
+    writes only shards of the adapters.
+
+    Raises CheckpointCorruptError: the list of shards is damaged.
+    """
+    if kind_of(folder) != "torch_dist":
+        return None
+    weights = next((folder / name for name in _WEIGHTS if any((folder / name).glob("*.safetensors"))), None)
+    return None if weights is None or _has_model(folder) else weights
+
+
+def _has_model(folder: Path) -> bool:
+    names = TorchDistFiles(folder, torch_dist_folders(folder)).names
+    # Names of optimizer state begin with `optimizer.`, or with `chained_0.optimizer.` in a chained optimizer.
+    return not all("optimizer" in name.split(".")[:2] for name in names)
+
+
+def adapter_folder(folder: Path) -> Path | None:
+    """Returns the folder of the files with each rank's adapters; None if there is none."""
+    files = folder / _ADAPTERS
+    return files if kind_of(folder) == "torch_dist" and files.is_dir() else None
+
+
+def value_head_file(folder: Path) -> Path | None:
+    """Returns the file of a HuggingFace folder that has a critic's head as verl writes it; None if there is none."""
+    from safetensors import safe_open  # verl needs it, too
+
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            if _HEAD in opened.keys() and opened.get_slice(_HEAD).get_shape()[0] == 1:  # noqa: SIM118  # not a dict
+                return file
+    return None
+
+
+def fill_adapters(manager: CheckpointManager, chunks: Sequence[Any], optimizer: Any, folder: Path) -> None:
+    """Fills the model's adapters from an `adapter_folder`, under the layout that they were saved with.
+
+    Every rank calls it. The optimizer's main parameters are set from the adapters; None leaves them.
+
+    Raises:
+        CheckpointMismatchError: a file does not fit the model. Nothing has changed.
+        CheckpointCorruptError: a file is missing or damaged. Nothing has changed.
+        UnsupportedError: the model has virtual stages.
+    """
+
+    def read() -> _Pairs:
+        if len(chunks) > 1:
+            raise UnsupportedError(
+                f"{folder}: verl 0.7 saves only the first virtual stage's adapters (`save_adapter_checkpoint`), so "
+                "those of the others are lost: load a checkpoint without virtual stages"
+            )
+        return _read_adapters(chunks[0], folder / f"{_rank_name(chunks)}_adapter.pt")
+
+    _fill(manager, "reading verl's adapters", {"folder": str(folder)}, read, optimizer)
+
+
+def fill_value_head(manager: CheckpointManager, chunks: Sequence[Any], optimizer: Any, file: Path) -> None:
+    """Fills the model's head from a `value_head_file`. The ranks of the last stage have a head.
+
+    Every rank calls it. The optimizer's main parameter is set from the head; None leaves it.
+
+    Raises CheckpointMismatchError: the head does not fit the model. The head has not changed.
+    """
+    _fill(manager, "reading a critic's head", {"file": str(file)}, lambda: _read_heads(chunks, file), optimizer)
+
+
+def _fill(
+    manager: CheckpointManager, topic: str, question: dict[str, str], read: Callable[[], _Pairs], optimizer: Any
+) -> None:
+    """Copies saved tensors into live ones, once all ranks have read theirs."""
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def request() -> dict[str, str]:
+        pairs.extend(read())
+        return question
+
+    manager.agree(topic, request, dict)
+    for live, saved in pairs:
+        live.data.copy_(saved)
+    if optimizer is not None:
+        optimizer.reload_model_params()
+
+
+def _read_adapters(chunk: Any, file: Path) -> _Pairs:
+    """Returns each adapter with its saved tensor. The file has the names of the unwrapped model."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    found = load_safely(file, str(file))
+    saved = found.get("adapter_state_dict") if isinstance(found, Mapping) else None
+    live = {name: parameter for name, parameter in chunk.named_parameters() if parameter.requires_grad}
+    if not isinstance(saved, Mapping) or saved.keys() != live.keys():
+        names = sorted(map(str, live.keys() ^ (saved.keys() if isinstance(saved, Mapping) else set())))
+        raise CheckpointMismatchError(
+            f"{file}: the adapters are not what the model trains: only one of the two has {', '.join(names[:3])} (verl "
+            "0.7 saves nothing but adapters)"
+        )
+    for name, tensor in saved.items():
+        if not isinstance(tensor, torch.Tensor) or (tensor.shape, tensor.dtype) != (live[name].shape, live[name].dtype):
+            raise CheckpointMismatchError(
+                f"{file}: tensor {name}: wanted {list(live[name].shape)} {live[name].dtype}, found "
+                f"{list(getattr(tensor, 'shape', ()))} {getattr(tensor, 'dtype', type(tensor).__name__)}: load it "
+                "under the parallel layout that it was saved with"
+            )
+    return [(live[name], tensor) for name, tensor in saved.items()]
+
+
+def _rank_name(chunks: Sequence[Any]) -> str:
+    """The name of this rank's file in verl 0.7 (`_get_rank_checkpoint_path`)."""
+    at, sizes = read_topology(process_groups_of(chunks))
+    stage, experts = f"_{at.pp:03d}" if sizes.pp > 1 else "", f"_{at.ep:03d}" if sizes.ep > 1 else ""
+    return f"mp_rank_{at.tp:02d}{stage}{experts}"
+
+
+def _read_heads(chunks: Sequence[Any], file: Path) -> _Pairs:
+    from safetensors import safe_open
+
+    named = [(name, parameter) for chunk in chunks for name, parameter in chunk.named_parameters()]
+    for head in (parameter for name, parameter in named if name.endswith("output_layer.weight")):
+        with safe_open(file, framework="pt") as opened:
+            saved = opened.get_tensor(_HEAD)
+        if saved.shape != head.shape:
+            raise CheckpointMismatchError(
+                f"{file}: tensor {_HEAD}: wanted {list(head.shape)}, found {list(saved.shape)}: choose the "
+                "checkpoint of a critic of this size"
+            )
+        yield head, saved
