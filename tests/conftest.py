@@ -24,6 +24,10 @@ REPOSITORY = Path(__file__).parent.parent
 # The processes that tests start import the tests' modules as this one does. First, because verl brings `tests`, too.
 os.environ["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
 
+# torch, transformers, megatron and all tests are close to a million objects that live to the end. To look through them
+# for garbage, again and again, took a seventh of the time of tests of one process.
+gc.disable()
+
 # By default an example may take 200 ms, and making the examples some seconds, which a busy machine does not keep to.
 hypothesis.settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
@@ -68,6 +72,16 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[Any]:
     if report.failed or (report.when == "call" and report.passed):
         compatibility.write_down(item, report.passed)
     return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[Any]:
+    """Lets the collector of garbage begin (see above), and leave out what there is by now."""
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def is_slow(path: Path) -> bool:
