@@ -3,7 +3,7 @@
 #
 #     scripts/test.sh [--quick | --full | --part PART] [--coverage] [--browser] [arguments of pytest]
 #
-#     (nothing)     what CI runs: one case for each reason
+#     (nothing)     what CI runs: one case for each reason, and a quarter of the examples of hypothesis
 #     --quick       for the loop while one writes: linters, and the tests of one process that are over in a moment
 #     --full        all there is, and on the disk: every case, 200 kills, five minutes of the soak, fuzzing, the sanitizers
 #     --part PART   a part of --full that takes half an hour at most: one of PARTS below. Each part notes in

@@ -1,7 +1,8 @@
 """The tiers of the tests, and the order in which they run.
 
-`pytest` runs what CI runs: one case for each reason. `--full` adds the cases marked `full`; `--quick` runs the tests of
-one process that take no more than a moment, for the loop while one writes.
+`pytest` runs what CI runs: one case for each reason, and a quarter of hypothesis' examples. `--full` adds the cases
+marked `full` and the other examples; `--quick` runs the tests of one process that take no more than a moment, for the
+loop while one writes.
 """
 
 import gc
@@ -109,10 +110,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = [item for item in items if item.get_closest_marker("full")]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("full")]
+        draw_fewer_examples({item.obj for item in items if isinstance(item, pytest.Function)})
     items.sort(key=_turn)
     if config.pluginmanager.hasplugin("xdist"):
         for item in items:
             item.add_marker(pytest.mark.xdist_group(_group(item)))
+
+
+def draw_fewer_examples(tests: Iterable[Any]) -> None:
+    """Leaves tests by hypothesis a quarter of their examples, and 10 at least. CI draws others each time it runs."""
+    for test in (test for test in tests if hasattr(test, "hypothesis")):
+        # No public way changes the number of one that has its own. requirements.txt pins hypothesis.
+        whole: hypothesis.settings = test._hypothesis_internal_use_settings
+        fewer = min(whole.max_examples, max(10, whole.max_examples // 4))
+        test._hypothesis_internal_use_settings = hypothesis.settings(whole, max_examples=fewer)
 
 
 def _world(item: pytest.Item) -> int:

@@ -1,13 +1,15 @@
-"""The marker `slow`, by which --quick leaves files and rooms out (tests/conftest.py)."""
+"""What the tiers leave out (tests/conftest.py): --quick what has the marker `slow`, and CI some examples."""
 
 import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import hypothesis
 import pytest
+from hypothesis import strategies as st
 
-from tests.conftest import is_slow, pytest_ignore_collect
+from tests.conftest import draw_fewer_examples, is_slow, pytest_ignore_collect
 
 TESTS = Path(__file__).parent
 FILES = sorted(TESTS.rglob("*.py"))
@@ -59,3 +61,17 @@ def test_quick_alone_leaves_out_what_is_slow(tmp_path: Path) -> None:
 def test_the_marker_of_a_room_is_that_of_its_tests(request: pytest.FixtureRequest) -> None:
     marked = {item.path for item in request.session.items if item.get_closest_marker("slow")}
     assert marked == {item.path for item in request.session.items if is_left_out(item.path)}
+
+
+@pytest.mark.parametrize(("whole", "fewer"), [(300, 75), (100, 25), (25, 10), (5, 5)])
+def test_ci_draws_a_quarter_of_the_examples(whole: int, fewer: int) -> None:
+    drawn = []
+
+    @hypothesis.settings(max_examples=whole)
+    @hypothesis.given(st.integers())
+    def test(number: int) -> None:
+        drawn.append(number)
+
+    draw_fewer_examples([test, print])
+    test()
+    assert len(drawn) == fewer
