@@ -4,13 +4,17 @@ python move.py FOLDER STOPS
 
 STOPS is JSON: for each stop its layout, what to do, where the checkpoint is, and where it goes. What to do is "train",
 "load" or "resume". A sharding type behind it ("resume dp_reshardable") means that a torch_dist checkpoint goes along,
-which Megatron writes itself. The ranks of each stop are forked from a process that has done nothing but imports.
+which Megatron writes itself. The ranks of each stop are forked from a process that has done nothing but imports: this
+one, or, if the stop has a PYTHONPATH as its fifth part, one that finds another version of megatron there.
 """
 
 import json
+import os
+import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -63,10 +67,23 @@ def keep(path: Path, value: object) -> None:
         torch.save(value, path)
 
 
+def go(folder: Path, layout: dict[str, Any], what: str, source: str, target: str) -> None:
+    stop = partial(main, folder, what, source, target, Layout(**layout))
+    codes = forked_ranks.run(layout["world"], lambda rank: stop(), sys.stdout)
+    if any(codes):
+        sys.exit(f"{what} {source} -> {target} in {layout}: the ranks have ended with {codes}")
+
+
+def go_elsewhere(folder: Path, stop: list[Any], path: str) -> None:
+    command = [sys.executable, __file__, str(folder), json.dumps([stop])]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path})
+    if done.returncode != 0:
+        sys.exit(f"{stop} with {path} has ended with {done.returncode}")
+
+
 if __name__ == "__main__":
-    folder = Path(sys.argv[1])
-    for layout, what, source, target in json.loads(sys.argv[2]):
-        stop = partial(main, folder, what, source, target, Layout(**layout))
-        codes = forked_ranks.run(layout["world"], lambda rank, stop=stop: stop(), sys.stdout)
-        if any(codes):
-            sys.exit(f"{what} {source} -> {target} in {layout}: the ranks have ended with {codes}")
+    for layout, what, source, target, *path in json.loads(sys.argv[2]):
+        if path:
+            go_elsewhere(Path(sys.argv[1]), [layout, what, source, target], *path)
+        else:
+            go(Path(sys.argv[1]), layout, what, source, target)
