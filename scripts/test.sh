@@ -109,6 +109,9 @@ if [ "$tier" != full ] && [ "$free" -ge 6 ] && ! grep -q ' /dev/shm .*noexec' /p
     export TESTS_DISK=${TMPDIR:-/tmp} TMPDIR=$memory
 fi
 
+export TESTS_MODELS=${memory:-$logs}/models # tests/support/tiny_models.py
+mkdir "$TESTS_MODELS"
+
 beside ruff .venv/bin/ruff check .
 beside lint-imports .venv/bin/lint-imports
 beside mypy .venv/bin/mypy mcore_ckpt
