@@ -22,15 +22,7 @@ import torch
 
 from mcore_ckpt.checkpoint.pt_tensors import StoredBytes
 from mcore_ckpt.checkpoint.pt_values import Storage, copied_from, load_pt, reader_of
-from mcore_ckpt.checkpoint.unpickling import (
-    Call,
-    PickleError,
-    Unpickler,
-    as_shape,
-    check_extent,
-    check_key,
-    find_plain,
-)
+from mcore_ckpt.checkpoint.unpickling import Call, PickleError, Unpickler, as_shape, check_extent, check_key, find_plain
 from mcore_ckpt.errors import CheckpointCorruptError
 from mcore_ckpt.io import limits
 from mcore_ckpt.io.files import open_regular, read_exact, read_small

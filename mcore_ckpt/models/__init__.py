@@ -9,8 +9,8 @@ One `Architecture` object describes each HuggingFace architecture. Its main part
 To add an architecture to this package, write a module `models/architectures/<name>.py` that exports `ARCHITECTURES`,
 and add the module to `models/architectures/__init__.py`. A program outside the package registers its own architecture:
 
-    from mcore_ckpt.models import Architecture, ModelFacts, Row, Table, model_from_config, register_architecture
-    from mcore_ckpt.models.architectures.common import ATTENTION, MODEL, NORMS, facts_of, sizes_of, uniform_layers
+    from mcore_ckpt.models import Architecture, Row, Table, register_architecture
+    from mcore_ckpt.models.architectures.common import ATTENTION, MODEL, NORMS, read_uniform
     from mcore_ckpt.models.config_rules import DENSE
     from mcore_ckpt.models.rope_rules import ROPE
 
@@ -23,7 +23,7 @@ and add the module to `models/architectures/__init__.py`. A program outside the 
             "my_model",
             ("MyModelForCausalLM",),
             Table(MODEL, (*NORMS, *ATTENTION, *MLP)),
-            lambda config: ModelFacts(sizes_of(config), frozenset(facts_of(config)), uniform_layers(config)),
+            read_uniform,
             (*DENSE, ROPE),
         )
     )

@@ -55,10 +55,7 @@ Reason = tuple[str, Container[str] | Callable[[str], bool]]
 
 
 def account(
-    source: Iterable[str],
-    written: Container[str],
-    reasons: Sequence[Reason],
-    refusal: Callable[[list[str]], Exception],
+    source: Iterable[str], written: Container[str], reasons: Sequence[Reason], refusal: Callable[[list[str]], Exception]
 ) -> tuple[LeftOut, ...]:
     """Accounts for each tensor of a source.
 

@@ -91,11 +91,7 @@ def to_mcore_config(model: HfModel) -> McoreConfig:
 
 
 def to_hf_config(
-    architecture: Architecture,
-    transformer: Any,
-    gpt: Mapping[str, Any],
-    base: HfConfig,
-    is_value: bool | None = None,
+    architecture: Architecture, transformer: Any, gpt: Mapping[str, Any], base: HfConfig, is_value: bool | None = None
 ) -> dict[str, Any]:
     """Returns the `config.json` of a megatron model: `base`, changed where `base` does not describe the model.
 

@@ -15,12 +15,7 @@ from typing import Any
 
 import torch
 
-from mcore_ckpt.errors import (
-    CheckpointCorruptError,
-    CheckpointMismatchError,
-    CheckpointNotFoundError,
-    UnsupportedError,
-)
+from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointNotFoundError, UnsupportedError
 from mcore_ckpt.formats.contract import CheckpointReader, TensorInfo, weights_of
 from mcore_ckpt.formats.fsdp.adapters import (
     BASE_LAYER,

@@ -128,11 +128,7 @@ class _Change:
 
 
 def _adapted(
-    adapter: LowRank,
-    weight: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    magnitude: torch.Tensor | None = None,
+    adapter: LowRank, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, magnitude: torch.Tensor | None = None
 ) -> Iterator[torch.Tensor]:
     """Yields the adapted weight, some rows at a time, in fp32 or wider. It is rounded only when it is written.
 

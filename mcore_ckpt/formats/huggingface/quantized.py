@@ -207,11 +207,7 @@ def _packed(stored: Mapping[str, HfStored], bits: set[Any], dtype: torch.dtype) 
 
 
 _Finder = Callable[[Mapping[str, HfStored], Mapping[str, Any], torch.dtype], Iterable[QuantizedTensor]]
-_FINDERS: Mapping[str, _Finder] = {
-    "fp8": _find_fp8,
-    "mxfp4": _find_mxfp4,
-    "compressed-tensors": _find_compressed,
-}
+_FINDERS: Mapping[str, _Finder] = {"fp8": _find_fp8, "mxfp4": _find_mxfp4, "compressed-tensors": _find_compressed}
 
 
 # -- blocks ------------------------------------------------------------------------------------------------

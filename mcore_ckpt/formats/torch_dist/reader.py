@@ -18,20 +18,10 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
 from mcore_ckpt.checkpoint.dtypes import dtype_name
-from mcore_ckpt.errors import (
-    CheckpointCorruptError,
-    CheckpointMismatchError,
-    CheckpointNotFoundError,
-    UnsupportedError,
-)
+from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointNotFoundError, UnsupportedError
 from mcore_ckpt.formats.contract import TensorInfo
 from mcore_ckpt.formats.locate import same_bytes
 from mcore_ckpt.formats.shard_reader import ShardReader

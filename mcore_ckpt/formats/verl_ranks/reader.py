@@ -94,9 +94,7 @@ def open_verl_ranks(
 
 
 def _without_copied_head(
-    reader: ShardReader,
-    infos: Mapping[str, TensorInfo],
-    expected: Mapping[str, Shape],
+    reader: ShardReader, infos: Mapping[str, TensorInfo], expected: Mapping[str, Shape]
 ) -> ShardReader:
     """Leaves out the output layer if it is only a copy of the tied embedding, on the last of several pipeline ranks."""
     head = found_as(MCORE_HEAD, infos)

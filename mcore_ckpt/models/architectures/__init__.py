@@ -7,7 +7,6 @@ from mcore_ckpt.models.architecture import Architecture
 from mcore_ckpt.models.architectures import (
     deepseek,
     deepseek_sparse,
-    deepseek_v2,
     glm,
     gpt_oss,
     kimi_k25,
@@ -29,7 +28,6 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     *seed_oss.ARCHITECTURES,
     *mixtral.ARCHITECTURES,
     *minimax.ARCHITECTURES,
-    *deepseek_v2.ARCHITECTURES,
     *deepseek.ARCHITECTURES,
     *deepseek_sparse.ARCHITECTURES,
     *glm.ARCHITECTURES,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.models.architecture import ModelFacts
 from mcore_ckpt.models.config_fields import HfConfig
-from mcore_ckpt.models.table import HF_EMBEDDING, HF_HEAD, MCORE_EMBEDDING, MCORE_HEAD, Row, qkv
+from mcore_ckpt.models.table import HF_EMBEDDING, HF_HEAD, MCORE_EMBEDDING, MCORE_HEAD, Row, Transform, qkv
 from mcore_ckpt.sharding.towers import LANGUAGE_MODEL
 
 MODEL = (
@@ -26,32 +26,28 @@ NORMS = (
     Row("pre_mlp_layernorm.weight", {"post_attention_layernorm.weight": "hidden"}),
 )
 
-QKV_BIAS = (
-    Row(
-        "self_attention.linear_qkv.bias",
-        {
-            "self_attn.q_proj.bias": "heads*head_dim",
-            "self_attn.k_proj.bias": "groups*head_dim",
-            "self_attn.v_proj.bias": "groups*head_dim",
-        },
-        qkv,
-        when="qkv_bias",
-    ),
-)
 
-ATTENTION = (
-    Row(
-        "self_attention.linear_qkv.weight",
-        {
-            "self_attn.q_proj.weight": "heads*head_dim hidden",
-            "self_attn.k_proj.weight": "groups*head_dim hidden",
-            "self_attn.v_proj.weight": "groups*head_dim hidden",
-        },
-        qkv,
-    ),
-    *QKV_BIAS,
-    Row("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": "hidden heads*head_dim"}),
-)
+def attention(hf: str, when: str, queries: str = "heads", order: Transform = qkv, bias: str = "") -> tuple[Row, ...]:
+    """Returns the rows of the projections of attention.
+
+    Args:
+        hf: the beginning of their HuggingFace names.
+        when: see `Row`.
+        queries: how often the projection of queries has the rows of one head.
+        order: the order of the rows of queries, keys and values.
+        bias: the words of `Row.when` for a bias of queries, keys and values. Empty: there is none.
+    """
+    lengths = {"q": f"{queries}*head_dim", "k": "groups*head_dim", "v": "groups*head_dim"}
+    weights = {f"{hf}.{name}_proj.weight": f"{rows} hidden" for name, rows in lengths.items()}
+    biases = {f"{hf}.{name}_proj.bias": rows for name, rows in lengths.items()}
+    return (
+        Row("self_attention.linear_qkv.weight", weights, order, when),
+        *([Row("self_attention.linear_qkv.bias", biases, order, bias)] if bias else []),
+        Row("self_attention.linear_proj.weight", {f"{hf}.o_proj.weight": "hidden heads*head_dim"}, when=when),
+    )
+
+
+ATTENTION = attention("self_attn", when="", bias="qkv_bias")
 
 QK_NORMS = (
     Row("self_attention.q_layernorm.weight", {"self_attn.q_norm.weight": "head_dim"}, when="qk_norm"),
@@ -60,12 +56,13 @@ QK_NORMS = (
 
 DENSE_MLP = (
     Row(
-        "mlp.linear_fc1.weight",
-        {"mlp.gate_proj.weight": "ffn hidden", "mlp.up_proj.weight": "ffn hidden"},
-        when="!moe",
+        "mlp.linear_fc1.weight", {"mlp.gate_proj.weight": "ffn hidden", "mlp.up_proj.weight": "ffn hidden"}, when="!moe"
     ),
     Row("mlp.linear_fc2.weight", {"mlp.down_proj.weight": "hidden ffn"}, when="!moe"),
 )
+
+EXPERT = "mlp.experts.local_experts.{expert}."
+"""The beginning of mcore's names of an expert's tensors."""
 
 ROUTER = (
     Row("mlp.router.weight", {"mlp.gate.weight": "experts hidden"}, when="moe"),
@@ -76,48 +73,30 @@ ROUTER = (
 EXPERTS = (
     *ROUTER,
     Row(
-        "mlp.experts.local_experts.{expert}.linear_fc1.weight",
+        EXPERT + "linear_fc1.weight",
         {
             "mlp.experts.{expert}.gate_proj.weight": "moe_ffn hidden",
             "mlp.experts.{expert}.up_proj.weight": "moe_ffn hidden",
         },
         when="moe",
     ),
-    Row(
-        "mlp.experts.local_experts.{expert}.linear_fc2.weight",
-        {"mlp.experts.{expert}.down_proj.weight": "hidden moe_ffn"},
-        when="moe",
-    ),
+    Row(EXPERT + "linear_fc2.weight", {"mlp.experts.{expert}.down_proj.weight": "hidden moe_ffn"}, when="moe"),
 )
 
 STACKED_EXPERTS = (
-    Row(
-        "mlp.experts.local_experts.{expert}.linear_fc1.weight",
-        {"mlp.experts.gate_up_proj": "experts 2*moe_ffn hidden"},
-        when="moe",
-    ),
-    Row(
-        "mlp.experts.local_experts.{expert}.linear_fc2.weight",
-        {"mlp.experts.down_proj": "experts hidden moe_ffn"},
-        when="moe",
-    ),
+    Row(EXPERT + "linear_fc1.weight", {"mlp.experts.gate_up_proj": "experts 2*moe_ffn hidden"}, when="moe"),
+    Row(EXPERT + "linear_fc2.weight", {"mlp.experts.down_proj": "experts hidden moe_ffn"}, when="moe"),
 )
 
 
 def shared_experts(name: str) -> tuple[Row, ...]:
     """Returns the rows of shared experts and of their gate. Their HuggingFace names begin with `mlp.{name}`."""
+    mcore, hf = "mlp.shared_experts.", f"mlp.{name}"
+    gate_and_up = dict.fromkeys((f"{hf}.gate_proj.weight", f"{hf}.up_proj.weight"), "shared_ffn hidden")
     return (
-        Row(
-            "mlp.shared_experts.linear_fc1.weight",
-            {f"mlp.{name}.gate_proj.weight": "shared_ffn hidden", f"mlp.{name}.up_proj.weight": "shared_ffn hidden"},
-            when="moe shared",
-        ),
-        Row(
-            "mlp.shared_experts.linear_fc2.weight",
-            {f"mlp.{name}.down_proj.weight": "hidden shared_ffn"},
-            when="moe shared",
-        ),
-        Row("mlp.shared_experts.gate_weight", {f"mlp.{name}_gate.weight": "1 hidden"}, when="moe shared shared_gate"),
+        Row(mcore + "linear_fc1.weight", gate_and_up, when="moe shared"),
+        Row(mcore + "linear_fc2.weight", {f"{hf}.down_proj.weight": "hidden shared_ffn"}, when="moe shared"),
+        Row(mcore + "gate_weight", {f"{hf}_gate.weight": "1 hidden"}, when="moe shared shared_gate"),
     )
 
 
@@ -132,6 +111,19 @@ MTP = (
     Row(MCORE_HEAD, {"shared_head.head.weight": "vocab hidden"}, when="!tied !value", is_copy=True),
     Row(MCORE_EMBEDDING, {"shared_head.head.weight": "vocab hidden"}, when="tied", is_copy=True),
 )
+
+
+def weight_and_bias(mcore: str, hf: str, weight: str, bias: str, **more: Any) -> tuple[Row, Row]:
+    """Returns the rows of a module with a weight and a bias of these shapes. `more` are further fields of both rows."""
+    return Row(f"{mcore}.weight", {f"{hf}.weight": weight}, **more), Row(f"{mcore}.bias", {f"{hf}.bias": bias}, **more)
+
+
+def below(mcore: str, hf: str, rows: Iterable[Row], **more: Any) -> list[Row]:
+    """Returns rows with these beginnings of their names on both sides, and `more` fields."""
+    return [
+        replace(row, mcore=mcore + row.mcore, hf={hf + name: words for name, words in row.hf.items()}, **more)
+        for row in rows
+    ]
 
 
 def language_model_rows(renamed: Callable[[str], str]) -> tuple[Row, ...]:
@@ -178,28 +170,24 @@ def facts_of(config: HfConfig) -> set[str]:
 
     Raises UnsupportedError if `architectures` is not a list of names.
     """
-    facts = set()
     classes = config.get("architectures") or []
     if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
         raise UnsupportedError(f"config.json: architectures is {classes!r}, not a list of names")
-    kinds = {
-        kind
-        for kind in ("ForTokenClassification", "ForSequenceClassification", "ForCausalLM")
-        for c in classes
-        if c.endswith(kind)
-    }
-    if kinds - {"ForCausalLM"}:
-        facts.add("value")
-        if "ForTokenClassification" in kinds:
-            facts.add("score_bias")
-    elif config.get("tie_word_embeddings"):
-        facts.add("tied")
-    return facts
+    if any(name.endswith("ForTokenClassification") for name in classes):
+        return {"value", "score_bias"}
+    if any(name.endswith("ForSequenceClassification") for name in classes):
+        return {"value"}
+    return {"tied"} if config.get("tie_word_embeddings") else set()
 
 
 def uniform_layers(config: HfConfig) -> tuple[frozenset[str], ...]:
     """Returns the facts of decoder layers that are all of the same kind: an empty set for each layer."""
     return (frozenset[str](),) * integer(config, "num_hidden_layers")
+
+
+def read_uniform(config: HfConfig, *facts: str) -> ModelFacts:
+    """Reads the facts of a model whose layers are all alike and dense. `facts` are further facts of the whole model."""
+    return ModelFacts(sizes_of(config), frozenset(facts_of(config).union(facts)), uniform_layers(config))
 
 
 def moe_layers(is_moe: Sequence[bool]) -> tuple[frozenset[str], ...]:

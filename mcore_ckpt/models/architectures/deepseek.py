@@ -1,10 +1,14 @@
-"""DeepSeek-V3 and R1, Moonlight and Kimi-K2.
+"""DeepSeek-V2, V3 and R1, Moonlight and Kimi-K2.
 
-They have latent attention, and their routers choose experts by sigmoid scores with a bias.
+They have latent attention. Their routers choose experts by sigmoid scores with a bias, in V2 by a softmax without one.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
+from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.models.architecture import Architecture, ModelFacts
 from mcore_ckpt.models.architectures.common import (
     DENSE_MLP,
@@ -20,8 +24,8 @@ from mcore_ckpt.models.architectures.common import (
     shared_experts,
     sizes_of,
 )
-from mcore_ckpt.models.config_fields import HfConfig, Refused
-from mcore_ckpt.models.config_rules import LATENT_ATTENTION, SIGMOID_ROUTER
+from mcore_ckpt.models.config_fields import HfConfig, HfFields, McoreValues, Refused, Same, factor_or_none, needed
+from mcore_ckpt.models.config_rules import LATENT_ATTENTION, SIGMOID_ROUTER, DenseFirst, SharedExperts
 from mcore_ckpt.models.table import Row, Table
 
 
@@ -56,6 +60,11 @@ def read_deepseek(config: HfConfig) -> ModelFacts:
     return ModelFacts(sizes, frozenset(facts), known.layers, known.mtp_layers)
 
 
+def _read_2(config: HfConfig) -> ModelFacts:
+    known = read_deepseek(config)
+    return replace(known, facts=known.facts - {"expert_bias"})
+
+
 LATENT_ROWS = (
     Row("self_attention.linear_q_proj.weight", {"self_attn.q_proj.weight": "heads*query_dim hidden"}, when="!q_lora"),
     Row("self_attention.linear_q_down_proj.weight", {"self_attn.q_a_proj.weight": "q_rank hidden"}, when="q_lora"),
@@ -68,17 +77,86 @@ LATENT_ROWS = (
     Row("self_attention.linear_kv_up_proj.weight", {"self_attn.kv_b_proj.weight": "heads*kv_dim kv_rank"}),
     Row("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": "hidden heads*value_dim"}),
 )
-DEEPSEEK_TABLE = Table(
-    MODEL,
-    (*NORMS, *LATENT_ROWS, *DENSE_MLP, *EXPERTS, *shared_experts("shared_experts")),
-    mtp=MTP,
-    stacked=STACKED_EXPERTS,
-)
+DEEPSEEK_MLP = (*DENSE_MLP, *EXPERTS, *shared_experts("shared_experts"))
+DEEPSEEK_TABLE = Table(MODEL, (*NORMS, *LATENT_ROWS, *DEEPSEEK_MLP), mtp=MTP, stacked=STACKED_EXPERTS)
+
+
+class SoftmaxOfGroups:
+    """The rule for the way in which DeepSeek-V2's router chooses experts, `topk_method`.
+
+    "greedy" chooses the best of all experts. "group_limited_greedy" first chooses groups, by the best expert of each
+    group, and then the best experts of these groups. The weights are the softmax of all experts.
+    """
+
+    def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
+        # transformers leaves the weights as they are, whatever norm_topk_prob says (DeepseekV2TopkRouter, 5.23).
+        for rule in (
+            Refused("scoring_func", "softmax"),
+            Refused("norm_topk_prob", False),
+            Refused("moe_layer_freq", 1),
+        ):
+            rule.to_mcore(hf)
+        groups, chosen = self._groups(hf)
+        return {
+            "moe_router_score_function": "softmax",
+            "moe_router_pre_softmax": True,
+            "moe_router_enable_expert_bias": False,
+            "moe_router_topk_scaling_factor": factor_or_none(hf.get("routed_scaling_factor")),
+            "moe_router_num_groups": groups,
+            "moe_router_group_topk": chosen,
+        }
+
+    def _groups(self, hf: HfConfig) -> tuple[int | None, int | None]:
+        method = hf.get("topk_method") or "greedy"
+        if method == "greedy":
+            return None, None
+        if method != "group_limited_greedy":
+            raise UnsupportedError(
+                f"config.json: topk_method is {method!r}: only 'greedy' and 'group_limited_greedy' can be converted"
+            )
+        groups, chosen, topk = needed(hf, "n_group"), needed(hf, "topk_group"), needed(hf, "num_experts_per_tok")
+        if chosen >= groups:
+            return None, None
+        if topk // chosen != 1:
+            raise UnsupportedError(
+                f"config.json: topk_method is 'group_limited_greedy' with num_experts_per_tok {topk} and topk_group "
+                f"{chosen}, which no megatron-core up to 0.19 has a counterpart for: it ranks groups by their "
+                f"{topk // chosen} best experts (group_limited_topk), but DeepSeek-V2 by their best one. Only models "
+                "that choose experts from all groups can be converted, such as DeepSeek-V2-Lite"
+            )
+        return groups, chosen
+
+    def to_hf(self, mcore: McoreValues, base: HfConfig) -> HfFields:
+        groups, scaling = mcore["moe_router_num_groups"], mcore["moe_router_topk_scaling_factor"]
+        return {
+            "topk_method": "greedy" if groups is None else "group_limited_greedy",
+            "n_group": groups,
+            "topk_group": mcore["moe_router_group_topk"],
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.0 if scaling is None else scaling,
+        }
+
+
 _CLASSES = ("DeepseekV3ForCausalLM", "DeepseekV3ForTokenClassification")
 DEEPSEEK_RULES = (*LATENT_ATTENTION, *SIGMOID_ROUTER, Refused("attention_bias", False))
 
-# Kimi-K2 has the architecture of DeepSeek-V3 under another model_type.
-ARCHITECTURES = tuple(
-    Architecture(model_type, _CLASSES, DEEPSEEK_TABLE, read_deepseek, DEEPSEEK_RULES)
-    for model_type in ("deepseek_v3", "kimi_k2")
+_RULES_2 = (
+    *LATENT_ATTENTION,
+    Same("num_moe_experts", "n_routed_experts"),
+    Same("moe_router_topk", "num_experts_per_tok"),
+    Same("moe_ffn_hidden_size", "moe_intermediate_size"),
+    SoftmaxOfGroups(),
+    DenseFirst(),
+    SharedExperts(),
+    Refused("attention_bias", False),
+    Refused("mlp_bias", False),
+)
+
+ARCHITECTURES = (
+    Architecture("deepseek_v2", ("DeepseekV2ForCausalLM",), replace(DEEPSEEK_TABLE, mtp=()), _read_2, _RULES_2),
+    # Kimi-K2 has the architecture of DeepSeek-V3 under another model_type.
+    *(
+        Architecture(model_type, _CLASSES, DEEPSEEK_TABLE, read_deepseek, DEEPSEEK_RULES)
+        for model_type in ("deepseek_v3", "kimi_k2")
+    ),
 )

@@ -11,19 +11,16 @@ from typing import Any
 
 from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.models.architecture import Architecture, ModelFacts
-from mcore_ckpt.models.architectures.common import (
-    DENSE_MLP,
-    EXPERTS,
-    MODEL,
-    MTP,
-    NORMS,
-    STACKED_EXPERTS,
-    integer,
-    shared_experts,
+from mcore_ckpt.models.architectures.common import NORMS, integer
+from mcore_ckpt.models.architectures.deepseek import (
+    DEEPSEEK_MLP,
+    DEEPSEEK_RULES,
+    DEEPSEEK_TABLE,
+    LATENT_ROWS,
+    read_deepseek,
 )
-from mcore_ckpt.models.architectures.deepseek import DEEPSEEK_RULES, LATENT_ROWS, read_deepseek
 from mcore_ckpt.models.config_fields import Constant, HfConfig, HfFields, McoreValues, Refused, Same
-from mcore_ckpt.models.table import Row, Table
+from mcore_ckpt.models.table import Row
 
 _FULL, _SHARED = "full", "shared"
 
@@ -76,12 +73,7 @@ _INDEXER = (
     Row(f"{_MCORE}k_norm.bias", {f"{_HF}k_norm.bias": "index_dim"}, when="indexer"),
     Row(f"{_MCORE}linear_weights_proj.weight", {f"{_HF}weights_proj.weight": "index_heads hidden"}, when="indexer"),
 )
-_TABLE = Table(
-    MODEL,
-    (*NORMS, *LATENT_ROWS, *_INDEXER, *DENSE_MLP, *EXPERTS, *shared_experts("shared_experts")),
-    mtp=MTP,
-    stacked=STACKED_EXPERTS,
-)
+_TABLE = replace(DEEPSEEK_TABLE, layer=(*NORMS, *LATENT_ROWS, *_INDEXER, *DEEPSEEK_MLP))
 
 
 class _LayerTypes:

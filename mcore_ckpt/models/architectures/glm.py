@@ -2,41 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mcore_ckpt.models.architecture import Architecture, ModelFacts
-from mcore_ckpt.models.architectures.common import (
-    ATTENTION,
-    DENSE_MLP,
-    EXPERTS,
-    MODEL,
-    MTP,
-    NORMS,
-    QK_NORMS,
-    STACKED_EXPERTS,
-    shared_experts,
-)
-from mcore_ckpt.models.architectures.deepseek import read_deepseek_experts
+from mcore_ckpt.models.architectures.common import ATTENTION, NORMS, QK_NORMS
+from mcore_ckpt.models.architectures.deepseek import DEEPSEEK_MLP, DEEPSEEK_TABLE, read_deepseek_experts
 from mcore_ckpt.models.config_fields import HfConfig, Same
 from mcore_ckpt.models.config_rules import DENSE, SIGMOID_ROUTER
 from mcore_ckpt.models.rope_rules import Rope
-from mcore_ckpt.models.table import Table
 
 
 def _read(config: HfConfig) -> ModelFacts:
     known = read_deepseek_experts(config)
     facts = {fact for fact, field in (("qkv_bias", "attention_bias"), ("qk_norm", "use_qk_norm")) if config.get(field)}
-    return ModelFacts(known.sizes, known.facts | facts, known.layers, known.mtp_layers)
+    return replace(known, facts=known.facts | facts)
 
 
 ARCHITECTURES = (
     Architecture(
         "glm4_moe",
         ("Glm4MoeForCausalLM",),
-        Table(
-            MODEL,
-            (*NORMS, *ATTENTION, *QK_NORMS, *DENSE_MLP, *EXPERTS, *shared_experts("shared_experts")),
-            mtp=MTP,
-            stacked=STACKED_EXPERTS,
-        ),
+        replace(DEEPSEEK_TABLE, layer=(*NORMS, *ATTENTION, *QK_NORMS, *DEEPSEEK_MLP)),
         _read,
         (
             *DENSE,

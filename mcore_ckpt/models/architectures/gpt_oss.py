@@ -4,21 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from mcore_ckpt.models.architecture import Architecture, ModelFacts
-from mcore_ckpt.models.architectures.common import (
-    ATTENTION,
-    MODEL,
-    NORMS,
-    read_mixture,
-)
-from mcore_ckpt.models.config_fields import Constant, HfConfig, Refused, Same
+from mcore_ckpt.models.architecture import Architecture
+from mcore_ckpt.models.architectures.common import ATTENTION, EXPERT, MODEL, NORMS, read_mixture
+from mcore_ckpt.models.config_fields import Constant, Refused, Same
 from mcore_ckpt.models.config_rules import DECODER, EXPERT_COUNT, ClampedGlu, SlidingWindow
 from mcore_ckpt.models.rope_rules import Rope
 from mcore_ckpt.models.table import Row, Table
-
-
-def _read(config: HfConfig) -> ModelFacts:
-    return read_mixture(config, "qkv_bias")
 
 
 class Interleaved:
@@ -48,20 +39,15 @@ class Transposed:
         return hf.T.contiguous()
 
 
-_EXPERT = "mlp.experts.local_experts.{expert}."
 _LAYER = (
     Row("self_attention.core_attention.softmax_offset", {"self_attn.sinks": "heads"}),
     Row("self_attention.linear_proj.bias", {"self_attn.o_proj.bias": "hidden"}),
     Row("mlp.router.weight", {"mlp.router.weight": "experts hidden"}),
     Row("mlp.router.bias", {"mlp.router.bias": "experts"}),
-    Row(
-        _EXPERT + "linear_fc1.weight",
-        {"mlp.experts.gate_up_proj": "experts hidden 2*moe_ffn"},
-        change=Interleaved(),
-    ),
-    Row(_EXPERT + "linear_fc1.bias", {"mlp.experts.gate_up_proj_bias": "experts 2*moe_ffn"}, change=Interleaved()),
-    Row(_EXPERT + "linear_fc2.weight", {"mlp.experts.down_proj": "experts moe_ffn hidden"}, change=Transposed()),
-    Row(_EXPERT + "linear_fc2.bias", {"mlp.experts.down_proj_bias": "experts hidden"}),
+    Row(EXPERT + "linear_fc1.weight", {"mlp.experts.gate_up_proj": "experts hidden 2*moe_ffn"}, change=Interleaved()),
+    Row(EXPERT + "linear_fc1.bias", {"mlp.experts.gate_up_proj_bias": "experts 2*moe_ffn"}, change=Interleaved()),
+    Row(EXPERT + "linear_fc2.weight", {"mlp.experts.down_proj": "experts moe_ffn hidden"}, change=Transposed()),
+    Row(EXPERT + "linear_fc2.bias", {"mlp.experts.down_proj_bias": "experts hidden"}),
 )
 
 ARCHITECTURES = (
@@ -69,7 +55,7 @@ ARCHITECTURES = (
         "gpt_oss",
         ("GptOssForCausalLM", "GptOssForTokenClassification"),
         Table(MODEL, (*NORMS, *ATTENTION, *_LAYER)),
-        _read,
+        lambda config: read_mixture(config, "qkv_bias"),
         (
             *DECODER,
             Rope(default_theta=150000.0),

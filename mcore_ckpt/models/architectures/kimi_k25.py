@@ -13,7 +13,13 @@ from typing import Any
 
 from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.models.architecture import Architecture, ModelFacts, language_config
-from mcore_ckpt.models.architectures.common import first_integer, integer, language_model_rows, vision_of
+from mcore_ckpt.models.architectures.common import (
+    first_integer,
+    integer,
+    language_model_rows,
+    vision_of,
+    weight_and_bias,
+)
 from mcore_ckpt.models.architectures.deepseek import DEEPSEEK_RULES, DEEPSEEK_TABLE, read_deepseek
 from mcore_ckpt.models.config_fields import HfConfig
 from mcore_ckpt.models.table import Row
@@ -22,10 +28,9 @@ from mcore_ckpt.sharding.towers import LANGUAGE_MODEL, PROJECTOR, VISION_TOWER
 _SECTION = "text_config"
 
 
-def _same(name: str, shape: str, bias: str = "", per: str = "") -> tuple[Row, ...]:
-    """Returns the rows of a module that has the same name on both sides. A bias has the shape `bias`."""
-    weight = Row(f"{name}.weight", {f"{name}.weight": shape}, per=per)
-    return (weight, Row(f"{name}.bias", {f"{name}.bias": bias}, per=per)) if bias else (weight,)
+def _same(name: str, weight: str, bias: str, per: str = "") -> tuple[Row, Row]:
+    """Returns the rows of a module that has the same name on both sides."""
+    return weight_and_bias(name, name, weight, bias, per=per)
 
 
 _BLOCK = f"{VISION_TOWER}encoder.blocks.{{number}}."
@@ -37,9 +42,10 @@ _LAYER = (
     ("mlp.fc0", "v_ffn v_hidden", "v_ffn"),
     ("mlp.fc1", "v_hidden v_ffn", "v_hidden"),
 )
+_POSITIONS = f"{VISION_TOWER}patch_embed.pos_emb.weight"
 _TOWER = (
     *_same(f"{VISION_TOWER}patch_embed.proj", "v_hidden 3 v_patch v_patch", "v_hidden"),
-    *_same(f"{VISION_TOWER}patch_embed.pos_emb", "v_height v_width v_hidden"),
+    Row(_POSITIONS, {_POSITIONS: "v_height v_width v_hidden"}),
     *(row for name, weight, bias in _LAYER for row in _same(_BLOCK + name, weight, bias, per="v_layers")),
     *_same(f"{VISION_TOWER}encoder.final_layernorm", "v_hidden", "v_hidden"),
     *_same(f"{PROJECTOR}pre_norm", "v_hidden", "v_hidden"),

@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 from mcore_ckpt.models.architecture import Architecture
-from mcore_ckpt.models.architectures.common import (
-    ATTENTION,
-    MODEL,
-    NORMS,
-    STACKED_EXPERTS,
-    read_mixture,
-)
+from mcore_ckpt.models.architectures.common import ATTENTION, EXPERT, MODEL, NORMS, STACKED_EXPERTS, read_mixture
 from mcore_ckpt.models.config_fields import Constant, Same
 from mcore_ckpt.models.config_rules import DENSE, EXPERT_COUNT, SlidingWindow
 from mcore_ckpt.models.rope_rules import Rope
 from mcore_ckpt.models.table import Row, Table
 
-_EXPERT = "mlp.experts.local_experts.{expert}."
 BLOCK_SPARSE_EXPERTS = (
     Row("mlp.router.weight", {"block_sparse_moe.gate.weight": "experts hidden"}),
     Row(
-        _EXPERT + "linear_fc1.weight",
+        EXPERT + "linear_fc1.weight",
         {
             "block_sparse_moe.experts.{expert}.w1.weight": "moe_ffn hidden",
             "block_sparse_moe.experts.{expert}.w3.weight": "moe_ffn hidden",
         },
     ),
-    Row(_EXPERT + "linear_fc2.weight", {"block_sparse_moe.experts.{expert}.w2.weight": "hidden moe_ffn"}),
+    Row(EXPERT + "linear_fc2.weight", {"block_sparse_moe.experts.{expert}.w2.weight": "hidden moe_ffn"}),
 )
 BLOCK_SPARSE_STACKED = (*STACKED_EXPERTS, Row("mlp.router.weight", {"mlp.gate.weight": "experts hidden"}))
 

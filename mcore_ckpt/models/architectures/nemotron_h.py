@@ -13,7 +13,7 @@ from typing import Any
 
 from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.models.architecture import Architecture, ModelFacts
-from mcore_ckpt.models.architectures.common import facts_of, integer, sizes_of
+from mcore_ckpt.models.architectures.common import EXPERT, attention, facts_of, integer, sizes_of
 from mcore_ckpt.models.config_fields import (
     Constant,
     HfConfig,
@@ -25,7 +25,7 @@ from mcore_ckpt.models.config_fields import (
     Same,
 )
 from mcore_ckpt.models.config_rules import Dtype, HeadDim, QueryGroups, SigmoidScores, SquaredRelu
-from mcore_ckpt.models.table import MCORE_EMBEDDING, MCORE_HEAD, Row, Table, qkv
+from mcore_ckpt.models.table import MCORE_EMBEDDING, MCORE_HEAD, Row, Table
 
 _KINDS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 # The names of transformers 5.23, by megatron's symbols. Older configs have "mamba" and "attention" for two of them.
@@ -94,55 +94,32 @@ _MAMBA = (
         when="mamba",
         sections={"z": "inner", **_CONVOLVED, "dt": "mamba_heads"},
     ),
-    Row(
-        "mixer.conv1d.weight",
-        {"mixer.conv1d.weight": "convolved 1 4"},
-        when="mamba",
-        sections=_CONVOLVED,
-    ),
+    Row("mixer.conv1d.weight", {"mixer.conv1d.weight": "convolved 1 4"}, when="mamba", sections=_CONVOLVED),
     Row("mixer.conv1d.bias", {"mixer.conv1d.bias": "convolved"}, when="mamba", sections=_CONVOLVED),
     *(Row(f"mixer.{name}", {f"mixer.{name}": "mamba_heads"}, when="mamba") for name in ("A_log", "D", "dt_bias")),
     Row("mixer.norm.weight", {"mixer.norm.weight": "inner"}, when="mamba"),
     Row("mixer.out_proj.weight", {"mixer.out_proj.weight": "hidden inner"}, when="mamba"),
 )
-_ATTENTION = (
-    Row(
-        "self_attention.linear_qkv.weight",
-        {
-            "mixer.q_proj.weight": "heads*head_dim hidden",
-            "mixer.k_proj.weight": "groups*head_dim hidden",
-            "mixer.v_proj.weight": "groups*head_dim hidden",
-        },
-        qkv,
-        when="attention",
-    ),
-    Row("self_attention.linear_proj.weight", {"mixer.o_proj.weight": "hidden heads*head_dim"}, when="attention"),
-)
+_ATTENTION = attention("mixer", when="attention")
 _MLP = (
     Row("mlp.linear_fc1.weight", {"mixer.up_proj.weight": "ffn hidden"}, when="mlp"),
     Row("mlp.linear_fc2.weight", {"mixer.down_proj.weight": "hidden ffn"}, when="mlp"),
 )
-_EXPERT = "mlp.experts.local_experts.{expert}."
+_SHARED = "mlp.shared_experts."
 _MOE = (
     Row("mlp.router.weight", {"mixer.gate.weight": "experts hidden"}, when="moe"),
     Row("mlp.router.expert_bias", {"mixer.gate.e_score_correction_bias": "experts"}, when="moe"),
-    Row(f"{_EXPERT}linear_fc1.weight", {"mixer.experts.{expert}.up_proj.weight": "moe_ffn latent"}, when="moe"),
-    Row(f"{_EXPERT}linear_fc2.weight", {"mixer.experts.{expert}.down_proj.weight": "latent moe_ffn"}, when="moe"),
-    Row(
-        "mlp.shared_experts.linear_fc1.weight", {"mixer.shared_experts.up_proj.weight": "shared_ffn hidden"}, when="moe"
-    ),
-    Row(
-        "mlp.shared_experts.linear_fc2.weight",
-        {"mixer.shared_experts.down_proj.weight": "hidden shared_ffn"},
-        when="moe",
-    ),
+    Row(EXPERT + "linear_fc1.weight", {"mixer.experts.{expert}.up_proj.weight": "moe_ffn latent"}, when="moe"),
+    Row(EXPERT + "linear_fc2.weight", {"mixer.experts.{expert}.down_proj.weight": "latent moe_ffn"}, when="moe"),
+    Row(_SHARED + "linear_fc1.weight", {"mixer.shared_experts.up_proj.weight": "shared_ffn hidden"}, when="moe"),
+    Row(_SHARED + "linear_fc2.weight", {"mixer.shared_experts.down_proj.weight": "hidden shared_ffn"}, when="moe"),
     # In Nemotron-3, routed experts work on a projection of the hidden state.
     Row("mlp.fc1_latent_proj.weight", {"mixer.fc1_latent_proj.weight": "latent hidden"}, when="moe latent"),
     Row("mlp.fc2_latent_proj.weight", {"mixer.fc2_latent_proj.weight": "hidden latent"}, when="moe latent"),
 )
 _STACKED = (
-    Row(f"{_EXPERT}linear_fc1.weight", {"mixer.experts.up_proj": "experts moe_ffn latent"}, when="moe"),
-    Row(f"{_EXPERT}linear_fc2.weight", {"mixer.experts.down_proj": "experts latent moe_ffn"}, when="moe"),
+    Row(EXPERT + "linear_fc1.weight", {"mixer.experts.up_proj": "experts moe_ffn latent"}, when="moe"),
+    Row(EXPERT + "linear_fc2.weight", {"mixer.experts.down_proj": "experts latent moe_ffn"}, when="moe"),
 )
 _MTP = (
     Row("enorm.weight", {"enorm.weight": "hidden"}, when="first"),

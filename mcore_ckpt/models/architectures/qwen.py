@@ -15,22 +15,14 @@ from mcore_ckpt.models.architectures.common import (
     first_integer,
     integer,
     moe_layers,
+    read_uniform,
     shared_experts,
     sizes_of,
-    uniform_layers,
 )
 from mcore_ckpt.models.config_fields import Constant, HfConfig, Refused, Same
 from mcore_ckpt.models.config_rules import DENSE, SOFTMAX_ROUTER, SlidingWindow, SparseStep, is_sparse
 from mcore_ckpt.models.rope_rules import ROPE
 from mcore_ckpt.models.table import Table
-
-
-def _qwen2(config: HfConfig) -> ModelFacts:
-    return ModelFacts(sizes_of(config), frozenset(facts_of(config) | {"qkv_bias"}), uniform_layers(config))
-
-
-def _qwen3(config: HfConfig) -> ModelFacts:
-    return ModelFacts(sizes_of(config), frozenset(facts_of(config) | {"qk_norm"}), uniform_layers(config))
 
 
 def _qwen2_moe(config: HfConfig) -> ModelFacts:
@@ -39,7 +31,8 @@ def _qwen2_moe(config: HfConfig) -> ModelFacts:
     return ModelFacts(sizes, frozenset(facts), moe_layers(is_sparse(config)))
 
 
-def _qwen3_moe(config: HfConfig) -> ModelFacts:
+def read_qwen3_moe(config: HfConfig) -> ModelFacts:
+    """Reads all facts about a Qwen3 mixture of experts."""
     return ModelFacts(moe_sizes(config), frozenset(facts_of(config) | {"qk_norm"}), moe_layers(is_sparse(config)))
 
 
@@ -64,14 +57,14 @@ ARCHITECTURES = (
         "qwen2",
         ("Qwen2ForCausalLM", "Qwen2ForTokenClassification"),
         _DENSE,
-        _qwen2,
+        lambda config: read_uniform(config, "qkv_bias"),
         (*DENSE, ROPE, SlidingWindow(), Constant("add_qkv_bias", True)),
     ),
     Architecture(
         "qwen3",
         ("Qwen3ForCausalLM", "Qwen3ForTokenClassification"),
         _DENSE,
-        _qwen3,
+        lambda config: read_uniform(config, "qk_norm"),
         (*DENSE, ROPE, SlidingWindow(), *_QWEN3),
     ),
     Architecture(
@@ -93,7 +86,7 @@ ARCHITECTURES = (
         "qwen3_moe",
         ("Qwen3MoeForCausalLM", "Qwen3MoeForTokenClassification"),
         _MOE,
-        _qwen3_moe,
+        read_qwen3_moe,
         (*DENSE, ROPE, SlidingWindow(), *_MIXTURE, *_QWEN3),
     ),
 )

@@ -99,12 +99,7 @@ _LAYER = (
 # transformers saves a model that it has taken out of a vision-language model in this way (conversion_mapping.py, 5.23).
 _SPELLINGS = (("model.language_model.", "model."),)
 DENSE_TABLE = Table(
-    MODEL,
-    (*_LAYER, *DENSE_MLP),
-    MTP,
-    hf_mtp_layer="mtp.",
-    hf_mtp_decoder="layers.{mtp}.",
-    spellings=_SPELLINGS,
+    MODEL, (*_LAYER, *DENSE_MLP), MTP, hf_mtp_layer="mtp.", hf_mtp_decoder="layers.{mtp}.", spellings=_SPELLINGS
 )
 MOE_TABLE = replace(DENSE_TABLE, layer=(*_LAYER, *EXPERTS, *shared_experts("shared_expert")), stacked=STACKED_EXPERTS)
 

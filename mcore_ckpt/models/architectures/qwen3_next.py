@@ -17,6 +17,7 @@ from mcore_ckpt.models.architectures.common import (
     MODEL,
     NORMS,
     STACKED_EXPERTS,
+    attention,
     facts_of,
     integer,
     shared_experts,
@@ -108,25 +109,12 @@ LINEAR_ATTENTION = (
     Row("self_attention.A_log", {"linear_attn.A_log": "value_heads"}, when="linear"),
     # mcore centres the weights of all norms around zero. HuggingFace centres those of all norms except this one.
     Row(
-        "self_attention.out_norm.weight",
-        {"linear_attn.norm.weight": "value_dim"},
-        when="linear",
-        change=ZeroCentred(),
+        "self_attention.out_norm.weight", {"linear_attn.norm.weight": "value_dim"}, when="linear", change=ZeroCentred()
     ),
     Row("self_attention.out_proj.weight", {"linear_attn.out_proj.weight": "hidden values"}, when="linear"),
 )
 GATED_ATTENTION = (
-    Row(
-        "self_attention.linear_qkv.weight",
-        {
-            "self_attn.q_proj.weight": "2*heads*head_dim hidden",
-            "self_attn.k_proj.weight": "groups*head_dim hidden",
-            "self_attn.v_proj.weight": "groups*head_dim hidden",
-        },
-        gated_qkv,
-        when="!linear",
-    ),
-    Row("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": "hidden heads*head_dim"}, when="!linear"),
+    *attention("self_attn", when="!linear", queries="2*heads", order=gated_qkv),
     Row("self_attention.q_layernorm.weight", {"self_attn.q_norm.weight": "head_dim"}, when="!linear"),
     Row("self_attention.k_layernorm.weight", {"self_attn.k_norm.weight": "head_dim"}, when="!linear"),
 )
@@ -138,15 +126,7 @@ MTP = (
 )
 _TABLE = Table(
     MODEL,
-    (
-        *NORMS,
-        _IN_PROJ,
-        *LINEAR_ATTENTION,
-        *GATED_ATTENTION,
-        *DENSE_MLP,
-        *EXPERTS,
-        *shared_experts("shared_expert"),
-    ),
+    (*NORMS, _IN_PROJ, *LINEAR_ATTENTION, *GATED_ATTENTION, *DENSE_MLP, *EXPERTS, *shared_experts("shared_expert")),
     # Published models have one such layer, which config.json does not mention and transformers does not read
     # (Qwen3NextPreTrainedModel).
     MTP,

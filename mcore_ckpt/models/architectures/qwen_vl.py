@@ -23,7 +23,7 @@ tests compare the logits of text and the bits of the tower.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,30 +32,23 @@ from mcore_ckpt.models.architecture import Architecture, ModelFacts, language_co
 from mcore_ckpt.models.architectures.common import (
     ATTENTION,
     DENSE_MLP,
+    EXPERT,
     NORMS,
     QK_NORMS,
     ROUTER,
     STACKED_EXPERTS,
-    facts_of,
+    below,
     integer,
     language_model_rows,
-    moe_layers,
-    sizes_of,
-    uniform_layers,
+    read_uniform,
     vision_of,
+    weight_and_bias,
 )
 from mcore_ckpt.models.architectures.gpt_oss import Transposed
-from mcore_ckpt.models.architectures.qwen import moe_sizes
-from mcore_ckpt.models.architectures.qwen3_5 import (
-    DENSE_RULES,
-    DENSE_TABLE,
-    MOE_RULES,
-    MOE_TABLE,
-    read_dense,
-    read_moe,
-)
+from mcore_ckpt.models.architectures.qwen import read_qwen3_moe
+from mcore_ckpt.models.architectures.qwen3_5 import DENSE_RULES, DENSE_TABLE, MOE_RULES, MOE_TABLE, read_dense, read_moe
 from mcore_ckpt.models.config_fields import Constant, HfConfig, Refused, Rule, Same
-from mcore_ckpt.models.config_rules import DENSE, EXPERT_COUNT, SlidingWindow, SparseStep, is_sparse
+from mcore_ckpt.models.config_rules import DENSE, EXPERT_COUNT, SlidingWindow, SparseStep
 from mcore_ckpt.models.rope_rules import MultimodalRope, Rope
 from mcore_ckpt.models.table import Row, RowRange, Sizes, Table
 from mcore_ckpt.sharding.regions import Shape
@@ -73,10 +66,7 @@ def _tower_qkv(sizes: Sizes, shapes: Sequence[Shape]) -> list[RowRange]:
 
 def _linear(mcore: str, hf: str, rows: str, columns: str, **more: Any) -> tuple[Row, Row]:
     """Returns the rows of a linear layer with a bias."""
-    return (
-        Row(f"{mcore}.weight", {f"{hf}.weight": f"{rows} {columns}"}, **more),
-        Row(f"{mcore}.bias", {f"{hf}.bias": rows}, **more),
-    )
+    return weight_and_bias(mcore, hf, f"{rows} {columns}", rows, **more)
 
 
 def _gated(mcore: str, hf: str, rows: str, columns: str) -> tuple[Row, Row]:
@@ -89,15 +79,7 @@ def _gated(mcore: str, hf: str, rows: str, columns: str) -> tuple[Row, Row]:
 
 
 def _norm(mcore: str, hf: str, size: str) -> tuple[Row, Row]:
-    return Row(f"{mcore}.weight", {f"{hf}.weight": size}), Row(f"{mcore}.bias", {f"{hf}.bias": size})
-
-
-def _each(per: str, mcore: str, hf: str, rows: Iterable[Row]) -> list[Row]:
-    """Returns the rows of a tower's list of layers. The size `per` is the number of layers."""
-    return [
-        replace(row, mcore=mcore + row.mcore, hf={hf + name: words for name, words in row.hf.items()}, per=per)
-        for row in rows
-    ]
+    return weight_and_bias(mcore, hf, size, size)
 
 
 _BLOCK, _HF_BLOCK = "decoder.layers.{number}.", "blocks.{number}."
@@ -109,8 +91,7 @@ _PATCHES = Row("patch_embed.proj.weight", {"patch_embed.proj.weight": "v_hidden 
 
 _TOWER_2_5 = (
     _PATCHES,
-    *_each(
-        "v_layers",
+    *below(
         _BLOCK,
         _HF_BLOCK,
         (
@@ -120,6 +101,7 @@ _TOWER_2_5 = (
             *_gated("mlp.linear_fc1", "mlp", "v_ffn", "v_hidden"),
             *_linear("mlp.linear_fc2", "mlp.down_proj", "v_hidden", "v_ffn"),
         ),
+        per="v_layers",
     ),
     Row("decoder.final_layernorm.weight", {"merger.ln_q.weight": "v_hidden"}),
     *_linear("projection.encoder.linear_fc1", "merger.mlp.0", "v_merged", "v_merged"),
@@ -130,13 +112,12 @@ _MERGER = (
     *_linear("linear_fc1", "linear_fc1", "v_merged", "v_merged"),
     *_linear("linear_fc2", "linear_fc2", "v_out", "v_merged"),
 )
-_DEEPSTACK = "deepstack_merger_list.{number}."
+_DEEPSTACK, _HF_DEEPSTACK = "decoder.deepstack_merger_list.{number}.", "deepstack_merger_list.{number}."
 _TOWER_3 = (
     _PATCHES,
     Row("patch_embed.proj.bias", {"patch_embed.proj.bias": "v_hidden"}),
     Row("pos_embed.weight", {"pos_embed.weight": "v_positions v_hidden"}),
-    *_each(
-        "v_layers",
+    *below(
         _BLOCK,
         _HF_BLOCK,
         (
@@ -146,13 +127,11 @@ _TOWER_3 = (
             *_linear("mlp.linear_fc1", "mlp.linear_fc1", "v_ffn", "v_hidden"),
             *_linear("mlp.linear_fc2", "mlp.linear_fc2", "v_hidden", "v_ffn"),
         ),
+        per="v_layers",
     ),
     *_norm("merger.patch_norm", "merger.norm", "v_hidden"),
-    *(
-        replace(row, mcore=f"merger.{row.mcore}", hf={f"merger.{name}": words for name, words in row.hf.items()})
-        for row in _MERGER
-    ),
-    *_each("v_deepstack", f"decoder.{_DEEPSTACK}", _DEEPSTACK, (*_norm("patch_norm", "norm", "v_merged"), *_MERGER)),
+    *below("merger.", "merger.", _MERGER),
+    *below(_DEEPSTACK, _HF_DEEPSTACK, (*_norm("patch_norm", "norm", "v_merged"), *_MERGER), per="v_deepstack"),
 )
 
 
@@ -160,23 +139,19 @@ def _tower(rows: Iterable[Row], hf: str) -> tuple[Row, ...]:
     """Returns the rows of a tower in its two kinds. `hf` is the beginning of the names in HuggingFace."""
     found: list[Row] = []
     for row in rows:
-        named = {hf + name: words for name, words in row.hf.items()}
-        found.append(replace(row, mcore=VISION_MODEL + row.mcore, hf=named, when="!hf_tower"))
+        found += below(VISION_MODEL, hf, [row], when="!hf_tower")
         found += (
             Row(VISUAL + name, {hf + name: words}, when="hf_tower", per=row.per) for name, words in row.hf.items()
         )
     return tuple(found)
 
 
-def _table(layer: tuple[Row, ...], tower: Iterable[Row], hf: str, **more: Any) -> Table:
-    """Returns the table of a model whose decoder has the rows `layer`.
-
-    `hf` is the beginning of the decoder's names in HuggingFace.
-    """
+def _table(decoder: Table, tower: Iterable[Row], hf: str, spellings: tuple[tuple[str, str], ...] = ()) -> Table:
+    """Returns the table of a model with this decoder. `hf` is the beginning of the decoder's names in HuggingFace."""
     beginning = hf.removesuffix("language_model.") if hf != "model." else ""
-    decoder = language_model_rows(lambda name: name.replace("model.", hf, 1))
-    model = (*decoder, *_tower(tower, f"{beginning}visual."))
-    return Table(model, layer, mcore=LANGUAGE_MODEL, hf=hf, **more)
+    outside = language_model_rows(lambda name: name.replace("model.", hf, 1))
+    model = (*outside, *_tower(tower, f"{beginning}visual."))
+    return replace(decoder, model=model, mcore=LANGUAGE_MODEL, hf=hf, spellings=spellings)
 
 
 def _tower_sizes(vision: Mapping[str, Any]) -> dict[str, int]:
@@ -197,70 +172,42 @@ def _tower_sizes(vision: Mapping[str, Any]) -> dict[str, int]:
     }
 
 
-def _read_2_5(config: HfConfig) -> ModelFacts:
-    text = language_config(config, _SECTION)
-    facts = facts_of(text) | {"qkv_bias", "hf_tower"}
-    return ModelFacts({**sizes_of(text), **_tower_sizes(vision_of(config))}, frozenset(facts), uniform_layers(text))
-
-
-def _read_3(config: HfConfig) -> ModelFacts:
-    text = language_config(config, _SECTION)
-    return ModelFacts(
-        {**sizes_of(text), **_sizes_3(config)}, frozenset(facts_of(text) | {"qk_norm"}), uniform_layers(text)
-    )
-
-
-def _read_3_moe(config: HfConfig) -> ModelFacts:
-    text = language_config(config, _SECTION)
-    return ModelFacts(
-        {**moe_sizes(text), **_sizes_3(config)}, frozenset(facts_of(text) | {"qk_norm"}), moe_layers(is_sparse(text))
-    )
-
-
-def _read_3_5(config: HfConfig) -> ModelFacts:
-    return _with_tower_3_5(config, read_dense(language_config(config, _SECTION)))
-
-
-def _read_3_5_moe(config: HfConfig) -> ModelFacts:
-    return _with_tower_3_5(config, read_moe(language_config(config, _SECTION)))
-
-
-def _with_tower_3_5(config: HfConfig, known: ModelFacts) -> ModelFacts:
-    vision = vision_of(config)
-    positions = {"v_positions": integer(vision, "num_position_embeddings"), "v_deepstack": 0}
-    return replace(known, sizes={**known.sizes, **_tower_sizes(vision), **positions})
-
-
-def _sizes_3(config: HfConfig) -> dict[str, int]:
-    vision = vision_of(config)
+def _sizes_3(vision: Mapping[str, Any]) -> dict[str, int]:
     indexes = vision.get("deepstack_visual_indexes")
     if not isinstance(indexes, (list, tuple)):
         raise UnsupportedError(f"config.json: deepstack_visual_indexes is {indexes!r}, not a list of layers")
+    return {**_sizes_3_5(vision), "v_deepstack": len(indexes)}
+
+
+def _sizes_3_5(vision: Mapping[str, Any]) -> dict[str, int]:
     positions = integer(vision, "num_position_embeddings")
-    return {**_tower_sizes(vision), "v_positions": positions, "v_deepstack": len(indexes)}
+    return {**_tower_sizes(vision), "v_positions": positions, "v_deepstack": 0}
 
 
-_EXPERT = "mlp.experts.local_experts.{expert}."
+def _reader(
+    language: Callable[[HfConfig], ModelFacts], tower: Callable[[Mapping[str, Any]], dict[str, int]], *facts: str
+) -> Callable[[HfConfig], ModelFacts]:
+    """Returns the `read` of an architecture, given the readers of its decoder and of its tower's sizes."""
+
+    def read(config: HfConfig) -> ModelFacts:
+        known = language(language_config(config, _SECTION))
+        return replace(known, sizes={**known.sizes, **tower(vision_of(config))}, facts=known.facts.union(facts))
+
+    return read
+
+
+_STACKED: dict[str, Any] = {"when": "moe", "change": Transposed()}
 # As published, and as transformers writes a model that it has read. A model that transformers 5 has made from a config
 # has the same names, but stacks experts as other models do.
 _EXPERTS = (
     *ROUTER,
-    Row(
-        _EXPERT + "linear_fc1.weight",
-        {"mlp.experts.gate_up_proj": "experts hidden 2*moe_ffn"},
-        when="moe",
-        change=Transposed(),
-    ),
-    Row(
-        _EXPERT + "linear_fc2.weight",
-        {"mlp.experts.down_proj": "experts moe_ffn hidden"},
-        when="moe",
-        change=Transposed(),
-    ),
+    Row(EXPERT + "linear_fc1.weight", {"mlp.experts.gate_up_proj": "experts hidden 2*moe_ffn"}, **_STACKED),
+    Row(EXPERT + "linear_fc2.weight", {"mlp.experts.down_proj": "experts moe_ffn hidden"}, **_STACKED),
 )
 # Both versions of transformers read and write Qwen2.5-VL under the names of its first release.
 _SPELLINGS_2_5 = (("model.language_model.", "model."), ("model.visual.", "visual."))
-_DENSE = (*NORMS, *ATTENTION, *QK_NORMS, *DENSE_MLP)
+_DENSE = Table((), (*NORMS, *ATTENTION, *QK_NORMS, *DENSE_MLP))
+_MOE = Table((), (*_DENSE.layer, *_EXPERTS), stacked=STACKED_EXPERTS)
 _RULES_3 = (
     *DENSE,
     MultimodalRope(500000.0, (24, 20, 20)),
@@ -270,30 +217,18 @@ _RULES_3 = (
 )
 
 
-# Its tower is Qwen3-VL's without mergers of inner features.
-def _table_3_5(language: Table) -> Table:
-    return _table(
-        language.layer,
-        _TOWER_3,
-        "model.language_model.",
-        mtp=language.mtp,
-        hf_mtp_layer=language.hf_mtp_layer,
-        hf_mtp_decoder=language.hf_mtp_decoder,
-        stacked=language.stacked,
-    )
-
-
 def _rules_3_5(language: Iterable[Rule]) -> tuple[Rule, ...]:
     rope = MultimodalRope(10000.0, (11, 11, 10), 0.25)
     return tuple(rope if isinstance(rule, Rope) else rule for rule in language)
 
 
+# The tower of Qwen3.5 is Qwen3-VL's without mergers of inner features.
 ARCHITECTURES = (
     Architecture(
         "qwen2_5_vl",
         ("Qwen2_5_VLForConditionalGeneration",),
         _table(_DENSE, _TOWER_2_5, "model.", spellings=_SPELLINGS_2_5),
-        _read_2_5,
+        _reader(read_uniform, _tower_sizes, "qkv_bias", "hf_tower"),
         (*DENSE, MultimodalRope(1e6), SlidingWindow(), Constant("add_qkv_bias", True)),
         _SECTION,
     ),
@@ -301,15 +236,15 @@ ARCHITECTURES = (
         "qwen3_vl",
         ("Qwen3VLForConditionalGeneration",),
         _table(_DENSE, _TOWER_3, "model.language_model."),
-        _read_3,
+        _reader(read_uniform, _sizes_3, "qk_norm"),
         _RULES_3,
         _SECTION,
     ),
     Architecture(
         "qwen3_vl_moe",
         ("Qwen3VLMoeForConditionalGeneration",),
-        _table((*_DENSE, *_EXPERTS), _TOWER_3, "model.language_model.", stacked=STACKED_EXPERTS),
-        _read_3_moe,
+        _table(_MOE, _TOWER_3, "model.language_model."),
+        _reader(read_qwen3_moe, _sizes_3),
         (
             *_RULES_3,
             *EXPERT_COUNT,
@@ -324,16 +259,16 @@ ARCHITECTURES = (
     Architecture(
         "qwen3_5",
         ("Qwen3_5ForConditionalGeneration",),
-        _table_3_5(DENSE_TABLE),
-        _read_3_5,
+        _table(DENSE_TABLE, _TOWER_3, "model.language_model."),
+        _reader(read_dense, _sizes_3_5),
         _rules_3_5(DENSE_RULES),
         _SECTION,
     ),
     Architecture(
         "qwen3_5_moe",
         ("Qwen3_5MoeForConditionalGeneration",),
-        _table_3_5(MOE_TABLE),
-        _read_3_5_moe,
+        _table(MOE_TABLE, _TOWER_3, "model.language_model."),
+        _reader(read_moe, _sizes_3_5),
         _rules_3_5(MOE_RULES),
         _SECTION,
     ),

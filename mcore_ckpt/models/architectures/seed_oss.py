@@ -3,15 +3,7 @@
 from __future__ import annotations
 
 from mcore_ckpt.models.architecture import Architecture, ModelFacts
-from mcore_ckpt.models.architectures.common import (
-    ATTENTION,
-    DENSE_MLP,
-    MODEL,
-    NORMS,
-    facts_of,
-    sizes_of,
-    uniform_layers,
-)
+from mcore_ckpt.models.architectures.common import ATTENTION, DENSE_MLP, MODEL, NORMS, read_uniform
 from mcore_ckpt.models.config_fields import HfConfig, Refused, Same
 from mcore_ckpt.models.config_rules import DENSE
 from mcore_ckpt.models.rope_rules import ROPE
@@ -19,8 +11,7 @@ from mcore_ckpt.models.table import Table
 
 
 def _read(config: HfConfig) -> ModelFacts:
-    facts = facts_of(config) | ({"qkv_bias"} if config.get("attention_bias", True) else set())
-    return ModelFacts(sizes_of(config), frozenset(facts), uniform_layers(config))
+    return read_uniform(config, *(["qkv_bias"] if config.get("attention_bias", True) else []))
 
 
 ARCHITECTURES = (
