@@ -7,7 +7,8 @@ the loss with `--ignore`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,11 @@ BASE = "weights of the base model, which were not trained"
 MAYBE_TRAINED = "weights of the base model, of which the checkpoint does not say whether they were trained"
 NOT_LISTED = "files that the index does not list, or that lie beside a whole model.safetensors"
 
-_SHOWN = 3
+
+def some_of(names: Collection[str], most: int = 3) -> str:
+    """Returns the first names, and the number of the others, for a message."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(itertools.islice(names, most)) + more
 
 
 @dataclass(frozen=True)
@@ -42,8 +47,7 @@ class LeftOut:
     @property
     def text(self) -> str:
         """One line for the user."""
-        more = f" and {len(self.tensors) - _SHOWN} more" if len(self.tensors) > _SHOWN else ""
-        return f"left out: {', '.join(self.tensors[:_SHOWN])}{more} ({self.reason})"
+        return f"left out: {some_of(self.tensors)} ({self.reason})"
 
     def as_json(self) -> dict[str, Any]:
         """Returns the entry as JSON values."""

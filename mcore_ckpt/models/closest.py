@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mcore_ckpt.errors import UnsupportedError
+from mcore_ckpt.models.accounting import some_of
 from mcore_ckpt.models.architecture import Architecture, HfModel, ModelFacts
 from mcore_ckpt.models.config_fields import HfConfig, MissingFieldError
 from mcore_ckpt.models.mapping import hf_tensors, hf_tensors_in
@@ -23,7 +24,6 @@ from mcore_ckpt.sharding.regions import Shape
 Read = Callable[[Architecture, HfConfig], ModelFacts]
 # A layer's or an expert's number in a tensor's name.
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
-_SHOWN = 3
 
 
 def describe_closest(
@@ -73,8 +73,8 @@ def _by_tensors(
     if best is None or not best.placed:
         return None
     placed = f"closest: {best.model_type}, which places {best.placed} of {len(tensors)} tensors"
-    without = f"; it has no place for {_some(best.without_place)}" if best.without_place else ""
-    return placed + without + (f"; it lacks {_some(best.lacking)}" if best.lacking else "")
+    without = f"; it has no place for {some_of(best.without_place)}" if best.without_place else ""
+    return placed + without + (f"; it lacks {some_of(best.lacking)}" if best.lacking else "")
 
 
 def _fit(architecture: Architecture, read: Read, config: HfConfig, tensors: Mapping[str, Shape]) -> _Fit | None:
@@ -111,11 +111,6 @@ def _shown(tensor: tuple[str, Shape], places: set[tuple[str, Shape]]) -> str:
     return pattern if wanted is None else f"{pattern} of shape {list(shape)} (it has {list(wanted)})"
 
 
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
-
-
 class _Watched(dict[str, Any]):
     """A config that notes which of its fields are read."""
 
@@ -136,7 +131,7 @@ def _by_fields(known: Iterable[Architecture], config: HfConfig) -> str:
     """Compares how many fields the rules read, minus how many fields they need and do not find."""
     tried = [(a.model_type, *_try(a, config)) for a in known if a.rules]
     model_type, read, missing = max(tried, key=lambda each: (each[1] - len(each[2]), each[0]))
-    lacking = f"; it needs {_some(missing)}, which the config lacks" if missing else ""
+    lacking = f"; it needs {some_of(missing)}, which the config lacks" if missing else ""
     return f"closest by its fields: {model_type}, which reads {read} of {len(config)}{lacking}"
 
 

@@ -37,7 +37,10 @@ def factor_or_none(factor: float | None) -> float | None:
 
 
 class Rule(Protocol):
-    """A translation between some fields of `config.json` and Megatron's values."""
+    """A translation between some fields of `config.json` and Megatron's values.
+
+    A rule of one direction derives from this class, which translates nothing.
+    """
 
     def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
         """Returns Megatron's values for a config.
@@ -46,7 +49,7 @@ class Rule(Protocol):
             MissingFieldError: a field that the rule needs is missing.
             UnsupportedError: a field requires something that Megatron cannot do.
         """
-        ...
+        return {}
 
     def to_hf(self, mcore: McoreValues, base: HfConfig) -> HfFields:
         """Returns the fields of `config.json` that express Megatron's values.
@@ -54,7 +57,7 @@ class Rule(Protocol):
         `base` is the config that the caller puts these fields into. The rule leaves out values that no field can
         express. The caller notices, because it translates the result back with `to_mcore` and compares.
         """
-        ...
+        return {}
 
 
 _REQUIRED = object()
@@ -98,7 +101,7 @@ class Same:
 
 
 @dataclass(frozen=True)
-class Constant:
+class Constant(Rule):
     """The rule for a value that is the same for all models of an architecture and is not in `config.json`."""
 
     mcore: str
@@ -107,12 +110,9 @@ class Constant:
     def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
         return {self.mcore: self.value}
 
-    def to_hf(self, mcore: McoreValues, base: HfConfig) -> HfFields:
-        return {}
-
 
 @dataclass(frozen=True)
-class Refused:
+class Refused(Rule):
     """The rule for a field that must be `allowed` or missing, because Megatron has no counterpart for other values."""
 
     hf: str
@@ -125,7 +125,4 @@ class Refused:
                 f"config.json: {self.hf} is {value!r}, which megatron-core 0.16.1 has no counterpart for: only "
                 f"{self.allowed!r} can be converted"
             )
-        return {}
-
-    def to_hf(self, mcore: McoreValues, base: HfConfig) -> HfFields:
         return {}

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from mcore_ckpt.errors import CheckpointMismatchError, UnsupportedError
-from mcore_ckpt.models.accounting import COMPUTED, COPIES, IGNORED, LeftOut, Reason, account, matching
+from mcore_ckpt.models.accounting import COMPUTED, COPIES, IGNORED, LeftOut, Reason, account, matching, some_of
 from mcore_ckpt.models.architecture import HfModel
 from mcore_ckpt.models.low_rank import LowRank
-from mcore_ckpt.models.table import Row, RowRange, Section, Sizes, Table, ValueChange, shape_of
+from mcore_ckpt.models.table import Row, RowRange, Section, Table, ValueChange, shape_of
 from mcore_ckpt.sharding.regions import Piece, Region, Shape
 from mcore_ckpt.sharding.towers import split_language_model
 
@@ -96,7 +96,8 @@ def hf_tensors_in(model: HfModel, names: Container[str]) -> list[HfTensor]:
     found: list[HfTensor] = []
     classic = list(_spelled_out(model, model.architecture.table))
     shapes = {tensor.name: tensor.shape for tensor, _ in classic}
-    stacked = [t for t, _ in _spelled_out(model, _only_stacked(model.architecture.table)) if t.name in names]
+    only_stacked = replace(model.architecture.table, model=(), layer=model.architecture.table.stacked, mtp=())
+    stacked = [tensor for tensor, _ in _spelled_out(model, only_stacked) if tensor.name in names]
     if not _are_as_stacked([(t, shapes[t.name]) for t in stacked if t.name in shapes], names):
         stacked = [tensor for tensor in stacked if tensor.name not in shapes]
     instead = {slab.mcore for tensor in stacked for slab in tensor.slabs}
@@ -129,8 +130,7 @@ def check_names(
     names = set(found)
 
     def refusal(problem: str, affected: Sequence[str]) -> CheckpointMismatchError:
-        more = f" and {len(affected) - 5} more" if len(affected) > 5 else ""
-        return CheckpointMismatchError(f"{where}: {model.describe()} {problem} {', '.join(affected[:5])}{more}")
+        return CheckpointMismatchError(f"{where}: {model.describe()} {problem} {some_of(affected, 5)}")
 
     if missing := [tensor.name for tensor in wanted if tensor.name not in names]:
         raise refusal("lacks", missing)
@@ -171,10 +171,6 @@ def _are_as_stacked(tensors: Sequence[tuple[HfTensor, Shape]], names: Container[
             "versions of transformers: take all files from one"
         )
     return True in found
-
-
-def _only_stacked(table: Table) -> Table:
-    return replace(table, model=(), layer=table.stacked, mtp=(), stacked=())
 
 
 def _spelled_out(model: HfModel, table: Table) -> list[tuple[HfTensor, bool]]:
@@ -235,41 +231,33 @@ def _row(model: HfModel, row: Row, facts: frozenset[str], mcore: str, hf: str) -
         for name, shape in zip(names, shapes, strict=True):
             yield HfTensor(name, shape, (Slab(0, "", Region.whole(shape)),))
     elif "{expert}" not in row.mcore:
-        yield from _whole(model, row, mcore + row.mcore, names, shapes)
+        yield from _filled(model, row, mcore + row.mcore, names, shapes)
     elif all("{expert}" in name for name in names):
         for expert in range(model.sizes["experts"]):
             of_expert = [name.format(expert=expert) for name in names]
-            yield from _whole(model, row, (mcore + row.mcore).format(expert=expert), of_expert, shapes)
+            yield from _filled(model, row, (mcore + row.mcore).format(expert=expert), of_expert, shapes)
     else:
-        yield from _stacked(model, row, mcore + row.mcore, names, shapes)
+        yield from _filled(model, row, mcore + row.mcore, names, shapes, is_stacked=True)
 
 
-def _whole(model: HfModel, row: Row, mcore: str, names: Sequence[str], shapes: Sequence[Shape]) -> Iterator[HfTensor]:
-    regions = _regions(row, row.transform(model.sizes, shapes), shapes)
-    for name, shape, region in zip(names, shapes, regions, strict=True):
-        slab = Slab(0, mcore, region, row.change, _sections(row, model.sizes))
-        yield HfTensor(name, shape, (slab,), row.is_copy)
-
-
-def _sections(row: Row, sizes: Sizes) -> tuple[Section, ...]:
-    return tuple(Section(name, *shape_of(rows, sizes)) for name, rows in row.sections.items())
-
-
-def _stacked(model: HfModel, row: Row, mcore: str, names: Sequence[str], shapes: Sequence[Shape]) -> Iterator[HfTensor]:
-    of_one = [shape[1:] for shape in shapes]
+def _filled(
+    model: HfModel, row: Row, mcore: str, names: Sequence[str], shapes: Sequence[Shape], is_stacked: bool = False
+) -> Iterator[HfTensor]:
+    """Yields the HuggingFace tensors of a row. With `is_stacked`, each has all experts, and `mcore` has `{expert}`."""
+    of_one = [shape[1:] for shape in shapes] if is_stacked else shapes
     regions = _regions(row, row.transform(model.sizes, of_one), of_one)
+    sections = tuple(Section(name, *shape_of(rows, model.sizes)) for name, rows in row.sections.items())
     for name, shape, region in zip(names, shapes, regions, strict=True):
-        slabs = tuple(
-            Slab(expert * region.numel, mcore.format(expert=expert), region, row.change) for expert in range(shape[0])
-        )
-        yield HfTensor(name, shape, slabs, row.is_copy)
+        sources = [mcore.format(expert=expert) for expert in range(shape[0])] if is_stacked else [mcore]
+        slabs = (Slab(n * region.numel, source, region, row.change, sections) for n, source in enumerate(sources))
+        yield HfTensor(name, shape, tuple(slabs), row.is_copy)
 
 
 def _regions(row: Row, ranges: Sequence[RowRange], shapes: Sequence[Shape]) -> list[Region]:
     """Returns, for each HuggingFace tensor, the region of the mcore tensor that the tensor's rows fill."""
     if row.change is not None and len(shapes) == 1:
         # A change can also move values, so the region is the whole mcore tensor.
-        return [Region.whole(_mcore_shape(row, shapes[0]))]
+        return [Region.whole(tuple(row.change.to_mcore(torch.empty(shapes[0], device="meta")).shape))]
     rest = shapes[0][1:]
     global_shape = (sum(part.rows for part in ranges), *rest)
     pieces: list[list[Piece]] = [[] for _ in shapes]
@@ -286,11 +274,6 @@ def _regions(row: Row, ranges: Sequence[RowRange], shapes: Sequence[Shape]) -> l
         region.check()
         regions.append(region)
     return regions
-
-
-def _mcore_shape(row: Row, shape: Shape) -> Shape:
-    assert row.change is not None
-    return tuple(row.change.to_mcore(torch.empty(shape, device="meta")).shape)
 
 
 def _joined(pieces: Sequence[Piece]) -> Iterator[Piece]:

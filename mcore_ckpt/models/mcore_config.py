@@ -82,7 +82,7 @@ def to_mcore_config(model: HfModel) -> McoreConfig:
     if "mtp_num_layers" in values or model.mtp_layers:
         values["mtp_num_layers"] = model.mtp_depths or None
     if _PATTERN in values and not model.mtp_layers:
-        values[_PATTERN] = _without_depths(values[_PATTERN])
+        values[_PATTERN] = values[_PATTERN].partition("/")[0]  # without the depths of multi-token prediction
     return McoreConfig(
         {name: value for name, value in values.items() if not name.startswith((_GPT, _ATTRIBUTES))},
         {name.removeprefix(_GPT): value for name, value in values.items() if name.startswith(_GPT)},
@@ -173,19 +173,20 @@ def gpt_arguments(model: Any) -> dict[str, Any]:
 
     The padded `vocab_size` is left out. Of a vision-language model, pass the `language_model`.
     """
-    found = {
-        "position_embedding_type": getattr(model, "position_embedding_type", None),
-        "rotary_base": getattr(model, "rotary_base", None),
-        "rotary_percent": getattr(model, "rotary_percent", None),
+    found = {name: getattr(model, name, None) for name in _EXPOSED} | {
         "rope_scaling": getattr(model, "rotary_scaling", None),
         "seq_len_interpolation_factor": getattr(
             getattr(model, "rotary_pos_emb", None), "seq_len_interpolation_factor", None
         ),
-        "share_embeddings_and_output_weights": getattr(model, "share_embeddings_and_output_weights", None),
-        "max_sequence_length": getattr(model, "max_sequence_length", None),
-        "hybrid_layer_pattern": getattr(model, "hybrid_layer_pattern", None),
     }
     return {name: value for name, value in found.items() if value is not None}
+
+
+# The arguments that a model keeps under their own names.
+_EXPOSED = (
+    *("position_embedding_type", "rotary_base", "rotary_percent", "share_embeddings_and_output_weights"),
+    *("max_sequence_length", "hybrid_layer_pattern"),
+)
 
 
 # These fields describe the training, not the model. The last one rotates queries and keys, which changes no product.
@@ -199,11 +200,6 @@ def check_known(names: Iterable[str], config: Any) -> None:
             f"this version of megatron-core has no {missing[0]}, which the model needs: install megatron-core 0.19 or "
             "newer"
         )
-
-
-def _without_depths(pattern: str) -> str:
-    """Returns a HybridModel's pattern without its depths of multi-token prediction."""
-    return pattern.partition("/")[0]
 
 
 def _without_prefix(name: str) -> str:
@@ -273,17 +269,8 @@ def _linear_attention_freq(transformer: Any, freq: Any) -> Any:
 
 
 def _window_attn_skip_freq(transformer: Any, freq: Any) -> Any:
-    if isinstance(freq, int):
-        freq = [int((number + 1) % freq != 0) for number in range(_field(transformer, "num_layers"))]
-    return None if freq is None or _field(transformer, "window_size") is None or all(freq) else list(freq)
-
-
-def _dsa_indexer_k_norm_epsilon(transformer: Any, epsilon: Any) -> Any:
-    return _field(transformer, "layernorm_epsilon") if epsilon is None else epsilon
-
-
-def _hybrid_layer_pattern(transformer: Any, pattern: Any) -> Any:
-    return None if pattern is None else pattern.replace("|", "")
+    layers = _linear_attention_freq(transformer, freq)
+    return None if layers is None or _field(transformer, "window_size") is None or all(layers) else layers
 
 
 def _params_dtype(transformer: Any, dtype: Any) -> Any:
@@ -294,25 +281,17 @@ def _params_dtype(transformer: Any, dtype: Any) -> Any:
     return next((to for flag, to in flags.items() if _field(transformer, flag) is True), dtype)
 
 
-def _window_size(transformer: Any, size: Any) -> Any:
-    return None if size is None else tuple(size)
-
-
-def _factor(transformer: Any, factor: Any) -> Any:
-    return factor_or_none(factor)
-
-
 # megatron accepts several forms of these values (get_gpt_decoder_layer_specs, is_layer_window_attention, 0.16.1). Rules
 # know only one form of each value. These functions convert the other forms to it before values are compared.
 _NORMAL_FORMS: dict[str, Callable[[Any, Any], Any]] = {
     "moe_layer_freq": _moe_layer_freq,
     "linear_attention_freq": _linear_attention_freq,
     "window_attn_skip_freq": _window_attn_skip_freq,
-    "window_size": _window_size,
+    "window_size": lambda _, size: None if size is None else tuple(size),
     "params_dtype": _params_dtype,
-    "dsa_indexer_k_norm_epsilon": _dsa_indexer_k_norm_epsilon,
-    "moe_router_topk_scaling_factor": _factor,
-    _PATTERN: _hybrid_layer_pattern,
+    "dsa_indexer_k_norm_epsilon": lambda config, size: _field(config, "layernorm_epsilon") if size is None else size,
+    "moe_router_topk_scaling_factor": lambda _, factor: factor_or_none(factor),
+    _PATTERN: lambda _, pattern: None if pattern is None else pattern.replace("|", ""),
 }
 
 

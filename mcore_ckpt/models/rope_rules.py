@@ -9,6 +9,8 @@ from typing import Any
 from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.models.config_fields import HfConfig, HfFields, McoreValues, needed
 
+_OWN = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+
 
 @dataclass(frozen=True)
 class RopeFields:
@@ -25,6 +27,16 @@ class RopeFields:
     theta: float
     partial: float
     fields: Mapping[str, Any]
+
+    @property
+    def others(self) -> dict[str, Any]:
+        """The fields that have no attribute here."""
+        return {name: value for name, value in self.fields.items() if name not in _OWN}
+
+    def refusal(self, name: str, why: str, value: Any = None) -> UnsupportedError:
+        """Returns the error for a field of `fields`, or for another one with this value."""
+        value = self.fields.get(name) if value is None else value
+        return UnsupportedError(f"config.json: {name} of {self.kind} rotary embeddings is {value!r}: {why}")
 
 
 def read_rope(hf: HfConfig, default_theta: float, default_partial: float) -> RopeFields:
@@ -73,13 +85,8 @@ def write_rope(kind: str, theta: float, partial: float | None, more: Mapping[str
 
 
 def _both_ropes(rope: RopeFields, default_partial: float) -> HfFields:
-    own = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
-    more = {name: value for name, value in rope.fields.items() if name not in own}
-    return write_rope(rope.kind, rope.theta, None if rope.partial == default_partial == 1.0 else rope.partial, more)
-
-
-def _refuse_rope(kind: str, name: str, value: Any, why: str) -> UnsupportedError:
-    return UnsupportedError(f"config.json: {name} of {kind} rotary embeddings is {value!r}: {why}")
+    partial = None if rope.partial == default_partial == 1.0 else rope.partial
+    return write_rope(rope.kind, rope.theta, partial, rope.others)
 
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -112,15 +119,12 @@ class Rope:
             # These values are built into RotaryEmbedding._apply_scaling (0.16.1).
             for name, value in _LLAMA3.items():
                 if rope.fields.get(name) != value:
-                    raise _refuse_rope(
-                        rope.kind, name, rope.fields.get(name), f"megatron-core 0.16.1 always uses {value}"
-                    )
+                    raise rope.refusal(name, f"megatron-core 0.16.1 always uses {value}")
             values |= {"gpt.rope_scaling": True, "gpt.rope_scaling_factor": needed(rope.fields, "factor")}
         elif rope.kind == "yarn":
             if rope.partial != 1.0:
-                raise _refuse_rope(
-                    rope.kind, "partial_rotary_factor", rope.partial, "megatron-core always rotates whole heads"
-                )
+                why = "megatron-core always rotates whole heads"
+                raise rope.refusal("partial_rotary_factor", why, rope.partial)
             values["gpt.position_embedding_type"] = "yarn"
             values |= {f"attributes.yarn_{name}": value for name, value in read_yarn(rope, hf).items()}
         elif rope.kind != "default":
@@ -187,25 +191,18 @@ class MultimodalRope:
 
     def to_hf(self, mcore: McoreValues, base: HfConfig) -> HfFields:
         there = read_rope(base, self.default_theta, self.default_partial)
-        fields = {**there.fields, "mrope_section": list(mcore["mrope_section"])}
+        fields = {**there.others, "mrope_section": list(mcore["mrope_section"])}
         return _both_multimodal(fields, mcore["gpt.rotary_base"], mcore["gpt.rotary_percent"])
 
     def spelling(self, hf: HfConfig) -> HfFields:
         """Returns the config's rotary fields in the spelling of transformers 4 and in that of 5."""
         rope = read_rope(hf, self.default_theta, self.default_partial)
-        return _both_multimodal(rope.fields, rope.theta, rope.partial)
+        return _both_multimodal(rope.others, rope.theta, rope.partial)
 
 
-def _both_multimodal(fields: Mapping[str, Any], theta: float, partial: float) -> HfFields:
-    own = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
-    more = {name: value for name, value in fields.items() if name not in own}
-    of_part = {} if partial == 1.0 else {"partial_rotary_factor": partial}
-    return {
-        "rope_parameters": {"rope_type": "default", "rope_theta": theta, **of_part, **more},
-        "rope_theta": theta,
-        "rope_scaling": {"rope_type": "default", **more},
-        **of_part,
-    }
+def _both_multimodal(more: Mapping[str, Any], theta: float, partial: float) -> HfFields:
+    fields = write_rope("default", theta, None if partial == 1.0 else partial, more)
+    return fields | {"rope_scaling": {"rope_type": "default", **more}}
 
 
 _YARN = (
@@ -227,9 +224,7 @@ def read_yarn(rope: RopeFields, hf: HfConfig) -> dict[str, Any]:
     """
     fields = rope.fields
     if fields.get("attention_factor") is not None:
-        raise _refuse_rope(
-            rope.kind, "attention_factor", fields["attention_factor"], "megatron-core computes this factor itself"
-        )
+        raise rope.refusal("attention_factor", "megatron-core computes this factor itself")
     both = bool(fields.get("mscale") and fields.get("mscale_all_dim"))
     original = fields.get("original_max_position_embeddings")
     return {
@@ -275,15 +270,12 @@ class LatentRope:
             )
         yarn = read_yarn(rope, hf)
         if not yarn.pop("correction_range_round_to_int"):
-            raise _refuse_rope(
-                rope.kind,
-                "truncate",
-                False,
-                "latent attention of megatron-core 0.16.1 always rounds the correction range",
+            raise rope.refusal(
+                "truncate", "latent attention of megatron-core 0.16.1 always rounds the correction range"
             )
         if yarn["mscale"] is None:
             if rope.fields.get("mscale_all_dim"):
-                raise _refuse_rope(rope.kind, "mscale", rope.fields.get("mscale"), "mscale_all_dim requires mscale")
+                raise rope.refusal("mscale", "mscale_all_dim requires mscale")
             yarn |= {"mscale": 1.0, "mscale_all_dim": 0.0}
         return values | {"rope_type": "yarn"} | yarn
 

@@ -13,7 +13,7 @@ from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.models.architecture import Architecture
 from mcore_ckpt.models.architectures.common import ATTENTION, MODEL, NORMS, read_mixture
 from mcore_ckpt.models.architectures.mixtral import BLOCK_SPARSE_EXPERTS, BLOCK_SPARSE_STACKED
-from mcore_ckpt.models.config_fields import Constant, HfConfig, HfFields, McoreValues, Refused, Same, needed
+from mcore_ckpt.models.config_fields import Constant, HfConfig, HfFields, McoreValues, Refused, Rule, Same, needed
 from mcore_ckpt.models.config_rules import DENSE, EXPERT_COUNT, NormalizedTopk
 from mcore_ckpt.models.rope_rules import Rope
 from mcore_ckpt.models.table import Row, Table
@@ -48,7 +48,7 @@ class RotaryDim:
         return Rope(_THETA, 1.0 if size is None else size / needed(hf, "head_dim"))
 
 
-class FullAttention:
+class FullAttention(Rule):
     """The rule for the kinds of attention: 1 for each layer. Older models of MiniMax have linear attention, 0."""
 
     def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
@@ -58,9 +58,6 @@ class FullAttention:
                 f"config.json: attn_type_list is {kinds}: only 1, full attention, can be converted, because "
                 "megatron-core up to 0.19 has no lightning attention"
             )
-        return {}
-
-    def to_hf(self, mcore: McoreValues, base: HfConfig) -> HfFields:
         return {}
 
 

@@ -153,7 +153,7 @@ class _Layers:
         return fields | ({"num_hidden_layers": len(decoder)} if "num_hidden_layers" in base else {})
 
 
-class _TimeSteps:
+class _TimeSteps(Rule):
     """The rule that refuses a limit of Mamba's time steps, because megatron's MambaMixer has none (0.18, 0.19)."""
 
     def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
@@ -164,9 +164,6 @@ class _TimeSteps:
                 f"config.json: time_step_limit is {[least, most]}, which megatron-core 0.19 has no counterpart for: "
                 "only [0.0, Infinity] can be converted"
             )
-        return {}
-
-    def to_hf(self, mcore: McoreValues, base: HfConfig) -> HfFields:
         return {}
 
 
