@@ -86,10 +86,8 @@ def what_is_missing(step_path: Path, others: Sequence[Path], known: Collection[s
 def first_cut(step_path: Path, known: Collection[str], forms: Collection[str] = ()) -> Path | None:
     """Returns a file that was truncated because its writer died; None if there is none. Raises OSError.
 
-    Args:
-        step_path: the step's folder.
-        known: see `what_is_missing`. Other files may be a user's, so they are not checked.
-        forms: the forms of further files to check (a form is a relative path with "#" in place of numbers).
+    Only files that the trainer is known to write (see `what_is_missing`) or that have one of the `forms` are checked,
+    because others may be a user's. A form is a relative path with "#" in place of numbers.
     """
     looked_at = (path for form, _, path in _entries(step_path) if form in forms or _is_known(form, known))
     return next((path for path in looked_at if not _is_sound(path)), None)

@@ -9,7 +9,6 @@ import argparse
 import dataclasses
 import importlib
 import io
-import os
 import re
 import types
 from collections.abc import Callable, Iterable
@@ -25,7 +24,7 @@ from mcore_ckpt.checkpoint.pt_values import Storage, copied_from, load_pt, reade
 from mcore_ckpt.checkpoint.unpickling import Call, PickleError, Unpickler, as_shape, check_extent, check_key, find_plain
 from mcore_ckpt.errors import CheckpointCorruptError
 from mcore_ckpt.io import limits
-from mcore_ckpt.io.files import open_regular, read_exact, read_small
+from mcore_ckpt.io.files import opened, read_exact, read_small
 
 if TYPE_CHECKING:
     import numpy
@@ -77,9 +76,7 @@ def load_safely(source: Path | bytes, name: str, mmap: bool = False) -> Any:
 
 
 def _load_file(path: Path, mmap: bool) -> Any:
-    descriptor = open_regular(path)
-    try:
-        size = os.fstat(descriptor).st_size
+    with opened(path) as (descriptor, size):
         if not mmap and size > limits.PLAIN_BYTES:
             raise CheckpointCorruptError(f"{path}: has {size} bytes, but a small file has at most {limits.PLAIN_BYTES}")
 
@@ -91,8 +88,6 @@ def _load_file(path: Path, mmap: bool) -> Any:
             return copied_from(data)(dataclasses.replace(stored, offset=0))
 
         return load_pt(read_at, size, _mapped(path, size) if mmap else storage, _find_data, _build_data)
-    finally:
-        os.close(descriptor)
 
 
 def _mapped(path: Path, size: int) -> Storage:
@@ -138,13 +133,16 @@ def _find_metadata(module: str, name: str) -> Any:
 def _maker(cls: type) -> Call:
     if issubclass(cls, Enum):
         return Call(lambda value: _member(cls, value))
+    return _without_arguments(cls.__name__, lambda: cls.__new__(cls))
 
-    def make(*args: Any) -> Any:
+
+def _without_arguments(name: str, make: Callable[[], Any]) -> Call:
+    def made(*args: Any) -> Any:
         if args:
-            raise PickleError(f"the pickle makes a {cls.__name__} with constructor arguments")
-        return cls.__new__(cls)
+            raise PickleError(f"the pickle makes a {name} with constructor arguments")
+        return make()
 
-    return Call(make)
+    return Call(made)
 
 
 def _member(cls: Callable[[Any], Any], value: Any) -> Any:
@@ -215,15 +213,6 @@ def _find_data(module: str, name: str) -> Any:
     return find_plain(module, name) if found is None else found
 
 
-def _empty_instance(cls: Callable[[], Any]) -> Call:
-    def make(*args: Any) -> Any:
-        if args:
-            raise PickleError(f"the pickle makes a {cls} with constructor arguments")
-        return cls()
-
-    return Call(make)
-
-
 def _empty_array(kind: Any, shape: Any, code: Any) -> numpy.ndarray[Any, Any]:
     import numpy
 
@@ -241,9 +230,10 @@ def _number_type(code: Any, *flags: Any) -> numpy.dtype[Any]:
 
 
 _DATA: dict[tuple[str, str], Any] = {
-    ("argparse", "Namespace"): _empty_instance(argparse.Namespace),
-    ("types", "SimpleNamespace"): _empty_instance(types.SimpleNamespace),
-    ("_io", "BytesIO"): _empty_instance(io.BytesIO),
+    **{
+        (cls.__module__, cls.__name__): _without_arguments(str(cls), cls)
+        for cls in (argparse.Namespace, types.SimpleNamespace, io.BytesIO)
+    },
     ("pathlib", "PosixPath"): Call(_path),
     ("torch", "device"): Call(_device),
     ("numpy", "ndarray"): "numpy.ndarray",

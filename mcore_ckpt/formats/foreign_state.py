@@ -120,9 +120,7 @@ class LivePart:
         moments: the moments that it keeps of each parameter.
         has_step: whether it counts steps.
         is_empty: whether it has no parameters.
-        is_distributed: whether it is a DistributedOptimizer.
         group_index: megatron's `data_parallel_group_idx`; None unless it is a DistributedOptimizer.
-        param_groups: its param groups.
         ranges: the ranges that this rank owns.
     """
 

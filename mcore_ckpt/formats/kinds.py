@@ -21,14 +21,9 @@ KINDS: tuple[CheckpointKind, ...] = (NATIVE, TorchDist(), VerlRanks(), Fsdp(), H
 
 
 def recognize(folder: Path, backend: Backend | None = None) -> CheckpointKind | None:
-    """Returns the kind of a folder; None if it is no checkpoint of a known kind.
+    """Returns the kind of a folder; None if it is no checkpoint of a known kind, or of another `backend`.
 
-    Args:
-        folder: the folder.
-        backend: look only for kinds of this training framework; None for all kinds.
-
-    Raises:
-        CheckpointError: this process may not read the file that tells the kind.
+    Raises CheckpointError: this process may not read the file that tells the kind.
     """
     wanted = (kind for kind in KINDS if backend in (None, kind.backend))
     return next((kind for kind in wanted if kind.recognizes(folder)), None)

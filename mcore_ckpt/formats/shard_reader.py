@@ -70,18 +70,19 @@ class ShardReader:
         return other
 
 
-def stored_shard(name: str, tensor: PtTensor, region: Region) -> StoredShard:
+def stored_shard(name: str, tensor: PtTensor, region: Region, number: int = 0, key: str = "") -> StoredShard:
     """Describes a tensor of a `.pt` file as the shard that holds `region` of the global tensor `name`.
+
+    The file may hold several such shards one after the other, all under one `key`. The shard is the one with `number`.
 
     Raises:
         UnsupportedError: the tensor is not stored row by row.
     """
     if not tensor.is_dense:
         raise UnsupportedError(
-            f"{tensor.path}: tensor {name}: is stored with strides {tensor.stride}, not row by row: make it contiguous "
-            "and save it again"
+            f"{tensor.path}: tensor {key or name}: is stored with strides {tensor.stride}, not row by row: make it "
+            "contiguous and save it again"
         )
-    path = str(tensor.path.absolute())
-    return StoredShard(
-        ShardKey(name, MODEL), region, dtype_name(tensor.dtype), path, tensor.offset, tensor.nbytes, None
-    )
+    nbytes = region.numel * tensor.dtype.itemsize
+    place = str(tensor.path.absolute()), tensor.offset + number * nbytes, nbytes
+    return StoredShard(ShardKey(name, MODEL), region, dtype_name(tensor.dtype), *place, None)

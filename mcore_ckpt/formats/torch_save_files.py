@@ -9,7 +9,6 @@ the object's constructor arguments and fields.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -22,7 +21,7 @@ from mcore_ckpt.checkpoint.pt_archive import ArchiveError, PtArchive, ReadAt
 from mcore_ckpt.checkpoint.pt_tensors import TensorFinder, TensorPlace, is_dense
 from mcore_ckpt.checkpoint.unpickling import Call, PickleError, Unpickler, as_shape, check_extent, find_plain
 from mcore_ckpt.errors import CheckpointCorruptError
-from mcore_ckpt.io.files import open_regular, read_exact
+from mcore_ckpt.io.files import opened, read_exact
 from mcore_ckpt.sharding.regions import Shape
 
 _MOST_INTEGER_BYTES = 64 << 20
@@ -110,17 +109,13 @@ def read_pt(path: Path, start: int = 0, nbytes: int | None = None) -> Any:
         CheckpointCorruptError: the file is missing or damaged, or names a class that is not allowed.
     """
     try:
-        descriptor = open_regular(path)
-        try:
-            size = os.fstat(descriptor).st_size
+        with opened(path) as (descriptor, size):
             length = size - start if nbytes is None else nbytes
             if min(start, length) < 0 or start + length > size:
                 raise CheckpointCorruptError(
                     f"{path}: has {size} bytes, but {length} were expected from byte {start} on: it was cut"
                 )
             return _read(path, start, length, lambda at, count: read_exact(descriptor, count, start + at, path))
-        finally:
-            os.close(descriptor)
     except FileNotFoundError:
         raise CheckpointCorruptError(f"{path}: missing") from None
     except CheckpointCorruptError:
@@ -158,13 +153,10 @@ def read_integers(tensor: PtTensor) -> list[int]:
 def read_bytes(tensor: PtTensor) -> bytes:
     """Reads all bytes of a dense tensor. Raises CheckpointCorruptError if the file is missing or truncated."""
     try:
-        descriptor = open_regular(tensor.path)
+        with opened(tensor.path) as (descriptor, _):
+            return read_exact(descriptor, tensor.nbytes, tensor.offset, tensor.path)
     except OSError as error:
         raise CheckpointCorruptError(f"{tensor.path}: cannot be opened: {error}") from error
-    try:
-        return read_exact(descriptor, tensor.nbytes, tensor.offset, tensor.path)
-    finally:
-        os.close(descriptor)
 
 
 class _Finder(TensorFinder):

@@ -234,6 +234,16 @@ def open_regular(path: Path) -> int:
     return descriptor
 
 
+@contextmanager
+def opened(path: Path) -> Iterator[tuple[int, int]]:
+    """Opens a regular file as `open_regular` does; yields its descriptor and its size in bytes, and closes it."""
+    descriptor = open_regular(path)
+    try:
+        yield descriptor, os.fstat(descriptor).st_size
+    finally:
+        os.close(descriptor)
+
+
 def _check_regular(mode: int, path: Path) -> None:
     if not stat.S_ISREG(mode):
         raise OSError(errno.EINVAL, "found a folder, pipe, socket or device where a file should be", str(path))
@@ -283,14 +293,10 @@ def read_small(path: Path, most: int) -> bytes:
         OSError: the file cannot be opened, or is not a regular file.
         CheckpointCorruptError: the file is larger than `most` bytes, or reading it fails.
     """
-    descriptor = open_regular(path)
-    try:
-        size = os.fstat(descriptor).st_size
+    with opened(path) as (descriptor, size):
         if size > most:
             raise CheckpointCorruptError(f"{path}: has {size} bytes, more than the {most} that such a file can have")
         return read_exact(descriptor, size, 0, path)
-    finally:
-        os.close(descriptor)
 
 
 def read_exact(descriptor: int, nbytes: int, offset: int, path: Path) -> bytes:

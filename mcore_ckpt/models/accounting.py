@@ -36,9 +36,7 @@ def some_of(names: Collection[str], most: int = 3) -> str:
 class LeftOut:
     """Tensors of a source that a conversion leaves out for one reason.
 
-    Attributes:
-        reason: why leaving them out loses nothing, or that the user has named them.
-        tensors: their names. If only some rows of a tensor are left out, the name and these rows.
+    If only some rows of a tensor are left out, `tensors` has its name and these rows.
     """
 
     reason: str
@@ -61,16 +59,10 @@ Reason = tuple[str, Container[str] | Callable[[str], bool]]
 def account(
     source: Iterable[str], written: Container[str], reasons: Sequence[Reason], refusal: Callable[[list[str]], Exception]
 ) -> tuple[LeftOut, ...]:
-    """Accounts for each tensor of a source.
+    """Accounts for each tensor of a source. Returns what is left out, by reason.
 
-    Args:
-        source: the names of all tensors of the source.
-        written: the names of the tensors that are written.
-        reasons: the reasons to leave out other tensors. The first reason that holds for a tensor counts.
-        refusal: returns what to raise for tensors that are neither written nor left out for a reason.
-
-    Returns:
-        What is left out, by reason.
+    The first reason that holds for a tensor counts. `refusal` returns what to raise for tensors that are neither
+    written nor left out for a reason.
 
     Example:
         >>> account(["a", "b._extra_state"], {"a"}, [of_states()], lambda lost: ValueError(lost))[0].tensors

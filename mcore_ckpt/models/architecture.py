@@ -52,11 +52,7 @@ def language_config(config: HfConfig, section: str) -> HfConfig:
 
     Early vision-language models (Qwen2.5-VL as published) have these fields in `config.json` itself. Fields of the
     whole model are in either place. If `config.json` itself has them, those count (transformers 5 reads
-    `tie_word_embeddings` there, and 4.57 in the section).
-
-    Args:
-        config: the parsed `config.json`.
-        section: the name of the section for the language model, such as "text_config"; empty if there is none.
+    `tie_word_embeddings` there, and 4.57 in the section). `section` is empty if there is none.
     """
     if not _is_nested(config, section):
         return config
@@ -91,14 +87,11 @@ class Architecture:
     section: str = ""
 
     def language_config(self, config: HfConfig) -> HfConfig:
-        """Returns the fields of `config.json` that describe the language model. See the function of this name."""
+        """See the function `language_config`."""
         return language_config(config, self.section)
 
     def with_language_config(self, config: HfConfig, language: HfConfig) -> dict[str, Any]:
-        """Returns `config` with the fields of the language model replaced by those of `language`.
-
-        This is the reverse of `language_config`.
-        """
+        """Replaces the fields of the language model; the reverse of `language_config`."""
         if not _is_nested(config, self.section):
             return {**config, **language}
         own = {**(config.get(self.section) or {}), **{name: v for name, v in language.items() if name not in _OF_BOTH}}

@@ -31,16 +31,10 @@ def describe_closest(
 ) -> str:
     """Names the architecture that fits a model best, and the tensors that it has no place for.
 
-    With tensors, it is the architecture whose table has a place for most of them and whose `read` accepts the config. A
-    place needs the name and the shape. Names are shown with `*` in place of the numbers of layers and experts, each
-    once. Without tensors, or if no table has a place for any, it is the architecture whose rules read most fields of
-    the config.
-
-    Args:
-        architectures: the known architectures.
-        read: reads the facts of an architecture from a config. It raises UnsupportedError if the config lacks a field.
-        config: the model's `config.json`.
-        tensors: the shapes of the model's tensors by name; None if there are no weights.
+    With tensors (their shapes by name), it is the architecture whose table has a place for most of them and whose facts
+    `read` finds in the config. A place needs the name and the shape. Names are shown with `*` in place of the numbers
+    of layers and experts, each once. Without tensors, or if no table has a place for any, it is the architecture whose
+    rules read most fields of the config.
 
     Example:
         >>> describe_closest(known, read, config, shapes)  # doctest: +SKIP

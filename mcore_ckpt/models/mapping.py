@@ -69,6 +69,11 @@ class HfTensor:
         return prod(self.shape)
 
 
+def whole_tensor(name: str, source: str, shape: Shape, low_rank: LowRank | None = None) -> HfTensor:
+    """Returns a tensor that the source has whole, with the same elements, under the name `source`."""
+    return HfTensor(name, shape, (Slab(0, source, Region.whole(shape), low_rank=low_rank),))
+
+
 def hf_tensors(model: HfModel) -> list[HfTensor]:
     """Lists all HuggingFace tensors of a model: the embedding, then layer by layer, then final norm and head."""
     return [tensor for tensor, _ in _spelled_out(model, model.architecture.table)]
@@ -112,7 +117,7 @@ def hf_tensors_in(model: HfModel, names: Container[str]) -> list[HfTensor]:
 def check_names(
     model: HfModel, wanted: Sequence[HfTensor], found: Iterable[str], where: str, copies: Container[str] = ()
 ) -> tuple[LeftOut, ...]:
-    """Accounts for all tensors of a folder: they are wanted, or are left out for a reason.
+    """Accounts for all tensors of a folder, and returns those that are not wanted, but left out for a reason.
 
     Args:
         model: the model that the configuration describes.
@@ -120,9 +125,6 @@ def check_names(
         found: the names of all tensors in the folder.
         where: the folder, for the error message.
         copies: the names of tensors that the caller has found equal to others, or compares later.
-
-    Returns:
-        What is left out, by reason.
 
     Raises:
         CheckpointMismatchError: the folder lacks a wanted tensor, or has an unknown one that is not ignored.
@@ -148,14 +150,8 @@ def check_names(
 def _are_as_stacked(tensors: Sequence[tuple[HfTensor, Shape]], names: Container[str]) -> bool:
     """Returns True if a folder has the form of `Table.stacked` of tensors that have the same names in both forms.
 
-    All tensors decide together, because the shapes of some can be equal in both forms.
-
-    Args:
-        tensors: pairs of a tensor in the stacked form and its shape in the other form.
-        names: the tensors of the folder, or their shapes, by name. Names alone tell no forms apart.
-
-    Raises:
-        CheckpointMismatchError: some tensors have one form, and some the other.
+    All tensors decide together, because the shapes of some can be equal in both forms. `tensors` has each with its
+    shape in the other form. `names` has the folder's tensors by name; names alone tell no forms apart.
     """
     if not isinstance(names, Mapping):
         return False
@@ -229,7 +225,7 @@ def _row(model: HfModel, row: Row, facts: frozenset[str], mcore: str, hf: str) -
     shapes = [shape_of(words, model.sizes) for words in row.hf.values()]
     if not row.mcore:
         for name, shape in zip(names, shapes, strict=True):
-            yield HfTensor(name, shape, (Slab(0, "", Region.whole(shape)),))
+            yield whole_tensor(name, "", shape)
     elif "{expert}" not in row.mcore:
         yield from _filled(model, row, mcore + row.mcore, names, shapes)
     elif all("{expert}" in name for name in names):

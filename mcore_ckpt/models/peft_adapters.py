@@ -173,9 +173,7 @@ def _in_stack(region: Region, index: int, count: int) -> Region:
 def peft_tensors(adapted: Iterable[HfTensor]) -> list[HfTensor]:
     """Lists the tensors of `adapter_model.safetensors`, as PEFT (0.21) names them.
 
-    Args:
-        adapted: HuggingFace tensors with the adapters of their slabs, from `with_adapters`. Tensors without an adapter
-            are left out.
+    `adapted` are tensors from `with_adapters`. Those without an adapter are left out.
 
     Raises:
         UnsupportedError: PEFT has no name for an adapter, because HuggingFace's model has several layers in one tensor,
@@ -214,13 +212,8 @@ def fully_trained_in_peft(
     """Finds PEFT's form of the weights that training has changed and that have no adapter.
 
     PEFT has no form for a tensor that also has an adapter, nor for experts and multi-token prediction, because
-    transformers has no module for each of their tensors. `FullyTrained.sources` lacks these.
-
-    Args:
-        model: the model.
-        adapted: all HuggingFace tensors of the model, with the adapters of their slabs.
-        changed: the names of the changed tensors in the source.
-        there: the names of all tensors in the source.
+    transformers has no module for each of their tensors. `FullyTrained.sources` lacks these. `adapted` are all tensors
+    of the model, from `with_adapters`; `changed` and `there` are names of the source's changed tensors, and of all.
     """
     modules: dict[str, dict[str, HfTensor | None]] = defaultdict(dict)
     adapters = {_module_of(tensor.name) for tensor in adapted if has_adapter(tensor)}
@@ -304,14 +297,10 @@ def peft_config(
     base: str | None = None,
     modules_to_save: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Returns the contents of the `adapter_config.json` that belongs to `peft_tensors`.
+    """Returns the contents of the `adapter_config.json` that belongs to `peft_tensors(adapted)`.
 
-    Args:
-        model: the model that has the adapters.
-        adapted: as in `peft_tensors`.
-        dropout: the dropout of the adapters' inputs in training.
-        base: the name or folder of the base model, if it is known.
-        modules_to_save: the modules that are whole in the adapter's file.
+    `dropout` is that of the adapters' inputs, `base` the name or folder of the base model, if it is known, and
+    `modules_to_save` the modules that are whole in the adapter's file.
     """
     found = {t.name.removesuffix(WEIGHT): slab.low_rank for t in adapted for slab in t.slabs if slab.low_rank}
     rank, _ = Counter(low_rank.rank for low_rank in found.values()).most_common(1)[0]

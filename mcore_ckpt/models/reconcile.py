@@ -76,10 +76,7 @@ def with_tower_of(model: HfModel, names: Iterable[str]) -> HfModel:
 
     A vision-language model of megatron has either a tower of megatron's modules, or the tower of transformers as it is
     (the fact "hf_tower"). The architecture's facts say which one Megatron-Bridge has; other programs have the other.
-
-    Args:
-        model: the model that `config.json` describes.
-        names: the names of mcore tensors. Names that belong to no tower change nothing.
+    Names that belong to no tower change nothing.
     """
     tower = [name for name in names if in_tower(name)]
     if not tower:
@@ -90,12 +87,7 @@ def with_tower_of(model: HfModel, names: Iterable[str]) -> HfModel:
 
 
 def with_mtp_of(model: HfModel, names: Iterable[str]) -> HfModel:
-    """Returns the model with the multi-token prediction that names show and `config.json` does not mention.
-
-    Args:
-        model: the model that `config.json` describes.
-        names: the names of HuggingFace tensors, or of mcore tensors.
-    """
+    """Returns the model with the multi-token prediction that names show and `config.json` does not mention."""
     first = model.architecture.table.mcore + "mtp.layers.0.", hf_mtp_prefix(model)
     if model.mtp_layers or not model.known.unstated_mtp or not any(name.startswith(first) for name in names):
         return model
@@ -106,12 +98,8 @@ def with_tokens(model: HfModel, rows: int, tokens: int | None) -> HfModel:
     """Returns the model with as many rows of its vocabulary as a tokenizer has tokens, if `config.json` states fewer.
 
     Training can add tokens, which take rows of megatron's padding, while the configuration still describes the base
-    model. Without this, their rows would be cut off as padding.
-
-    Args:
-        model: the model that `config.json` describes.
-        rows: how many rows the stored embedding has.
-        tokens: how many rows the tokenizer needs; None if that is unknown.
+    model. Without this, their rows would be cut off as padding. `rows` are those of the stored embedding, `tokens`
+    those that the tokenizer needs (None if that is unknown).
 
     Raises:
         CheckpointMismatchError: the tokenizer has more tokens than there are rows, and `config.json` states fewer, so

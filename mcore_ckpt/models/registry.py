@@ -44,8 +44,7 @@ def model_from_config(
     Args:
         config: the parsed `config.json`.
         ignored: regular expressions for the names of HuggingFace tensors to leave out.
-        tensors: the shapes of the model's tensors by name, if the caller knows them. Only the message about an unknown
-            architecture needs them.
+        tensors: the shapes of the model's tensors, if they are known, for the message about an unknown architecture.
 
     Raises:
         UnsupportedError: the architecture is not registered (the message names the closest one), the model has a

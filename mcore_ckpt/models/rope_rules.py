@@ -42,9 +42,7 @@ class RopeFields:
 def read_rope(hf: HfConfig, default_theta: float, default_partial: float) -> RopeFields:
     """Reads the rotary fields of transformers 5 (`rope_parameters`) or of 4 (`rope_theta`, `rope_scaling`).
 
-    Raises:
-        UnsupportedError: the fields differ between kinds of layers, or `rope_parameters` (or `rope_scaling`) is not an
-            object.
+    Raises UnsupportedError if they differ between kinds of layers, or are not an object.
     """
     fields = _fields(hf)
     if any(isinstance(value, Mapping) for value in fields.values()):

@@ -44,9 +44,7 @@ def facts_of_folder(path: Path) -> Facts:
 def other_facts(saved: Facts, model: HfModel) -> list[DifferentFact]:
     """Returns the facts in which a `config.json` differs from the model that was trained, if no tensor shows them.
 
-    Args:
-        saved: the facts of the checkpoint or of the live model. Facts that it lacks are not compared.
-        model: the model that `config.json` describes.
+    Facts that `saved` (those of the checkpoint or of the live model) lacks are not compared.
     """
     towers = {name: value for name, value in saved.items() if "." in name}  # which no rule describes
     sizes = {fact: model.sizes[size] for fact, size in _ORDER.items() if size in model.sizes}

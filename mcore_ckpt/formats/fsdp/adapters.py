@@ -9,8 +9,9 @@ from dataclasses import replace
 from mcore_ckpt.errors import CheckpointMismatchError
 from mcore_ckpt.formats.contract import TensorInfo
 from mcore_ckpt.models.low_rank import Factor, LowRank
-from mcore_ckpt.models.mapping import HfTensor, Slab
-from mcore_ckpt.sharding.regions import Region, Shape
+from mcore_ckpt.models.mapping import HfTensor, whole_tensor
+from mcore_ckpt.models.peft_adapters import PEFT_PREFIX
+from mcore_ckpt.sharding.regions import Region
 
 # `model.layers.0.self_attn.q_proj.lora_A.default.weight`. "default" is PEFT's name of the adapter.
 _TENSOR = re.compile(r"(.+)\.(lora_A|lora_B|lora_magnitude_vector)(?:\.(\w+))?\.weight")
@@ -19,7 +20,6 @@ _TENSOR = re.compile(r"(.+)\.(lora_A|lora_B|lora_magnitude_vector)(?:\.(\w+))?\.
 # `lm_head.original_module.weight`.
 _SAVED = re.compile(r"(.+)\.modules_to_save\.(?:(\w+)\.)?(\w+)")
 SAVED_MODULE, ORIGINAL_MODULE, BASE_LAYER = ".modules_to_save.", ".original_module.", ".base_layer."
-PEFT_PREFIX = "base_model.model."
 
 
 def adapter_name_of(name: str) -> tuple[str, str] | None:
@@ -78,10 +78,7 @@ def is_peft_adapter(name: str) -> bool:
 def with_peft_adapters(wanted: Sequence[HfTensor], tensors: Mapping[str, TensorInfo], alpha: float) -> list[HfTensor]:
     """Returns the wanted tensors, each with its adapter if it has one.
 
-    Args:
-        wanted: tensors of the model under their own names.
-        tensors: all tensors of the reader from `open_fsdp`, by name.
-        alpha: the adapters' alpha; an adapter of rank r is scaled by alpha / r.
+    `tensors` are all tensors of the reader from `open_fsdp`. An adapter of rank r is scaled by alpha / r.
 
     Raises:
         CheckpointMismatchError: an adapter is incomplete, or there is no tensor of its shape.
@@ -113,13 +110,8 @@ def with_peft_adapters(wanted: Sequence[HfTensor], tensors: Mapping[str, TensorI
 
 def saved_modules(tensors: Mapping[str, TensorInfo]) -> dict[str, HfTensor]:
     """Returns the trained tensors of `modules_to_save`, by the name of the model's tensor that each replaces."""
-    return {
-        (name := stored.replace(SAVED_MODULE, ".")): HfTensor(
-            name, tuple(info.shape), (Slab(0, stored, Region.whole(tuple(info.shape))),)
-        )
-        for stored, info in tensors.items()
-        if SAVED_MODULE in stored
-    }
+    stored = {name.replace(SAVED_MODULE, "."): name for name in tensors if SAVED_MODULE in name}
+    return {name: whole_tensor(name, own, tuple(tensors[own].shape)) for name, own in stored.items()}
 
 
 def adapted_weights(tensors: Mapping[str, TensorInfo], alpha: float) -> list[HfTensor]:
@@ -128,9 +120,8 @@ def adapted_weights(tensors: Mapping[str, TensorInfo], alpha: float) -> list[HfT
     Raises CheckpointMismatchError: an adapter is incomplete.
     """
     return [
-        HfTensor(name, shape, (Slab(0, name, Region.whole(shape), low_rank=low_rank),))
+        whole_tensor(name, name, (low_rank.rows, low_rank.columns), low_rank)
         for name, low_rank in _low_ranks(tensors, alpha).items()
-        for shape in [(low_rank.rows, low_rank.columns)]
     ]
 
 
@@ -148,7 +139,7 @@ def _low_rank(name: str, parts: Mapping[str, Factor], alpha: float) -> LowRank:
         raise CheckpointMismatchError(f"the adapter of tensor {name} has no {', '.join(sorted(missing))}")
     a, b = parts["lora_A"], parts["lora_B"]
     shapes = a.region.local_shape, b.region.local_shape
-    if any(len(shape) != 2 for shape in shapes) or _rank_of(shapes[0]) != shapes[1][1]:
+    if any(len(shape) != 2 for shape in shapes) or shapes[0][0] != shapes[1][1]:
         raise CheckpointMismatchError(
             f"the adapter of tensor {name} has matrices of shapes {list(shapes[0])} and {list(shapes[1])}: adapters of "
             "linear layers are supported"
@@ -159,11 +150,7 @@ def _low_rank(name: str, parts: Mapping[str, Factor], alpha: float) -> LowRank:
             f"the adapter of tensor {name} has magnitudes of shape {list(magnitude.region.local_shape)} for "
             f"{shapes[1][0]} rows: adapters of linear layers are supported"
         )
-    return LowRank(a, b, alpha / _rank_of(shapes[0]), magnitude)
-
-
-def _rank_of(shape: Shape) -> int:
-    return shape[0]
+    return LowRank(a, b, alpha / shapes[0][0], magnitude)
 
 
 def names_of_adapters(names: Iterable[str]) -> set[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from mcore_ckpt.formats.contract import CheckpointReader, TensorInfo, weights_of
 from mcore_ckpt.formats.fsdp.adapters import (
     BASE_LAYER,
     ORIGINAL_MODULE,
-    PEFT_PREFIX,
     adapter_name_of,
     is_peft_adapter,
     names_of_adapters,
@@ -39,7 +38,8 @@ from mcore_ckpt.models.accounting import LeftOut
 from mcore_ckpt.models.architecture import Architecture, HfModel, ModelFacts
 from mcore_ckpt.models.architectures.common import facts_of
 from mcore_ckpt.models.config_fields import HfConfig
-from mcore_ckpt.models.mapping import HfTensor, Slab, check_names, hf_tensors_in
+from mcore_ckpt.models.mapping import HfTensor, check_names, hf_tensors_in, whole_tensor
+from mcore_ckpt.models.peft_adapters import PEFT_PREFIX
 from mcore_ckpt.models.quantization import quantization_of
 from mcore_ckpt.models.registry import known_architectures, model_from_config
 from mcore_ckpt.models.table import Table
@@ -62,15 +62,12 @@ _OF_TOKENS = (".embed_tokens.weight", ".lm_head.weight")
 
 @dataclass(frozen=True)
 class _Found:
-    """A tensor in one rank's file; `placement` is None if the tensor is not cut."""
+    """A tensor in one rank's file; `placement` is None if the tensor is not cut. Only `local` differs between ranks."""
 
     dtype: torch.dtype
     shape: Shape
     placement: DTensorPlacement | None
-    local: PtTensor
-
-    def same_tensor(self, other: _Found) -> bool:
-        return (self.dtype, self.shape, self.placement) == (other.dtype, other.shape, other.placement)
+    local: PtTensor = field(compare=False)
 
 
 def open_fsdp(folder: Path) -> ShardReader:
@@ -132,12 +129,8 @@ def read_copied_model(config: HfConfig) -> HfModel:
 def fsdp_tensors(reader: CheckpointReader, model: HfModel) -> tuple[list[HfTensor], tuple[LeftOut, ...]]:
     """Lists the tensors to export, in the reader's order, with unchanged values and the names that files use.
 
-    The list has no ignored tensors, no tied head and no adapters. Also returns which weights it leaves out.
-
-    Args:
-        reader: the reader from `open_fsdp`.
-        model: the model that `config.json` describes, from `read_copied_model`. If the model's architecture has a
-            table, the tensors must have the names and shapes of the table.
+    The list has no ignored tensors, no tied head and no adapters. Also returns which weights it leaves out. If the
+    architecture of `model` (from `read_copied_model`) has a table, the tensors must have its names and shapes.
 
     Raises:
         CheckpointMismatchError: a tensor is missing, is unknown or has another shape, or a tied head differs from the
@@ -151,7 +144,7 @@ def fsdp_tensors(reader: CheckpointReader, model: HfModel) -> tuple[list[HfTenso
         _check_tied(reader, head, embedding, model.architecture.tied_field)
         copies.add(table.hf_head)
     written = [
-        HfTensor(name, infos[own].shape, (Slab(0, own, Region.whole(infos[own].shape)),))
+        whole_tensor(name, own, infos[own].shape)
         for name, own in stored.items()
         if not model.ignores(name) and name not in copies
     ]
@@ -197,20 +190,12 @@ def _check_tied(reader: CheckpointReader, head: str, embedding: str, field: str)
         )
 
 
-# -- files -------------------------------------------------------------------------------------------------
-
-
-def _files(folder: Path) -> dict[int, dict[int, Path]]:
-    """Returns the files of FSDP shards, by world size and rank."""
-    found: dict[int, dict[int, Path]] = {}
+def _rank_files(folder: Path) -> list[Path]:
+    """Returns the file of each rank."""
+    found: dict[int, dict[int, Path]] = {}  # by world size and rank
     for path in sorted(folder.glob("model_world_size_*_rank_*.pt")):
         if match := FSDP_FILE.fullmatch(path.name):
             found.setdefault(int(match[1]), {})[int(match[2])] = path
-    return found
-
-
-def _rank_files(folder: Path) -> list[Path]:
-    found = _files(folder)
     if not found:
         raise CheckpointNotFoundError(f"{folder}: has no model_world_size_*_rank_*.pt: not a checkpoint of FSDP")
     configured = _configured_world_size(folder / _CONFIG_FILE)
@@ -223,10 +208,11 @@ def _rank_files(folder: Path) -> list[Path]:
     ranks = found.get(world, {})
     missing = [rank for rank in range(world) if rank not in ranks]
     if missing:
+        described = ", ".join(f"{len(each)} files of world size {size}" for size, each in sorted(found.items()))
         raise CheckpointCorruptError(
             f"{folder}: wanted model_world_size_{world}_rank_0.pt to ..._{world - 1}.pt, but the files of ranks "
-            f"{missing[:8]} of {world} are missing; found {_describe(found)}. If they are on other nodes' "
-            "disks, copy them here"
+            f"{missing[:8]} of {world} are missing; found {described}. If they are on other nodes' disks, copy them "
+            "here"
         )
     if max(ranks) >= world:
         raise CheckpointCorruptError(
@@ -234,10 +220,6 @@ def _rank_files(folder: Path) -> list[Path]:
             "move the file to another folder"
         )
     return [ranks[rank] for rank in range(world)]
-
-
-def _describe(found: Mapping[int, Mapping[int, Path]]) -> str:
-    return ", ".join(f"{len(ranks)} files of world size {world}" for world, ranks in sorted(found.items()))
 
 
 def _configured_world_size(path: Path) -> int | None:
@@ -303,7 +285,7 @@ def _other_adapters(path: Path, name: str) -> UnsupportedError:
 def _check_same(first_path: Path, first: Mapping[str, _Found], path: Path, found: Mapping[str, _Found]) -> None:
     for name in (*first, *found):
         here, there = found.get(name), first.get(name)
-        if here is None or there is None or not here.same_tensor(there):
+        if here is None or here != there:
             raise CheckpointCorruptError(
                 f"{path}: tensor {name}: is {_describe_tensor(here)}, but in {first_path.name} it is "
                 f"{_describe_tensor(there)}: are they files of different checkpoints?"

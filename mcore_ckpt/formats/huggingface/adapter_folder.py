@@ -34,12 +34,7 @@ _ALL_IN_ONE = 1 << 62
 
 @dataclass(frozen=True)
 class AdapterFolder:
-    """The planned folder of an adapter.
-
-    Attributes:
-        plan: the plan of its only file of weights.
-        config: the contents of its `adapter_config.json`.
-    """
+    """The planned folder of an adapter: its only file of weights, and its `adapter_config.json`."""
 
     plan: ExportPlan
     config: Mapping[str, Any]

@@ -21,7 +21,7 @@ from mcore_ckpt.formats.locate import same_bytes
 from mcore_ckpt.io import json_fields as fields
 from mcore_ckpt.io import limits
 from mcore_ckpt.io.files import read_small
-from mcore_ckpt.models.accounting import IGNORED, account, matching
+from mcore_ckpt.models.accounting import IGNORED, account, matching, some_of
 from mcore_ckpt.models.architecture import read_config
 from mcore_ckpt.models.mapping import HfTensor, hf_tensors
 from mcore_ckpt.models.peft_adapters import PEFT_PREFIX, peft_tensors, with_adapters
@@ -147,7 +147,7 @@ class AdapterReader(HuggingFaceReader):
 
     def _list_tensors(self) -> list[HfTensor]:
         assert self.contents.adapter is not None
-        self.alpha = effective_alpha(self.contents.adapter, self.place)
+        self.alpha = effective_alpha(self.contents.adapter, self.contents.folder)
         tensors = peft_tensors(with_adapters(self.model, hf_tensors(self.model), self._adapters, self.alpha))
         for tensor in tensors:
             for slab in tensor.slabs:
@@ -165,10 +165,9 @@ class AdapterReader(HuggingFaceReader):
         return [*tensors, *beside]
 
     def _other_layers(self, problem: str, names: Sequence[str]) -> CheckpointMismatchError:
-        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
         return CheckpointMismatchError(
-            f"{self.place / ADAPTER_FILE}: {problem} {', '.join(names[:5])}{more}: give the model adapters of the same "
-            "layers"
+            f"{self.contents.folder / ADAPTER_FILE}: {problem} {some_of(names, 5)}: give the model adapters of the "
+            "same layers"
         )
 
     def check_left_out(self) -> None:

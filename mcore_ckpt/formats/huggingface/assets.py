@@ -166,9 +166,6 @@ def unknown_fields(hf_config: Any, source: Mapping[str, bytes]) -> dict[str, Any
 _RENAMED = ("rope_theta", "rope_scaling", "partial_rotary_factor", "torch_dtype", "transformers_version", "auto_map")
 
 
-# -- source ------------------------------------------------------------------------------------------------
-
-
 def _read_source(hf_config: Any, processing_class: Any, destination: Path, files: SourceFiles) -> None:
     folder = _source_folder(hf_config, processing_class)
     if folder is None:
@@ -227,9 +224,6 @@ def _same_special_tokens(name: str, data: bytes, processing_class: Any) -> bool:
     stored = json_bounds.loads(data)
     named = {role: token.get("content") if isinstance(token, dict) else token for role, token in stored.items()}
     return all(str(live.get(role)) == token for role, token in named.items() if isinstance(token, str))
-
-
-# -- writing -----------------------------------------------------------------------------------------------
 
 
 def _move(path: Path, target: Path) -> Path:

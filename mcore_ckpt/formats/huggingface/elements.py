@@ -57,8 +57,7 @@ class Scratch:
 class _Change:
     """Elements `[start, stop)` of a slab that are read into scratch memory, converted, and copied to `memory`.
 
-    If the slab has a `change` of values, the whole slab is read. If it has an adapter, whole rows are read, and the
-    part of the adapter that belongs to these rows.
+    If the slab has a `change` of values, all of it is read. If it has an adapter, whole rows and their part of it.
     """
 
     slab: Slab
@@ -150,9 +149,7 @@ def _adapted(
 def fill(reader: CheckpointReader, wanted: Iterable[Elements], scratch: Scratch) -> None:
     """Reads all wanted elements into their memory.
 
-    Raises:
-        CheckpointCorruptError: the source is damaged.
-        CheckpointMismatchError: the wanted dtype cannot hold a value.
+    Raises CheckpointCorruptError: the source is damaged, CheckpointMismatchError: the wanted dtype cannot hold a value.
     """
     reads: list[RegionRead] = []
     changes: list[_Change] = []
@@ -170,12 +167,8 @@ def fill(reader: CheckpointReader, wanted: Iterable[Elements], scratch: Scratch)
                 changes.append(_Change(slab, start, stop, its_memory))
     needed = [change.parts() for change in changes]
     parts = [(name, region, _dtype_of(reader, name)) for its_parts in needed for name, region in its_parts]
-    read_first = [
-        memory.view(dtype)
-        for memory, (_, _, dtype) in zip(
-            scratch.reserve(region.numel * dtype.itemsize for _, region, dtype in parts), parts, strict=False
-        )
-    ]
+    memories = scratch.reserve(region.numel * dtype.itemsize for _, region, dtype in parts)
+    read_first = [memory.view(dtype) for memory, (_, _, dtype) in zip(memories, parts, strict=False)]
     reads += (RegionRead(name, region, memory) for (name, region, _), memory in zip(parts, read_first, strict=True))
     read_regions(reader, reads)
     values = iter(read_first)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, TypedDict
@@ -22,8 +22,8 @@ import torch
 from mcore_ckpt.errors import CheckpointMismatchError, UnsupportedError
 from mcore_ckpt.formats.contract import TensorInfo
 from mcore_ckpt.formats.huggingface.fp8_blocks import CODES, SCALE_SUFFIX, Fp8Blocks
-from mcore_ckpt.formats.huggingface.safetensors_files import file_name, has_name
-from mcore_ckpt.models.accounting import LeftOut, account, of_states, padding_of, together
+from mcore_ckpt.formats.huggingface.safetensors_files import NAMES, file_name
+from mcore_ckpt.models.accounting import LeftOut, account, of_states, padding_of, some_of, together
 from mcore_ckpt.models.architecture import HfModel
 from mcore_ckpt.models.mapping import HfTensor, hf_tensors, is_mtp
 from mcore_ckpt.models.peft_adapters import with_adapters
@@ -48,25 +48,11 @@ _ALWAYS_AS_STORED = ("router.expert_bias",)
 
 @dataclass(frozen=True)
 class QuantizedPart:
-    """Says that a file has the codes or the scales of a tensor.
-
-    Attributes:
-        blocks: the form of the quantized tensor.
-        is_scales: True for the scales, False for the codes.
-        source: the dtype of the values that are quantized.
-    """
+    """Says that a file has codes of a tensor, or (`is_scales`) their scales. `source` is the dtype of the values."""
 
     blocks: Fp8Blocks
     is_scales: bool
     source: torch.dtype
-
-    def name_of(self, tensor: HfTensor) -> str:
-        """Returns the part's name in the file."""
-        return tensor.name + SCALE_SUFFIX if self.is_scales else tensor.name
-
-    def shape_of(self, tensor: HfTensor) -> Shape:
-        """Returns the part's shape in the file."""
-        return self.blocks.grid(tensor.shape) if self.is_scales else tensor.shape
 
 
 @dataclass(frozen=True)
@@ -85,12 +71,15 @@ class FileTensor:
 
     @property
     def name(self) -> str:
-        return self.tensor.name if self.quantized is None else self.quantized.name_of(self.tensor)
+        """The name in the file."""
+        is_scales = self.quantized is not None and self.quantized.is_scales
+        return self.tensor.name + SCALE_SUFFIX if is_scales else self.tensor.name
 
     @property
     def shape(self) -> Shape:
         """The shape in the file."""
-        return self.tensor.shape if self.quantized is None else self.quantized.shape_of(self.tensor)
+        part, shape = self.quantized, self.tensor.shape
+        return part.blocks.grid(shape) if part is not None and part.is_scales else shape
 
     @property
     def nbytes(self) -> int:
@@ -216,11 +205,8 @@ def plan_tensors(
     Args:
         wanted: the tensors to write. `mcore` in their slabs is the tensor's name in the source.
         tensors: the tensors of the source by name.
-        dtype: as in `plan_export`.
-        max_shard_bytes: as in `plan_export`.
-        least_files: as in `plan_export`.
+        dtype, max_shard_bytes, least_files, blocks: as in `plan_export`.
         has_mtp: True if the tensors include layers of multi-token prediction.
-        blocks: as in `plan_export`.
 
     Raises:
         CheckpointMismatchError: a tensor has another shape in the source, or its parts have several dtypes.
@@ -239,9 +225,7 @@ def plan_tensors(
         if its_dtype is not None:
             elements[its_dtype] += tensor.numel
     main = elements.most_common(1)[0][0]
-    written: list[FileTensor] = []
-    for tensor, its_dtype in zip(wanted, dtypes, strict=True):
-        written += _stored(tensor, main if its_dtype is None else its_dtype, blocks)
+    written = [each for t, own in zip(wanted, dtypes, strict=True) for each in _stored(t, own or main, blocks)]
     if blocks is not None and all(each.quantized is None for each in written):
         raise UnsupportedError(
             "no weight has a name that is quantized in block FP8 (*.layers.{n}.*_proj, w1 to w3): merge without "
@@ -284,14 +268,14 @@ def _resolve(
     missing = [name for name, stored in found.items() if stored is None]
     if missing:
         raise CheckpointMismatchError(
-            f"the checkpoint lacks {_some(missing)}, which a {model.describe()} has{why}: use the config.json of "
+            f"the checkpoint lacks {some_of(missing, 5)}, which a {model.describe()} has{why}: use the config.json of "
             "this model"
         )
     resolved = {name: stored for name, stored in found.items() if stored is not None}
 
     def unknown(names: list[str]) -> UnknownTensorsError:
         return UnknownTensorsError(
-            f"the checkpoint has {_some(names)}, which a {model.describe()} does not have{why}: use the "
+            f"the checkpoint has {some_of(names, 5)}, which a {model.describe()} does not have{why}: use the "
             "config.json of this model"
         )
 
@@ -317,20 +301,11 @@ def _check_shapes(wanted: Iterable[HfTensor], tensors: Mapping[str, TensorInfo])
                 if padded:
                     found[stored] = padding_of(stored, there[0], shape[0])
                 elif shape != there:
-                    _refuse_shape(tensor.name, shape, stored, tensors[stored])
+                    raise CheckpointMismatchError(
+                        f"tensor {stored}: has shape {list(there)}, but config.json requires {list(shape)} for "
+                        f"{tensor.name}: use the config.json of this model"
+                    )
     return found.values()
-
-
-def _refuse_shape(hf: str, wanted: Sequence[int], stored: str, there: TensorInfo) -> None:
-    raise CheckpointMismatchError(
-        f"tensor {stored}: has shape {list(there.shape)}, but config.json requires {list(wanted)} for {hf}: use the "
-        "config.json of this model"
-    )
-
-
-def _some(names: Collection[str]) -> str:
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(list(names)[:5]) + more
 
 
 # -- dtypes and files --------------------------------------------------------------------------------------
@@ -342,7 +317,7 @@ def _dtype(tensor: HfTensor, tensors: Mapping[str, TensorInfo], wanted: torch.dt
     stored = {tensors[name].dtype for name in names}
     if not stored:
         return None
-    if strange := sorted(str(one) for one in stored if not has_name(one)):
+    if strange := sorted(str(one) for one in stored if one not in NAMES):
         raise UnsupportedError(
             f"tensor {tensor.name}: is stored as {strange[0]}, which cannot be written to a safetensors file: choose "
             "another dtype (mcore-ckpt merge --dtype)"

@@ -168,13 +168,7 @@ def find_folder_together(
 
 @dataclass(frozen=True)
 class _HubFiles:
-    """The files of a model that a caller needs, to be downloaded into the cache or only found there.
-
-    Attributes:
-        model: the model.
-        needs: which files.
-        cached_only: True to take only what is in the cache.
-    """
+    """The files of a model that a caller needs. With `cached_only` they are only found in the cache."""
 
     model: HubModel
     needs: Needs
@@ -208,10 +202,7 @@ class _HubFiles:
             logger.warning("some files beside the weights are left out: %s", error)
 
     def _download_listed(self, folder: Path) -> None:
-        """Downloads the weights that the index lists, or an adapter's weights.
-
-        Other `.safetensors` files can be the same weights once more.
-        """
+        """Downloads the weights that the index lists, or an adapter's. Other files can repeat the same weights."""
         if (folder / INDEX_FILE).exists():
             files = sorted(set(read_weight_map(folder / INDEX_FILE).values()))
         elif (folder / _ADAPTER_CONFIG).exists():

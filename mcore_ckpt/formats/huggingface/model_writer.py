@@ -1,32 +1,32 @@
-"""Writes the folder of a HuggingFace model, or of an adapter for one."""
+"""Writes the folder of a HuggingFace model, or of an adapter for one, and compares it with its source."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+import torch
+
+from mcore_ckpt.errors import CheckpointMismatchError
 from mcore_ckpt.formats.contract import CheckpointReader, FileReport, FileToWrite
 from mcore_ckpt.formats.huggingface.adapter_folder import AdapterFolder, write_adapter_config
 from mcore_ckpt.formats.huggingface.assets import write_config
-from mcore_ckpt.formats.huggingface.export_plan import ExportPlan
+from mcore_ckpt.formats.huggingface.elements import Elements, Scratch, fill
+from mcore_ckpt.formats.huggingface.export_plan import ExportPlan, FileTensor
+from mcore_ckpt.formats.huggingface.safetensors_files import HfStored, read_file
 from mcore_ckpt.formats.huggingface.side_files import CONFIG_FILE, copy_side_files
-from mcore_ckpt.formats.huggingface.weights_check import check_weights
 from mcore_ckpt.formats.huggingface.writer import write_index, write_weights
+from mcore_ckpt.io import tuning
+from mcore_ckpt.io.files import opened, read_exact
 from mcore_ckpt.models.architecture import HfModel, read_config
 from mcore_ckpt.models.quantization import quantization_of
 
 
 @dataclass(frozen=True, eq=False)
 class _WeightsWriter:
-    """Writes weights. Subclasses add `finish` to satisfy `formats.contract.CheckpointWriter`.
-
-    Attributes:
-        plan: the files of the weights.
-        reader: the reader of the tensors.
-        allow_nan: whether to write NaN instead of refusing it.
-    """
+    """Writes weights. Subclasses add `finish` to satisfy `formats.contract.CheckpointWriter`."""
 
     plan: ExportPlan
     reader: CheckpointReader
@@ -41,7 +41,7 @@ class _WeightsWriter:
         return [FileReport(number, file.size) for number, file in zip(numbers, written, strict=True)]
 
     def check(self, folder: Path, part: int, parts: int) -> None:
-        check_weights(self.plan, range(part, len(self.files), parts), self.reader, folder)
+        _check_weights(self.plan, range(part, len(self.files), parts), self.reader, folder)
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,3 +80,32 @@ class AdapterWriter(_WeightsWriter):
 
     def finish(self, reports: Sequence[FileReport], folder: Path) -> None:
         write_adapter_config(self.adapter, folder)
+
+
+def _check_weights(plan: ExportPlan, numbers: Iterable[int], reader: CheckpointReader, folder: Path) -> None:
+    """Compares the planned files with these numbers, bit for bit. It needs memory for a few times SCATTER_BYTES.
+
+    Raises:
+        CheckpointMismatchError: the bits of a tensor differ.
+        CheckpointCorruptError: a file or the source cannot be read.
+    """
+    scratch = Scratch()
+    for file in (plan.files[number] for number in numbers):
+        stored = {tensor.name: tensor for tensor in read_file(folder / file.name)}
+        for tensor in file.tensors:
+            _check_tensor(tensor, stored[tensor.name], reader, scratch)
+
+
+def _check_tensor(tensor: FileTensor, stored: HfStored, reader: CheckpointReader, scratch: Scratch) -> None:
+    item = tensor.dtype.itemsize
+    step = max(1, tuning.SCATTER_BYTES // item)
+    with opened(stored.path) as (descriptor, _):
+        for first in range(0, tensor.nbytes // item, step):
+            wanted = torch.empty(min(step, tensor.nbytes // item - first), dtype=tensor.dtype)
+            fill(reader, [Elements(tensor, first, wanted)], scratch)
+            found = read_exact(descriptor, wanted.nbytes, stored.offset + first * item, stored.path)
+            if not torch.equal(torch.frombuffer(bytearray(found), dtype=torch.uint8), wanted.view(torch.uint8)):
+                raise CheckpointMismatchError(
+                    f"{stored.path}: tensor {stored.name}: the written bits differ from {reader.place}: check the "
+                    "disks and convert again"
+                )

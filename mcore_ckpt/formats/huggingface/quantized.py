@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 
 from mcore_ckpt.errors import CheckpointError, CheckpointMismatchError, UnsupportedError
-from mcore_ckpt.formats.huggingface.safetensors_files import HfStored, name_of
+from mcore_ckpt.formats.huggingface.safetensors_files import NAMES, HfStored
 from mcore_ckpt.models.config_fields import HfConfig
 from mcore_ckpt.models.quantization import quantization_of, stated_dtype
 from mcore_ckpt.sharding.regions import Shape
@@ -130,9 +130,6 @@ def logical_tensors(
     return plain | {name: tensor.values for name, tensor in found.items()}, found
 
 
-# -- the forms ---------------------------------------------------------------------------------------------
-
-
 def _of_8_bits(
     stored: Mapping[str, HfStored], suffix: str, block: Any, dtype: torch.dtype, equal_parts: bool = False
 ) -> Iterable[QuantizedTensor]:
@@ -210,9 +207,6 @@ _Finder = Callable[[Mapping[str, HfStored], Mapping[str, Any], torch.dtype], Ite
 _FINDERS: Mapping[str, _Finder] = {"fp8": _find_fp8, "mxfp4": _find_mxfp4, "compressed-tensors": _find_compressed}
 
 
-# -- blocks ------------------------------------------------------------------------------------------------
-
-
 def _by_blocks(values: HfStored, kind: CodeKind, scales: HfStored, block: Any, equal_parts: bool) -> QuantizedTensor:
     """Describes a tensor with one scale for each block.
 
@@ -249,6 +243,6 @@ def is_block(block: Any) -> bool:
 def _not_together(codes: HfStored, scales: HfStored) -> CheckpointMismatchError:
     return CheckpointMismatchError(
         f"{codes.path}: tensor {codes.name}: its shape {list(codes.shape)} and that of its scales {scales.name}, "
-        f"{list(scales.shape)} of {name_of(scales.dtype)}, do not fit together by the blocks that quantization_config "
+        f"{list(scales.shape)} of {NAMES[scales.dtype]}, do not fit together by the blocks that quantization_config "
         "states: the folder mixes files of two models, or config.json is that of another"
     )

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,10 +13,11 @@ import torch
 from mcore_ckpt import json_bounds
 from mcore_ckpt.checkpoint.dtypes import torch_dtype
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError, UnsupportedError
-from mcore_ckpt.formats.contract import RankPosition, ReadTargets, TensorInfo
-from mcore_ckpt.formats.huggingface.safetensors_files import HfStored, dtype_of, name_of, read_folder
+from mcore_ckpt.formats.contract import ReadTargets, TensorInfo
+from mcore_ckpt.formats.huggingface.safetensors_files import DTYPES, NAMES, HfStored, read_folder
 from mcore_ckpt.formats.huggingface.stored_weights import DequantizingReader, StoredWeights
 from mcore_ckpt.formats.locate import same_bytes
+from mcore_ckpt.formats.shard_reader import ShardReader
 from mcore_ckpt.models.accounting import ZEROS, LeftOut, together
 from mcore_ckpt.models.architecture import HfModel, read_config
 from mcore_ckpt.models.config_fields import HfConfig
@@ -40,11 +40,10 @@ class FolderContents:
 
     Attributes:
         folder: the folder.
-        config: the parsed `config.json`.
+        config: the parsed `config.json`, with an adapter that of the base model.
         tensors: all tensors by name.
         sizes: the size of each file in bytes, by name.
-        adapter: the parsed `adapter_config.json` if the folder has an adapter in PEFT's form; None for a model. With an
-            adapter, `config` describes the base model.
+        adapter: the parsed `adapter_config.json` if the folder has an adapter in PEFT's form; None for a model.
     """
 
     folder: Path
@@ -59,7 +58,7 @@ class FolderContents:
             # The configuration is sent as text, because it can have NaN or Infinity, which strict JSON does not allow.
             "config": json.dumps(self.config),
             "tensors": [
-                [name, name_of(t.dtype), list(t.shape), t.path.name, t.offset, t.nbytes]
+                [name, NAMES[t.dtype], list(t.shape), t.path.name, t.offset, t.nbytes]
                 for name, t in self.tensors.items()
             ],
             "sizes": dict(self.sizes),
@@ -70,7 +69,7 @@ class FolderContents:
     def from_record(folder: Path, record: Record) -> FolderContents:
         """Restores the contents from the result of `to_record`."""
         tensors = [
-            HfStored(name, dtype_of(dtype), tuple(shape), folder / file, offset, nbytes)
+            HfStored(name, DTYPES[dtype], tuple(shape), folder / file, offset, nbytes)
             for name, dtype, shape, file, offset, nbytes in record["tensors"]
         ]
         config, adapter = json_bounds.loads(record["config"]), json_bounds.loads(record["adapter"])
@@ -122,11 +121,11 @@ class _Changed:
     shape: Shape
 
 
-class HuggingFaceReader:
+class HuggingFaceReader(ShardReader):
     """Reads a HuggingFace folder under the names of Megatron's local layer specs.
 
-    It implements `formats.contract.CheckpointReader`. A Megatron tensor can have several stored parts (queries, keys
-    and values; gate and up). Quantized tensors are dequantized while they are read. The files have no CRCs.
+    A Megatron tensor can have several stored parts (queries, keys and values; gate and up). Quantized tensors are
+    dequantized while they are read.
 
     Args:
         contents: the folder's contents.
@@ -141,8 +140,6 @@ class HuggingFaceReader:
             floating-point numbers.
     """
 
-    weight_kind = MODEL
-
     def __init__(
         self,
         contents: FolderContents,
@@ -155,7 +152,7 @@ class HuggingFaceReader:
         shapes = {name: stored.shape for name, stored in self._weights.tensors.items()}
         described = model_from_config(contents.config, tuple(ignore), shapes)
         self.model = with_mtp_of(with_tower_of(described, tower_of), (n for n in shapes if not described.ignores(n)))
-        self._shards: dict[str, list[StoredShard]] = {}
+        self._held: dict[str, list[StoredShard]] = {}
         self._sections: dict[str, tuple[Section, ...]] = {}
         self._changed: dict[tuple[str, int], _Changed] = {}
         self._left_out: tuple[LeftOut, ...] = ()
@@ -163,16 +160,16 @@ class HuggingFaceReader:
         self._of_zeros: list[str] = []
         for tensor in self._list_tensors():
             self._add(tensor, self._weights.tensors[tensor.name])
+        firsts = {name: self._held[name][0] for name in sorted(self._held, key=natural_order)}
+        infos = {name: TensorInfo(torch_dtype(s.dtype), s.region.global_shape) for name, s in firsts.items()}
+        super().__init__(contents.folder, infos, self._held.__getitem__)
 
     def _list_tensors(self) -> list[HfTensor]:
-        """Lists the tensors to read, with the places of their elements in Megatron's tensors.
-
-        Accounts for the other tensors of the folder (`left_out`).
-        """
+        """Lists the tensors to read, with their places in Megatron's tensors. Accounts for the others (`left_out`)."""
         there, model = self._weights.tensors, self.model
         tensors = [tensor for tensor in hf_tensors_in(model, there) if not model.ignores(tensor.name)]
         copies = {copy for copy, _ in _copies(model, self.contents)}
-        self._left_out = check_names(model, tensors, there, str(self.place), copies)
+        self._left_out = check_names(model, tensors, there, str(self.contents.folder), copies)
         return tensors
 
     @property
@@ -182,48 +179,21 @@ class HuggingFaceReader:
         return together(self._left_out, zeros, self._weights.left_out)
 
     def _add(self, tensor: HfTensor, stored: HfStored) -> None:
-        _check(self.place, tensor, stored)
+        _check(self.contents.folder, tensor, stored)
         for slab in tensor.slabs:
             shard = self._weights.shard(ShardKey(slab.mcore, MODEL), slab.region, stored, slab.start)
             if not slab.mcore:
                 self._zeros.append(shard)
                 self._of_zeros.append(tensor.name)
                 continue
-            self._shards.setdefault(slab.mcore, []).append(shard)
+            self._held.setdefault(slab.mcore, []).append(shard)
             self._sections[slab.mcore] = slab.sections
             if slab.change is not None:
                 shape = tensor.shape if len(tensor.slabs) == 1 else tensor.shape[1:]
                 self._changed[shard.file, shard.offset] = _Changed(slab.change, shape)
 
-    @property
-    def place(self) -> Path:
-        return self.contents.folder
-
-    @cached_property
-    def names(self) -> Mapping[str, int]:
-        return {name: number for number, name in enumerate(sorted(self._shards, key=natural_order))}
-
-    def info(self, key: ShardKey) -> TensorInfo | None:
-        if key.kind != MODEL or key.name not in self._shards:
-            return None
-        first = self._shards[key.name][0]
-        return TensorInfo(torch_dtype(first.dtype), first.region.global_shape)
-
-    def kinds(self, name: str, position: RankPosition | None = None) -> tuple[str, ...]:
-        return ()
-
-    def parts(self, key: ShardKey, position: RankPosition | None = None) -> Iterator[Sequence[StoredShard]]:
-        if key.kind == MODEL and key.name in self._shards:
-            yield list(self._shards[key.name])
-
-    def tp_size(self, expert: bool) -> int:
-        return 1
-
     def read(self, ranges: ReadTargets, check: bool = True) -> int:
-        """Does the same as `CheckpointReader.read`, but ignores `check`, because the files have no CRCs.
-
-        To convert values it needs memory for one HuggingFace tensor at a time.
-        """
+        """See `ShardReader.read`. To convert values, it needs memory for one HuggingFace tensor at a time."""
         as_stored: list[tuple[ReadRange, torch.Tensor]] = []
         changed: dict[tuple[str, int], list[tuple[ReadRange, torch.Tensor]]] = {}
         for read in ranges:
@@ -245,8 +215,6 @@ class HuggingFaceReader:
                 )
         return nbytes
 
-    # -- beyond the contract, for load and reshard plans ---------------------------------------------------
-
     @property
     def decoder_layers(self) -> tuple[int, ...]:
         """The numbers of the decoder layers, counted from 0."""
@@ -260,13 +228,11 @@ class HuggingFaceReader:
 
     def parts_of(self, name: str) -> list[StoredShard]:
         """Returns all stored parts of a tensor."""
-        return list(self._shards[name])
+        return list(self._held[name])
 
     def sections_of(self, name: str) -> tuple[Section, ...]:
         """Returns the sections of a tensor (see `models.table.Row`). Tensor parallelism cuts each one by itself."""
         return self._sections[name]
-
-    # -- checks --------------------------------------------------------------------------------------------
 
     def check_visible(self, files: Iterable[str]) -> None:
         """Raises CheckpointCorruptError unless this rank sees the files with the same sizes as rank 0."""
@@ -354,6 +320,6 @@ def _check(folder: Path, tensor: HfTensor, stored: HfStored) -> None:
         )
     if not stored.dtype.is_floating_point or stored.dtype.itemsize == 1:
         raise UnsupportedError(
-            f"{stored.path}: tensor {tensor.name}: is stored as {name_of(stored.dtype)}, but quantization_config in "
+            f"{stored.path}: tensor {tensor.name}: is stored as {NAMES[stored.dtype]}, but quantization_config in "
             "config.json does not say how it is quantized: restore that field, or convert the weights to bfloat16 first"
         )

@@ -11,7 +11,6 @@ of the header is as strict as the library's, and the tests read every file with 
 from __future__ import annotations
 
 import json
-import os
 import re
 import struct
 from collections.abc import Iterable
@@ -26,7 +25,7 @@ from mcore_ckpt.checkpoint.shapes import is_possible_shape
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
 from mcore_ckpt.io import json_fields as fields
 from mcore_ckpt.io import limits, typed_json
-from mcore_ckpt.io.files import open_regular, read_exact, read_small
+from mcore_ckpt.io.files import opened, read_exact, read_small
 from mcore_ckpt.io.typed_json import LongObject, Natural
 from mcore_ckpt.sharding.regions import Shape
 
@@ -37,7 +36,7 @@ _METADATA = "__metadata__"
 # The safetensors library refuses larger headers.
 _MAX_HEADER_BYTES = 100_000_000
 
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -52,7 +51,8 @@ _DTYPES = {
     "F8_E5M2": torch.float8_e5m2,
     "F8_E8M0": torch.float8_e8m0fnu,
 }
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+"""The format's name of each dtype that it can store. It has no complex numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,21 +101,13 @@ def read_folder(folder: Path) -> dict[str, HfStored]:
 
 
 def read_file(path: Path) -> list[HfStored]:
-    """Reads the header of one file. Raises CheckpointCorruptError.
-
-    Returns:
-        The tensors, in the order of their bytes.
-    """
+    """Reads the header of one file: its tensors, in the order of their bytes. Raises CheckpointCorruptError."""
     try:
-        descriptor = open_regular(path)
-        try:
-            size = os.fstat(descriptor).st_size
+        with opened(path) as (descriptor, size):
             length = struct.unpack("<Q", read_exact(descriptor, 8, 0, path))[0] if size > 8 else -1
             if not 0 < length <= min(_MAX_HEADER_BYTES, size - 8):
                 raise CheckpointCorruptError(f"{path}: is not a safetensors file, or was cut: fetch it again")
             header = read_exact(descriptor, length, 8, path).rstrip()
-        finally:
-            os.close(descriptor)
         if _SPACE.search(header) is not None:
             header = typed_json.without_spaces(header)
         tensors = _tensors(path, header, 8 + length)
@@ -167,23 +159,19 @@ def _tensor(path: Path, name: str, entry: _Entry, start: int, same: dict[Shape, 
     if not (isinstance(dtype, str) and isinstance(shape, tuple) and isinstance(offsets, tuple)):
         raise fields.FieldError(f"tensor {name}: needs a dtype, a shape and data_offsets")
     (first, last), shape = offsets, same.setdefault(shape, shape)
-    if dtype not in _DTYPES:
+    if dtype not in DTYPES:
         raise fields.FieldError(f"tensor {name}: dtype {fields.shown(dtype)} is not known")
     # is_possible_shape counts an empty axis as 1, because torch multiplies the other lengths to get the strides.
     if not is_possible_shape(shape):
         raise fields.FieldError(f"tensor {name}: impossible shape {fields.shown(shape)}")
-    nbytes = prod(shape) * _DTYPES[dtype].itemsize
+    nbytes = prod(shape) * DTYPES[dtype].itemsize
     if last - first != nbytes:
         raise fields.FieldError(f"tensor {name}: shape {fields.shown(shape)} of {dtype} is not {last - first} bytes")
-    return HfStored(name, _DTYPES[dtype], shape, path, start + first, nbytes)
+    return HfStored(name, DTYPES[dtype], shape, path, start + first, nbytes)
 
 
 def read_weight_map(path: Path) -> dict[str, str]:
-    """Reads the index of several files. Raises CheckpointCorruptError.
-
-    Returns:
-        The name of each tensor, mapped to the name of the tensor's file.
-    """
+    """Reads an index: the name of the file of each tensor. Raises CheckpointCorruptError."""
     try:
         pairs = _weight_map(read_small(path, limits.HF_JSON_BYTES))
     except (OSError, fields.FieldError) as error:
@@ -210,21 +198,6 @@ def _weight_map(data: bytes) -> dict[str, str]:
     return pairs
 
 
-def has_name(dtype: torch.dtype) -> bool:
-    """Returns True if the format has a name for a dtype. It has none for complex numbers."""
-    return dtype in _NAMES
-
-
-def name_of(dtype: torch.dtype) -> str:
-    """Returns the format's name for a dtype, such as "BF16". Raises KeyError if it has none."""
-    return _NAMES[dtype]
-
-
-def dtype_of(name: str) -> torch.dtype:
-    """Returns the dtype that the format calls `name`. Raises KeyError if there is none."""
-    return _DTYPES[name]
-
-
 def encode_header(tensors: Iterable[tuple[str, torch.dtype, Shape]]) -> bytes:
     """Encodes the beginning of a file with these tensors: the length of the header, and the header.
 
@@ -235,7 +208,7 @@ def encode_header(tensors: Iterable[tuple[str, torch.dtype, Shape]]) -> bytes:
     at = 0
     for name, dtype, shape in tensors:
         nbytes = prod(shape) * dtype.itemsize
-        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [at, at + nbytes]}
+        header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [at, at + nbytes]}
         at += nbytes
     data = json.dumps(header, separators=(",", ":")).encode()
     data += b" " * (-len(data) % 8)

@@ -186,15 +186,8 @@ def side_files(
 ) -> Iterator[tuple[str, bytes]]:
     """Yields the path and the bytes of each file that `find_side_files` finds. It executes no code.
 
-    Links into the hub's cache are followed.
-
-    Args:
-        folder: as in `find_side_files`.
-        destination: as in `find_side_files`.
-        without: as in `find_side_files`.
-        is_strict: True to raise for a file that cannot be read; False to leave it out with a warning. A save passes
-            False, because the save would otherwise be lost.
-        quantized: as in `find_side_files`.
+    Links into the hub's cache are followed. If a file cannot be read, it is left out with a warning unless `is_strict`:
+    a save would otherwise be lost.
 
     Raises:
         OSError: a file cannot be read, or a link leads out of the model.
@@ -218,17 +211,7 @@ def not_read(folder: Path, read: Container[str]) -> tuple[accounting.LeftOut, ..
 
 
 def copy_side_files(source: Path, folder: Path, without: Collection[str] = (), quantized: bool = True) -> list[Path]:
-    """Copies the assets durably. Raises OSError as `side_files` does.
-
-    Args:
-        source: the folder of the model.
-        folder: where to copy.
-        without: the paths of files that the caller writes itself.
-        quantized: False to leave out the files that say how the old weights are quantized.
-
-    Returns:
-        The paths of the files written.
-    """
+    """Copies the files that `side_files` yields, durably, and returns their new paths. Raises OSError."""
     written = []
     for name, data in side_files(source, destination=folder, without=without, quantized=quantized):
         make_folders(folder, name)

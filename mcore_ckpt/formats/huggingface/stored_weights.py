@@ -12,7 +12,7 @@ numbers a second to float32, a tenth of what the disk delivers.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -25,6 +25,7 @@ from mcore_ckpt.formats.huggingface.safetensors_files import HfStored
 from mcore_ckpt.formats.native.ranges import read_stored
 from mcore_ckpt.formats.shard_reader import ShardReader
 from mcore_ckpt.io import _native, tuning
+from mcore_ckpt.io.batches import batches
 from mcore_ckpt.models.accounting import OF_ACTIVATIONS, SCALES, LeftOut
 from mcore_ckpt.models.config_fields import HfConfig
 from mcore_ckpt.sharding.overlap import Rows
@@ -43,15 +44,7 @@ class StoredWeights:
         tensors: all tensors by name, as if none of them were quantized. The file, offset and size of a quantized tensor
             belong to its codes.
 
-    Args:
-        folder: the folder.
-        config: the parsed `config.json`.
-        stored: the tensors in the files, by name.
-        dtype: the dtype of the values of quantized tensors; None takes the dtype in `config.json`.
-
-    Raises:
-        UnsupportedError: the weights are quantized in a form that is not known.
-        CheckpointMismatchError: codes and scales do not fit together.
+    Arguments and errors are those of `logical_tensors`.
     """
 
     def __init__(
@@ -112,7 +105,8 @@ class StoredWeights:
             else:
                 parts += _parts(*found, read, memory)
         nbytes = read_stored(self._folder, plain) if plain else 0
-        return nbytes + sum(_read_parts(self._folder, batch) for batch in _batches(parts))
+        by_size = batches(parts, lambda part: part.nbytes, tuning.CONVERT_BYTES)
+        return nbytes + sum(_read_parts(self._folder, batch) for batch in by_size)
 
     def _find(self, shard: StoredShard) -> tuple[QuantizedTensor, int] | None:
         """Returns the quantized tensor that a shard belongs to, and the shard's first element in it."""
@@ -146,11 +140,8 @@ class _Part:
     """Some rows and columns of one matrix of codes, and where their values go.
 
     Attributes:
-        tensor: the quantized tensor.
         matrix: the number of the matrix in the tensor.
-        rows: the first row and the row after the last one.
-        columns: the first column and the column after the last one.
-        memory: the tensor to fill.
+        rows, columns: the first one and the one after the last.
         destination: the element of `memory` that gets the first value.
         stride: the elements of `memory` from one row of values to the next.
     """
@@ -224,20 +215,6 @@ def _runs(start: int, rows: Rows, width: int) -> Iterator[tuple[int, int, int, i
             length = width if whole else min(width - at % width, end - at)
             yield at, length, max(1, whole), destination, length
             at, destination = at + length * max(1, whole), destination + length * max(1, whole)
-
-
-def _batches(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
-    """Groups parts into batches of about CONVERT_BYTES of codes."""
-    batch: list[_Part] = []
-    nbytes = 0
-    for part in parts:
-        if batch and nbytes + part.nbytes > tuning.CONVERT_BYTES:
-            yield batch
-            batch, nbytes = [], 0
-        batch.append(part)
-        nbytes += part.nbytes
-    if batch:
-        yield batch
 
 
 # -- reading and computing ---------------------------------------------------------------------------------

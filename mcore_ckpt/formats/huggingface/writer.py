@@ -89,8 +89,6 @@ class _Target:
     """A file that is being written.
 
     Attributes:
-        file: the planned file.
-        layout: the file layout, for the native writer.
         offsets: the byte offsets of the tensors in the file.
         cuts: the byte offsets at which the parts of the file begin and end.
         crcs: the CRC-32s of the blocks of each part written so far.
@@ -145,9 +143,6 @@ class _Part:
 
 def _read(reader: CheckpointReader, batch: Sequence[Placed[_Part]], scratch: Scratch) -> None:
     fill(reader, (wanted for placed in batch for wanted in placed.part.tensors(placed.buffer, placed.offset)), scratch)
-
-
-# -- writing -----------------------------------------------------------------------------------------------
 
 
 def _write(batch: Sequence[Placed[_Part]], folder: Path, allow_nan: bool) -> None:

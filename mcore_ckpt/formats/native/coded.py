@@ -9,7 +9,7 @@ remainder together, and gathers the weights from their owners afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ from mcore_ckpt.checkpoint.dtypes import torch_dtype
 from mcore_ckpt.checkpoint.halves import join_halves
 from mcore_ckpt.formats.contract import Read
 from mcore_ckpt.io import tuning
+from mcore_ckpt.io.batches import batches
 from mcore_ckpt.sharding.overlap import Rows, rows_into
 from mcore_ckpt.sharding.plan import ReadRange, StoredShard
 
@@ -47,13 +48,9 @@ class _Part:
 
     def decode(self) -> None:
         values = decoded(self.stored, self.scale, self.upper)
-        rows, row = self.rows.rows, self.rows.row
-        strides = (self.rows.destination_stride, 1)
-        there = self.target.view(-1).as_strided((rows, row), strides, self._start())
-        there.copy_(values.view(rows, row))
-
-    def _start(self) -> int:
-        return int(self.target.storage_offset()) + self.rows.destination
+        shape, start = (self.rows.rows, self.rows.row), int(self.target.storage_offset()) + self.rows.destination
+        there = self.target.view(-1).as_strided(shape, (self.rows.destination_stride, 1), start)
+        there.copy_(values.view(shape))
 
 
 def decoded(stored: torch.Tensor, scale: torch.Tensor | None, upper: torch.Tensor | None) -> torch.Tensor:
@@ -79,34 +76,17 @@ def read_coded(
 ) -> int:
     """Fills float32 tensors with values of coded shards, and returns the number of bytes read.
 
-    The temporary memory is less than CONVERT_BYTES plus what one range needs.
-
-    Args:
-        ranges: the ranges of coded shards, each with the tensor that it fills.
-        read: reads ranges of stored elements.
-        partners: finds the partners of a shard.
+    The temporary memory is at most CONVERT_BYTES, or what one range needs. `read` reads ranges of stored elements, and
+    `partners` finds the partners of a shard.
     """
     nbytes = 0
-    for batch in _batches(ranges):
+    for batch in batches(ranges, lambda one: one[0].rows.numel * one[1].element_size(), tuning.CONVERT_BYTES):
         reads: list[tuple[ReadRange, torch.Tensor]] = []
         parts = [_part(range_, target, partners(range_.stored), reads) for range_, target in batch]
         nbytes += read(reads)
         for part in parts:
             part.decode()
     return nbytes
-
-
-def _batches(ranges: Iterable[tuple[ReadRange, torch.Tensor]]) -> Iterator[list[tuple[ReadRange, torch.Tensor]]]:
-    batch: list[tuple[ReadRange, torch.Tensor]] = []
-    nbytes = 0
-    for range_, target in ranges:
-        batch.append((range_, target))
-        nbytes += range_.rows.numel * target.element_size()
-        if nbytes >= tuning.CONVERT_BYTES:
-            yield batch
-            batch, nbytes = [], 0
-    if batch:
-        yield batch
 
 
 def _part(

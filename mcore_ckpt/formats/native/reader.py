@@ -46,11 +46,7 @@ class NativeReader(StoredTensors):
         return NativeReader(LocalFolder(role_dir), read_manifest(role_dir))
 
     def info(self, key: ShardKey) -> TensorInfo | None:
-        """Returns the dtype and the global shape of a tensor, or None if the checkpoint does not have the tensor.
-
-        Raises:
-            CheckpointCorruptError: an index is missing, truncated or damaged.
-        """
+        """See `CheckpointReader.info`."""
         # One file at a time, because looking into a file means reading its index.
         shard = next((shard for file in self.files(key) for shard in self.shards(key, [file])), None)
         if shard is None:

@@ -70,40 +70,35 @@ class RemoteFolder:
 
     def check(self, records: Sequence[FileRecord]) -> None:
         for record in records:
-            self._check(record)
-
-    def _check(self, record: FileRecord) -> None:
-        size = self._sizes.get(record.path)
-        if size is None:
-            raise CheckpointCorruptError(
-                f"{self}/{record.path}: is missing; according to the manifest, rank {record.rank} wrote {record.size} "
-                "bytes"
-            )
-        if size != record.size:
-            raise CheckpointCorruptError(
-                f"{self}/{record.path}: has {size} bytes, not the {record.size} of the manifest: cut or replaced"
-            )
+            size = self._sizes.get(record.path)
+            if size is None:
+                raise CheckpointCorruptError(
+                    f"{self._url(record.path)}: is missing; according to the manifest, rank {record.rank} wrote "
+                    f"{record.size} bytes"
+                )
+            if size != record.size:
+                raise CheckpointCorruptError(
+                    f"{self._url(record.path)}: has {size} bytes, not the {record.size} of the manifest: cut or "
+                    "replaced"
+                )
 
     def index(self, record: FileRecord) -> IndexEntries:
         assert record.index is not None
         check_size(self._url(record.path), "an index", record.index.size, limits.INDEX_BYTES)
-        self._check(record)
-        start = record.index.offset
-        return parse_entries(
-            bytes(self._read(record.path, start, start + record.index.size)), record, self._url(record.path)
-        )
+        self.check([record])
+        data = self._read(record.path, record.index.offset, record.index.offset + record.index.size)
+        return parse_entries(bytes(data), record, self._url(record.path))
 
     def plain(self, record: FileRecord) -> dict[str, Any]:
         check_size(self._url(record.path), "a small file", record.size, limits.PLAIN_BYTES)
-        self._check(record)
+        self.check([record])
         return parse_plain(bytes(self._read(record.path, 0, record.size)), record, self._url(record.path))
 
     def fill(
         self, files: Mapping[str, FileRecord], reads: Sequence[tuple[ReadRange, torch.Tensor]], check: bool = True
     ) -> int:
         """Does the same as `ranges.read_ranges`, but returns the number of bytes fetched."""
-        for path in {read.stored.file for read, _ in reads}:
-            self._check(files[path])
+        self.check([files[path] for path in {read.stored.file for read, _ in reads}])
         fetches = list(plan_fetches(reads))
         buffers = _Buffers(max((fetch.stop - fetch.start for fetch in fetches), default=0))
         threads = min(tuning.REMOTE_THREADS, len(fetches))
@@ -116,7 +111,7 @@ class RemoteFolder:
     def _damage(self, file: FileRecord) -> Damage | None:
         crc = 0
         try:
-            self._check(file)
+            self.check([file])
             for start in range(0, file.size, tuning.REMOTE_READ_BYTES):
                 data = self._read(file.path, start, min(start + tuning.REMOTE_READ_BYTES, file.size))
                 crc = crc32(memoryview(data), crc)
@@ -141,7 +136,7 @@ class RemoteFolder:
             if check:
                 self._check_blocks(stored, part, blocks)
             with torch.no_grad():
-                copy_from_blocks(part, blocks)
+                _copy_wanted(part, blocks)
 
     def _check_blocks(self, stored: StoredShard, part: BlockRun, blocks: torch.Tensor) -> None:
         if stored.crc32 is None:
@@ -205,6 +200,15 @@ class BlockRun:
     start: int
     stop: int
 
+    @property
+    def file(self) -> str:
+        return self.read.stored.file
+
+    @property
+    def in_file(self) -> tuple[int, int]:
+        """The run's first byte in the file, and the byte after its last one."""
+        return self.read.stored.offset + self.start, self.read.stored.offset + self.stop
+
 
 @dataclass(frozen=True, eq=False)
 class Fetch:
@@ -222,32 +226,21 @@ def plan_fetches(reads: Iterable[tuple[ReadRange, torch.Tensor]]) -> Iterator[Fe
     A block that two reads need is fetched twice only if it is at the border of two requests.
     """
     parts = [part for read, memory in reads for part in _parts(read, memory)]
-    parts.sort(key=lambda part: (part.read.stored.file, part.read.stored.offset + part.start))
+    parts.sort(key=lambda part: (part.file, part.in_file[0]))
     group: list[BlockRun] = []
+    stop = 0  # the end of the group in the file
     for part in parts:
-        if group and not _is_near(group, part):
-            yield _fetch_of(group)
-            group = []
+        first, end = part.in_file
+        if group:
+            start, is_close = group[0].in_file[0], first - stop <= tuning.REMOTE_GAP_BYTES
+            is_short = max(stop, end) - start <= tuning.REMOTE_READ_BYTES
+            if part.file != group[0].file or not is_close or not is_short:
+                yield Fetch(group[0].file, start, stop, tuple(group))
+                group, stop = [], 0
         group.append(part)
+        stop = max(stop, end)
     if group:
-        yield _fetch_of(group)
-
-
-def _is_near(group: Sequence[BlockRun], part: BlockRun) -> bool:
-    first, stop = group[0].read.stored, max(other.read.stored.offset + other.stop for other in group)
-    start = part.read.stored.offset + part.start
-    whole = max(stop, part.read.stored.offset + part.stop) - (first.offset + group[0].start)
-    return (
-        part.read.stored.file == first.file
-        and start - stop <= tuning.REMOTE_GAP_BYTES
-        and whole <= tuning.REMOTE_READ_BYTES
-    )
-
-
-def _fetch_of(group: Sequence[BlockRun]) -> Fetch:
-    stored = group[0].read.stored
-    stop = max(part.read.stored.offset + part.stop for part in group)
-    return Fetch(stored.file, stored.offset + group[0].start, stop, tuple(group))
+        yield Fetch(group[0].file, group[0].in_file[0], stop, tuple(group))
 
 
 def _parts(read: ReadRange, memory: torch.Tensor) -> Iterator[BlockRun]:
@@ -277,34 +270,18 @@ def _block_runs(read: ReadRange) -> list[tuple[int, int]]:
     return runs
 
 
-def copy_from_blocks(part: BlockRun, blocks: torch.Tensor) -> None:
-    """Copies the wanted elements that lie in a run of blocks to their target memory.
-
-    Args:
-        part: the run's place in the stored tensor, and the read that needs elements of the run.
-        blocks: the bytes of the run, uint8, in host memory.
-    """
+def _copy_wanted(part: BlockRun, blocks: torch.Tensor) -> None:
+    """Copies the wanted elements of a run to their memory. `blocks` has the run's bytes, uint8, in host memory."""
     # Copy bytes and not elements, because elements are not always aligned in the fetched bytes.
     target = part.memory.view(-1).view(torch.uint8)
     for rows in rows_from(_in_bytes(part.read), part.start, part.stop):
-        _copy_rows(target, blocks, rows, part.start)
+        shape = (rows.rows, rows.row)
+        destination = target.storage_offset() + rows.destination
+        source = blocks.storage_offset() + rows.start - part.start
+        there = target.as_strided(shape, (rows.destination_stride or rows.row, 1), destination)
+        there.copy_(blocks.as_strided(shape, (rows.source_stride or rows.row, 1), source))
 
 
 def _in_bytes(read: ReadRange) -> Rows:
-    rows, item = read.rows, item_bytes(read.stored.dtype)
-    return Rows(
-        rows.start * item,
-        rows.destination * item,
-        rows.row * item,
-        rows.rows,
-        rows.source_stride * item,
-        rows.destination_stride * item,
-    )
-
-
-def _copy_rows(target: torch.Tensor, source: torch.Tensor, rows: Rows, first: int) -> None:
-    shape = (rows.rows, rows.row)
-    offset = target.storage_offset()
-    there = target.as_strided(shape, (rows.destination_stride or rows.row, 1), offset + rows.destination)
-    here = source.as_strided(shape, (rows.source_stride or rows.row, 1), source.storage_offset() + rows.start - first)
-    there.copy_(here)
+    item = item_bytes(read.stored.dtype)
+    return Rows(*(each * item for each in read.rows))._replace(rows=read.rows.rows)

@@ -73,8 +73,8 @@ class _Opened:
 class _Holders:
     """The files that hold each tensor.
 
-    A list for each of 100,000 tensors would take a good part of a second to make. So a few neighbouring tensors share
-    one list, and `of` finds the files in it that have the tensor.
+    A few neighbouring tensors share one list, and `of` finds the files in it that have the tensor, because a list for
+    each of 100,000 tensors would take a good part of a second to make.
     """
 
     def __init__(self, files: Sequence[FileRecord], tensors: int) -> None:
@@ -170,8 +170,6 @@ class StoredTensors:
             if opened.bound_state.get(key) and opened.region(key) == region:
                 return {shard.key.kind: shard for shard in opened.bound_state[key]}
         return None if self.bound_kinds(key) else {}
-
-    # -- files ---------------------------------------------------------------------------------------------
 
     @cached_property
     def by_path(self) -> dict[str, FileRecord]:

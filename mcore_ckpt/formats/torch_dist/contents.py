@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -20,6 +20,7 @@ from mcore_ckpt.checkpoint.dtypes import dtype_name, torch_dtype
 from mcore_ckpt.errors import CheckpointMismatchError
 from mcore_ckpt.formats.torch_dist.keys import Place
 from mcore_ckpt.io import tuning
+from mcore_ckpt.io.batches import batches
 from mcore_ckpt.sharding.plan import ShardKey
 from mcore_ckpt.sharding.regions import Piece, Region, Shape
 
@@ -67,14 +68,9 @@ class Slice:
         return self.tensor.name
 
     @property
-    def key(self) -> str:
-        """The key of the stored tensor."""
-        return self.key_rows.place.key
-
-    @property
     def keys(self) -> tuple[str, ...]:
         """All keys under which readers find the slice."""
-        return (self.key, *self.key_rows.other_keys)
+        return (self.key_rows.place.key, *self.key_rows.other_keys)
 
     @property
     def sizes(self) -> Shape:
@@ -123,7 +119,8 @@ class Contents:
         slices: Sequence[Slice], objects: Mapping[str, bytes] | None = None, common: Mapping[str, Any] | None = None
     ) -> Contents:
         """Divides slices into files of at most HF_LEAST_FILE_BYTES, or of one slice if a slice is larger."""
-        return Contents(tuple(_in_files(slices)), objects or {}, common or {})
+        files = batches(slices, lambda each: each.nbytes, tuning.HF_LEAST_FILE_BYTES)
+        return Contents(tuple(map(tuple, files)), objects or {}, common or {})
 
     def describe(self) -> dict[str, TensorStorageMetadata | BytesStorageMetadata]:
         """Returns the `state_dict_metadata` of `.metadata`: the stored tensors, each with its slices, and the objects.
@@ -131,7 +128,22 @@ class Contents:
         Raises:
             CheckpointMismatchError: tensors that are stored under one key differ in dtype.
         """
-        return _describe((each for file in self.files for each in file), self.objects)
+        found: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
+            key: BytesStorageMetadata() for key in self.objects
+        }
+        for each in (each for file in self.files for each in file):
+            properties = TensorProperties(torch_dtype(each.dtype))
+            for key in each.keys:
+                entry = found.setdefault(key, TensorStorageMetadata(properties, torch.Size(each.global_shape), []))
+                assert isinstance(entry, TensorStorageMetadata)
+                if entry.properties.dtype != properties.dtype:
+                    raise CheckpointMismatchError(
+                        f"tensor {each.tensor}: has dtype {each.dtype}, but another part of {key} has "
+                        f"{dtype_name(entry.properties.dtype)}, and megatron stores both as one tensor (of several "
+                        "layers, for example): cast them to one dtype, or use --format native for a HuggingFace model"
+                    )
+                entry.chunks.append(ChunkStorageMetadata(torch.Size(each.offsets), torch.Size(each.sizes)))
+        return found
 
 
 def slices_of(tensor: ShardKey, rows: KeyRows, shape: Shape, dtype: str) -> Iterator[Slice]:
@@ -141,41 +153,6 @@ def slices_of(tensor: ShardKey, rows: KeyRows, shape: Shape, dtype: str) -> Iter
     stop = rows.first + rows.count
     for start in range(rows.first, stop, step):
         yield Slice(tensor, rows, shape, start, min(stop, start + step), dtype)
-
-
-def _in_files(slices: Iterable[Slice]) -> Iterator[tuple[Slice, ...]]:
-    file: list[Slice] = []
-    nbytes = 0
-    for each in slices:
-        if file and nbytes + each.nbytes > tuning.HF_LEAST_FILE_BYTES:
-            yield tuple(file)
-            file, nbytes = [], 0
-        file.append(each)
-        nbytes += each.nbytes
-    if file:
-        yield tuple(file)
-
-
-def _describe(
-    slices: Iterable[Slice], objects: Iterable[str]
-) -> dict[str, TensorStorageMetadata | BytesStorageMetadata]:
-    found: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {key: BytesStorageMetadata() for key in objects}
-    for each in slices:
-        for key in each.keys:
-            entry = found.get(key)
-            if entry is None:
-                properties = TensorProperties(torch_dtype(each.dtype))
-                entry = TensorStorageMetadata(properties, torch.Size(each.global_shape), [])
-                found[key] = entry
-            assert isinstance(entry, TensorStorageMetadata)
-            if entry.properties.dtype != torch_dtype(each.dtype):
-                raise CheckpointMismatchError(
-                    f"tensor {each.tensor}: has dtype {each.dtype}, but another part of {key} has "
-                    f"{dtype_name(entry.properties.dtype)}, and megatron stores both as one tensor (of several layers, "
-                    "for example): cast them to one dtype, or use --format native for a HuggingFace model"
-                )
-            entry.chunks.append(ChunkStorageMetadata(torch.Size(each.offsets), torch.Size(each.sizes)))
-    return found
 
 
 def saved_object(value: Any) -> bytes:

@@ -31,16 +31,16 @@ from mcore_ckpt.formats.torch_dist.kind import TORCH_DIST_CONFIG
 from mcore_ckpt.formats.torch_save_files import PtTensor, read_bytes, read_pt
 from mcore_ckpt.io import json_fields as fields
 from mcore_ckpt.io import limits
-from mcore_ckpt.io.files import inside, open_regular, read_exact, read_small
+from mcore_ckpt.io.files import inside, opened, read_exact, read_small
 from mcore_ckpt.sharding.regions import Box
 
-_METADATA_FILE = ".metadata"
+METADATA_FILE = ".metadata"
 # megatron-core up to 0.18 stores the state that all ranks share in this file; 0.19 stores it in a sharded object
 # (`dist_checkpointing.save`). If both are there, the file is read, as `load_common_state_dict` of 0.19 does.
-_COMMON_FILE = "common.pt"
+COMMON_FILE = "common.pt"
 _COMMON_OBJECT = "common_state/shard_0_1"
 # Keys of optimizer state, of one optimizer or of a chain.
-OPTIMIZER_KEY = re.compile(r"(chained_\d+\.)?optimizer\.")
+OPTIMIZER_KEY = re.compile(r"(?:chained_\d+\.)?optimizer\.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +70,10 @@ class WantedPart:
     memory: torch.Tensor
     may_differ: bool = False
 
+    @property
+    def box(self) -> Box:
+        return Box(self.offset, tuple(self.memory.shape))
+
 
 def read_metadata(folder: Path) -> Metadata:
     """Reads and checks the metadata of one folder that `dist_checkpointing.save` wrote.
@@ -79,13 +83,13 @@ def read_metadata(folder: Path) -> Metadata:
         UnsupportedError: a backend other than torch_dist wrote the folder.
     """
     _check_backend(folder / TORCH_DIST_CONFIG)
-    metadata = load_metadata(folder / _METADATA_FILE)
+    metadata = load_metadata(folder / METADATA_FILE)
     if not isinstance(metadata, Metadata) or metadata.storage_data is None:
-        raise CheckpointCorruptError(f"{folder / _METADATA_FILE}: is not metadata that megatron wrote")
+        raise CheckpointCorruptError(f"{folder / METADATA_FILE}: is not metadata that megatron wrote")
     try:
         _check_metadata(metadata)
     except (AttributeError, TypeError, ValueError) as error:
-        raise CheckpointCorruptError(f"{folder / _METADATA_FILE}: is damaged: {error}") from None
+        raise CheckpointCorruptError(f"{folder / METADATA_FILE}: is damaged: {error}") from None
     return metadata
 
 
@@ -120,7 +124,7 @@ def stored_file(folder: Path, key: str, stored: Any) -> Path:
     name = getattr(stored, "relative_path", None)
     if not isinstance(name, str) or Path(name).name != name or name in (".", ".."):
         raise CheckpointCorruptError(
-            f"{folder}: {key}: {_METADATA_FILE} names {name!r}, which is not a file of this folder"
+            f"{folder}: {key}: {METADATA_FILE} names {name!r}, which is not a file of this folder"
         )
     return inside(folder, name)
 
@@ -212,10 +216,11 @@ class TorchDistFiles:
         folder, stored = self._stored(wanted)
         chunk = ChunkStorageMetadata(torch.Size(wanted.offset), wanted.memory.shape)
         items = create_read_items_for_chunk_list(wanted.key, stored, [chunk])
-        found, needed = sum(prod(item.lengths) for item in items), _overlap(wanted, tuple(stored.size))
+        there = Box((0,) * len(stored.size), tuple(stored.size)).intersect(wanted.box)
+        found, needed = sum(prod(item.lengths) for item in items), 0 if there is None else there.numel
         if found != needed:
             raise CheckpointCorruptError(
-                f"{folder.path}: tensor {wanted.key}: {_METADATA_FILE} lists only {found} of {needed} wanted elements"
+                f"{folder.path}: tensor {wanted.key}: {METADATA_FILE} lists only {found} of {needed} wanted elements"
             )
         for item in items:
             _read_item(folder, wanted.key, item, wanted.memory)
@@ -242,7 +247,7 @@ class TorchDistFiles:
         *grid, numel = self.size_of(wanted.key)
         cell = _cell_shape(wanted.global_shape, grid)
         assert cell is not None, "_has_flat_cells has asked"
-        box = Box(wanted.offset, tuple(wanted.memory.shape))
+        box = wanted.box
         firsts = (offset // length for offset, length in zip(box.offset, cell, strict=True))
         lasts = (-(-(o + n) // length) for o, n, length in zip(box.offset, box.shape, cell, strict=True))
         flat = torch.empty((*(1 for _ in grid), numel), dtype=wanted.memory.dtype)
@@ -290,7 +295,7 @@ def _read_item(folder: _Folder, key: str, item: ReadItem, memory: torch.Tensor) 
     """
     stored = folder.metadata.storage_data.get(item.storage_index)
     path = stored_file(folder.path, key, stored)
-    _check_plain_bytes(path, key, stored)
+    check_plain_bytes(path, key, stored)
     try:
         tensor = read_pt(path, stored.offset, stored.length)
     except CheckpointCorruptError as error:
@@ -315,13 +320,13 @@ def _read_item(folder: _Folder, key: str, item: ReadItem, memory: torch.Tensor) 
     except (IndexError, RuntimeError) as error:
         raise CheckpointCorruptError(
             f"{path}: tensor {key}: the part at byte {stored.offset} has shape {list(tensor.shape)}, which does not "
-            f"match {_METADATA_FILE}: {error}"
+            f"match {METADATA_FILE}: {error}"
         ) from None
 
 
 def _read_common(folder: _Folder) -> dict[str, Any]:
     """Reads the state that all ranks share: counters, arguments, the optimizer's param groups, the scheduler."""
-    place = folder.path / _COMMON_FILE
+    place = folder.path / COMMON_FILE
     if os.path.lexists(place) or _COMMON_OBJECT not in folder.metadata.state_dict_metadata:
         shown, common = str(place), load_safely(place, str(place))
     else:
@@ -341,38 +346,26 @@ def _read_object(folder: _Folder, key: str) -> Any:
 def _read_bytes_of(folder: _Folder, key: str) -> bytes:
     stored = folder.metadata.storage_data.get(MetadataIndex(key))
     path = stored_file(folder.path, key, stored)
-    _check_plain_bytes(path, key, stored)
+    check_plain_bytes(path, key, stored)
     try:
-        descriptor = open_regular(path)
+        with opened(path) as (descriptor, size):
+            if stored.length > limits.PLAIN_BYTES or stored.offset + stored.length > size:
+                raise CheckpointCorruptError(
+                    f"{path}: object {key}: needs {stored.length} bytes from byte {stored.offset} on in a file of "
+                    f"{size}: the file was cut, or the object is too large"
+                )
+            return read_exact(descriptor, stored.length, stored.offset, path)
     except OSError as error:
         raise CheckpointCorruptError(f"{path}: cannot be read: {error}") from error
-    try:
-        size = os.fstat(descriptor).st_size
-        if stored.length > limits.PLAIN_BYTES or stored.offset + stored.length > size:
-            raise CheckpointCorruptError(
-                f"{path}: object {key}: needs {stored.length} bytes from byte {stored.offset} on in a file of {size}: "
-                "the file was cut, or the object is too large"
-            )
-        return read_exact(descriptor, stored.length, stored.offset, path)
-    finally:
-        os.close(descriptor)
 
 
-def _check_plain_bytes(path: Path, key: str, stored: Any) -> None:
+def check_plain_bytes(path: Path, key: str, stored: Any) -> None:
+    """Raises UnsupportedError if a `storage_data` entry says that the bytes are compressed or otherwise changed."""
     if getattr(stored, "transform_descriptors", None):
         raise UnsupportedError(
             f"{path}: {key}: is stored with {stored.transform_descriptors}: save it without compression or other "
             "transforms"
         )
-
-
-def _overlap(wanted: WantedPart, stored: tuple[int, ...]) -> int:
-    """Returns how many elements of the wanted box the stored tensor has."""
-    ends = (
-        min(offset + size, limit) - offset
-        for offset, size, limit in zip(wanted.offset, wanted.memory.shape, stored, strict=True)
-    )
-    return prod(max(0, length) for length in ends)
 
 
 def _check_backend(file: Path) -> None:

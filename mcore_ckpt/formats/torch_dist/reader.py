@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -20,19 +21,17 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
-from mcore_ckpt.checkpoint.dtypes import dtype_name
-from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointNotFoundError, UnsupportedError
+from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointNotFoundError
 from mcore_ckpt.formats.contract import TensorInfo
 from mcore_ckpt.formats.locate import same_bytes
-from mcore_ckpt.formats.shard_reader import ShardReader
-from mcore_ckpt.formats.torch_dist.files import read_metadata, stored_file
+from mcore_ckpt.formats.shard_reader import ShardReader, stored_shard
+from mcore_ckpt.formats.torch_dist.files import OPTIMIZER_KEY, check_plain_bytes, read_metadata, stored_file
 from mcore_ckpt.formats.torch_dist.kind import torch_dist_folders
 from mcore_ckpt.formats.torch_save_files import PtTensor, read_pt
-from mcore_ckpt.sharding.plan import MODEL, ShardKey, StoredShard
+from mcore_ckpt.sharding.plan import StoredShard
 from mcore_ckpt.sharding.regions import Piece, Region, Shape
 from mcore_ckpt.sharding.synonyms import synonyms
 
-_OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.")
 # The mergers of Qwen3-VL's vision tower share keys, too, in Megatron-Bridge and mbridge.
 _ALIKE_LAYERS = re.compile(r"((?:.*\.)?(?:layers|deepstack_merger_list)\.)(?!\d+\.)(.+)")
 _EXPERTS = re.compile(r"(.*\.experts\.)experts\.(?:(\d+)\.)?(.+)")
@@ -71,8 +70,6 @@ class _Chunk:
     """A stored chunk of a key's tensor.
 
     Attributes:
-        folder: the folder of the chunk's file.
-        key: the key.
         of: the global tensors that are stored under the key.
         shape: the shape of each of these global tensors.
         first: the row of the global tensor at which the key's section begins.
@@ -118,8 +115,13 @@ def open_torch_dist(path: Path) -> ShardReader:
                 chunk = _Chunk(folder, key, of, shape, first, box, place)
                 for name, index in _held(chunk):
                     chunks.setdefault(name, []).append((index, chunk))
-    opened = _Opened(chunks)
-    return _without_other_names(ShardReader(path, infos, opened.shards))
+
+    # The files of a tensor's chunks are opened when the tensor is first needed.
+    @cache
+    def shards(name: str) -> Sequence[StoredShard]:
+        return [_shard(name, index, chunk) for index, chunk in chunks.get(name, ())]
+
+    return _without_other_names(ShardReader(path, infos, shards))
 
 
 def _without_other_names(reader: ShardReader) -> ShardReader:
@@ -138,9 +140,6 @@ def _without_other_names(reader: ShardReader) -> ShardReader:
     return reader.without(sorted(left_out))
 
 
-# -- keys --------------------------------------------------------------------------------------------------
-
-
 def _key(key: str) -> _Key:
     name, section = key, None
     if match := _SECTION.fullmatch(name):
@@ -154,7 +153,7 @@ def _key(key: str) -> _Key:
 
 def _model_tensors(folder: Path, metadata: Metadata) -> Iterator[tuple[str, tuple[_Key, TensorStorageMetadata]]]:
     for key, stored in metadata.state_dict_metadata.items():
-        if not isinstance(stored, TensorStorageMetadata) or _OPTIMIZER.match(key):
+        if not isinstance(stored, TensorStorageMetadata) or OPTIMIZER_KEY.match(key):
             continue
         of, size = _key(key), tuple(stored.size)
         if len(size) < len(of.axes) or (of.section is not None and len(size) == len(of.axes)):
@@ -176,10 +175,7 @@ def _rows_of_sections(tensors: Iterable[tuple[_Key, TensorStorageMetadata]]) -> 
 
 
 def _whole(of: _Key, size: Shape, rows: Mapping[str, Mapping[str, int]]) -> tuple[Shape, int]:
-    """Returns the shape of a global tensor, and the row at which the section of the key begins.
-
-    `size` is the shape of the tensor that is stored under the key.
-    """
+    """Returns a global tensor's shape, and the row at which the key's section begins. The key stores `size`."""
     shape = size[len(of.axes) :]
     if of.section is None:
         return shape, 0
@@ -201,9 +197,6 @@ def _name(of: _Key, index: Sequence[int]) -> str:
     return name
 
 
-# -- chunks ------------------------------------------------------------------------------------------------
-
-
 def _held(chunk: _Chunk) -> Iterator[tuple[str, Shape]]:
     """Yields the name of each tensor that a chunk has elements of, and the tensor's index in the chunk's front axes."""
     box, count = chunk.box, len(chunk.of.axes)
@@ -212,42 +205,11 @@ def _held(chunk: _Chunk) -> Iterator[tuple[str, Shape]]:
         yield _name(chunk.of, at), index
 
 
-class _Opened:
-    """Finds the bytes of a tensor's chunks when they are first needed, because their files must be opened for that."""
-
-    def __init__(self, chunks: Mapping[str, Sequence[tuple[Shape, _Chunk]]]) -> None:
-        self._chunks = chunks
-        self._found: dict[str, tuple[StoredShard, ...]] = {}
-
-    def shards(self, name: str) -> Sequence[StoredShard]:
-        found = self._found.get(name)
-        if found is None:
-            found = tuple(_shard(name, index, chunk) for index, chunk in self._chunks.get(name, ()))
-            self._found[name] = found
-        return found
-
-
 def _shard(name: str, index: Shape, chunk: _Chunk) -> StoredShard:
-    region = _region(chunk)
-    tensor = _open(chunk)
-    if not tensor.is_dense:
-        raise UnsupportedError(
-            f"{tensor.path}: tensor {chunk.key}: is stored with strides {tensor.stride}, not row by row: make it "
-            "contiguous and save it again"
-        )
     place = 0
     for at, length in zip(index, chunk.box.sizes, strict=False):
         place = place * length + at
-    nbytes = region.numel * tensor.dtype.itemsize
-    return StoredShard(
-        ShardKey(name, MODEL),
-        region,
-        dtype_name(tensor.dtype),
-        str(tensor.path.absolute()),
-        tensor.offset + place * nbytes,
-        nbytes,
-        None,
-    )
+    return stored_shard(name, _open(chunk), _region(chunk), place, chunk.key)
 
 
 def _region(chunk: _Chunk) -> Region:
@@ -260,11 +222,7 @@ def _region(chunk: _Chunk) -> Region:
 
 def _open(chunk: _Chunk) -> PtTensor:
     path = stored_file(chunk.folder, chunk.key, chunk.stored)
-    if getattr(chunk.stored, "transform_descriptors", None):
-        raise UnsupportedError(
-            f"{path}: tensor {chunk.key}: is stored with {chunk.stored.transform_descriptors}: save it without "
-            "compression or other transforms"
-        )
+    check_plain_bytes(path, f"tensor {chunk.key}", chunk.stored)
     tensor = read_pt(path, chunk.stored.offset, chunk.stored.length)
     if not isinstance(tensor, PtTensor) or prod(tensor.shape) != prod(chunk.box.sizes):
         raise CheckpointCorruptError(

@@ -54,8 +54,6 @@ class TorchDistState(ForeignState):
         self.facts = facts_of_arguments(arguments)
         self.was_quantized = any(bool(arguments.get(name)) for name in _QUANTIZED)
 
-    # -- model ---------------------------------------------------------------------------------------------
-
     def weights(self) -> list[FoundWeight]:
         tensors, contents = self._tensors, self._training.contents
         has_some = "optimizer" in contents and self._missing(tensors) < len(tensors)
@@ -89,8 +87,6 @@ class TorchDistState(ForeignState):
         if not tensor.is_quantized:
             memory.copy_(tensor.live.detach())
         return FoundWeight(tensor.live, tensor.fill(tensor.key, memory, self._keys.read))
-
-    # -- the rest ------------------------------------------------------------------------------------------
 
     def optimizer(self, weights: Sequence[FoundWeight]) -> list[FoundPart]:
         found = read_optimizer(self._files, self._keys, self._training, self._tensors, weights)

@@ -28,12 +28,10 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from mcore_ckpt.errors import CheckpointMismatchError
 from mcore_ckpt.formats.contract import FileReport, FileToWrite
 from mcore_ckpt.formats.torch_dist.contents import Contents, Slice
-from mcore_ckpt.formats.torch_dist.files import TorchDistFiles, WantedPart
+from mcore_ckpt.formats.torch_dist.files import COMMON_FILE, METADATA_FILE, TorchDistFiles, WantedPart
 from mcore_ckpt.formats.torch_dist.kind import TORCH_DIST_CONFIG
 from mcore_ckpt.io.files import open_new, write_file
 
-_COMMON_FILE = "common.pt"
-_METADATA_FILE = ".metadata"
 # With two threads, one file is read while another is written.
 _THREADS = 2
 
@@ -70,7 +68,24 @@ class TorchDistWriter:
         return reports
 
     def finish(self, reports: Sequence[FileReport], folder: Path) -> None:
-        _write_rest(self.contents, {report.number: report.details for report in reports}, folder)
+        """Writes objects, `.metadata` and the other small files."""
+        places: dict[int, Sequence[Sequence[int]]] = {report.number: report.details for report in reports}
+        stored = {
+            MetadataIndex(key, each.offsets): _StorageInfo(_file_name(number), offset, length)
+            for number, file in enumerate(self.contents.files)
+            for each, (offset, length) in zip(file, places[number], strict=True)
+            for key in each.keys
+        }
+        stored |= _write_objects(self.contents.objects, folder / _file_name(len(self.contents.files)))
+        # `FileSystemWriter.finish` would store the path of the staging folder, which is about to be renamed.
+        metadata = Metadata(self.contents.describe(), storage_data=stored, version=CURRENT_DCP_VERSION)
+        write_file(folder / METADATA_FILE, [pickle.dumps(metadata)])
+        common = io.BytesIO()
+        torch.save(dict(self.contents.common), common)
+        write_file(folder / COMMON_FILE, [common.getvalue()])
+        config = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+        config |= {"common_backend": "torch", "common_backend_version": 1}
+        write_file(folder / TORCH_DIST_CONFIG, [json.dumps(config).encode()])
 
     def check(self, folder: Path, part: int, parts: int) -> None:
         written = TorchDistFiles(folder, [folder])
@@ -106,26 +121,6 @@ def _write_slices(slices: Sequence[Slice], path: Path, read: Callable[[Slice], t
         stream.flush()
         os.fsync(stream.fileno())
     return places
-
-
-def _write_rest(contents: Contents, places: Mapping[int, Sequence[Sequence[int]]], folder: Path) -> None:
-    """Writes objects, `.metadata` and the other small files. `places` has the places of each file's slices."""
-    stored = {
-        MetadataIndex(key, each.offsets): _StorageInfo(_file_name(number), offset, length)
-        for number, file in enumerate(contents.files)
-        for each, (offset, length) in zip(file, places[number], strict=True)
-        for key in each.keys
-    }
-    stored |= _write_objects(contents.objects, folder / _file_name(len(contents.files)))
-    # `FileSystemWriter.finish` would store the path of the staging folder, which is about to be renamed.
-    metadata = Metadata(contents.describe(), storage_data=stored, version=CURRENT_DCP_VERSION)
-    write_file(folder / _METADATA_FILE, [pickle.dumps(metadata)])
-    common = io.BytesIO()
-    torch.save(dict(contents.common), common)
-    write_file(folder / _COMMON_FILE, [common.getvalue()])
-    config = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
-    config |= {"common_backend": "torch", "common_backend_version": 1}
-    write_file(folder / TORCH_DIST_CONFIG, [json.dumps(config).encode()])
 
 
 def _write_objects(objects: Mapping[str, bytes], path: Path) -> dict[MetadataIndex, _StorageInfo]:

@@ -11,7 +11,7 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.pt_archive import ArchiveError, PtArchive
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
 from mcore_ckpt.formats.checkpoint_kind import CheckpointKind
-from mcore_ckpt.io.files import names_in, open_regular, read_exact
+from mcore_ckpt.io.files import names_in, opened, read_exact
 
 if TYPE_CHECKING:
     from mcore_ckpt.formats.contract import CheckpointReader
@@ -57,10 +57,9 @@ class VerlRanks(CheckpointKind):
 
 
 def rank_dirs(path: Path) -> dict[str, tuple[int, ...]]:
-    """Finds the folders `model/mp_rank_*` that hold a model file.
+    """Finds the folders `model/mp_rank_*` that hold a model file. Maps their names to the numbers in them.
 
-    Returns:
-        The name of each folder, mapped to the numbers in the name: `mp_rank_00_001` to (0, 1).
+    `mp_rank_00_001` is mapped to (0, 1).
     """
     found = {}
     for name in sorted(names_in(path / "model")):
@@ -70,25 +69,21 @@ def rank_dirs(path: Path) -> dict[str, tuple[int, ...]]:
     return found
 
 
+def bare_name(name: str) -> str:
+    """Removes the prefix that older versions of DDP and Float16Module added to the names of the module they wrap."""
+    return re.sub(r"^(?:module\.)+", "", name)
+
+
 def model_file(folder: Path) -> Path | None:
     """Returns the model file in one rank's folder, `model.pt` or `model_states.pt`; None if neither is there."""
     return next((folder / name for name in _MODEL_FILES if os.path.isfile(folder / name)), None)
 
 
 def _has_our_index(file: Path) -> bool:
-    """Returns True if this package wrote the file.
-
-    A folder of this package without a manifest is not a checkpoint, and must not be taken for verl's either.
-    """
+    """Returns True if this package wrote the file. Without a manifest, its folder is no checkpoint, and not verl's."""
     try:
-        descriptor = open_regular(file)
-    except OSError:
+        with opened(file) as (descriptor, size):
+            archive = PtArchive(lambda at, nbytes: read_exact(descriptor, nbytes, at, file), size)
+            return file_names.INDEX_RECORD in archive.names
+    except (OSError, CheckpointCorruptError, ArchiveError):
         return False
-    try:
-        size = os.fstat(descriptor).st_size
-        archive = PtArchive(lambda at, nbytes: read_exact(descriptor, nbytes, at, file), size)
-        return file_names.INDEX_RECORD in archive.names
-    except (CheckpointCorruptError, ArchiveError):
-        return False
-    finally:
-        os.close(descriptor)

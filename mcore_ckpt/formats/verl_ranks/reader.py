@@ -19,7 +19,7 @@ from mcore_ckpt.formats.contract import TensorInfo
 from mcore_ckpt.formats.locate import same_bytes
 from mcore_ckpt.formats.shard_reader import ShardReader, stored_shard
 from mcore_ckpt.formats.torch_save_files import PtTensor, read_pt
-from mcore_ckpt.formats.verl_ranks.kind import model_file, rank_dirs
+from mcore_ckpt.formats.verl_ranks.kind import bare_name, model_file, rank_dirs
 from mcore_ckpt.models.table import MCORE_EMBEDDING, MCORE_HEAD
 from mcore_ckpt.sharding.cuts import Cut, axes_of, has_sections
 from mcore_ckpt.sharding.names import ChunkNames, ExpertNumbers, LayerNumber, expert_of
@@ -162,8 +162,7 @@ def _chunks(folder: Path) -> list[Chunk]:
 def _chunk(where: str, saved: Any) -> Chunk:
     if not isinstance(saved, Mapping):
         raise CheckpointCorruptError(f"{where}: wanted a state dict, found a {type(saved).__name__}")
-    # Older versions of DDP and Float16Module added their prefix to the state dict of the module that they wrap.
-    bare = {re.sub(r"^(?:module\.)+", "", str(name)): value for name, value in saved.items()}
+    bare = {bare_name(str(name)): value for name, value in saved.items()}
     # Only FP8 needs transformer-engine's _extra_state.
     stored = {name: value for name, value in bare.items() if not name.endswith("_extra_state") and value is not None}
     for name, value in stored.items():
@@ -197,10 +196,7 @@ def _check_ranks(folder: Path, ranks: Sequence[_Ranks]) -> int:
 
 
 def _by_global_name(folder: Path, chunks: Mapping[_Ranks, Sequence[Chunk]]) -> dict[str, dict[_Ranks, _Held]]:
-    """Groups the ranks' tensors by global name.
-
-    An expert's tensor is kept for every rank that has it. Any other tensor is kept once per tensor-parallel rank.
-    """
+    """Groups the ranks' tensors by global name: all ranks' of an expert, else one for each tensor-parallel rank."""
     found: dict[str, dict[_Ranks, _Held]] = {}
     for ranks, number, chunk, names in _named_chunks(folder, chunks):
         for local, tensor in chunk.items():
@@ -263,10 +259,7 @@ def _experts(chunk: Chunk, ep: int) -> Iterator[ExpertNumbers]:
 
 
 def _sections(name: str, chunk: Chunk) -> tuple[int, ...]:
-    """Returns the sections of a tensor: two for fused gate and up.
-
-    The fused tensor has twice as many rows as `linear_fc2` has columns.
-    """
+    """Returns the sections of a tensor: two for fused gate and up, whose rows are twice the columns of `linear_fc2`."""
     match = _FC1.fullmatch(name)
     behind = None if match is None else chunk.get(f"{match[1]}linear_fc2.weight{match[2]}")
     if behind is None or len(behind.shape) != 2:
@@ -291,7 +284,7 @@ def _put_together(
     cut, shape = _cut(name, first, size, wanted)
     if cut.axis is None:
         held = held[:1]
-    if cut.axis is not None and len(held) != size:
+    elif len(held) != size:
         raise CheckpointCorruptError(
             f"{first.tensor.path}: tensor {name}: is in the files of only {len(held)} of {size} ranks"
         )

@@ -31,7 +31,7 @@ from mcore_ckpt.formats.foreign_state import (
 )
 from mcore_ckpt.formats.random_states import random_states_of
 from mcore_ckpt.formats.step_folders import step_of
-from mcore_ckpt.formats.verl_ranks.kind import model_file, rank_dirs
+from mcore_ckpt.formats.verl_ranks.kind import bare_name, model_file, rank_dirs
 from mcore_ckpt.ranks.topology import Topology
 
 _SCHEDULER_FILE = "optimizer_scheduler/optimizer_scheduler.pt"
@@ -113,9 +113,6 @@ class VerlRanksState(ForeignState):
         return random_states_of(load_safely(file, str(file)), self._at.dp, str(file))
 
 
-# -- layout ------------------------------------------------------------------------------------------------
-
-
 def _rank_dir(ranks: tuple[int, int, int], topology: Topology) -> str:
     """Returns the folder name that megatron's `get_checkpoint_name` gives a rank. It omits pp and ep of size 1."""
     tp, pp, ep = ranks
@@ -142,14 +139,10 @@ def _describe(numbers: Sequence[tuple[int, ...]]) -> str:
     return ", ".join(f"{name}={size}" for name, size in zip(names, sizes, strict=True))
 
 
-# -- model -------------------------------------------------------------------------------------------------
-
-
 def _read_chunk(where: str, live: Mapping[str, Any], saved: Any) -> Iterator[FoundWeight]:
     if not isinstance(saved, Mapping):
         raise CheckpointMismatchError(f"{where}: wanted a state dict, found a {type(saved).__name__}")
-    # Older versions of DDP and Float16Module added a prefix to all names in the state dict of the wrapped module.
-    found = _tensors_of({_bare(name): value for name, value in saved.items()})
+    found = _tensors_of({bare_name(str(name)): value for name, value in saved.items()})
     wanted = _tensors_of(live)
     for name in [*wanted, *found]:
         _check_tensor(where, name, wanted.get(name), found.get(name))
@@ -166,12 +159,6 @@ def _tensors_of(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     }
 
 
-def _bare(name: str) -> str:
-    while name.startswith("module."):
-        name = name.removeprefix("module.")
-    return name
-
-
 def _check_tensor(where: str, name: str, wanted: torch.Tensor | None, found: torch.Tensor | None) -> None:
     wants, finds = (
         "no such tensor" if tensor is None else f"{list(tensor.shape)} {tensor.dtype}" for tensor in (wanted, found)
@@ -180,14 +167,8 @@ def _check_tensor(where: str, name: str, wanted: torch.Tensor | None, found: tor
         raise CheckpointMismatchError(f"{where}: tensor {name}: wanted {wants}, found {finds}")
 
 
-# -- optimizer ---------------------------------------------------------------------------------------------
-
-
 def _buffers_of_part(file: Path, number: int, parts: int) -> Mapping[Any, Any]:
-    """Reads the buffers of one chained optimizer from the file.
-
-    A file of several chained optimizers is a list. It has None for the optimizers that another rank has written.
-    """
+    """Reads the buffers of one chained optimizer. A list of them has None for those that another rank has written."""
     if not file.is_file():
         raise CheckpointMismatchError(
             f"{file}: is missing. verl wrote the optimizer state of a data-parallel group only to the file of the "
