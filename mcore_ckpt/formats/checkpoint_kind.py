@@ -46,7 +46,6 @@ class CheckpointKind(Protocol):
         """Opens the reader of a checkpoint.
 
         Args:
-            folder: the checkpoint.
             config: the `config.json` of its model; None if it is unknown.
 
         Raises:

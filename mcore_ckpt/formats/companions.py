@@ -60,7 +60,6 @@ def what_is_missing(step_path: Path, others: Sequence[Path], known: Collection[s
     A missing file that may be a user's is only logged.
 
     Args:
-        step_path: the step's folder.
         others: the folders of complete steps, the newest first.
         known: the names that the trainer is known to write, each with "#" in place of a number.
 

@@ -69,10 +69,12 @@ class RegionRead:
     memory: torch.Tensor
 
 
-ReadTargets: TypeAlias = "Iterable[tuple[ReadRange, torch.Tensor]]"
-"""Ranges of stored shards, each with the tensor to fill: contiguous, of the stored dtype, on the CPU or on a GPU."""
+ReadTarget: TypeAlias = "tuple[ReadRange, torch.Tensor]"
+"""A range of a stored shard, and the tensor to fill: contiguous, of the stored dtype, on the CPU or on a GPU."""
 
-Read: TypeAlias = "Callable[[Sequence[tuple[ReadRange, torch.Tensor]]], int]"
+ReadTargets: TypeAlias = Iterable[ReadTarget]
+
+Read: TypeAlias = "Callable[[Sequence[ReadTarget]], int]"
 """The type of `CheckpointReader.read`, which fills tensors and returns the number of bytes read."""
 
 
@@ -188,7 +190,6 @@ class CheckpointWriter(Protocol):
         """Writes some of the files durably; their names need not be durable yet. Memory does not grow with the files.
 
         Args:
-            numbers: the numbers of the files to write.
             folder: the folder to write into. It exists, and has none of these files.
             progress: called with the number of bytes written since the last call.
 
@@ -202,7 +203,6 @@ class CheckpointWriter(Protocol):
 
         Args:
             reports: what `write` has returned on all processes, in the order of the processes.
-            folder: the folder of the files.
 
         Raises:
             CheckpointError, OSError: a file could not be read or written.

@@ -104,8 +104,7 @@ def load_metadata(path: Path) -> Any:
 
     torch's own reader (`FileSystemReader.read_metadata`, 2.13) unpickles this file, which executes any code in it.
 
-    Raises:
-        CheckpointCorruptError: the file is missing or damaged, or names a class that is not allowed.
+    Raises CheckpointCorruptError: the file is missing or damaged, or names a class that is not allowed.
     """
     try:
         data = read_small(path, limits.PICKLE_BYTES)

@@ -95,9 +95,6 @@ class OwnedRange:
     """A parameter, and the flat range `[start, stop)` of it for which this rank owns optimizer state.
 
     Attributes:
-        name: the parameter's global name.
-        parameter: the parameter.
-        start, stop: the range.
         has_bound_state: whether the optimizer also has state of another shape than the parameter's.
         bucket: the place in megatron's buffers; None unless the optimizer is a DistributedOptimizer.
     """
@@ -162,7 +159,6 @@ class LiveTraining:
         contents: the words of `load_contents`.
         position: the layout, and this rank's place in it.
         writers: the ranks that write what this rank loads.
-        layers: the layers of the whole model.
         parts: the chained optimizers; empty unless the optimizer is loaded.
         assumed_step: the config's `assume_optimizer_step`.
         state_dicts: returns the state dict of each virtual chunk, with live tensors.

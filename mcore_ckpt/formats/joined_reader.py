@@ -6,11 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
-import torch
-
 from mcore_ckpt.errors import UnsupportedError
-from mcore_ckpt.formats.contract import CheckpointReader, RankPosition, ReadTargets, TensorInfo
-from mcore_ckpt.sharding.plan import MODEL, ReadRange, ShardKey, StoredShard
+from mcore_ckpt.formats.contract import CheckpointReader, RankPosition, ReadTarget, ReadTargets, TensorInfo
+from mcore_ckpt.sharding.plan import MODEL, ShardKey, StoredShard
 
 
 class JoinedReader:
@@ -20,8 +18,7 @@ class JoinedReader:
         first: a reader. It must not have a tensor name that the other reader has.
         second: the other reader.
 
-    Raises:
-        UnsupportedError: the weights of one reader are the optimizer's main parameters.
+    Raises UnsupportedError: the weights of one reader are the optimizer's main parameters.
     """
 
     weight_kind = MODEL
@@ -53,7 +50,7 @@ class JoinedReader:
         return self._readers[0].tp_size(expert)
 
     def read(self, ranges: ReadTargets, check: bool = True) -> int:
-        by_reader: tuple[list[tuple[ReadRange, torch.Tensor]], ...] = ([], [])
+        by_reader: tuple[list[ReadTarget], ...] = ([], [])
         for read in ranges:
             by_reader[self._readers.index(self._of(read[0].stored.key.name))].append(read)
         return sum(reader.read(own, check) for reader, own in zip(self._readers, by_reader, strict=True) if own)

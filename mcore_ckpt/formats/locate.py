@@ -9,7 +9,7 @@ import torch
 
 from mcore_ckpt.checkpoint.dtypes import torch_dtype
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError
-from mcore_ckpt.formats.contract import CheckpointReader, RankPosition, RegionRead
+from mcore_ckpt.formats.contract import CheckpointReader, RankPosition, ReadTarget, RegionRead
 from mcore_ckpt.io.tuning import CONVERT_BYTES
 from mcore_ckpt.sharding.counterparts import Counterparts, Layers, find_counterparts, layers_of
 from mcore_ckpt.sharding.names import is_expert
@@ -25,7 +25,6 @@ class Wanted:
 
     Attributes:
         key: the kind, and the tensor's global name. The checkpoint may store the tensor under a synonym of this name.
-        region: the region of the global tensor.
         file: a file or folder to name in messages, usually the file that this rank would save the region to.
     """
 
@@ -40,7 +39,6 @@ class Located:
 
     Attributes:
         reads: the ranges. Each wanted element is in exactly one of them, except the elements that `outside` counts.
-        dtype: the dtype of the stored elements.
         outside: the number of wanted elements that are not stored because they are padding of the vocabulary.
     """
 
@@ -53,7 +51,6 @@ class Locator:
     """Finds the stored ranges of the regions that one rank reads.
 
     Args:
-        reader: the reader of the checkpoint.
         position: the position of the reading rank. If it is None, the locator looks into the files of all ranks, and
             accepts any number of vocabulary rows. In this case the caller must have compared the vocabulary sizes.
         vocab_size: the number of tokens without padding; None if it is unknown.
@@ -167,22 +164,18 @@ def read_regions(reader: CheckpointReader, regions: Iterable[RegionRead]) -> int
         CheckpointCorruptError: a file is missing or damaged, or some of the elements are in no file.
     """
     locator = Locator(reader, None)
-    ranges: list[tuple[ReadRange, torch.Tensor]] = []
+    ranges: list[ReadTarget] = []
     for part in regions:
         wanted = Wanted(ShardKey(part.name, reader.weight_kind), part.region, str(reader.place))
-        ranges += ((read, part.memory) for read in _locate_exactly(locator, wanted, part.memory.dtype).reads)
+        wants = f"{wanted.file}: tensor {wanted.key}: wanted {wanted.region.describe()} of {part.memory.dtype}"
+        found = locator.find(wanted)
+        if found is None:
+            raise CheckpointMismatchError(f"{wants}, found no such tensor")
+        if found.dtype != part.memory.dtype or found.outside:
+            missing = f", without {found.outside} of the elements" if found.outside else ""
+            raise CheckpointMismatchError(f"{wants}, found {found.dtype}{missing}")
+        ranges += ((read, part.memory) for read in found.reads)
     return reader.read(ranges) if ranges else 0
-
-
-def _locate_exactly(locator: Locator, wanted: Wanted, dtype: torch.dtype) -> Located:
-    found = locator.find(wanted)
-    wants = f"{wanted.file}: tensor {wanted.key}: wanted {wanted.region.describe()} of {dtype}"
-    if found is None:
-        raise CheckpointMismatchError(f"{wants}, found no such tensor")
-    if found.dtype != dtype or found.outside:
-        missing = f", without {found.outside} of the elements" if found.outside else ""
-        raise CheckpointMismatchError(f"{wants}, found {found.dtype}{missing}")
-    return found
 
 
 def same_bytes(reader: CheckpointReader, first: str, second: str) -> bool:

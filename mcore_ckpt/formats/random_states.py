@@ -16,8 +16,6 @@ def random_states_of(stored: Any, dp: int, where: str) -> dict[str, Any]:
     Args:
         stored: the states, or a list of them. The list has one entry, unless `data_parallel_random_init` gave each
             data-parallel rank its own seed.
-        dp: the data-parallel rank.
-        where: the file, for messages.
 
     Raises:
         CheckpointMismatchError: one of the states is missing.

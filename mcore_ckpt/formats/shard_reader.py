@@ -21,7 +21,6 @@ class ShardReader:
     It reads only the wanted bytes, on several threads, directly into the target memory.
 
     Args:
-        place: the checkpoint's folder.
         tensors: the dtype and the global shape of each tensor.
         shards: returns the shards of a tensor. If shards overlap, an element is read from the first shard that has it.
 
@@ -75,8 +74,7 @@ def stored_shard(name: str, tensor: PtTensor, region: Region, number: int = 0, k
 
     The file may hold several such shards one after the other, all under one `key`. The shard is the one with `number`.
 
-    Raises:
-        UnsupportedError: the tensor is not stored row by row.
+    Raises UnsupportedError: the tensor is not stored row by row.
     """
     if not tensor.is_dense:
         raise UnsupportedError(

@@ -101,12 +101,10 @@ def read_pt(path: Path, start: int = 0, nbytes: int | None = None) -> Any:
     A few other classes are allowed. A `PickledObject` replaces each object of these classes.
 
     Args:
-        path: the file.
         start, nbytes: the first byte and the number of bytes of one archive, for a file that has several archives one
             after the other.
 
-    Raises:
-        CheckpointCorruptError: the file is missing or damaged, or names a class that is not allowed.
+    Raises CheckpointCorruptError: the file is missing or damaged, or names a class that is not allowed.
     """
     try:
         with opened(path) as (descriptor, size):
@@ -124,6 +122,20 @@ def read_pt(path: Path, start: int = 0, nbytes: int | None = None) -> Any:
         raise CheckpointCorruptError(f"{path}: is not a file of torch.save, or was cut: {error}") from error
     except Exception as error:  # a damaged pickle can raise any type of error
         raise CheckpointCorruptError(f"{path}: cannot be read: {type(error).__name__}: {str(error)[:400]}") from error
+
+
+def as_state_dict(saved: Any, where: str) -> Mapping[str, Any]:
+    """Returns the object of a file if it is a mapping. Raises CheckpointCorruptError, which begins with `where`."""
+    if not isinstance(saved, Mapping):
+        raise CheckpointCorruptError(f"{where}: wanted a state dict, found a {type(saved).__name__}")
+    return saved
+
+
+def as_tensor(value: Any, where: str) -> PtTensor:
+    """Returns a value if it is a tensor. Raises CheckpointCorruptError, which begins with `where`."""
+    if not isinstance(value, PtTensor):
+        raise CheckpointCorruptError(f"{where}: wanted a tensor, found a {type(value).__name__}")
+    return value
 
 
 def _read(path: Path, start: int, nbytes: int, read_at: ReadAt) -> Any:

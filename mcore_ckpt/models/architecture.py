@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +123,7 @@ class HfModel:
     architecture: Architecture
     config: HfConfig
     known: ModelFacts
-    ignored: tuple[str, ...] = field(default=())
+    ignored: tuple[str, ...] = ()
 
     @property
     def sizes(self) -> Sizes:

@@ -76,8 +76,6 @@ class Same:
     """The rule for a field that has the same value in `config.json` and in Megatron, under two names.
 
     Attributes:
-        mcore: the field's name in Megatron.
-        hf: the field's name in `config.json`.
         default: the value if the field is missing or null. Without a default the field is required.
         also: the field's other names in `config.json`, for other versions of transformers. `to_hf` writes the value
             under all names.

@@ -324,11 +324,7 @@ class SharedExperts:
 
 @dataclass(frozen=True)
 class Mtp:
-    """The rule for the number of multi-token-prediction layers. 0 becomes None in Megatron, which fails with 0.
-
-    Attributes:
-        hf: the field's name in `config.json`, one of `MTP_FIELDS`.
-    """
+    """The rule for the number of multi-token-prediction layers. 0 becomes None in Megatron, which fails with 0."""
 
     hf: str = MTP_FIELDS[0]
 

@@ -120,14 +120,10 @@ def check_names(
     """Accounts for all tensors of a folder, and returns those that are not wanted, but left out for a reason.
 
     Args:
-        model: the model that the configuration describes.
         wanted: the tensors that the folder must have, from `hf_tensors_in`.
-        found: the names of all tensors in the folder.
-        where: the folder, for the error message.
         copies: the names of tensors that the caller has found equal to others, or compares later.
 
-    Raises:
-        CheckpointMismatchError: the folder lacks a wanted tensor, or has an unknown one that is not ignored.
+    Raises CheckpointMismatchError: the folder lacks a wanted tensor, or has an unknown one that is not ignored.
     """
     names = set(found)
 

@@ -142,8 +142,6 @@ def config_of_weights(model: HfModel, dtype: torch.dtype, has_mtp: bool) -> dict
     prediction), and added fields that only one version of transformers reads.
 
     Args:
-        model: the model that the weights belong to.
-        dtype: the dtype of the weights.
         has_mtp: whether multi-token prediction is among the weights.
 
     Raises:
@@ -307,11 +305,7 @@ def _check_expressed(architecture: Architecture, transformer: Any, gpt: Mapping[
 
 
 def _spell_for_both_versions(architecture: Architecture, config: dict[str, Any]) -> None:
-    """Adds the fields that only transformers 4, or only transformers 5, reads.
-
-    Without these fields, transformers 4 would use the default `rope_theta`, or 128 experts if only `num_local_experts`
-    is given.
-    """
+    """Adds the fields that only transformers 4, or only transformers 5, reads: each would use its default otherwise."""
     for rule in architecture.rules:
         try:
             if isinstance(rule, Same) and rule.also:

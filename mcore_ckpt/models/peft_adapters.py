@@ -37,7 +37,6 @@ def with_adapters(
     """Returns the same tensors, with the adapters of their slabs.
 
     Args:
-        model: the model that `config.json` describes.
         wanted: tensors of the model. `mcore` in their slabs is a name of Megatron's.
         adapters: the global shape of each tensor of an adapter, by name.
         alpha: the adapters' alpha; an adapter of rank r is scaled by alpha / r.
@@ -137,8 +136,7 @@ def _low_rank(
 def _factor(name: str, region: Region, shape: Shape, expert: int | None, experts: int) -> Factor:
     """Returns a part of an adapter. With one more axis than the region, `shape` has one adapter for each expert.
 
-    If there are fewer adapters than experts, neighbouring experts share one (`share_expert_adapters` of
-    Megatron-Bridge).
+    If there are fewer adapters than experts, neighbours share one (`share_expert_adapters` of Megatron-Bridge).
     """
     if expert is not None and len(shape) == len(region.global_shape) + 1 and experts % shape[0] == 0:
         region = _in_stack(region, expert * shape[0] // experts, shape[0])
@@ -227,12 +225,15 @@ def fully_trained_in_peft(
     tensors: list[HfTensor] = []
     whole: list[str] = []
     for module, parts in modules.items():
-        is_changed = {name: part is not None and _any_in(part, changed) for name, part in parts.items()}
+        is_changed = {
+            name: part is not None and any(slab.mcore in changed for slab in part.slabs) for name, part in parts.items()
+        }
         has_module = ".experts." not in f"{module}." and not any(is_mtp(model, name) for name in parts)
         if not any(is_changed.values()) or module in adapters or not has_module:
             continue
         # If the embedding became a module of PEFT's (0.21, modules_to_save), a tied head would keep the base model's.
-        is_whole = None not in parts.values() and not (model.is_tied and _is_embedding(model, module))
+        is_embedding = module == _module_of(model.architecture.table.hf_embedding)
+        is_whole = None not in parts.values() and not (model.is_tied and is_embedding)
         whole += [module] if is_whole else []
         tensors += [p for name, p in parts.items() if p is not None and (is_whole or is_changed[name])]
     return FullyTrained(tuple(tensors), tuple(whole))
@@ -260,16 +261,8 @@ def has_adapted_weights(adapters: Iterable[str], weights: Iterable[str]) -> bool
     return any(key.module in modules for name in weights for key, _ in _keys_of(name, 0))
 
 
-def _any_in(tensor: HfTensor, names: Container[str]) -> bool:
-    return any(slab.mcore in names for slab in tensor.slabs)
-
-
 def _module_of(name: str) -> str:
     return name.rpartition(".")[0]
-
-
-def _is_embedding(model: HfModel, module: str) -> bool:
-    return module == _module_of(model.architecture.table.hf_embedding)
 
 
 def _peft_tensors_of(tensor: HfTensor) -> Iterator[HfTensor]:

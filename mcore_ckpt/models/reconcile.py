@@ -168,10 +168,9 @@ def _reconcile_tied(model: HfModel, data: bool, user: bool | None) -> bool:
 
 
 def _reconcile_mtp(model: HfModel, there: Mapping[str, Shape], is_mcore: bool) -> tuple[frozenset[str], ...]:
-    """Returns the model's multi-token-prediction layers, or an empty tuple if the tensors have none.
+    """Returns the model's layers of multi-token prediction; none if the tensors have none.
 
-    A config that announces such layers does not contradict tensors without them, because transformers does not save
-    multi-token prediction.
+    A config that announces some does not contradict that, because transformers does not save them.
     """
     first = model.architecture.table.mcore + "mtp.layers.0." if is_mcore else hf_mtp_prefix(model)
     return model.mtp_layers if any(name.startswith(first) for name in there) else ()

@@ -42,7 +42,6 @@ def model_from_config(
     """Returns the model that a `config.json` describes, as if its weights were not quantized.
 
     Args:
-        config: the parsed `config.json`.
         ignored: regular expressions for the names of HuggingFace tensors to leave out.
         tensors: the shapes of the model's tensors, if they are known, for the message about an unknown architecture.
 

@@ -94,9 +94,7 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 class Rope:
     """The rule for the rotary embeddings of attention that is not latent.
 
-    Attributes:
-        default_theta: transformers' default for theta.
-        default_partial: transformers' default for the rotated fraction of each head.
+    Its fields are transformers' defaults for theta and for the rotated fraction of each head.
     """
 
     default_theta: float = 10000.0
@@ -160,10 +158,8 @@ class MultimodalRope:
     `mrope_interleaved` is set (Qwen3-VL), the frequencies of the three alternate. GPTModel cannot do that, and
     Megatron-Bridge exchanges its `rotary_pos_emb`. The field stays as it is in `config.json`.
 
-    Attributes:
-        default_theta: transformers' default for theta.
-        default_section: transformers' default for the lengths of the three parts, if there is one.
-        default_partial: transformers' default for the rotated fraction of each head.
+    The attributes are transformers' defaults for theta, for the lengths of the three parts (None: it has none), and for
+    the rotated fraction of each head.
     """
 
     default_theta: float

@@ -56,8 +56,7 @@ def check_rows(
 ) -> list[DifferentFact]:
     """Does what `other_facts` does, and checks that both models have the same order of rows.
 
-    Raises:
-        CheckpointMismatchError: the orders differ, so tensors would be cut at the wrong rows.
+    Raises CheckpointMismatchError: the orders differ, so tensors would be cut at the wrong rows.
     """
     found = other_facts(saved, model)
     if wrong := [each for each in found if each.name in _ORDER]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
-from mcore_ckpt.errors import CheckpointMismatchError
+from mcore_ckpt.errors import CheckpointMismatchError, UnsupportedError
 from mcore_ckpt.formats.contract import TensorInfo
 from mcore_ckpt.models.low_rank import Factor, LowRank
 from mcore_ckpt.models.mapping import HfTensor, whole_tensor
@@ -56,7 +57,7 @@ def other_adapters(names: Sequence[str]) -> list[str]:
         for mark in (BASE_LAYER, ORIGINAL_MODULE)
         for match in re.finditer(re.escape(mark), name)
     }
-    adapters = {"default", *names_of_adapters(names)}
+    adapters = {"default", *_names_of_adapters(names)}
     return [
         name
         for name, bare in own.items()
@@ -80,8 +81,7 @@ def with_peft_adapters(wanted: Sequence[HfTensor], tensors: Mapping[str, TensorI
 
     `tensors` are all tensors of the reader from `open_fsdp`. An adapter of rank r is scaled by alpha / r.
 
-    Raises:
-        CheckpointMismatchError: an adapter is incomplete, or there is no tensor of its shape.
+    Raises CheckpointMismatchError: an adapter is incomplete, or there is no tensor of its shape.
     """
     found = _low_ranks(tensors, alpha)
     # Adapters have the names of the source. The tables of some architectures spell these names in another way.
@@ -153,6 +153,15 @@ def _low_rank(name: str, parts: Mapping[str, Factor], alpha: float) -> LowRank:
     return LowRank(a, b, alpha / shapes[0][0], magnitude)
 
 
-def names_of_adapters(names: Iterable[str]) -> set[str]:
+def _names_of_adapters(names: Iterable[str]) -> set[str]:
     """Returns PEFT's names of the adapters that a file's tensors belong to: usually {"default"}."""
     return {found[1] for found in map(adapter_name_of, names) if found is not None}
+
+
+def check_one_adapter(names: Iterable[str], path: Path, advice: str) -> None:
+    """Raises UnsupportedError if the tensors of a file belong to several adapters."""
+    sets = _names_of_adapters(names)
+    if len(sets) > 1:
+        raise UnsupportedError(
+            f"{path}: has the sets of adapters {', '.join(sorted(sets))}: only one is supported: {advice}"
+        )

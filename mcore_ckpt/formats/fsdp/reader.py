@@ -21,8 +21,8 @@ from mcore_ckpt.formats.fsdp.adapters import (
     BASE_LAYER,
     ORIGINAL_MODULE,
     adapter_name_of,
+    check_one_adapter,
     is_peft_adapter,
-    names_of_adapters,
     other_adapters,
 )
 from mcore_ckpt.formats.fsdp.dtensors import DTensorPlacement, placement_of
@@ -30,7 +30,7 @@ from mcore_ckpt.formats.fsdp.kind import FSDP_FILE
 from mcore_ckpt.formats.huggingface.reader import without_doubles
 from mcore_ckpt.formats.locate import same_bytes
 from mcore_ckpt.formats.shard_reader import ShardReader, stored_shard
-from mcore_ckpt.formats.torch_save_files import PtDTensor, PtTensor, read_pt
+from mcore_ckpt.formats.torch_save_files import PtDTensor, PtTensor, as_state_dict, as_tensor, read_pt
 from mcore_ckpt.io import json_fields as fields
 from mcore_ckpt.io import limits
 from mcore_ckpt.io.files import read_small
@@ -235,18 +235,11 @@ def _configured_world_size(path: Path) -> int | None:
 
 
 def _read(path: Path, rank: int) -> dict[str, _Found]:
-    state = read_pt(path)
-    if not isinstance(state, Mapping):
-        raise CheckpointCorruptError(f"{path}: wanted a state dict, found a {type(state).__name__}")
+    state = as_state_dict(read_pt(path), str(path))
     names = [_WRAPPERS.sub("", str(key)) for key in state]
     if others := other_adapters(names):
         raise _other_adapters(path, others[0])
-    sets = names_of_adapters(names)
-    if len(sets) > 1:
-        raise UnsupportedError(
-            f"{path}: has the sets of adapters {', '.join(sorted(sets))}: only one is supported: delete the others "
-            "(peft's delete_adapter()) and save again"
-        )
+    check_one_adapter(names, path, "delete the others (peft's delete_adapter()) and save again")
     found = {}
     for key, value in state.items():
         name = _bare(path, str(key))
@@ -259,10 +252,9 @@ def _read(path: Path, rank: int) -> dict[str, _Found]:
                     f"{path}: tensor {name}: its mesh has the ranks {placement.ranks}, but not rank {rank}"
                 )
             found[name] = _Found(value.local.dtype, value.shape, placement, value.local)
-        elif isinstance(value, PtTensor):
-            found[name] = _Found(value.dtype, value.shape, None, value)
         else:
-            raise CheckpointCorruptError(f"{path}: {name}: wanted a tensor, found a {type(value).__name__}")
+            tensor = as_tensor(value, f"{path}: {name}")
+            found[name] = _Found(tensor.dtype, tensor.shape, None, tensor)
     return found
 
 

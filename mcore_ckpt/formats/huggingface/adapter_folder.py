@@ -53,16 +53,13 @@ def plan_adapter_folder(
     """Plans the folder of an adapter.
 
     Args:
-        model: the model that has the adapters.
         adapted: HuggingFace tensors with the adapters of their slabs (`models.peft_adapters.with_adapters`).
         tensors: the tensors of the source by name.
-        settings: the adapters' settings.
         dtype: the dtype to write; None keeps the stored dtypes.
         base: the name or folder of the base model, for `adapter_config.json`.
         beside: the weights that were trained in full.
 
-    Raises:
-        UnsupportedError: PEFT has no name for an adapter, or safetensors files cannot store its dtype.
+    Raises UnsupportedError: PEFT has no name for an adapter, or safetensors files cannot store its dtype.
     """
     beside = beside or FullyTrained()
     plan = plan_tensors([*peft_tensors(adapted), *beside.tensors], tensors, dtype=dtype, max_shard_bytes=_ALL_IN_ONE)

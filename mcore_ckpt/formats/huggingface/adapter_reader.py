@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointNotFoundError, UnsupportedError
-from mcore_ckpt.formats.fsdp.adapters import adapter_name_of, names_of_adapters
+from mcore_ckpt.formats.fsdp.adapters import adapter_name_of, check_one_adapter
 from mcore_ckpt.formats.huggingface.adapter_folder import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from mcore_ckpt.formats.huggingface.reader import FolderContents, HuggingFaceReader
 from mcore_ckpt.formats.huggingface.safetensors_files import INDEX_FILE, SINGLE_FILE, HfStored, read_file
@@ -79,12 +79,8 @@ def read_adapter_contents(folder: Path, base: Path | None = None) -> FolderConte
         if name in adapter and adapter[name] not in allowed:
             raise UnsupportedError(f"{path}: {name} is {fields.shown(adapter[name])}, which is not supported")
     tensors = read_file(folder / ADAPTER_FILE)
-    sets = names_of_adapters(tensor.name for tensor in tensors)
-    if len(sets) > 1:
-        raise UnsupportedError(
-            f"{folder / ADAPTER_FILE}: has the sets of adapters {', '.join(sorted(sets))}: only one is supported: save "
-            "each in a folder of its own"
-        )
+    names = (tensor.name for tensor in tensors)
+    check_one_adapter(names, folder / ADAPTER_FILE, "save each in a folder of its own")
     stored = {tensor.name: tensor for tensor in map(_with_plain_name, tensors)}
     size = (folder / ADAPTER_FILE).stat().st_size
     return FolderContents(folder, _base_config(folder, adapter, base), stored, {ADAPTER_FILE: size}, adapter)
@@ -132,7 +128,6 @@ class AdapterReader(HuggingFaceReader):
     Megatron's adapter of a fused layer has one A for several HuggingFace layers. The folder has a copy for each.
 
     Args:
-        contents: the folder's contents, from `read_adapter_contents`.
         adapters: the global shapes of all tensors of the model's adapters, by name.
 
     Raises:
@@ -173,8 +168,7 @@ class AdapterReader(HuggingFaceReader):
     def check_left_out(self) -> None:
         """Checks that all copies of a tensor that Megatron has only once are equal, and that its zeros are zeros.
 
-        Raises:
-            CheckpointMismatchError: they differ, so the model cannot hold them.
+        Raises CheckpointMismatchError: they differ, so the model cannot hold them.
         """
         self._check_zeros()
         stored = DequantizingReader(self.place, self.contents.config, self.contents.tensors)

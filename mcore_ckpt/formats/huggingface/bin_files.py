@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
 from mcore_ckpt.formats.contract import TensorInfo
 from mcore_ckpt.formats.huggingface.safetensors_files import read_weight_map
 from mcore_ckpt.formats.shard_reader import ShardReader, stored_shard
-from mcore_ckpt.formats.torch_save_files import PtTensor, read_pt
+from mcore_ckpt.formats.torch_save_files import as_state_dict, as_tensor, read_pt
 from mcore_ckpt.sharding.plan import StoredShard
 from mcore_ckpt.sharding.regions import Region
 
@@ -49,11 +48,7 @@ def _read_bins(folder: Path) -> dict[str, tuple[TensorInfo, StoredShard]]:
 
 
 def _read_bin(path: Path) -> Iterator[tuple[str, tuple[TensorInfo, StoredShard]]]:
-    state: Any = read_pt(path)
-    if not isinstance(state, Mapping):
-        raise CheckpointCorruptError(f"{path}: wanted a state dict, found a {type(state).__name__}")
-    for name, tensor in state.items():
-        if not isinstance(tensor, PtTensor):
-            raise CheckpointCorruptError(f"{path}: {name}: wanted a tensor, found a {type(tensor).__name__}")
+    for name, value in as_state_dict(read_pt(path), str(path)).items():
+        tensor = as_tensor(value, f"{path}: {name}")
         shard = stored_shard(str(name), tensor, Region.whole(tensor.shape))
         yield str(name), (TensorInfo(tensor.dtype, tensor.shape), shard)

@@ -61,7 +61,6 @@ class FileTensor:
 
     Attributes:
         tensor: the tensor's name, shape and slabs. `mcore` in the slabs is the tensor's name in the source.
-        dtype: the dtype in the file.
         quantized: which part of the quantized tensor it is. None if the file has the tensor's values.
     """
 
@@ -147,7 +146,6 @@ def plan_export(
     Adapters are merged into the weights.
 
     Args:
-        model: the model that `config.json` describes.
         tensors: the tensors of the source by name. Vocabulary rows after the model's last row are padding and left out.
         alpha: the alpha of the adapters among the tensors; an adapter of rank r is scaled by alpha / r. Needed if there
             are adapters.

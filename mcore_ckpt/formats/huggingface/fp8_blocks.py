@@ -102,7 +102,8 @@ class Fp8Blocks:
 
     def config(self, plain: Iterable[HfTensor]) -> dict[str, Any]:
         """Returns the `quantization_config` of a model. `plain` are its tensors that are not quantized."""
-        own = {name.removesuffix(".weight") for name in _matrices(plain)}
+        matrices = (each.name for each in plain if len(each.shape) == 2 and each.name != HF_EMBEDDING)
+        own = {name.removesuffix(".weight") for name in matrices}
         kept = [*self.kept, *sorted(own - {*self.kept})]
         fields = {
             "quant_method": "fp8",
@@ -120,13 +121,11 @@ class Fp8Blocks:
 
         Args:
             values: the values, as a matrix of any floating-point dtype that begins with a block.
-            name: the weight's name, for errors.
 
         Returns:
             The codes, of the shape of `values`, and the scales of its blocks.
 
-        Raises:
-            CheckpointMismatchError: a value is NaN or infinite.
+        Raises CheckpointMismatchError: a value is NaN or infinite.
         """
         (rows, columns), (height, width) = values.shape, self.block
         grid = self.grid((rows, columns))
@@ -146,7 +145,3 @@ class Fp8Blocks:
             scales = torch.exp2(scales.log2().ceil())
         codes = (blocks / scales[:, None, :, None]).clamp_(-_LARGEST, _LARGEST).to(CODES)
         return codes.view(padded.shape)[:rows, :columns].contiguous(), scales.to(self.scale_dtype)
-
-
-def _matrices(tensors: Iterable[HfTensor]) -> Iterable[str]:
-    return (tensor.name for tensor in tensors if len(tensor.shape) == 2 and tensor.name != HF_EMBEDDING)

@@ -49,7 +49,6 @@ class ModelWriter(_WeightsWriter):
     """Writes a model: weights, index, configuration and the other assets.
 
     Attributes:
-        model: the model, which `config.json` will describe.
         config_dir: the folder with the configuration, the tokenizer and the other files to copy.
     """
 
@@ -70,11 +69,7 @@ class ModelWriter(_WeightsWriter):
 
 @dataclass(frozen=True, eq=False)
 class AdapterWriter(_WeightsWriter):
-    """Writes an adapter in PEFT's form.
-
-    Attributes:
-        adapter: the planned folder. Its weights are in `plan`.
-    """
+    """Writes an adapter in PEFT's form: the planned folder `adapter`, whose weights are in `plan`."""
 
     adapter: AdapterFolder
 

@@ -28,6 +28,9 @@ from mcore_ckpt.sharding.regions import Shape
 CodeKind = Literal["float8_e4m3fn", "float8_e5m2", "int8", "float4_e2m1", "packed_int4", "packed_int8"]
 """What a code stands for. Packed integers have an offset of half their range, so that code 0 is the lowest number."""
 
+Stored = Mapping[str, HfStored]
+Fields = Mapping[str, Any]
+
 _OF_4_BITS = ("float4_e2m1", "packed_int4")
 _KINDS: Mapping[torch.dtype, CodeKind] = {
     torch.float8_e4m3fn: "float8_e4m3fn",
@@ -59,8 +62,6 @@ class QuantizedTensor:
     Attributes:
         values: the tensor as if its values were stored: its name, shape and dtype. File, offset and size belong to its
             codes.
-        kind: what a code stands for.
-        scales: the stored scales.
         matrix: the rows and columns of one matrix of codes. A tensor of several matrices has them one after the other.
         grid: the rows and columns of the scales of one matrix.
         block: the rows and columns that share a scale.
@@ -85,13 +86,11 @@ class QuantizedTensor:
 
 
 def logical_tensors(
-    config: HfConfig, stored: Mapping[str, HfStored], dtype: torch.dtype | None = None
+    config: HfConfig, stored: Stored, dtype: torch.dtype | None = None
 ) -> tuple[dict[str, HfStored], dict[str, QuantizedTensor]]:
     """Returns the tensors of a folder as if none of them were quantized, and the quantized tensors.
 
     Args:
-        config: the parsed `config.json`.
-        stored: the tensors in the files, by name.
         dtype: the dtype of the values of quantized tensors; None takes the dtype in `config.json`.
 
     Raises:
@@ -131,7 +130,7 @@ def logical_tensors(
 
 
 def _of_8_bits(
-    stored: Mapping[str, HfStored], suffix: str, block: Any, dtype: torch.dtype, equal_parts: bool = False
+    stored: Stored, suffix: str, block: Any, dtype: torch.dtype, equal_parts: bool = False
 ) -> Iterable[QuantizedTensor]:
     for name, codes in stored.items():
         scales = stored.get(name + suffix)
@@ -139,16 +138,12 @@ def _of_8_bits(
             yield _by_blocks(replace(codes, dtype=dtype), _KINDS[codes.dtype], scales, block, equal_parts)
 
 
-def _find_fp8(
-    stored: Mapping[str, HfStored], fields: Mapping[str, Any], dtype: torch.dtype
-) -> Iterable[QuantizedTensor]:
+def _find_fp8(stored: Stored, fields: Fields, dtype: torch.dtype) -> Iterable[QuantizedTensor]:
     # Without the field, blocks have transformers' default size (FineGrainedFP8Config).
     return _of_8_bits(stored, "_scale_inv", fields.get("weight_block_size", DEFAULT_BLOCK), dtype)
 
 
-def _find_mxfp4(
-    stored: Mapping[str, HfStored], fields: Mapping[str, Any], dtype: torch.dtype
-) -> Iterable[QuantizedTensor]:
+def _find_mxfp4(stored: Stored, fields: Fields, dtype: torch.dtype) -> Iterable[QuantizedTensor]:
     for name, blocks in stored.items():
         base = name.removesuffix("_blocks")
         scales = stored.get(f"{base}_scales")
@@ -165,9 +160,7 @@ def _find_mxfp4(
         )
 
 
-def _find_compressed(
-    stored: Mapping[str, HfStored], fields: Mapping[str, Any], dtype: torch.dtype
-) -> Iterable[QuantizedTensor]:
+def _find_compressed(stored: Stored, fields: Fields, dtype: torch.dtype) -> Iterable[QuantizedTensor]:
     if fields.get("transform_config"):
         raise UnsupportedError(
             "config.json: quantization_config has a transform_config: weights that were rotated before they were "
@@ -187,7 +180,7 @@ def _find_compressed(
         yield replace(tensor, computed=None if tensor.scales.dtype == dtype else tensor.scales.dtype)
 
 
-def _packed(stored: Mapping[str, HfStored], bits: set[Any], dtype: torch.dtype) -> Iterable[QuantizedTensor]:
+def _packed(stored: Stored, bits: set[Any], dtype: torch.dtype) -> Iterable[QuantizedTensor]:
     for name, packed in stored.items():
         scales = stored.get(f"{name.removesuffix('_packed')}_scale")
         if not name.endswith("_packed") or scales is None:
@@ -203,7 +196,7 @@ def _packed(stored: Mapping[str, HfStored], bits: set[Any], dtype: torch.dtype) 
         yield _by_blocks(values, _PACKED[width], scales, None, equal_parts=True)
 
 
-_Finder = Callable[[Mapping[str, HfStored], Mapping[str, Any], torch.dtype], Iterable[QuantizedTensor]]
+_Finder = Callable[[Stored, Fields, torch.dtype], Iterable[QuantizedTensor]]
 _FINDERS: Mapping[str, _Finder] = {"fp8": _find_fp8, "mxfp4": _find_mxfp4, "compressed-tensors": _find_compressed}
 
 

@@ -13,7 +13,7 @@ import torch
 from mcore_ckpt import json_bounds
 from mcore_ckpt.checkpoint.dtypes import torch_dtype
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError, UnsupportedError
-from mcore_ckpt.formats.contract import ReadTargets, TensorInfo
+from mcore_ckpt.formats.contract import ReadTarget, ReadTargets, TensorInfo
 from mcore_ckpt.formats.huggingface.safetensors_files import DTYPES, NAMES, HfStored, read_folder
 from mcore_ckpt.formats.huggingface.stored_weights import DequantizingReader, StoredWeights
 from mcore_ckpt.formats.locate import same_bytes
@@ -39,7 +39,6 @@ class FolderContents:
     """The contents of `config.json` and of the files' headers. Ranks that cannot see the folder can plan with them.
 
     Attributes:
-        folder: the folder.
         config: the parsed `config.json`, with an adapter that of the base model.
         tensors: all tensors by name.
         sizes: the size of each file in bytes, by name.
@@ -128,7 +127,6 @@ class HuggingFaceReader(ShardReader):
     dequantized while they are read.
 
     Args:
-        contents: the folder's contents.
         ignore: regular expressions of HuggingFace names to leave out.
         dtype: the dtype of the values of quantized tensors; None takes the dtype in `config.json`.
         tower_of: the names of the live model's tensors. They show which modules its vision tower consists of. Without
@@ -194,8 +192,8 @@ class HuggingFaceReader(ShardReader):
 
     def read(self, ranges: ReadTargets, check: bool = True) -> int:
         """See `ShardReader.read`. To convert values, it needs memory for one HuggingFace tensor at a time."""
-        as_stored: list[tuple[ReadRange, torch.Tensor]] = []
-        changed: dict[tuple[str, int], list[tuple[ReadRange, torch.Tensor]]] = {}
+        as_stored: list[ReadTarget] = []
+        changed: dict[tuple[str, int], list[ReadTarget]] = {}
         for read in ranges:
             place = read[0].stored.file, read[0].stored.offset
             (changed.setdefault(place, []) if place in self._changed else as_stored).append(read)
@@ -253,8 +251,7 @@ class HuggingFaceReader(ShardReader):
     def check_left_out(self) -> None:
         """Checks the tensors that Megatron has no place for: zeros, and copies of other tensors.
 
-        Raises:
-            CheckpointMismatchError: such a tensor has other values, which would be lost silently.
+        Raises CheckpointMismatchError: such a tensor has other values, which would be lost silently.
         """
         self._check_zeros()
         stored = DequantizingReader(self.place, self.contents.config, self.contents.tensors)
@@ -278,7 +275,7 @@ class HuggingFaceReader(ShardReader):
                     f"{shard.offset} has no counterpart in megatron, so it must be zero, but it is not"
                 )
 
-    def _read_changed(self, changed: _Changed, reads: Sequence[tuple[ReadRange, torch.Tensor]]) -> int:
+    def _read_changed(self, changed: _Changed, reads: Sequence[ReadTarget]) -> int:
         stored = reads[0][0].stored
         there = torch.empty(changed.shape, dtype=torch_dtype(stored.dtype))
         nbytes = self._weights.read([(ReadRange.whole(stored), there)])

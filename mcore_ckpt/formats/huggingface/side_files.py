@@ -37,7 +37,6 @@ class Unwanted:
 
     Attributes:
         names: patterns of names in lower case.
-        why: the reason.
         told: what reports say about them. Empty if nobody misses them, because the new weights replace them or because
             they belong to no model.
         only_on_top: True if the same names in a subfolder belong to another module, which is copied unchanged.
@@ -121,7 +120,6 @@ class SideFiles:
     """The assets of a model.
 
     Attributes:
-        folder: the model's folder.
         names: the paths of the files to take, relative to the folder.
         left_out: the other files, by reason, except files that nobody misses.
         warnings: what is unusual about some of them.
@@ -142,13 +140,11 @@ def find_side_files(
     training's checkpoints below it. Links to folders are not followed.
 
     Args:
-        folder: the folder of the model.
         destination: where the files will be written.
         without: the paths of files that the caller writes itself.
         quantized: False to leave out the files that say how the old weights are quantized.
 
-    Raises:
-        OSError: a folder cannot be listed.
+    Raises OSError: a folder cannot be listed.
     """
     kinds = LEFT_OUT if quantized else (*LEFT_OUT, QUANTIZATION)
     names: dict[str, str] = {}
@@ -189,8 +185,7 @@ def side_files(
     Links into the hub's cache are followed. If a file cannot be read, it is left out with a warning unless `is_strict`:
     a save would otherwise be lost.
 
-    Raises:
-        OSError: a file cannot be read, or a link leads out of the model.
+    Raises OSError: a file cannot be read, or a link leads out of the model.
     """
     found = find_side_files(folder, destination=destination, without=without, quantized=quantized)
     for warning in found.warnings:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from mcore_ckpt.formats.contract import ReadTargets, TensorInfo
+from mcore_ckpt.formats.contract import ReadTarget, ReadTargets, TensorInfo
 from mcore_ckpt.formats.huggingface.quantized import ACTIVATION_SCALES, CodeKind, QuantizedTensor, logical_tensors
 from mcore_ckpt.formats.huggingface.safetensors_files import HfStored
 from mcore_ckpt.formats.native.ranges import read_stored
@@ -87,16 +87,15 @@ class StoredWeights:
         tensor = self.tensors[name]
         return self.shard(ShardKey(name, MODEL), Region.whole(tensor.shape), tensor)
 
-    def read(self, reads: Sequence[tuple[ReadRange, torch.Tensor]]) -> int:
+    def read(self, reads: Sequence[ReadTarget]) -> int:
         """Fills tensors with ranges of shards, and returns the number of bytes read from files.
 
         Args:
             reads: the ranges, each with the tensor to fill: contiguous, of the shard's dtype, on the CPU or on a GPU.
 
-        Raises:
-            CheckpointCorruptError: a file is missing, truncated or cannot be read.
+        Raises CheckpointCorruptError: a file is missing, truncated or cannot be read.
         """
-        plain: list[tuple[ReadRange, torch.Tensor]] = []
+        plain: list[ReadTarget] = []
         parts: list[_Part] = []
         for read, memory in reads:
             found = self._find(read.stored)
@@ -244,7 +243,7 @@ def _scale_rows(part: _Part) -> tuple[int, int]:
     return first, -(-part.rows[1] // height) - first
 
 
-def _codes_read(part: _Part, memory: torch.Tensor) -> tuple[ReadRange, torch.Tensor]:
+def _codes_read(part: _Part, memory: torch.Tensor) -> ReadTarget:
     stored, (height, width) = part.tensor.values, part.tensor.matrix
     line = width * part.tensor.bits // 8
     start, stop = part.byte_columns
@@ -253,7 +252,7 @@ def _codes_read(part: _Part, memory: torch.Tensor) -> tuple[ReadRange, torch.Ten
     return ReadRange(_bytes_of(stored, torch.uint8), rows), memory
 
 
-def _scales_read(part: _Part, memory: torch.Tensor) -> tuple[ReadRange, torch.Tensor]:
+def _scales_read(part: _Part, memory: torch.Tensor) -> ReadTarget:
     (height, width), (first, count) = part.tensor.grid, _scale_rows(part)
     rows = Rows((part.matrix * height + first) * width, 0, count * width)
     return ReadRange(_bytes_of(part.tensor.scales, memory.dtype), rows), memory

@@ -44,7 +44,6 @@ def write_weights(
     for the tensors of one batch that are converted to other values or another dtype.
 
     Args:
-        plan: the plan of the files.
         numbers: the indices, in `plan.files`, of the files to write.
         reader: the reader of the tensors. Its `read` is called on another thread, one call at a time.
         folder: the folder to write to. It must not have any of these files yet.

@@ -16,7 +16,7 @@ import torch
 
 from mcore_ckpt.checkpoint.dtypes import torch_dtype
 from mcore_ckpt.checkpoint.halves import join_halves
-from mcore_ckpt.formats.contract import Read
+from mcore_ckpt.formats.contract import Read, ReadTarget
 from mcore_ckpt.io import tuning
 from mcore_ckpt.io.batches import batches
 from mcore_ckpt.sharding.overlap import Rows, rows_into
@@ -71,9 +71,7 @@ def decoded(stored: torch.Tensor, scale: torch.Tensor | None, upper: torch.Tenso
     return elements.to(torch.float32).mul_(scale)
 
 
-def read_coded(
-    ranges: Sequence[tuple[ReadRange, torch.Tensor]], read: Read, partners: Callable[[StoredShard], Partners]
-) -> int:
+def read_coded(ranges: Sequence[ReadTarget], read: Read, partners: Callable[[StoredShard], Partners]) -> int:
     """Fills float32 tensors with values of coded shards, and returns the number of bytes read.
 
     The temporary memory is at most CONVERT_BYTES, or what one range needs. `read` reads ranges of stored elements, and
@@ -81,7 +79,7 @@ def read_coded(
     """
     nbytes = 0
     for batch in batches(ranges, lambda one: one[0].rows.numel * one[1].element_size(), tuning.CONVERT_BYTES):
-        reads: list[tuple[ReadRange, torch.Tensor]] = []
+        reads: list[ReadTarget] = []
         parts = [_part(range_, target, partners(range_.stored), reads) for range_, target in batch]
         nbytes += read(reads)
         for part in parts:
@@ -89,9 +87,7 @@ def read_coded(
     return nbytes
 
 
-def _part(
-    range_: ReadRange, target: torch.Tensor, partners: Partners, reads: list[tuple[ReadRange, torch.Tensor]]
-) -> _Part:
+def _part(range_: ReadRange, target: torch.Tensor, partners: Partners, reads: list[ReadTarget]) -> _Part:
     """Makes the memory for one range, and appends the reads that fill it to `reads`."""
     rows, shard = range_.rows, range_.stored.as_stored
     # The elements are read without gaps, whatever lies between the rows in the tensor.

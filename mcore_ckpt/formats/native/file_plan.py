@@ -43,7 +43,6 @@ class FilePlan:
     Attributes:
         request: the write request. Its tensors are stand-ins on the `meta` device, so that a plan keeps no training
             state alive.
-        pt: the file's skeleton.
         layout: the file layout of the skeleton, for the native writer.
         index: the file's index without CRCs.
         share: all writers of the file, with their ranges.

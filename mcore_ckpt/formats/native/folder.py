@@ -8,17 +8,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
-import torch
-
 from mcore_ckpt.checkpoint.damage import Damage, verify_files
 from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest
 from mcore_ckpt.checkpoint.plain_files import read_plain
 from mcore_ckpt.checkpoint.reading import check_sizes, read_manifest
+from mcore_ckpt.formats.contract import ReadTarget
 from mcore_ckpt.formats.native.ranges import read_ranges
 from mcore_ckpt.formats.native.stored_tensors import IndexFolder, LocalIndexes
 from mcore_ckpt.io import tuning
 from mcore_ckpt.io.node_memory import is_memory
-from mcore_ckpt.sharding.plan import ReadRange
 
 
 class Folder(IndexFolder, Protocol):
@@ -31,9 +29,7 @@ class Folder(IndexFolder, Protocol):
 
     def plain(self, record: FileRecord) -> dict[str, Any]: ...
 
-    def fill(
-        self, files: Mapping[str, FileRecord], reads: Sequence[tuple[ReadRange, torch.Tensor]], check: bool = True
-    ) -> int: ...
+    def fill(self, files: Mapping[str, FileRecord], reads: Sequence[ReadTarget], check: bool = True) -> int: ...
 
     def verify(self, files: Sequence[FileRecord]) -> list[Damage]:
         """Reads whole files and lists all differences from their records."""
@@ -52,9 +48,7 @@ class LocalFolder(LocalIndexes):
     def plain(self, record: FileRecord) -> dict[str, Any]:
         return read_plain(self.place, record)
 
-    def fill(
-        self, files: Mapping[str, FileRecord], reads: Sequence[tuple[ReadRange, torch.Tensor]], check: bool = True
-    ) -> int:
+    def fill(self, files: Mapping[str, FileRecord], reads: Sequence[ReadTarget], check: bool = True) -> int:
         return read_ranges(self.place, files, reads, check, self._piece_bytes)
 
     @cached_property

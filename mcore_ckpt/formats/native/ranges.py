@@ -6,30 +6,27 @@ import errno
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import torch
-
 from mcore_ckpt.checkpoint.element_sizes import item_bytes
 from mcore_ckpt.checkpoint.index import BLOCK_BYTES
 from mcore_ckpt.checkpoint.manifest import FileRecord
 from mcore_ckpt.checkpoint.reading import open_file
 from mcore_ckpt.errors import CheckpointCorruptError
+from mcore_ckpt.formats.contract import ReadTarget
 from mcore_ckpt.io import _native, tuning
 from mcore_ckpt.io.device_waits import patience_s, saying_what_hangs
 from mcore_ckpt.io.disk_watch import in_job
-from mcore_ckpt.sharding.plan import ReadRange
 
 
 def read_ranges(
     role_dir: Path,
     files: Mapping[str, FileRecord],
-    reads: Sequence[tuple[ReadRange, torch.Tensor]],
+    reads: Sequence[ReadTarget],
     check: bool = True,
     piece_bytes: int = tuning.READ_BYTES,
 ) -> int:
     """Fills tensors with ranges of stored shards, on several threads, and returns the number of bytes read.
 
     Args:
-        role_dir: the folder of the files.
         files: the manifest's records, by path.
         reads: the ranges, each with the tensor to fill: contiguous, of the stored dtype, on the CPU or on a GPU.
         check: whether to check the CRC of each block before its bytes are used.
@@ -60,10 +57,7 @@ def _run(job: _native.ReadJob) -> None:
 
 
 def read_stored(
-    role_dir: Path,
-    reads: Sequence[tuple[ReadRange, torch.Tensor]],
-    check: bool = True,
-    piece_bytes: int = tuning.READ_BYTES,
+    role_dir: Path, reads: Sequence[ReadTarget], check: bool = True, piece_bytes: int = tuning.READ_BYTES
 ) -> int:
     """Does the same as `read_ranges`, but does not check the files' sizes, which may be unknown."""
     paths = sorted({read.stored.file for read, _ in reads})

@@ -6,13 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from mcore_ckpt.checkpoint.dtypes import torch_dtype
 from mcore_ckpt.checkpoint.manifest import Manifest
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.errors import CheckpointCorruptError
-from mcore_ckpt.formats.contract import RankPosition, ReadTargets, TensorInfo
+from mcore_ckpt.formats.contract import RankPosition, ReadTarget, ReadTargets, TensorInfo
 from mcore_ckpt.formats.native.coded import Partners, read_coded
 from mcore_ckpt.formats.native.folder import Folder, LocalFolder
 from mcore_ckpt.formats.native.stored_tensors import StoredTensors
@@ -54,12 +52,12 @@ class NativeReader(StoredTensors):
         return TensorInfo(torch_dtype(shard.dtype), shard.region.global_shape)
 
     def read(self, ranges: ReadTargets, check: bool = True) -> int:
-        plain: list[tuple[ReadRange, torch.Tensor]] = []
-        coded: list[tuple[ReadRange, torch.Tensor]] = []
+        plain: list[ReadTarget] = []
+        coded: list[ReadTarget] = []
         for part in ranges:
             (plain if part[0].stored.coding is None else coded).append(part)
 
-        def fill(parts: Sequence[tuple[ReadRange, torch.Tensor]]) -> int:
+        def fill(parts: Sequence[ReadTarget]) -> int:
             return self.folder.fill(self.by_path, parts, check)
 
         return fill(plain) + (read_coded(coded, fill, self.partners) if coded else 0)
@@ -71,8 +69,7 @@ class NativeReader(StoredTensors):
     def partners(self, shard: StoredShard) -> Partners:
         """Finds what is needed, besides a coded shard's elements, to compute its values.
 
-        Raises:
-            CheckpointCorruptError: upper halves of some elements are in no file.
+        Raises CheckpointCorruptError: upper halves of some elements are in no file.
         """
         found = self._partners.get((shard.key, shard.file))
         if found is None:

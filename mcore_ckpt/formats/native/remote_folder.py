@@ -24,6 +24,7 @@ from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest
 from mcore_ckpt.checkpoint.plain_files import parse_plain
 from mcore_ckpt.checkpoint.reading import check_size, parse_entries, read_remote_manifest, wrong_crc
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
+from mcore_ckpt.formats.contract import ReadTarget
 from mcore_ckpt.io import _native, limits, tuning
 from mcore_ckpt.io.checksums import crc32
 from mcore_ckpt.io.threads import for_each
@@ -46,7 +47,6 @@ class RemoteFolder:
     """A checkpoint's folder in a remote store or on another node; implements `formats.native.folder.Folder`.
 
     Attributes:
-        store: the store.
         key: the folder's key in the store.
     """
 
@@ -94,9 +94,7 @@ class RemoteFolder:
         self.check([record])
         return parse_plain(bytes(self._read(record.path, 0, record.size)), record, self._url(record.path))
 
-    def fill(
-        self, files: Mapping[str, FileRecord], reads: Sequence[tuple[ReadRange, torch.Tensor]], check: bool = True
-    ) -> int:
+    def fill(self, files: Mapping[str, FileRecord], reads: Sequence[ReadTarget], check: bool = True) -> int:
         """Does the same as `ranges.read_ranges`, but returns the number of bytes fetched."""
         self.check([files[path] for path in {read.stored.file for read, _ in reads}])
         fetches = list(plan_fetches(reads))
@@ -220,7 +218,7 @@ class Fetch:
     parts: tuple[BlockRun, ...]
 
 
-def plan_fetches(reads: Iterable[tuple[ReadRange, torch.Tensor]]) -> Iterator[Fetch]:
+def plan_fetches(reads: Iterable[ReadTarget]) -> Iterator[Fetch]:
     """Plans the requests that fetch all wanted blocks. Blocks that are near each other share a request.
 
     A block that two reads need is fetched twice only if it is at the border of two requests.

@@ -57,7 +57,6 @@ def share_out(ranks: tuple[int, ...], end: int, least: int, starts: Sequence[int
 
     Args:
         ranks: the ranks that hold all tensors.
-        end: the number of bytes.
         least: about how many bytes a rank writes at least.
         starts: the offset of each tensor, ascending.
 

@@ -20,7 +20,6 @@ class TensorWrite:
         path: the keys that lead from the root of the tree to the tensor.
         key: the global name and the kind.
         region: the region of the global tensor that this tensor holds.
-        tensor: the live tensor.
         shape: the tensor's shape in the file.
         is_buffer: True for a tensor that is neither a parameter nor optimizer state. Such a tensor can change at any
             point of a training step.
@@ -47,7 +46,6 @@ class WriteRequest:
 
     Attributes:
         path: the file's path below the role's folder.
-        kind: the file's kind in the manifest.
         tensors: the tensors, in the order of the tree.
         aliases: the keys that share the bytes of another key.
         tree: the keys of dicts at the root of the tree that are written even if they are empty.

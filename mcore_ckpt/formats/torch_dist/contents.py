@@ -125,8 +125,7 @@ class Contents:
     def describe(self) -> dict[str, TensorStorageMetadata | BytesStorageMetadata]:
         """Returns the `state_dict_metadata` of `.metadata`: the stored tensors, each with its slices, and the objects.
 
-        Raises:
-            CheckpointMismatchError: tensors that are stored under one key differ in dtype.
+        Raises CheckpointMismatchError: tensors that are stored under one key differ in dtype.
         """
         found: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
             key: BytesStorageMetadata() for key in self.objects

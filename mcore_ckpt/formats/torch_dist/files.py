@@ -56,7 +56,6 @@ class WantedPart:
     """A box of a stored tensor to read.
 
     Attributes:
-        key: the stored tensor's key.
         global_shape: the shape of the whole tensor.
         offset: the box's offset in the whole tensor.
         memory: the CPU tensor to fill, with as many axes as the whole tensor.
@@ -133,7 +132,6 @@ class TorchDistFiles:
     """A torch_dist checkpoint in one or several folders. verl writes model, optimizer and extra to separate folders.
 
     Args:
-        path: the checkpoint, for messages.
         folders: the folders that `dist_checkpointing.save` wrote.
 
     Raises:

@@ -51,7 +51,6 @@ class Place:
     """The place of a tensor in a stored tensor.
 
     Attributes:
-        key: the key of the stored tensor.
         index: the tensor's index along the axes of layers and experts, which the stored tensor has in front.
         lengths: the lengths of these axes.
     """
@@ -72,8 +71,6 @@ class Keys:
 
     Args:
         names: the names of all tensors of the model in the local layer specs.
-        layers: the number of decoder layers.
-        experts: the number of experts in a mixture-of-experts layer.
         alike: True if all decoder layers have the same structure.
     """
 

@@ -59,13 +59,6 @@ def read_optimizer(
 ) -> list[FoundPart]:
     """Reads the state of each chained optimizer on this rank.
 
-    Args:
-        files: the checkpoint.
-        keys: the checkpoint's keys.
-        training: what this rank trains.
-        tensors: the model's tensors.
-        weights: the weights that were read from the checkpoint.
-
     Raises:
         CheckpointMismatchError, CheckpointCorruptError, UnsupportedError: see `ForeignState`.
     """

@@ -109,7 +109,8 @@ def open_torch_dist(path: Path) -> ShardReader:
         rows = _rows_of_sections(tensors.values())
         for key, (of, stored) in tensors.items():
             shape, first = _whole(of, tuple(stored.size), rows)
-            infos |= _infos(of, stored, shape)
+            info = TensorInfo(stored.properties.dtype, shape)
+            infos |= {_name(of, index): info for index in product(*map(range, tuple(stored.size)[: len(of.axes)]))}
             for box in stored.chunks:
                 place = metadata.storage_data.get(MetadataIndex(key, box.offsets))
                 chunk = _Chunk(folder, key, of, shape, first, box, place)
@@ -182,11 +183,6 @@ def _whole(of: _Key, size: Shape, rows: Mapping[str, Mapping[str, int]]) -> tupl
     before = _SECTIONS[: _SECTIONS.index(of.section)]
     lengths = rows[of.name]
     return (sum(lengths.values()), *shape[1:]), sum(lengths.get(section, 0) for section in before)
-
-
-def _infos(of: _Key, stored: TensorStorageMetadata, shape: Shape) -> dict[str, TensorInfo]:
-    info = TensorInfo(stored.properties.dtype, shape)
-    return {_name(of, index): info for index in product(*map(range, tuple(stored.size)[: len(of.axes)]))}
 
 
 def _name(of: _Key, index: Sequence[int]) -> str:

@@ -33,7 +33,6 @@ class StoredKeys:
     """Maps megatron's keys for the live model to the keys of one checkpoint.
 
     Args:
-        files: the checkpoint.
         layers: all layers of the live model.
 
     Attributes:

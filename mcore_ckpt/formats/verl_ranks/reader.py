@@ -18,7 +18,7 @@ from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError, C
 from mcore_ckpt.formats.contract import TensorInfo
 from mcore_ckpt.formats.locate import same_bytes
 from mcore_ckpt.formats.shard_reader import ShardReader, stored_shard
-from mcore_ckpt.formats.torch_save_files import PtTensor, read_pt
+from mcore_ckpt.formats.torch_save_files import PtTensor, as_state_dict, as_tensor, read_pt
 from mcore_ckpt.formats.verl_ranks.kind import bare_name, model_file, rank_dirs
 from mcore_ckpt.models.table import MCORE_EMBEDDING, MCORE_HEAD
 from mcore_ckpt.sharding.cuts import Cut, axes_of, has_sections
@@ -67,7 +67,6 @@ def open_verl_ranks(
     stage. Each expert-parallel rank numbers its experts from 0.
 
     Args:
-        folder: the role's folder.
         expected: the global shapes of the model's tensors, without padding of the vocabulary, each under any of the
             tensor's synonyms. The shapes show how the tensors are cut. The names do not show this for experts with
             their own tensor-parallel size and for the down-projections of latent attention.
@@ -160,15 +159,10 @@ def _chunks(folder: Path) -> list[Chunk]:
 
 
 def _chunk(where: str, saved: Any) -> Chunk:
-    if not isinstance(saved, Mapping):
-        raise CheckpointCorruptError(f"{where}: wanted a state dict, found a {type(saved).__name__}")
-    bare = {bare_name(str(name)): value for name, value in saved.items()}
+    bare = {bare_name(str(name)): value for name, value in as_state_dict(saved, where).items()}
     # Only FP8 needs transformer-engine's _extra_state.
     stored = {name: value for name, value in bare.items() if not name.endswith("_extra_state") and value is not None}
-    for name, value in stored.items():
-        if not isinstance(value, PtTensor):
-            raise CheckpointCorruptError(f"{where}: {name}: wanted a tensor, found a {type(value).__name__}")
-    return stored
+    return {name: as_tensor(value, f"{where}: {name}") for name, value in stored.items()}
 
 
 def _check_ranks(folder: Path, ranks: Sequence[_Ranks]) -> int:

@@ -40,8 +40,7 @@ _SCHEDULER_FILE = "optimizer_scheduler/optimizer_scheduler.pt"
 class VerlRanksState(ForeignState):
     """One folder of per-rank files.
 
-    Raises:
-        CheckpointMismatchError: the checkpoint was saved under another layout.
+    Raises CheckpointMismatchError: the checkpoint was saved under another layout.
     """
 
     def __init__(self, path: Path, training: LiveTraining) -> None:

@@ -33,7 +33,7 @@ def attention(hf: str, when: str, queries: str = "heads", order: Transform = qkv
     Args:
         hf: the beginning of their HuggingFace names.
         when: see `Row`.
-        queries: how often the projection of queries has the rows of one head.
+        queries: the number of heads in the projection of queries, in words.
         order: the order of the rows of queries, keys and values.
         bias: the words of `Row.when` for a bias of queries, keys and values. Empty: there is none.
     """

@@ -15,10 +15,8 @@ rows count (`with_tower_of`). A converted checkpoint gets the tower that Megatro
 no `sharded_state_dict`. megatron assumes that each of their tensors is whole on every rank
 (`sharded_state_dict_default`), which is true.
 
-Tests of Qwen2.5-VL compare the logits of images. Qwen3-VL uses rotary frequencies for time, height and width in turn,
-and adds the tower's inner features within the decoder. GPTModel can do neither, so tests of Qwen3-VL compare only the
-tower's outputs for images. The tower of Kimi-K2.5 comes as Python files with the model, which are never run here. Its
-tests compare the logits of text and the bits of the tower.
+Qwen3-VL uses rotary frequencies for time, height and width in turn, and adds the tower's inner features within the
+decoder. GPTModel can do neither, so tests compare only the tower's outputs for its images.
 """
 
 from __future__ import annotations
