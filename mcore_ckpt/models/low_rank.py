@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from mcore_ckpt.sharding.regions import Region
 
+PEFT_PREFIX = "base_model.model."
+"""The beginning of the names that PEFT gives tensors."""
+
 
 @dataclass(frozen=True)
 class Factor:

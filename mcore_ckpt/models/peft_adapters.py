@@ -15,14 +15,13 @@ from typing import Any
 
 from mcore_ckpt.errors import CheckpointMismatchError, UnsupportedError
 from mcore_ckpt.models.architecture import HfModel
-from mcore_ckpt.models.low_rank import Factor, LowRank
+from mcore_ckpt.models.low_rank import PEFT_PREFIX, Factor, LowRank
 from mcore_ckpt.models.mapping import HfTensor, Slab, hf_tensors, is_mtp
 from mcore_ckpt.sharding.adapter_names import LINEAR_IN, LINEAR_OUT, MAGNITUDE, AdapterKey, adapters_among
 from mcore_ckpt.sharding.names import expert_of
 from mcore_ckpt.sharding.regions import Piece, Region, Shape
 from mcore_ckpt.sharding.synonyms import found_as
 
-PEFT_PREFIX = "base_model.model."
 WEIGHT = ".weight"
 
 # The weights of grouped experts have the expert's number at the end.

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from mcore_ckpt.cli.demo.megatron_on_cpu import enable_cpu
-from mcore_ckpt.models.peft_adapters import PEFT_PREFIX
+from mcore_ckpt.models.low_rank import PEFT_PREFIX
 from mcore_ckpt.models.registry import model_from_config
 from tests.support.bridge_peft import add_peft_to_path, import_peft
 from tests.support.global_tensors import to_mcore

@@ -9,9 +9,8 @@ from pathlib import Path
 
 from mcore_ckpt.errors import CheckpointMismatchError, UnsupportedError
 from mcore_ckpt.formats.contract import TensorInfo
-from mcore_ckpt.models.low_rank import Factor, LowRank
+from mcore_ckpt.models.low_rank import PEFT_PREFIX, Factor, LowRank
 from mcore_ckpt.models.mapping import HfTensor, whole_tensor
-from mcore_ckpt.models.peft_adapters import PEFT_PREFIX
 from mcore_ckpt.sharding.regions import Region
 
 # `model.layers.0.self_attn.q_proj.lora_A.default.weight`. "default" is PEFT's name of the adapter.

@@ -38,8 +38,8 @@ from mcore_ckpt.models.accounting import LeftOut
 from mcore_ckpt.models.architecture import Architecture, HfModel, ModelFacts
 from mcore_ckpt.models.architectures.common import facts_of
 from mcore_ckpt.models.config_fields import HfConfig
+from mcore_ckpt.models.low_rank import PEFT_PREFIX
 from mcore_ckpt.models.mapping import HfTensor, check_names, hf_tensors_in, whole_tensor
-from mcore_ckpt.models.peft_adapters import PEFT_PREFIX
 from mcore_ckpt.models.quantization import quantization_of
 from mcore_ckpt.models.registry import known_architectures, model_from_config
 from mcore_ckpt.models.table import Table

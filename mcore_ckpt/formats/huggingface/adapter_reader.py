@@ -23,8 +23,9 @@ from mcore_ckpt.io import limits
 from mcore_ckpt.io.files import read_small
 from mcore_ckpt.models.accounting import IGNORED, account, matching, some_of
 from mcore_ckpt.models.architecture import read_config
+from mcore_ckpt.models.low_rank import PEFT_PREFIX
 from mcore_ckpt.models.mapping import HfTensor, hf_tensors
-from mcore_ckpt.models.peft_adapters import PEFT_PREFIX, peft_tensors, with_adapters
+from mcore_ckpt.models.peft_adapters import peft_tensors, with_adapters
 from mcore_ckpt.models.quantization import without_quantization
 from mcore_ckpt.sharding.regions import Shape
 

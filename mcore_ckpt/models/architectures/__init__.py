@@ -1,6 +1,6 @@
 """The built-in HuggingFace architectures: one module per family of models.
 
-To add an architecture, write a module that exports the tuple `ARCHITECTURES`, and add this tuple to the one below.
+To add an architecture, write a module that exports the tuple `ARCHITECTURES`, and add the module to the list below.
 """
 
 from mcore_ckpt.models.architecture import Architecture
@@ -22,20 +22,8 @@ from mcore_ckpt.models.architectures import (
     seed_oss,
 )
 
-ARCHITECTURES: tuple[Architecture, ...] = (
-    *llama.ARCHITECTURES,
-    *qwen.ARCHITECTURES,
-    *seed_oss.ARCHITECTURES,
-    *mixtral.ARCHITECTURES,
-    *minimax.ARCHITECTURES,
-    *deepseek.ARCHITECTURES,
-    *deepseek_sparse.ARCHITECTURES,
-    *glm.ARCHITECTURES,
-    *qwen3_next.ARCHITECTURES,
-    *qwen3_5.ARCHITECTURES,
-    *gpt_oss.ARCHITECTURES,
-    *nemotron_h.ARCHITECTURES,
-    *qwen_vl.ARCHITECTURES,
-    *kimi_k25.ARCHITECTURES,
-    *refused.ARCHITECTURES,
+_FAMILIES = (
+    *(llama, qwen, seed_oss, mixtral, minimax, deepseek, deepseek_sparse, glm),
+    *(qwen3_next, qwen3_5, gpt_oss, nemotron_h, qwen_vl, kimi_k25, refused),
 )
+ARCHITECTURES: tuple[Architecture, ...] = tuple(each for family in _FAMILIES for each in family.ARCHITECTURES)
