@@ -100,17 +100,17 @@ def exporting_trainer(root: Path, **config: Any) -> Iterator[tuple[CheckpointMan
     """
     if not has_module("transformers"):
         raise NotPossible("no transformers, which the export needs")
-    from mcore_ckpt.cli.demo import training
-    from mcore_ckpt.cli.demo.huggingface import byte_tokenizer, hf_config
-
-    training.TENSOR_PARALLEL = training.PIPELINE_PARALLEL = 1
     from megatron.core import parallel_state, tensor_parallel
+
+    from mcore_ckpt.cli.demo import tiny_trainer, training
+    from mcore_ckpt.cli.demo.huggingface import byte_tokenizer, hf_config
 
     parallel_state.initialize_model_parallel(create_gloo_process_groups=True)
     tensor_parallel.model_parallel_cuda_manual_seed(training.SEED)
     device = torch.device("cuda", torch.cuda.current_device())
     model, optimizer, scheduler = training.build_training_state(device, 10)
-    training.train_step(model, optimizer, scheduler, training.StandardLibraryText(device))
+    text, sizes = training.StandardLibraryText(device), training.MICRO_BATCH
+    tiny_trainer.train_step(model, optimizer, scheduler, text, num_microbatches=training.NUM_MICROBATCHES, **sizes)
     contents = ("model", "optimizer", "extra", "hf_model")
     manager = CheckpointManager(
         root,

@@ -26,6 +26,7 @@ from tests.cuda import emulation
 from mcore_ckpt import CheckpointConfig, CheckpointManager, FastTier
 from mcore_ckpt.checkpoint.file_names import trainer_file
 from mcore_ckpt.cli.demo import training
+from mcore_ckpt.cli.demo.tiny_trainer import train_step
 from mcore_ckpt.errors import CheckpointError, CommitError, UnsupportedError
 from mcore_ckpt.io import _native, tuning
 from mcore_ckpt.load.huggingface import load_hf
@@ -52,25 +53,19 @@ class Training:
     """A small model with its distributed optimizer, on a data-parallel rank for each process."""
 
     def __init__(self) -> None:
-        training.TENSOR_PARALLEL = training.PIPELINE_PARALLEL = training.NUM_MICROBATCHES = 1
-        self.device = training.start_distributed()
+        self.device = training.start_distributed(1, 1)
         self.gpu = int(os.environ.get("EMULATED_GPU", dist.get_rank()))
         emulation.install(self.gpu)
-        make = training.TransformerConfig
-        training.TransformerConfig = lambda **fields: make(**{**fields, "num_layers": LAYERS})  # type: ignore[misc]
-        self.model, self.optimizer, self.scheduler = training.build_training_state(self.device, 40)
+        self.model, self.optimizer, self.scheduler = training.build_training_state(self.device, 40, LAYERS)
         self.text = training.StandardLibraryText(self.device)
         for _ in range(2):
             self.step()
 
     def step(self) -> None:
-        training.train_step(self.model, self.optimizer, self.scheduler, self.text)
+        train_step(self.model, self.optimizer, self.scheduler, self.text, num_microbatches=1, **training.MICRO_BATCH)
 
     def manager(self, name: str, with_optimizer: bool = True, **fields: Any) -> CheckpointManager:
-        hf_config = training.hf_config()
-        hf_config.layer_types = hf_config.layer_types[:LAYERS]
-        hf_config.num_hidden_layers = LAYERS
-        beside = {"hf_config": hf_config, "processing_class": training.byte_tokenizer()}
+        beside = {"hf_config": training.hf_config(LAYERS), "processing_class": training.byte_tokenizer()}
         config = CheckpointConfig(**fields)
         optimizer = self.optimizer if with_optimizer else None
         return CheckpointManager(FOLDER / name, self.model, optimizer, self.scheduler, config=config, **beside)

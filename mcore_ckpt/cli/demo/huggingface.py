@@ -30,7 +30,7 @@ class Generated:
     text: str
 
 
-def hf_config() -> Qwen3Config:
+def hf_config(num_layers: int = 8) -> Qwen3Config:
     """Returns the transformers config of the decoder that `training.build_training_state` builds."""
     from transformers import Qwen3Config
 
@@ -38,7 +38,7 @@ def hf_config() -> Qwen3Config:
         vocab_size=VOCAB_SIZE,
         hidden_size=256,
         intermediate_size=768,
-        num_hidden_layers=8,
+        num_hidden_layers=num_layers,
         num_attention_heads=8,
         num_key_value_heads=2,
         head_dim=32,
