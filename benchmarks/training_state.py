@@ -7,26 +7,20 @@ float32, so 14 bytes a parameter over all ranks' files.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
-)
-from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from mcore_ckpt.cli.demo import tiny_trainer
 from mcore_ckpt.cli.demo.megatron_on_cpu import enable_cpu
 
 BYTES_PER_PARAMETER = 2 + 3 * 4
@@ -34,6 +28,7 @@ TENSORS_PER_LAYER = 6 * 4
 """Norms, QKV, projection and both of the MLP; each as model parameter, main parameter and two moments."""
 
 SEQUENCE_LENGTH = 16
+SCHEDULE = {"max_lr": 1e-4, "min_lr": 1e-5, "lr_warmup_steps": 2, "lr_decay_steps": 1000}
 
 
 @dataclass(frozen=True)
@@ -86,47 +81,24 @@ def build(shape: Shape, tp: int = 1, pp: int = 1, fp8: bool = False, **optimizer
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     torch.manual_seed(1)
     config = _transformer_config(shape, tp, pp, fp8)
-    decoder = GPTModel(
-        config,
-        get_gpt_layer_with_transformer_engine_spec() if fp8 else get_gpt_layer_local_spec(normalization="RMSNorm"),
-        vocab_size=shape.vocab_size,
-        max_sequence_length=shape.sequence_length,
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=False,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-    ).to(device)
+    specs = {"transformer_layer_spec": get_gpt_layer_with_transformer_engine_spec()} if fp8 else {}
+    decoder = tiny_trainer.tiny_model(config, shape.vocab_size, shape.sequence_length, **specs).to(device)
     if not fp8:
         _fill(decoder)
-    ddp_config = DistributedDataParallelConfig(
-        use_distributed_optimizer=True, grad_reduce_in_fp32=True, fp8_param_gather=fp8
-    )
-    model = [DistributedDataParallel(config, ddp_config, Float16Module(config, decoder))]
-    settings = {"bf16": True, "params_dtype": torch.bfloat16, "use_distributed_optimizer": True, **optimizer_config}
-    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-4, min_lr=1e-5, **settings), model)
-    config.finalize_model_grads_func = finalize_model_grads
-    config.grad_scale_func = optimizer.scale_loss
-    state = TrainingState(model, optimizer, _scheduler(optimizer), shape, device)
+    state = TrainingState(*tiny_trainer.trainable(config, decoder, SCHEDULE, **optimizer_config), shape, device)
     train_step(state)
     return state
 
 
 def _transformer_config(shape: Shape, tp: int, pp: int, fp8: bool) -> TransformerConfig:
-    return TransformerConfig(
+    return tiny_trainer.tiny_config(
+        torch.bfloat16,
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
         num_attention_heads=8,
-        num_query_groups=2,
         ffn_hidden_size=3 * shape.hidden_size,
-        bf16=True,
-        params_dtype=torch.bfloat16,
-        pipeline_dtype=torch.bfloat16,
-        normalization="RMSNorm",
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         # transformer-engine makes weights in FP8 on the GPU only.
@@ -134,11 +106,6 @@ def _transformer_config(shape: Shape, tp: int, pp: int, fp8: bool) -> Transforme
         # Megatron's draws each weight in float32 first, which takes longer than what is measured.
         perform_initialization=fp8,
         **({"fp8": "e4m3", "fp8_param": True} if fp8 else {}),
-        gradient_accumulation_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        apply_rope_fusion=False,
     )
 
 
@@ -150,52 +117,22 @@ def _fill(decoder: torch.nn.Module) -> None:
                 parameter.uniform_(-0.03, 0.03)
 
 
-def _scheduler(optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    return OptimizerParamScheduler(
-        optimizer,
-        init_lr=0.0,
-        max_lr=1e-4,
-        min_lr=1e-5,
-        lr_warmup_steps=2,
-        lr_decay_steps=1000,
-        lr_decay_style="cosine",
-        start_wd=0.01,
-        end_wd=0.01,
-        wd_incr_steps=0,
-        wd_incr_style="constant",
-    )
-
-
 def train_step(state: TrainingState) -> None:
-    for chunk in state.model:
-        chunk.zero_grad_buffer()
-    state.optimizer.zero_grad()
-    get_forward_backward_func()(
-        forward_step_func=_forward_step,
-        data_iterator=_batches(state),
-        model=state.model,
+    tiny_trainer.train_step(
+        state.model,
+        state.optimizer,
+        state.scheduler,
+        _batches(state),
         num_microbatches=state.shape.num_microbatches,
-        seq_length=state.shape.sequence_length,
         micro_batch_size=1,
-        forward_only=False,
+        seq_length=state.shape.sequence_length,
     )
-    state.optimizer.step()
-    state.scheduler.step(1)
 
 
 def _batches(state: TrainingState) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     while True:
         tokens = torch.randint(0, state.shape.vocab_size, (1, state.shape.sequence_length + 1), device=state.device)
         yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-
-
-def _forward_step(
-    batches: Iterator[tuple[torch.Tensor, torch.Tensor]], chunk: DistributedDataParallel
-) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]]:
-    tokens, labels = next(batches)
-    positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-    output = chunk(tokens, positions, None, labels=labels)
-    return output, lambda losses: (losses.mean(), {"loss": losses.detach().mean()})
 
 
 def rank_tensors(state: TrainingState) -> dict[str, torch.Tensor]:
