@@ -25,7 +25,7 @@ from mcore_ckpt.models.registry import model_from_config
 from mcore_ckpt.sharding.plan import MODEL
 from mcore_ckpt.sharding.synonyms import synonyms
 from mcore_ckpt.state.model import model_shards, unwrap
-from tests.distributed.training import ON_CPU, Layout, RMSNorm
+from tests.distributed.training import Layout, RMSNorm
 from tests.support.element_positions import positions
 from tests.support.global_tensors import to_mcore
 from tests.support.parity import (
@@ -132,7 +132,7 @@ def _config(wanted: McoreConfig, shape: Shape) -> TransformerConfig:
         fp16=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        **ON_CPU,
+        use_cpu_initialization=True,
         **mixture,
     )
     return config

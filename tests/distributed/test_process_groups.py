@@ -17,9 +17,9 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm.mamba_mixer import MambaMixer
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mcore_ckpt import CheckpointManager
+from mcore_ckpt.cli.demo.tiny_trainer import tiny_config
 from mcore_ckpt.state.model import model_shards
 from mcore_ckpt.state.optimizer import read_optimizer
 from tests.distributed.agreement import everywhere
@@ -27,7 +27,7 @@ from tests.distributed.checkpointing import manager_of, save
 from tests.distributed.layouts import HAS_HYBRID, LAYOUTS
 from tests.distributed.snapshot import assert_same, poison, snapshot
 from tests.distributed.tiers import marks
-from tests.distributed.training import ON_CPU, Layout, build, parallel, train
+from tests.distributed.training import Layout, build, parallel, train
 
 STEP = 2
 # MambaMixer.sharded_state_dict of 0.18 forgets to pass on the group that its caller gives, so such a model is refused.
@@ -105,9 +105,8 @@ class OwnTraining:
         tensor_parallel.model_parallel_cuda_manual_seed(seed, **ranks)
         if parallel_state._GLOBAL_MEMORY_BUFFER is None:
             parallel_state._set_global_memory_buffer()
-        sizes = {"num_layers": 2, "hidden_size": 40, "num_attention_heads": 4, "num_query_groups": 2}
-        config = TransformerConfig(**sizes, ffn_hidden_size=80, add_bias_linear=False, **ON_CPU)
-        specs = get_gpt_layer_local_spec()
+        config = tiny_config(num_layers=2, hidden_size=40, num_attention_heads=4, ffn_hidden_size=80)
+        specs = get_gpt_layer_local_spec(normalization="RMSNorm")
         model = GPTModel(
             config, specs, vocab_size=131, max_sequence_length=8, position_embedding_type="rope", pg_collection=groups
         )

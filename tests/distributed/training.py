@@ -20,11 +20,7 @@ from tests.support.fused_adam import fused_adam
 # Before megatron looks for mamba_ssm.
 sys.path.append(str(Path(__file__).parents[1] / "support" / "stand_ins"))
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
@@ -34,7 +30,6 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
@@ -42,6 +37,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mcore_ckpt.cli.demo.megatron_on_cpu import enable_cpu
+from mcore_ckpt.cli.demo.text import Batch
+from mcore_ckpt.cli.demo.tiny_trainer import connect, run_microbatches, tiny_config, tiny_scheduler
 from tests.support.quantized import computing, quantize_linears
 from tests.support.simulated_device import simulated_device
 
@@ -55,16 +52,6 @@ SEQUENCE_LENGTH = 16
 MICRO_BATCH_SIZE = 2
 # As few as two pipeline stages can interleave; most of the time of these tests goes into training.
 NUM_MICROBATCHES = 2
-
-# Arguments of TransformerConfig. The fused kernels come with apex and transformer-engine.
-ON_CPU: dict[str, Any] = {
-    "use_cpu_initialization": True,
-    "gradient_accumulation_fusion": False,
-    "bias_dropout_fusion": False,
-    "bias_activation_fusion": False,
-    "masked_softmax_fusion": False,
-    "apply_rope_fusion": False,
-}
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}
 
@@ -274,7 +261,6 @@ def seed_everything(seed: int) -> None:
 
 
 def _transformer_config(layout: Layout) -> TransformerConfig:
-    dtype = DTYPES[layout.precision]
     mixture: dict[str, Any] = {}
     if layout.experts:
         mixture = {
@@ -300,11 +286,11 @@ def _transformer_config(layout: Layout) -> TransformerConfig:
         from tests.distributed.hybrid_model import MIXERS
 
         mixture |= {"is_hybrid_model": True, **MIXERS}
-    return TransformerConfig(
+    return tiny_config(
+        DTYPES[layout.precision],
         num_layers=layout.depth,
         hidden_size=layout.hidden_size,
         num_attention_heads=4,
-        num_query_groups=2,
         ffn_hidden_size=layout.hidden_size * 2,
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -318,17 +304,8 @@ def _transformer_config(layout: Layout) -> TransformerConfig:
         num_layers_in_first_pipeline_stage=layout.first_stage_layers,
         pipeline_model_parallel_layout=layout.stages,
         mtp_num_layers=layout.mtp_layers,
-        bf16=layout.precision == "bf16",
-        fp16=layout.precision == "fp16",
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        normalization="RMSNorm",
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
         hidden_dropout=layout.dropout,
         attention_dropout=layout.dropout,
-        **ON_CPU,
         **mixture,
     )
 
@@ -479,15 +456,12 @@ def _optimizer_config(layout: Layout) -> OptimizerConfig:
 
 def _scheduler(optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
     # Rate and weight decay differ at every step, so that a step miscounted is seen.
-    return OptimizerParamScheduler(
+    return tiny_scheduler(
         optimizer,
-        init_lr=0.0,
         max_lr=1e-2,
         min_lr=1e-4,
         lr_warmup_steps=2,
         lr_decay_steps=40,
-        lr_decay_style="cosine",
-        start_wd=0.01,
         end_wd=0.1,
         wd_incr_steps=40,
         wd_incr_style="linear",
@@ -498,8 +472,7 @@ def _connect(
     layout: Layout, config: TransformerConfig, model: list[DistributedDataParallel], optimizer: MegatronOptimizer
 ) -> None:
     """What megatron's trainer hands to the schedules (train() in training.py)."""
-    config.finalize_model_grads_func = finalize_model_grads
-    config.grad_scale_func = optimizer.scale_loss
+    connect(config, optimizer)
     if layout.overlap_grad_reduce:
         no_sync: list[Callable[[], Any]] = [chunk.no_sync for chunk in model]
         config.no_sync_func = no_sync if len(model) > 1 else no_sync[0]
@@ -520,26 +493,24 @@ def _train_step(training: Training, step: int) -> Step:
         for part in training.optimizer.chained_optimizers:
             part._copy_main_params_to_param_buffer()
     with computing(model) if training.layout.quantized else contextlib.nullcontext():
-        losses = get_forward_backward_func()(
-            forward_step_func=_forward_step,
-            data_iterator=[_batches(training.layout, step) for _ in model],
-            model=model,
+        losses = run_microbatches(
+            model,
+            [_batches(training.layout, step) for _ in model],
             num_microbatches=training.layout.num_microbatches,
-            seq_length=SEQUENCE_LENGTH,
             micro_batch_size=MICRO_BATCH_SIZE,
-            forward_only=False,
+            seq_length=SEQUENCE_LENGTH,
         )
     updated, grad_norm, _ = training.optimizer.step()
     if updated:
         training.scheduler.step(1)
     return Step(
-        losses=tuple(float(entry["loss"]) for entry in losses),
+        losses=tuple(map(float, losses)),
         grad_norm=None if grad_norm is None else float(grad_norm),
         learning_rate=tuple(group["lr"] for group in training.optimizer.param_groups),
     )
 
 
-def _batches(layout: Layout, step: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _batches(layout: Layout, step: int) -> Iterator[Batch]:
     """Tokens that follow from step and rank, moved by a draw from each generator that a checkpoint restores."""
     if layout.global_batch is not None:
         yield from _share_of_global_batch(layout, step)
@@ -553,7 +524,7 @@ def _batches(layout: Layout, step: int) -> Iterator[tuple[torch.Tensor, torch.Te
         yield tokens[:, :-1].contiguous().cuda(), tokens[:, 1:].contiguous().cuda()
 
 
-def _share_of_global_batch(layout: Layout, step: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _share_of_global_batch(layout: Layout, step: int) -> Iterator[Batch]:
     """Of the same sequences under every layout, this rank's."""
     first = parallel_state.get_data_parallel_rank()
     for number in range(first, layout.num_microbatches * layout.dp, layout.dp):
@@ -561,12 +532,3 @@ def _share_of_global_batch(layout: Layout, step: int) -> Iterator[tuple[torch.Te
         tokens = torch.randint(0, VOCAB_SIZE, (MICRO_BATCH_SIZE, SEQUENCE_LENGTH + 1), generator=generator)
         own = slice(parallel_state.get_context_parallel_rank(), None, layout.cp)
         yield tokens[:, :-1][:, own].contiguous().cuda(), tokens[:, 1:][:, own].contiguous().cuda()
-
-
-def _forward_step(
-    batches: Iterator[tuple[torch.Tensor, torch.Tensor]], chunk: DistributedDataParallel
-) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]]:
-    tokens, labels = next(batches)
-    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-    output = chunk(tokens, positions, None, labels=labels)
-    return output, lambda losses: (losses.mean(), {"loss": losses.detach().mean()})

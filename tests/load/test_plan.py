@@ -12,14 +12,12 @@ from typing import Any
 import pytest
 import torch
 from megatron.core import parallel_state
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.halves import split_halves
 from mcore_ckpt.checkpoint.manifest import AdapterSettings
+from mcore_ckpt.cli.demo.tiny_trainer import tiny_config, tiny_model
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointNotFoundError, UnsupportedError
 from mcore_ckpt.formats.native.folder import LocalFolder
 from mcore_ckpt.formats.native.write_requests import TensorWrite
@@ -86,22 +84,8 @@ def adam_of(model: torch.nn.Module) -> Any:
 
 
 def gpt(tp: int = 1, vocabulary: int = TOKENS, layers: int = 1, hidden: int = HIDDEN) -> torch.nn.Module:
-    config = TransformerConfig(
-        num_layers=layers,
-        hidden_size=hidden,
-        num_attention_heads=2,
-        tensor_model_parallel_size=tp,
-        normalization="RMSNorm",
-        gated_linear_unit=True,
-        add_bias_linear=False,
-        use_cpu_initialization=True,
-        gradient_accumulation_fusion=False,
-        bias_dropout_fusion=False,
-        bias_activation_fusion=False,
-        masked_softmax_fusion=False,
-    )
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
-    return GPTModel(config, spec, vocab_size=vocabulary, max_sequence_length=8, position_embedding_type="rope")
+    config = tiny_config(num_layers=layers, hidden_size=hidden, num_attention_heads=2, tensor_model_parallel_size=tp)
+    return tiny_model(config, vocabulary, max_sequence_length=8)
 
 
 def rank(tp: int = 1, number: int = 0, change: Callable[[torch.nn.Module], object] = id, **model: Any) -> Rank:
