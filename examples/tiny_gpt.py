@@ -28,10 +28,6 @@ def build() -> tuple[list[DistributedDataParallel], MegatronOptimizer, Optimizer
         hidden_size=32,
         num_attention_heads=2,
         use_cpu_initialization=True,
-        # The fused kernels need apex or transformer-engine.
-        gradient_accumulation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
     )
     gpt = GPTModel(config, get_gpt_layer_local_spec(), vocab_size=VOCABULARY, max_sequence_length=LENGTH).cuda()
     ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True)

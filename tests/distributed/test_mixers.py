@@ -123,7 +123,6 @@ class Mamba(MegatronModule):
             mamba_num_groups=4,
             tensor_model_parallel_size=tp,
             use_cpu_initialization=True,
-            gradient_accumulation_fusion=False,
         )
         super().__init__(config)
         self.mixer = mamba_mixer.MambaMixer(

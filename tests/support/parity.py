@@ -177,10 +177,7 @@ def build(hf_model: HfModel) -> Any:
     known = to_mcore_config(hf_model)
     config = known.transformer_config(
         use_cpu_initialization=True,
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
         moe_token_dispatcher_type="allgather",
-        bias_dropout_fusion=False,
         deterministic_mode=True,
     )
     if hf_model.architecture.table.is_hybrid:

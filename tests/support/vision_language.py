@@ -296,11 +296,6 @@ def tower_config(vision: Mapping[str, Any], language: Any, activation: Any, norm
         fp16=language.fp16,
         params_dtype=language.params_dtype,
         use_cpu_initialization=True,
-        gradient_accumulation_fusion=False,
-        bias_dropout_fusion=False,
-        bias_activation_fusion=False,
-        masked_softmax_fusion=False,
-        apply_rope_fusion=False,
     )
     config.vision, config.has_patch_bias = dict(vision), not gated
     return config

@@ -73,7 +73,6 @@ def build(hf_model: HfModel, vocab_divisor: int = 1, **sizes: int) -> Any:
     rows = -(-known.gpt["vocab_size"] // vocab_divisor) * vocab_divisor
     config = known.transformer_config(
         use_cpu_initialization=True,
-        gradient_accumulation_fusion=False,
         transformer_impl="transformer_engine",
         moe_grouped_gemm=bool(known.transformer.get("num_moe_experts")),
         **sizes,

@@ -164,7 +164,6 @@ def build(name: str, moe: bool, seed: int, te: bool = True) -> GPTModel:
         gated_linear_unit=True,
         add_bias_linear=False,
         use_cpu_initialization=True,
-        gradient_accumulation_fusion=False,
         **PARALLEL[name],
         **(mixture() | {"moe_grouped_gemm": te} if moe else {}),
     )
