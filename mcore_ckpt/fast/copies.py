@@ -42,11 +42,7 @@ _JOIN_S = 10.0
 
 
 class CopyHandle(Handle[str | None]):
-    """The copies of one step on other nodes. `wait` returns `problem`.
-
-    Attributes:
-        step: the step.
-    """
+    """The copies of one step on other nodes. `wait` returns `problem`."""
 
     def __init__(self, step: int) -> None:
         super().__init__(f"the copies of step {step} are still under way")
@@ -75,12 +71,7 @@ class _Wanted:
 
 
 class Copies:
-    """Fetches the copies of one manager's steps on a separate thread.
-
-    Args:
-        agreement: connects this rank with the other ranks, for rounds on that thread.
-        tier: this rank's part of the fast tier.
-    """
+    """Fetches the copies of one manager's steps on a separate thread, which has rounds of its own (`agreement`)."""
 
     def __init__(self, agreement: Agreement, tier: NodeTier) -> None:
         self._agreement, self._tier = agreement, tier

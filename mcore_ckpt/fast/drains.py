@@ -45,13 +45,7 @@ class DrainHandle(Handle[Path]):
 
 
 class Draining(Protocol):
-    """The copy of one step to the root, on this rank (`save/drain.py`).
-
-    Attributes:
-        agreement: connects this rank with the other ranks, for rounds on the thread that drains.
-        attempt: the step in this node's folder.
-        saving: what is saved to the root.
-    """
+    """The copy of one step to the root, on this rank (`save/drain.py`)."""
 
     @property
     def agreement(self) -> Agreement: ...

@@ -58,11 +58,8 @@ def _spread(fast: FastCheckpoint) -> Record:
 def spread_folder(tier: NodeTier, role: str, candidate: Record, below: Folder | None) -> SpreadFolder:
     """Returns the places that have a candidate's files, as this rank sees them: own node, other nodes, root or store.
 
-    Args:
-        tier: this rank's part of the fast tier.
-        role: the role to load.
-        candidate: what rank 0 has chosen (`load.candidates.candidates_of`).
-        below: the same checkpoint in the root or the store; None if it is only on the nodes.
+    `candidate` is what rank 0 has chosen (`load.candidates.candidates_of`). `below` is the same checkpoint in the root
+    or the store; None if it is only on the nodes.
     """
     step, count = candidate["step"], len(tier.nodes)
     place = tier.role_dir(step, role)

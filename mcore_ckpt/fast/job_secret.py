@@ -63,15 +63,10 @@ class SecretOffer:
 
     @staticmethod
     def make(given: bytes | None, folder: Path | None, role: str, mode: int | None = None) -> SecretOffer:
-        """Makes the secret of a role. Only rank 0 calls it, and `remove` later.
+        """Makes the secret of a role, from the user's if there is one. Only rank 0 calls it, and `remove` later.
 
-        Args:
-            given: the user's secret, which all ranks have; None if there is none.
-            folder: a folder that all ranks see; None if there is none.
-            role: the role.
-            mode: the mode of the folder, if it has to be made, before the umask is applied.
-
-        Raises OSError.
+        Otherwise it puts the secret into `folder`, which all ranks see; None if there is none. `mode` is the folder's,
+        if it has to be made, before the umask is applied. Raises OSError.
         """
         nonce = secrets.token_hex(16)
         if given is not None:

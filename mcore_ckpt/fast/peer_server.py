@@ -46,13 +46,9 @@ _QUIET_S = 60.0
 
 
 class _Client:
-    """A connection to this server.
+    """A connection to this server. It is cut at the `deadline` (`time.monotonic()`).
 
-    Attributes:
-        connection: the connection.
-        deadline: when it is cut, by `time.monotonic()`.
-        is_known: True once the client has proved that it knows the secret.
-        is_idle: True while it has no request under way.
+    A client `is_known` once it has proved that it knows the secret, and `is_idle` while it has no request under way.
     """
 
     def __init__(self, connection: socket.socket) -> None:

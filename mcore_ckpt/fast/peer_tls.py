@@ -14,14 +14,10 @@ CERTIFICATE, KEY, AUTHORITY = "cert.pem", "key.pem", "ca.pem"
 
 @dataclass(frozen=True)
 class PeerTls:
-    """How a node encrypts what it serves, and what it reads from other nodes.
+    """How a node encrypts the connections that it accepts (`server`), and those that it opens (`client`).
 
     Both sides show a certificate, which the job's own authority must have signed. Names in certificates are not
     checked, because a job does not know the addresses of its nodes in advance.
-
-    Attributes:
-        server: for the connections that this node accepts.
-        client: for the connections that it opens.
     """
 
     server: ssl.SSLContext

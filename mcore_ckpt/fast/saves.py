@@ -53,8 +53,8 @@ class FastSaves:
     def wait_before_durable(self) -> None:
         """Waits for an earlier step that is being copied to the root, if the next step is to be saved there, too.
 
-        The training waits for it as it does for an earlier save. Every rank calls it before the ranks' round, because
-        the other ranks would not wait that long for a rank that waits in the round.
+        Every rank calls it before the ranks' round, because the other ranks would not wait that long for a rank that
+        waits in the round.
         """
         is_due, _ = self.plan_durable()
         if is_due and self.drains.busy:
@@ -65,8 +65,8 @@ class FastSaves:
     def wait_for_copies_of(self, step: int) -> None:
         """Waits until no copy of a step is under way, neither to other nodes nor to the root.
 
-        A step must not be saved again before: a file of the earlier save could reach a node that has the new save
-        already, and count as a file of the new one.
+        Otherwise a file of the earlier save could reach a node that has the new save already, and count as a file of
+        it.
         """
         self.drains.wait(step=step)
         self.copies.wait(step=step)
@@ -91,12 +91,9 @@ class FastSaves:
         self._attempts[step] = attempt
 
     def found(self, save_count: int, safest: Iterable[tuple[int, str]]) -> None:
-        """Notes what earlier managers have left.
+        """Notes what earlier managers have left: how many saves, and the steps that may count as completely copied.
 
-        Args:
-            save_count: how many steps they have saved. A load sets the number anew, but a framework may load with one
-                manager and save with another.
-            safest: the steps that can stand in for a step with complete copies, with the ids of their saves.
+        A load sets the number anew, but a framework may load with one manager and save with another.
         """
         self.save_count = save_count
         for step, attempt in safest:
@@ -108,18 +105,15 @@ class FastSaves:
         self.save_count = 0 if manifest.placement is None else manifest.placement.save_count
 
     def retire_old(self, step: int) -> list[Path]:
-        """Moves aside old steps in this node's folder, after step `step` was committed. Only leads call it.
+        """Moves old steps in this node's folder aside, after the commit of `step`, and returns the folders to delete.
 
-        The save's thread calls it. A later save, which could be of a moved step, is not under way then. Deleting the
+        Only leads call it, on the save's thread, so that no later save of a moved step is under way. Deleting the
         folders takes longer, and may be done later.
 
         The newest `keep` steps stay. The newest step with complete copies stays, too, because without it a lost node
         could cost all steps. If this node has lost its part of a step, the step does not count. But it stays as long as
         an older step does, because other nodes may need the rest. Steps that `step` has abandoned go. Steps of another
         run stay.
-
-        Returns:
-            The folders to delete.
         """
         on_branch, given_up = self._last_first(step)
         there = [*on_branch, *given_up]
@@ -191,12 +185,7 @@ class FastSaves:
 
 
 def open_fast_saves(trainer: Trainer, config: FastTier) -> FastSaves:
-    """Opens the fast tier of one manager. Every rank calls it. Raises what `open_tier` raises.
-
-    Args:
-        trainer: the trainer.
-        config: the user's choices.
-    """
+    """Opens the fast tier of one manager. Every rank calls it. Raises what `open_tier` raises."""
     tier = open_tier(trainer.agreement, config, trainer.role, trainer.root, trainer.config.shared_with_group)
     try:
         return _opened(trainer, tier)

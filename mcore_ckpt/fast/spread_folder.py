@@ -29,12 +29,7 @@ _FAILURES = (CheckpointCorruptError, CheckpointNotFoundError, RemoteError, OSErr
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """A folder that has some files of a checkpoint.
-
-    Attributes:
-        folder: the folder.
-        has: the positions of its files in the manifest's list, as inclusive runs. None: all files.
-    """
+    """A folder that has a checkpoint's files at the positions in `has`, as inclusive runs; all files if it is None."""
 
     folder: Folder
     has: tuple[tuple[int, int], ...] | None = None

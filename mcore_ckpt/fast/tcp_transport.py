@@ -13,13 +13,7 @@ from mcore_ckpt.fast.transport import Peer, Server
 
 @dataclass(frozen=True)
 class TcpTransport:
-    """Connects nodes over TCP (`peer_protocol.py`).
-
-    Attributes:
-        secret: the secret by which the nodes know each other.
-        timeout_s: how long to wait for another node, in seconds.
-        tls: how connections are encrypted; None if they are not.
-    """
+    """Connects nodes over TCP (`peer_protocol.py`). Waits for another node for at most `timeout_s` seconds."""
 
     secret: bytes
     timeout_s: float

@@ -110,10 +110,9 @@ class NodeTier:
         return file_names.run_home(self.folder, self.root) if self.config.durable_every is None else self.root
 
     def ownership(self, saved: Run | None = None) -> Ownership:
-        """Returns which checkpoints on the nodes belong to this training.
+        """Returns which checkpoints on the nodes belong to this training, by its run (`saved`), as a manifest has it.
 
-        Args:
-            saved: the training's run, from a manifest. None: the root's file says it, which only rank 0 is sure to see.
+        Without it, the root's file says the run, which only rank 0 is sure to see.
         """
         if self.root is None:
             return Ownership()
@@ -310,15 +309,9 @@ def _check_copies(nodes: NodeMap, replicas: int) -> None:
 
 
 def promise_space(agreement: Agreement, tier: NodeTier, own_bytes: Callable[[], int]) -> None:
-    """Refuses the fast tier if a node's folder is too small for the files that it will hold. Every rank calls it.
+    """Raises NoRoomError if a node's folder is too small for its own files and copies. Every rank calls it.
 
-    Args:
-        agreement: connects this rank with the other ranks.
-        tier: this rank's part of the tier.
-        own_bytes: returns how many bytes of a checkpoint this rank writes.
-
-    Raises:
-        NoRoomError: a node's folder cannot hold its own files and copies. The message has the numbers.
+    `own_bytes` returns how many bytes of a checkpoint this rank writes. The message has the numbers.
     """
 
     def work() -> Record:

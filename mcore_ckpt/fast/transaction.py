@@ -61,17 +61,12 @@ def open_on_nodes(
 ) -> NodeAttempt:
     """Waits for all ranks, and lets each node's lead prepare the node's folder. Every rank must call it.
 
-    Args:
-        agreement: connects this rank with the other ranks that save, on the trainer's thread.
-        topic: what is being saved, for messages.
-        tier: this rank's part of the fast tier.
-        step: the step.
-        busy, failure: see `transaction.open_together`.
-        plan_durable: returns, on rank 0, `is_durable` and `save_count` of `NodeAttempt`.
+    `plan_durable` returns, on rank 0, `is_durable` and `save_count` of `NodeAttempt`. The other arguments are those of
+    `steps.transaction.open_together`.
 
     Raises:
         LockedError: another trainer uses the folder of some node for this role.
-        BusyError, EarlierSaveError, CheckpointError: see `transaction.open_together`.
+        BusyError, EarlierSaveError, CheckpointError: see `open_together`.
     """
     role_dir = tier.role_dir(step)
 
@@ -126,15 +121,11 @@ def commit_on_nodes(
     """Lets every rank write its files, then commits them on every node. Every rank must call it.
 
     Args:
-        agreement: connects this rank with the other ranks that save, on the calling thread.
-        topic: what is being saved, for messages.
-        attempt: the save.
+        agreement, topic, attempt, describe: see `steps.transaction.commit_together`.
         tier: this rank's part of the fast tier.
         write: writes this rank's files below the staging folder, and returns a record for rank 0.
-        describe: runs on rank 0 and makes the manifest from the records of all ranks.
 
-    Raises:
-        CheckpointError: the save failed. All ranks raise the same type, and older steps are untouched.
+    Raises CheckpointError, of the same type on all ranks, if the save failed. Older steps are untouched.
     """
 
     def combine(records: Sequence[Record]) -> Record:
@@ -278,8 +269,7 @@ def rename_committed(tier: NodeTier) -> None:
 def remove_staging(folder: Path, role: str, owns: Callable[[ManifestSummary], bool]) -> None:
     """Removes the staging folders of a role in this node's folder. Only the lead that holds the lock calls it.
 
-    Staging folders of another run stay if they have a manifest, because other nodes of that run may have committed
-    them.
+    Those of another run stay if they have a manifest, because other nodes of that run may have committed them.
     """
     for paths in file_names.step_dirs(folder).values():
         for step_path in paths:
@@ -302,12 +292,9 @@ def _heads_in(staging: Path) -> list[ManifestSummary]:
 
 
 def adopt(tier: NodeTier, held: Iterable[HeldRole], attempts: Sequence[str]) -> None:
-    """Commits, on this node, the saves that other nodes have committed and this node has not. Only leads call it.
+    """Commits, on this node, those of the `attempts` that other nodes have committed and this one has not.
 
-    Args:
-        tier: this rank's part of the fast tier.
-        held: what this node has.
-        attempts: the saves that some node has committed.
+    Only leads call it. `held` is what this node has.
     """
     for each in held:
         step, role, attempt = each.head.step, each.head.role, each.head.attempt

@@ -29,9 +29,8 @@ _UMASK = re.compile(r"^Umask:\s*([0-7]+)$", re.MULTILINE)
 def top_mode(shared: bool | None) -> int:
     """Returns the mode of a new folder, before the umask is applied, if no folder above it decides.
 
-    Args:
-        shared: whether the group may enter it. None: yes if the umask lets the group write, as people who share files
-            set it.
+    `shared`: whether the group may enter it. None: yes if the umask lets the group write, as people who share files set
+    it.
     """
     is_shared = not _umask() & stat.S_IWGRP if shared is None else shared
     return _OF_GROUP if is_shared else _PRIVATE
@@ -104,11 +103,7 @@ def naming_owner(path: Path) -> Iterator[None]:
 def strange(path: Path, shared: bool | None) -> str | None:
     """Says why another user may have put files into a folder, or replaced the link to it; None if nobody can.
 
-    Args:
-        path: the folder.
-        shared: whether the group may write in it. None: as in `top_mode`.
-
-    Raises OSError.
+    `shared`: whether the group may write in it. None: as in `top_mode`. Raises OSError.
     """
     for found in dict.fromkeys((path.lstat(), path.stat())):
         if found.st_uid not in (os.geteuid(), 0):

@@ -131,10 +131,7 @@ def _stop_direct(descriptor: int) -> bool:
 
 
 def _fill(descriptor: int, target: memoryview, offset: int, nbytes: int, path: Path) -> None:
-    """Reads at least `nbytes` bytes into `target`, which may be longer.
-
-    Raises OSError if the file is too short.
-    """
+    """Reads at least `nbytes` bytes into `target`, which may be longer. Raises OSError if the file is too short."""
     done = 0
     while done < nbytes:
         try:

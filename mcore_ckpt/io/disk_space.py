@@ -92,13 +92,7 @@ class Amount:
 
 @dataclass(frozen=True)
 class Limit:
-    """One limit on what can be written.
-
-    Attributes:
-        kind: whether it limits the bytes or the entries.
-        free: how much can still be written.
-        where: the place that has the limit, for messages.
-    """
+    """One limit on what can be written. `where` is the place that has it, for messages."""
 
     kind: Kind
     free: int

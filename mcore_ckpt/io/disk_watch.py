@@ -52,13 +52,7 @@ class Job(Protocol):
 
 @dataclass(frozen=True)
 class Call:
-    """A call to the system that has not returned.
-
-    Attributes:
-        doing: the operation.
-        path: the file or folder.
-        seconds: for how long at least.
-    """
+    """A call to the system on `path` that has not returned for so many seconds at least. `doing` is the operation."""
 
     doing: str
     path: str
@@ -91,11 +85,7 @@ def _job_of(thread: threading.Thread) -> Job | None:
 
 
 class Look:
-    """Looks, again and again, whether threads make progress.
-
-    Args:
-        thread: the thread to look at, together with those that it has started (`io/threads.py`).
-    """
+    """Looks, again and again, whether a thread, and those that it has started (`io/threads.py`), make progress."""
 
     def __init__(self, thread: threading.Thread) -> None:
         self._thread = thread

@@ -29,10 +29,7 @@ def names_in(folder: Path) -> set[str]:
 
 
 def write_file(path: Path, parts: Iterable[memoryview | bytes]) -> None:
-    """Writes a new file and waits until its bytes are on the disk.
-
-    Raises FileExistsError if the file exists, and OSError for any other failure.
-    """
+    """Writes a new file and waits until its bytes are on the disk. Raises FileExistsError and any other OSError."""
     _write_new(path, parts, os.fsync)
 
 
@@ -73,12 +70,9 @@ def open_new(path: Path, flags: int = os.O_EXCL) -> int:
 
 
 def new_folder(path: Path, mode: int | None = None, exist_ok: bool = False) -> None:
-    """Makes one folder. Raises OSError.
+    """Makes one folder, or with `exist_ok` leaves it as it is. Raises OSError.
 
-    Args:
-        path: the folder.
-        mode: its mode, before the umask is applied. None: it is not more open than the folder above it.
-        exist_ok: whether it may be there already. Then its mode stays.
+    It gets this mode, before the umask is applied. None: it is not more open than the folder above it.
     """
     with naming_owner(path.parent):
         path.mkdir(mode_in(path.parent, FOLDER_MODE) if mode is None else mode, False, exist_ok)
@@ -141,10 +135,7 @@ def write_all(descriptor: int, data: memoryview) -> None:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Replaces a small file atomically. Even after a crash, a reader finds either the old or the new bytes.
-
-    Raises OSError.
-    """
+    """Replaces a small file atomically: even after a crash, a reader finds the old or the new bytes. Raises OSError."""
     write = _temporary_file(path, data, lambda temporary, data: write_file(temporary, [data]))
     with naming_owner(path), write as temporary:  # in a folder with the sticky bit, only its owner may replace it
         os.replace(temporary, path)
@@ -177,14 +168,10 @@ def _temporary_file(path: Path, data: bytes, write: Callable[[Path, bytes], None
 
 
 def remove_abandoned_files(path: Path, seconds: float) -> None:
-    """Removes temporary files next to `path` that processes left when they died while writing `path`.
+    """Removes temporary files next to `path` that processes left when they died while writing `path`. Raises OSError.
 
-    Args:
-        path: the file.
-        seconds: how long after its last change a temporary file counts as left by a dead process. If a process is only
-            slow, its write fails with FileNotFoundError.
-
-    Raises OSError.
+    A file that has not changed for so many seconds counts as left by a dead process. If the process is only slow, its
+    write fails with FileNotFoundError.
     """
     since = time.time() - seconds
     for temporary in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 32}"):

@@ -50,11 +50,7 @@ class HostMemory:
         """Starts a thread that fetches `nbytes` bytes of memory, unless there is a buffer already. Never raises.
 
         The buffer has a spare address range. If `nbytes` turns out somewhat too small, `take` gets only the missing
-        part.
-
-        Args:
-            nbytes: how many bytes to fetch.
-            device: the GPU whose copies will write to the memory, for which it is then pinned. None: no GPU.
+        part. The memory is pinned for the GPU (`device`) whose copies will write to it; None: no GPU.
         """
         if self._buffer is not None or nbytes < 1:
             return
@@ -77,11 +73,8 @@ class HostMemory:
     def take(self, nbytes: int, device: int | None = None) -> _native.HostBuffer:
         """Returns a buffer of at least `nbytes` bytes with arbitrary content. The next `take` reuses the buffer.
 
-        If fewer bytes are prepared, ends the preparation, and fetches the missing ones on several threads.
-
-        Args:
-            nbytes: how many bytes the caller needs.
-            device: the GPU whose copies will write to the memory; None if none will.
+        If fewer bytes are prepared, ends the preparation, and fetches the missing ones on several threads. `device` is
+        the GPU whose copies will write to the memory; None: no GPU.
 
         Raises:
             UnsupportedError: `nbytes` is above the limit.
@@ -131,12 +124,9 @@ def _reserve(nbytes: int, device: int | None) -> _native.HostBuffer:
 class _Preparation:
     """A thread that fetches the pages of a buffer, pins them for the buffer's GPU, and hardly slows the training down.
 
-    The thread takes small pieces, and after each piece pauses for as long as the piece took. It has a low priority.
-    If all cores are busy with other work, it gets a tenth of a core (Linux gives niceness 10 the weight 110 of 1024).
-    Then the pieces take longer, and so do the pauses. So the thread costs the training at most 5 % of one core.
-
-    Attributes:
-        ready: how many bytes are fetched and, for a GPU, pinned.
+    The thread takes small pieces, and after each piece pauses for as long as the piece took. It has a low priority. If
+    all cores are busy with other work, it gets a tenth of a core (Linux gives niceness 10 the weight 110 of 1024). Then
+    the pieces take longer, and so do the pauses. So the thread costs the training at most 5 % of one core.
     """
 
     def __init__(self, buffer: _native.HostBuffer, wanted: int) -> None:

@@ -41,9 +41,8 @@ _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=
 def decode(data: bytes) -> dict[str, Any]:
     """Decodes a JSON object that `encode` could have written.
 
-    Raises:
-        FieldError: the data are not a JSON object, are nested too deeply for the parser, or contain NaN or text that
-            UTF-8 cannot encode.
+    Raises FieldError if the data are not a JSON object, are nested too deeply for the parser, or contain NaN or text
+    that UTF-8 cannot encode.
     """
     try:
         value = parse_text(data, _refuse)

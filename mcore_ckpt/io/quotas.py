@@ -55,14 +55,7 @@ class Usage(NamedTuple):
 
 @dataclass(frozen=True)
 class Quota:
-    """A quota of bytes and entries.
-
-    Attributes:
-        kind: "user", "group" or "project".
-        number: the id of the user, group or project.
-        nbytes: the limit of bytes.
-        entries: the limit of entries, which are files and folders.
-    """
+    """A quota of bytes and entries (files and folders) of the user, group or project (`kind`) with this number."""
 
     kind: str
     number: int
@@ -79,12 +72,10 @@ class Quota:
 
 
 def quotas_of(descriptor: int, options: Collection[str], without_0: bool) -> Iterator[Quota]:
-    """Yields the enforced quotas that new files in a folder will count towards, as far as this process may read them.
+    """Yields the enforced quotas that new files in an open folder count towards, as far as this process may read them.
 
-    Args:
-        descriptor: of the open folder.
-        options: the names of the options of the mount.
-        without_0: True if number 0 has no quota. There XFS keeps the default limits.
+    `options` are the names of the options of its mount. `without_0`: number 0 has no quota. There XFS keeps the default
+    limits.
     """
     status = os.fstat(descriptor)
     enforced = _enforced(descriptor)

@@ -46,9 +46,7 @@ class Store:
             from the environment variables that the store's own tools use.
         shared: whether the group may read what is written to file:///path, as in `access.mode_below`.
 
-    Raises:
-        InvalidArgumentError: fsspec does not know the URL.
-        UnsupportedError: the package for this kind of store is not installed.
+    Raises InvalidArgumentError if fsspec does not know the URL, and UnsupportedError if its package is not installed.
 
     Example:
         >>> Store("memory://checkpoints").names("")
@@ -211,10 +209,7 @@ class Store:
             raise FileNotFoundError(self.plain(error)) from None
 
     def names(self, key: str) -> list[str]:
-        """Returns the names of the files and folders in a folder; an empty list if the folder is missing.
-
-        Raises RemoteError.
-        """
+        """Returns the names of the files and folders in a folder; none if the folder is missing. Raises RemoteError."""
 
         def names() -> list[str]:
             try:

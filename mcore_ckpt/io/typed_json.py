@@ -76,14 +76,10 @@ def members(data: bytes | memoryview) -> dict[str, Place] | None:
 
 
 class _Pieces(Generic[T]):
-    """A long list or object that is decoded a few values at a time.
+    """A long list or object that is decoded a few values at a time. The arguments are those of `LongList`.
 
-    Args:
-        decoder: decodes a piece.
-        brackets: the brackets around the whole, and around each piece.
-        between: the text between two values, with the comma. The end of a string may look the same. A piece does not
-            end there, because a value that is cut in two is no JSON.
-        is_whole: whether the type has all members. If so, an object in which a name occurs twice is found.
+    The end of a string may look like `between`. A piece does not end there, because a value that is cut in two is no
+    JSON.
     """
 
     def __init__(
@@ -123,34 +119,32 @@ class _Pieces(Generic[T]):
 class LongList(Generic[T]):
     """A long list of values of one type, none of them spelled with spaces.
 
-    Args:
-        of: the type: a Struct, a dataclass or a tuple.
-        between: the end of one value, a comma, and the beginning of the next one.
-        is_whole: whether the type has all members. If so, an object in which a name occurs twice is found.
+    `between` is the end of one value, a comma, and the beginning of the next one. `is_whole`: whether the type has all
+    members. If so, an object in which a name occurs twice is found.
     """
 
     def __init__(self, of: Any, between: bytes, is_whole: bool = True) -> None:
         self._pieces: _Pieces[list[T]] = _Pieces(msgspec.json.Decoder(list[of]), b"[]", between, is_whole)
 
     def read(self, data: bytes, place: Place) -> Iterator[T]:
-        """Yields the values in the list that is at a place in a text. Members that the type lacks are ignored.
+        """Yields the values in the list at a place in a text.
 
-        Raises FieldError if a value has another type, or if a name occurs twice in an object.
+        Members that the type lacks are ignored. Raises FieldError.
         """
         for piece in self._pieces.read(data, place):
             yield from piece
 
 
 class LongObject(Generic[T]):
-    """An object of many members of one type, none of them spelled with spaces. `between` is as in LongList."""
+    """An object of many members of one type, none of them spelled with spaces. `between` is as in `LongList`."""
 
     def __init__(self, of: Any, between: bytes) -> None:
         self._pieces: _Pieces[dict[str, T]] = _Pieces(msgspec.json.Decoder(dict[str, of]), b"{}", between)
 
     def read(self, data: bytes, place: Place) -> Iterator[tuple[str, T]]:
-        """Yields the members of the object that is at a place in a text.
+        """Yields the members of the object at a place in a text.
 
-        Raises FieldError if a value has another type, or if a name occurs twice within 64 KiB.
+        Raises FieldError, also if a name occurs twice within 64 KiB.
         """
         for piece in self._pieces.read(data, place):
             yield from piece.items()

@@ -91,17 +91,10 @@ class Worker:
             _workers.add(self)
 
     def add(self, work: Callable[[], object], instead: bool = False) -> None:
-        """Calls a function after those that were added before. Returns immediately, if there is another thread.
+        """Calls a function after those that were added before, or `instead` of them. Returns immediately.
 
-        If the system grants none, this thread calls a function that must be called.
-
-        Args:
-            work: the function.
-            instead: whether it takes the place of all functions that wait.
-
-        Raises NoThreadError if the system grants no other thread, and the function need not be called.
-
-        A signal handler may raise an exception at any moment of it. Then the function is not called.
+        If the system grants no thread, this one calls a function that must be called, and NoThreadError is raised for
+        any other. A signal handler may raise an exception at any moment. Then the function is not called.
         """
         with self._lock:
             if self._thread is not None and self._thread.is_alive():
@@ -138,9 +131,9 @@ class Worker:
         return thread is not None and thread.is_alive()
 
     def wait(self, timeout_s: float) -> None:
-        """Waits until no function is left to call.
+        """Waits until no function is left.
 
-        Raises HungDiskError if one has been in a call to a file system for `timeout_s` seconds.
+        Raises HungDiskError if one is in a call to a file system for `timeout_s` seconds.
         """
         with self._lock:
             thread = self._thread
@@ -148,7 +141,7 @@ class Worker:
             wait_for_thread(thread, timeout_s)
 
     def wait_at_most(self, seconds: float) -> bool:
-        """Waits until no function is left to call, but only for so many seconds. Returns True if none is left."""
+        """Waits at most so many seconds until no function is left to call. Returns True if none is left."""
         with self._lock:
             thread = self._thread
         if thread is not None:

@@ -49,11 +49,8 @@ Finish = Callable[[float | None], tuple[SaveReport, Following]]
 class Writing(Protocol):
     """What this rank writes; `rank_files.RankFiles` implements it."""
 
-    def progress(self) -> tuple[int, int]:
-        """Returns how many bytes of tensors this rank has written, and how many it must write in all."""
-
-    def limit_device_wait(self, seconds: float) -> None:
-        """Limits each wait for a GPU, from now on, to this many seconds."""
+    def progress(self) -> tuple[int, int]: ...
+    def limit_device_wait(self, seconds: float) -> None: ...
 
 
 def _never(stall_s: float | None) -> tuple[SaveReport, Following]:
@@ -201,11 +198,8 @@ class BackgroundSaves:
     def finish(self, handle: SaveHandle, called: float) -> SaveHandle:
         """Finishes a save after the capture: in the background, or before this returns. Returns the handle.
 
-        Old steps are deleted on the deletion's thread in both cases.
-
-        Args:
-            handle: the save. No other save may be under way.
-            called: when the trainer called `save` (time.perf_counter()).
+        No other save may be under way. The trainer has `called` save at this time (time.perf_counter()). Old steps are
+        deleted on the deletion's thread in both cases.
 
         Raises CheckpointError if the save has failed before this returns.
         """

@@ -23,13 +23,10 @@ from mcore_ckpt.state.main_weights import Fragment
 
 
 class FileTensors(NamedTuple):
-    """The tensors to save to one file, in the order of its request.
+    """The tensors to save to one file, in the order of its request, and the address of each one's first element.
 
-    Attributes:
-        tensors: the tensors, with any strides, in host memory or on a GPU. Tensors on the device `meta` stand for
-            weights that `WeightCopies` copies.
-        addresses: the address of each tensor's first element.
-        in_rows: whether all tensors are contiguous.
+    The tensors may have any strides; `in_rows` says whether all are contiguous. They are in host memory or on a GPU.
+    Those on the device `meta` stand for weights that `WeightCopies` copies.
     """
 
     tensors: Sequence[torch.Tensor]
@@ -47,12 +44,7 @@ class FileTensors(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Capture:
-    """The result of a capture: where the bytes of each file are.
-
-    Attributes:
-        writes: one for each file that this rank writes a part of.
-        seconds: how long the trainer waited for copies; 0 if the tensors are captured in place.
-    """
+    """Where the bytes of each file are, and how many seconds the trainer waited for copies; 0 if nothing was copied."""
 
     writes: tuple[FileWrite, ...]
     seconds: float
@@ -99,8 +91,7 @@ def capture_copies(
     When this returns, tensors in host memory may change. Tensors on a GPU may change once `device` has copied them.
 
     Args:
-        files: the files of this rank.
-        tensors: the tensors of each file.
+        files, tensors: the files of this rank, and the tensors of each.
         buffer: host memory of at least `arena_bytes(files)` bytes, pinned if tensors are on a GPU.
         device: makes the copies from the GPU; None if no tensor is on a GPU.
         weights: the event after the last copy of weights from the GPU to the images (`WeightCopies`); None if the

@@ -76,9 +76,8 @@ def context_of(
     """Makes the context of one manager's saves.
 
     Args:
-        trainer, host_images, lock: see `SaveContext`.
+        trainer, host_images, lock, fast: see `SaveContext` and `Closing`.
         remote: the steps in the remote store; None without a store.
-        fast: what the saves into the fast tier share; None without a fast tier.
         disk: watches the work of the trainer's thread.
     """
     config, agreement = trainer.config, trainer.agreement

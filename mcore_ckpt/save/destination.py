@@ -68,13 +68,9 @@ class Place(Protocol):
         """Waits for work that `open` has not waited for. Every rank calls it. Raises what `open` raises."""
 
     def check(self, files: Sequence[Written], structures: Sequence[Mapping[str, str]]) -> None:
-        """Checks, on rank 0, that the files that the ranks have reported are there, and that their parts fit together.
+        """Checks, on rank 0, that the reported files are there, and that their parts fit together. Raises CommitError.
 
-        Args:
-            files: the files.
-            structures: what each rank has planned, see `commit.check_structures`.
-
-        Raises CommitError.
+        `structures` says what each rank has planned, see `commit.check_structures`.
         """
 
     def placed(self, files: Sequence[Written]) -> tuple[Sequence[Written], Placement | None]:
@@ -129,25 +125,15 @@ class Destination(Protocol):
     def open(self, topic: str, saving: Saving, busy: bool, failure: Record | None, need: Need) -> Place:
         """Waits for all ranks, and checks that a save fits. Every rank calls it.
 
-        Args:
-            topic: what is being saved, for messages.
-            saving: what is saved.
-            busy, failure: see `transaction.open_together`.
-            need: the files that this rank will write.
-
-        Raises:
-            BusyError, EarlierSaveError: see `transaction.open_together`.
-            CheckpointError: a rank is missing, or the save does not fit, or the lock belongs to another trainer.
+        The arguments are those of `transaction.open_together`. Raises what that raises, also if the save does not fit
+        or the lock belongs to another trainer.
         """
 
     def rounds_of(self, number: str, opened: Record) -> list[str]:
         """Returns the names of the rounds in which the ranks finish a save, in order.
 
-        A rank that cannot finish fails all of them, so that no other rank waits for it.
-
-        Args:
-            number: the save's id.
-            opened: the outcome of the round that opened the save.
+        A rank that cannot finish fails all of them, so that no other rank waits for it. `number` is the save's id,
+        `opened` the outcome of the round that opened the save.
         """
 
     def interrupted(self, attempt: Attempt) -> None:

@@ -90,9 +90,7 @@ class DeviceCopies:
     def try_out(self) -> None:
         """Copies a few bytes in both ways, so that a faulty installation is noticed before the first save.
 
-        Raises:
-            UnsupportedError: a copy fails. The message says what to do.
-            CommitError: the GPU hangs.
+        Raises UnsupportedError, which says what to do, if a copy fails, and CommitError if the GPU hangs.
         """
         large = tuning.GATHER_BELOW_BYTES
         after = torch.cuda.current_stream(self._device).cuda_stream

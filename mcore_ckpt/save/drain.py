@@ -1,6 +1,9 @@
-"""Copies a committed step of the fast tier to the root, while the training continues, and commits it there.
+"""The copy of one step to the root, on this rank; implements `fast.drains.Draining`.
 
-Each rank copies the files that it has written, from its node's folder. No byte of the training state is read again.
+Attributes:
+    attempt: the step in this node's folder.
+    saving: what is saved to the root.
+    prepare: takes the root's lock and checks the free space, on rank 0.
 """
 
 from __future__ import annotations
@@ -57,12 +60,8 @@ class Drain:
     def run(self) -> tuple[UploadHandle | None, Callable[[], None] | None]:
         """Copies this rank's files and commits the checkpoint in the root. Every rank calls it.
 
-        Returns:
-            The upload, and a function that deletes old steps. Each is None if there is nothing to do, and on most
-            ranks.
-
-        Raises:
-            CheckpointError: the step is not in the root. All ranks raise it.
+        Returns the upload, and a function that deletes old steps. Each is None if there is nothing to do, and on most
+        ranks. If the step is not in the root, all ranks raise CheckpointError.
         """
         trainer, step = self.context.trainer, self.saving.step
         topic = f"copying step {step} of {trainer.role} to {trainer.root}"

@@ -83,13 +83,10 @@ def write_requests(
 
 
 def estimated_bytes(trainer: Trainer, writers_of: WritersOf = together) -> int:
-    """Estimates how many bytes this rank's part of a checkpoint will have.
+    """Estimates how many bytes this rank's part of a checkpoint will have. Raises UnsupportedError as a save does.
 
     Before the optimizer's first step there are no moments. In that case the estimate adds the moments that this step
     will make. `writers_of` says which replicas write a file together (`Destination.writers_of`).
-
-    Raises:
-        UnsupportedError: something cannot be saved completely.
     """
     parts = [] if trainer.optimizer is None else optimizer_parts(trainer.optimizer)
     to_come = max((part.bytes_of_first_step() for part in parts), default=0)

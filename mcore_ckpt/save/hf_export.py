@@ -62,12 +62,9 @@ logger = logging.getLogger(__name__)
 
 
 def check_exportable(trainer: Trainer, model: Sequence[LocalShard]) -> None:
-    """Checks that the table of the architecture has all tensors of this rank, with the same shapes.
+    """Checks that the table of the architecture has all tensors of this rank, with the same shapes and order of rows.
 
-    Raises:
-        UnsupportedError: there is no table for the architecture.
-        CheckpointMismatchError: the model has other layers, or a tensor is not in the table, has another shape, or has
-            its rows in another order.
+    Raises UnsupportedError if there is no table for the architecture, and CheckpointMismatchError.
     """
     names = [shard.key.name for shard in model]
     described = with_mtp_of(with_tower_of(described_model(trainer), names), names)
@@ -175,11 +172,8 @@ def least_exported_bytes(trainer: Trainer, owned: Iterable[FilePlan]) -> int:
     """Returns this rank's part of a lower bound of the HuggingFace weights' bytes. The sum over all ranks is the bound.
 
     The weights are the model's tensors without the padding of the vocabulary. Some are stored twice, but count once.
-    Adapters add nothing, because they are merged; with `skip_frozen`, only the adapters are written.
-
-    Args:
-        trainer: the objects to save.
-        owned: the plans of the files that this rank owns.
+    Adapters add nothing, because they are merged; with `skip_frozen`, only the adapters are written. `owned` are the
+    plans of the files that this rank owns.
     """
     return sum(
         _least_part(trainer, write, _most_holders(trainer.topology, plan.request.kind, write.key.name))
@@ -252,13 +246,11 @@ def export_together(
     Args:
         commits: this rank's agreement for rounds on the thread that finishes a save.
         trainer: the objects to save.
-        staging: the staging folder of the save.
-        attempt: the id of the save.
+        staging, attempt: the staging folder and the id of the save.
         write: writes this rank's files durably, and returns this rank's report.
         describe: builds, on rank 0, the manifest of all files from the ranks' reports.
 
-    Returns:
-        The files of the HuggingFace model that this rank has written.
+    Returns the files of the HuggingFace model that this rank has written.
 
     Raises:
         CheckpointError: on all ranks if some rank could not write the checkpoint's own files; only on this rank if the
@@ -286,10 +278,8 @@ def export_of(number: str) -> str:
 def completed(trainer: Trainer, staging: Path, records: Sequence[Record]) -> Manifest:
     """Adds the files of the HuggingFace model to the manifest, from the reports of all ranks. Only rank 0 calls it.
 
-    Deletes the files of the model's tensors if `save_contents` does not have "model".
-
-    Raises:
-        CommitError: a file is missing or has the wrong size.
+    Deletes the files of the model's tensors if `save_contents` does not have "model". Raises CommitError if a file is
+    missing or has the wrong size.
     """
     manifest = read_manifest(staging, file_names.WRITTEN_FILE)
     (staging / file_names.WRITTEN_FILE).unlink()

@@ -49,10 +49,7 @@ class HostImages:
         self._copies_from_gpu().try_out()
 
     def prepare(self, nbytes: int, on_gpu: bool) -> None:
-        """Starts to allocate `nbytes` bytes of host memory in the background. The memory is pinned if `on_gpu`.
-
-        Raises nothing.
-        """
+        """Starts to allocate host memory in the background, pinned if `on_gpu`. Raises nothing."""
         self._memory.prepare(nbytes, self._gpu if on_gpu else None)
 
     def reserve(self, files: Sequence[FilePlan]) -> _native.HostBuffer:
@@ -73,15 +70,11 @@ class HostImages:
             return self._memory.take(nbytes, self._gpu)
 
     def reserve_ready(self, files: Sequence[FilePlan]) -> ReservedImages:
-        """Reserves host memory for the files of a state in CPU memory, without a long wait.
+        """Reserves host memory for the files of a state in CPU memory, without a long wait. Raises as `reserve` does.
 
         While the memory is still being prepared, only the files that fit into the ready part get an image. But if
         nearly all of the memory is ready, this waits for the missing part, which is faster than writing files in place.
         Then all files get an image.
-
-        Raises:
-            UnsupportedError: the files need more bytes than the limit.
-            MemoryError: the system does not have the memory.
         """
         self.wait()
         needed, ready = arena_bytes(files), self._memory.bytes_at_once
@@ -101,16 +94,8 @@ class HostImages:
     ) -> _native.DeviceEvent | None:
         """Makes weights from main parameters, and copies them to their places in images, or to their own memory.
 
-        All ranks call it, before `capture`.
-
-        Args:
-            weights: the weights.
-            files: the files of this rank that have an image.
-            tensors: the tensors of each of these files.
-            buffer: the reserved memory; None if no file has an image.
-
-        Returns:
-            The event after the last copy from a GPU; None if there was none.
+        All ranks call it, before `capture`. `files` are this rank's files that have an image. Returns the event after
+        the last copy from a GPU; None if there was none.
         """
         if not weights.pieces:
             return None
@@ -127,16 +112,11 @@ class HostImages:
         lazy: Sequence[tuple[int, int]] | None,
         weights: _native.DeviceEvent | None = None,
     ) -> Capture:
-        """Copies the tensors into images in the buffer.
+        """Copies the tensors into images in the reserved memory. `weights` is what `copy_weights` has returned.
 
-        Args:
-            files: the files of this rank.
-            tensors: the tensors of each file.
-            buffer: the reserved memory.
-            lazy: None: wait for all copies, so that all tensors may change when this returns. Otherwise: do not wait
-                for copies from a GPU. Code that changes a tensor on a GPU must then call `hold` first. The tensors with
-                the given (file, tensor) numbers are cloned on the GPU, so that they may change immediately.
-            weights: what `copy_weights` has returned.
+        If `lazy` is None, it waits for all copies, so that all tensors may change when this returns. Otherwise it does
+        not wait for copies from a GPU, and code that changes a tensor on a GPU must call `hold` first. The tensors with
+        the (file, tensor) numbers in `lazy` are cloned on the GPU, so that they may change immediately.
         """
         if lazy is not None:
             tensors = _detached(tensors, lazy)

@@ -38,12 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 class Nodes:
-    """The nodes as the destination of one manager's saves.
-
-    Args:
-        context: what the saves of the manager share.
-        fast: what the saves into the fast tier share.
-        root: where durable steps are copied.
+    """The nodes as the destination of one manager's saves. Durable steps are copied to `root`.
 
     Attributes:
         contents: see `Destination`. HuggingFace models are made only from steps in the root.
@@ -153,7 +148,7 @@ class _PlaceOnNodes:
 def place_files(
     written: Sequence[Written], nodes: NodeMap, replicas: int, save_count: int
 ) -> tuple[list[Written], Placement]:
-    """Chooses the nodes of each file.
+    """Chooses the nodes of each file. Returns the files without repetitions, and the placement of these files.
 
     Data-parallel replicas on several nodes have written the same file. It counts once, and the nodes that have it need
     no copy.
@@ -163,9 +158,6 @@ def place_files(
         nodes: the nodes of the job.
         replicas: how many other nodes shall have each file.
         save_count: see `Placement`.
-
-    Returns:
-        The files without repetitions, and the placement of these files.
     """
     first: dict[str, Written] = {}
     holders: dict[str, list[int]] = {}
@@ -208,14 +200,8 @@ def _track(trainer: Trainer, tier: NodeTier, step: int, role_dir: Path, check_ro
     """Makes the tracker of the root name a step that the nodes have committed. Only rank 0 calls it.
 
     A trainer that names its folders itself resumes from the step that the tracker names, if there is a folder of that
-    step. `recover` and `load` need no tracker. So if this package names the folders, the tracker names only steps in
-    the root.
-
-    Args:
-        trainer: the trainer, which has the root.
-        tier: rank 0's part of the fast tier.
-        step, role_dir: the step, and where a save to the root would put it.
-        check_root: raises if the root is no longer the folder that it was (`TrainerLock.check_root`).
+    step (`role_dir`). `recover` and `load` need no tracker. So if this package names the folders, the tracker names
+    only steps in the root.
     """
     if is_own_name(trainer, step, role_dir) or tier.config.durable_every is None:
         return

@@ -116,13 +116,7 @@ def replicated_tensors(
     """Returns the lists of this rank's tensors that other ranks have, too. Empty lists are left out.
 
     The states of a DistributedOptimizer are compared between tensor-parallel ranks, and between stages, only where
-    these cut a parameter at the same elements.
-
-    Args:
-        trainer: this rank's trainer.
-        model: the model's tensors that are saved.
-        parts: the chained optimizers.
-        by_part: the states of each chained optimizer's parameters.
+    these cut a parameter at the same elements. `by_part` has the states of each chained optimizer (`parts`).
     """
     replicas, at, topology = trainer.replicas, trainer.coordinates, trainer.topology
     first, first_of_experts = (trainer.agreement.rank == ranks[0] for ranks in (replicas.dense, replicas.experts))
@@ -211,11 +205,8 @@ def take_samples(
 ) -> ReplicaSamples:
     """Reads small parts of a few tensors of each list: the same ones on all ranks, other ones at each save.
 
-    Args:
-        lists: this rank's replicated tensors.
-        attempt: the id of the save, which chooses the tensors and the parts.
-        everything: whether to read all bytes of all tensors instead, and to wait for them.
-        copies: the host copies of offloaded tensors.
+    The save's id (`attempt`) chooses them. With `everything`, it reads all bytes of all tensors, and waits for them.
+    Offloaded tensors are read from `copies`.
     """
     return ReplicaSamples(tuple(_sample(each, attempt, everything, copies) for each in lists))
 
@@ -273,9 +264,7 @@ def _crc(part: torch.Tensor, seed: int = 0) -> int:
 class DifferentReplicas:
     """A tensor that has different bytes on ranks that are replicas.
 
-    Attributes:
-        tensor: the tensor's name.
-        ranks: the ranks, one tuple for each version of the bytes; the largest group first.
+    The largest group of ranks with the same is first.
     """
 
     tensor: str

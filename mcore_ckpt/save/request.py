@@ -46,13 +46,7 @@ def read_request(
     max_to_keep: int | None,
     called: float,
 ) -> SaveRequest:
-    """Reads and checks the arguments of `CheckpointManager.save`, and raises the errors that `save` documents.
-
-    Args:
-        trainer: the objects to save.
-        step, extra_state, roles, path, max_to_keep: see `CheckpointManager.save`.
-        called: see `SaveRequest`.
-    """
+    """Reads and checks the arguments of `CheckpointManager.save`, and raises the errors that `save` documents."""
     if callable(extra_state):
         extra_state = _read_extra_state(extra_state)
     check_step(step)
@@ -95,12 +89,8 @@ def _check_extra_state(config: CheckpointConfig, extra_state: object) -> None:
 def _find_folder(root: Path, role: str, step: int, path: str | Path | None) -> tuple[Path, bool]:
     """Returns the checkpoint's folder, and whether it is part of a step below the root.
 
-    Args:
-        root: the folder of all steps.
-        role, step: what is saved.
-        path: the folder that the caller asks for; None for the usual one.
-
-    Raises InvalidArgumentError if the folder cannot be used.
+    `path` is the folder that the caller asks for; None: the usual one. Raises InvalidArgumentError if it cannot be
+    used.
     """
     role_dir = (
         file_names.step_dir(root, step) / role if path is None else Path(os.path.abspath(local_path(path, "path")))

@@ -28,11 +28,7 @@ from mcore_ckpt.steps.transaction import Attempt, await_opening, is_committed, l
 
 
 class Root:
-    """The root as the destination of one manager's saves.
-
-    Args:
-        context: what the saves of the manager share.
-    """
+    """The shared root as the destination of one manager's saves."""
 
     def __init__(self, context: SaveContext) -> None:
         self._context, self._trainer = context, context.trainer
@@ -89,11 +85,7 @@ class Root:
     def prepare(self, saving: Saving, need: Need) -> None:
         """Takes the role's trainer lock, removes leftovers of dead processes, and checks the free space.
 
-        Rank 0 does it, while the other ranks wait.
-
-        Args:
-            saving: the save that begins.
-            need: the files of all ranks.
+        Rank 0 does it, while the other ranks wait. `need` has the files of all ranks.
 
         Raises:
             LockedError: another trainer saves this role.

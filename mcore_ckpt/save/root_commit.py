@@ -43,15 +43,11 @@ def commit_to_root(
 
     Args:
         context: what the saves of the manager share.
-        agreement: connects this rank with the other ranks, on the calling thread.
-        topic, attempt, write, describe: see `transaction.commit_together`.
+        agreement, topic, attempt, write, describe: see `transaction.commit_together`, whose errors it raises.
         move_tracker: runs on rank 0 once the checkpoint is in place.
         times: notes when the export has ended, for the manifest's timeline. None: the timeline stays as it is.
 
-    Returns:
-        The files of the HuggingFace model that this rank has written.
-
-    Raises what `commit_together` raises.
+    Returns the files of the HuggingFace model that this rank has written.
     """
     exported: list[WrittenFile] = []
     keep_lock = partial(context.lock.take, patience_s=0)
@@ -119,7 +115,6 @@ class OldSteps:
     """The steps to delete after one commit.
 
     Attributes:
-        context: what the saves of the manager share.
         found: the steps. Another process may delete or pin them meanwhile.
         saved: what `SpaceWatch` needs once they are deleted; None if it need not look.
     """
@@ -157,8 +152,7 @@ class OldSteps:
 def _find_old_steps(context: SaveContext, saving: Saving, policy: PreservationPolicy) -> OldSteps:
     """Finds the steps to delete after a commit, and warns if there are none and the next save will not fit.
 
-    This is done at the commit and not when the deletion begins, because a later save with another policy may be
-    committed by then.
+    It looks at the commit, because a later save with another policy may be committed when the deletion begins.
     """
     role_dir, step = saving.role_dir, saving.step
     found: tuple[StepStatus, ...] = ()

@@ -133,20 +133,17 @@ class SaveTimes:
     def to_record(self, stall_s: float | None, nbytes: int) -> TimesRecord:
         """Returns the part of a rank's report that `timeline_of` reads, once all files of the rank are written.
 
-        Args:
-            stall_s: how long `save` held the training up, in seconds; None if until the commit.
-            nbytes: how many bytes the rank wrote, without its part of the HuggingFace model.
+        `stall_s` is how long `save` held the training up, in seconds; None: until the commit. `nbytes` leaves out the
+        rank's part of the HuggingFace model.
         """
         spans, stall = self.in_us(), None if stall_s is None else _us(stall_s)
         return (*spans["plan"], *spans["copy"], *spans["write"], nbytes, stall)
 
 
 def timeline_of(times: Sequence[TimesRecord], commit: Span) -> SaveTimeline:
-    """Returns the timeline of a save without an export.
+    """Returns the timeline of a save without an export, from the times of each rank.
 
-    Args:
-        times: the times of each rank, by rank.
-        commit: on rank 0, from the end of writing until now, in microseconds since rank 0's call of `save`.
+    `commit` is the time on rank 0 from the end of writing until now, in microseconds since rank 0's call of `save`.
     """
     *spans, nbytes, stalls = zip(*times, strict=True)
     return SaveTimeline(
@@ -162,10 +159,8 @@ def timeline_of(times: Sequence[TimesRecord], commit: Span) -> SaveTimeline:
 def with_export(timeline: SaveTimeline, reports: Sequence[Record], commit: Span) -> SaveTimeline:
     """Returns the timeline with the export of the HuggingFace model, which begins when a rank has written its files.
 
-    Args:
-        timeline: the timeline without the export.
-        reports: the report of each rank. `exported` is when its part of the export was on the disk, in microseconds.
-        commit: as in `timeline_of`, from the end of the export.
+    The ranks' reports say when their part of it was on the disk (`exported`, in microseconds). `commit` is as in
+    `timeline_of`, from the end of the export.
     """
     starts = timeline.write[1]
     ends = tuple(max(start, report["exported"]) for start, report in zip(starts, reports, strict=True))

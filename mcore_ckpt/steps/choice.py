@@ -33,10 +33,8 @@ def order_of(step: Weighed) -> tuple[int, int]:
 def last_commit(steps: Iterable[Weighed], roles: Sequence[str] = ()) -> StepCommit | None:
     """Returns the last commit, as far as manifests can be read; None if none can be read.
 
-    Args:
-        steps: the steps.
-        roles: the roles whose commits count; empty for all. Roles that are saved at different steps have their own
-            branches.
+    Only the commits of `roles` count; if it is empty, all count. Roles that are saved at different steps have their own
+    branches.
     """
     last, place = None, (-1, -1)
     for each in steps:

@@ -49,13 +49,10 @@ def new_attempt() -> str:
 
 
 def open_staging(role_dir: Path, attempt: str, mode: int | None = None) -> Path:
-    """Makes the staging folder that ranks write into, next to the role's folder. Raises OSError.
+    """Makes the staging folder of a save that ranks write into, next to the role's folder. Raises OSError.
 
-    Args:
-        role_dir: the role's folder.
-        attempt: the id of the save.
-        mode: the mode of new folders, before the umask is applied. None: a new root gets the usual mode of roots, and
-            any other new folder is not more open than the one above it.
+    New folders get `mode`, before the umask is applied. None: a new root gets the usual mode of roots, and any other
+    new folder is not more open than the one above it.
     """
     staging = file_names.staging_dir(role_dir, attempt)
     for tries_left in reversed(range(_TRIES)):
@@ -84,12 +81,7 @@ class SizedFile(Protocol):
 
 
 def check_files(staging: Path, files: Iterable[tuple[int, SizedFile]]) -> None:
-    """Checks that this rank sees every file that the ranks wrote, in its full size. Raises CommitError.
-
-    Args:
-        staging: the staging folder.
-        files: the files, each with the rank that has written it.
-    """
+    """Checks that this rank sees the files, each with the rank that wrote it, in full size. Raises CommitError."""
     # The size of each file takes a call, however the folders are listed. Each thread takes several files at a time,
     # because for a local file system the threads would else spend most of the time on taking turns.
     written = list(files)
@@ -127,12 +119,10 @@ def check_structures(by_rank: Sequence[Mapping[str, str]], node_of: Callable[[in
     tensors.
 
     Args:
-        by_rank: one mapping for each rank. Its keys are the paths of the files that the rank wrote parts of, its values
-            the digests of the structures that the rank planned for these files (`FilePlan.structure`).
+        by_rank: for each rank, the digest of the structure (`FilePlan.structure`) by the path of each file.
         node_of: returns the number of the node that a rank writes on. Ranks of different nodes write different files.
 
-    Raises:
-        CommitError: two ranks planned different tensors for one file.
+    Raises CommitError.
     """
     first: dict[tuple[int, str], tuple[int, str]] = {}
     for rank, structures in enumerate(by_rank):

@@ -26,13 +26,7 @@ from mcore_ckpt.steps.work_folders import replaced_checkpoints
 
 @dataclass(frozen=True)
 class HiddenStep:
-    """A step under a hidden name.
-
-    Attributes:
-        usual: its folder before it was hidden.
-        path: its folder now.
-        replaced: the present paths of checkpoints that saves of the step have replaced, by their earlier paths.
-    """
+    """A step under a hidden name, and the checkpoints that it `replaced`: their paths now, by their earlier paths."""
 
     usual: Path
     path: Path

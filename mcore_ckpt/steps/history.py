@@ -44,8 +44,7 @@ class RunHistory:
     Args:
         root: the folder of the steps.
         role: the role that is saved.
-        home: the folder with the identity of the run: the root, or a folder in a node's folder if nothing is in the
-            root.
+        home: the folder with the identity of the run: the root, or one in the node's folder if nothing is in the root.
         node_folder: this node's folder of the fast tier; None without one.
         remote: the steps in the remote store; None without one.
     """
@@ -104,12 +103,7 @@ class RunHistory:
             self._position = self._position.seen(number, number if head.role == self._role else 0)
 
     def loaded(self, head: ManifestSummary, place: Path | str) -> None:
-        """Notes that the training goes on from a checkpoint.
-
-        Args:
-            head: the summary of its manifest.
-            place: its folder, or its URL in the store.
-        """
+        """Notes that the training goes on from a checkpoint. `place` is its folder, or its URL in the store."""
         settled = self._elsewhere(place)
         own = runs.below(self._root) if _is_below(self._root, place) else settled
         self._last = head, place
@@ -150,12 +144,7 @@ class RunHistory:
         own.check(role_dir, heads)
 
     def stamp(self, manifest: Manifest, role_dir: Path) -> Manifest:
-        """Returns the manifest of a save with its run and its commit. Raises OSError.
-
-        Args:
-            manifest: the manifest.
-            role_dir: where it will be. The step may have other roles.
-        """
+        """Returns the manifest of a save to `role_dir` with its run and its commit. Raises OSError."""
         with self._lock:
             run = self._settled()
             others = [

@@ -28,12 +28,9 @@ logger = logging.getLogger(__name__)
 def remove_leftovers(root: Path, role: str, alone: bool) -> None:
     """Removes the leftovers of one role, and restores the role's checkpoints that a crashed process had moved aside.
 
-    Args:
-        root: the folder of the steps.
-        role: the role. Leftovers of other roles stay, because those roles may be saving.
-        alone: true if this process holds the role's trainer lock (`TrainerLock`). Then folders whose owner is unknown,
-            on another host or hidden are leftovers, too. A doctor's trial folder counts as a leftover only if it is
-            old, because the lock says nothing about doctors.
+    Leftovers of other roles stay, because those roles may be saving. `alone`: this process holds the role's trainer
+    lock (`TrainerLock`), so folders whose owner is unknown, on another host or hidden are leftovers, too. A doctor's
+    trial folder counts as one only if it is old, because the lock says nothing about doctors.
     """
     if not root.is_dir():
         return

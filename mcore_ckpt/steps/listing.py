@@ -16,7 +16,7 @@ import errno
 import itertools
 import logging
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -273,13 +273,9 @@ def read_tracker(root: Path) -> int | None:
 
 
 class _Listed(NamedTuple):
-    """The result of one listing of a root.
+    """One listing of a root: the folders of each step, and where flat steps were moved aside, by their earlier names.
 
-    Attributes:
-        root: the root.
-        folders: the folders of each step. A step that was moved aside has its earlier folder, even if that folder is
-            missing.
-        moved: the folders to which flat steps were moved aside, by the earlier names of their folders.
+    A step that was moved aside has its earlier folder, even if that folder is missing.
     """
 
     root: Path
@@ -307,10 +303,7 @@ def _list(root: Path) -> _Listed:
 
 
 class _Look(NamedTuple):
-    """The state of a step, as a look found it.
-
-    `is_sure` is false if the step seems to have been renamed during the look, so that another look may find more.
-    """
+    """The state of a step. If not `is_sure`, the step seems to have been renamed meanwhile, so look again."""
 
     status: StepStatus
     is_sure: bool
@@ -378,7 +371,10 @@ def _look(path: Path, moved: Path | None, known: _Heads) -> _Look:
     folders = [path] if any(entry.name == file_names.MANIFEST_FILE for entry in entries) else []
     folders += [path / entry.name for entry in entries if _may_be_role(entry)]
     found = {folder: read for folder in folders if (read := _read_folder(step, path, folder, known)) is not None}
-    aside = _roles_aside(path, entries, found.values())
+    # Between the two renames of a save that replaces a checkpoint (`commit.publish`), and after a power loss between
+    # them, the old checkpoint has only its hidden name.
+    roles = {read.role for read in found.values()}
+    aside = {role: folder for role, folder in _moved_aside(path, entries).items() if role not in roles}
     for role, folder in aside.items():
         read = _read_folder(step, path, folder, known, role)
         if read is not None:
@@ -416,16 +412,6 @@ def _has_moved(entries: Sequence[os.DirEntry[str]], moved: Path | None, found: C
     )
 
 
-def _roles_aside(path: Path, entries: Sequence[os.DirEntry[str]], found: Iterable[_RoleFolder]) -> dict[str, Path]:
-    """Returns the folders of checkpoints that were moved aside, for roles without a checkpoint in their own folder.
-
-    Where folders cannot be exchanged, a save that replaces a checkpoint makes two renames (`commit.publish`). Between
-    them, and after a power loss between them, the old checkpoint has only its hidden name.
-    """
-    there = {read.role for read in found}
-    return {role: folder for role, folder in _moved_aside(path, entries).items() if role not in there}
-
-
 def _moved_aside(path: Path, entries: Sequence[os.DirEntry[str]]) -> dict[str, Path]:
     """Returns the folders, among these entries, that saves have moved aside, by their earlier names."""
     works = [(entry.name, work) for entry in entries if (work := file_names.parse_work_dir(entry.name)) is not None]
@@ -433,11 +419,7 @@ def _moved_aside(path: Path, entries: Sequence[os.DirEntry[str]]) -> dict[str, P
 
 
 def find_moved_aside(folder: Path) -> Path | None:
-    """Returns the folder of a checkpoint that was moved aside for a save that never ended; None if none was.
-
-    Args:
-        folder: the checkpoint's earlier folder.
-    """
+    """Returns where a save that never ended has moved a checkpoint from its `folder`; None if none has."""
     if (folder / file_names.MANIFEST_FILE).exists():
         return None
     moved = _moved_from(folder)
@@ -452,10 +434,7 @@ def _moved_from(folder: Path) -> Path | None:
 
 
 class _RoleFolder(NamedTuple):
-    """The contents of a folder's manifest: its role, all roles of the step, and why the role is not committed.
-
-    The problem is None if the role is committed.
-    """
+    """What the manifest of a folder says, and why the role is not committed; None if it is."""
 
     role: str | None
     declared: frozenset[str]

@@ -123,12 +123,10 @@ class NewStep:
             copy_durably(source, self._companions_staging[0] / _COMPANIONS_DIR / name)
 
     def write_manifest(self, manifest: Manifest) -> None:
-        """Writes the manifest of an opened role, durably.
+        """Writes the manifest of an opened role, durably. Raises what `commit.write_manifest` does.
 
         A checkpoint of a run keeps its commit. Any other checkpoint gets the place of its step among the steps below
         the root, so it is not the newest if there are later ones.
-
-        Raises CommitError or OSError, as `commit.write_manifest` does.
         """
         if self._run is None:
             others = [status for status in list_steps(self._root) if status.committed]

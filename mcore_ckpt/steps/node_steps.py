@@ -35,15 +35,7 @@ Runs = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class HeldRole:
-    """The part of one role's checkpoint that one node has.
-
-    Attributes:
-        head: what its manifest says of it.
-        files: how many files the whole checkpoint has.
-        has: the files that are here, with their sizes.
-        is_committed: whether the node has committed it. If not, the files are in a staging folder.
-        save_count: see `Placement`.
-    """
+    """The files that one node `has` of a role's checkpoint, in a staging folder if it is not committed there."""
 
     head: ManifestSummary
     files: int
@@ -53,8 +45,7 @@ class HeldRole:
 
     def to_record(self) -> list[Any]:
         """Returns JSON values, which a rank can send."""
-        run, commit = self.head.run, self.head.commit
-        *rest, _, _ = vars(self.head).values()
+        *rest, run, commit = vars(self.head).values()
         encoded = [*rest, run and encoded_run(run), commit and encoded_commit(commit)]
         return [encoded, self.files, self.has, self.is_committed, self.save_count]
 
@@ -72,12 +63,10 @@ class FastCheckpoint:
     """One role's checkpoint on all nodes together.
 
     Attributes:
-        head: what its manifest says of it.
         files: how many files the checkpoint has.
         holders: for each node that has some of its files, the node's number and these files.
         is_committed: whether a node has committed it.
         is_staged: whether it is still in the staging folder of a node, which died while it committed.
-        save_count: see `Placement`.
     """
 
     head: ManifestSummary
@@ -238,7 +227,6 @@ class NodeStep(Weighed):
     """A step on all nodes together, or the remains of one.
 
     Attributes:
-        step: the step's number.
         heads: the summaries of its roles' manifests.
         found: the checkpoints of its roles.
         why: returns why it is not whole; None if it is. It may ask other nodes.
@@ -301,12 +289,8 @@ def node_steps(
 ) -> list[NodeStep]:
     """Returns the whole steps (`whole_steps`), and the remains of steps that were committed after them.
 
-    A checkpoint that no node has committed is a save that was under way, not a lost step.
-
-    Args:
-        found: the checkpoints on all nodes together.
-        roles: the roles to load.
-        why: returns why a checkpoint is not whole.
+    A checkpoint that no node has committed is a save that was under way, not a lost step. `why` returns why a
+    checkpoint is not whole.
     """
     whole = list(whole_steps(found, roles).values())
     last = max(map(order_of, whole), default=(-1, -1))

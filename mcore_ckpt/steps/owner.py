@@ -137,11 +137,6 @@ def _own_start(pid: int) -> int:
     return 0 if stat is None else _start_in(stat)
 
 
-def _start_of(pid: int) -> int | None:
-    stat = _stat_of(pid)
-    return None if stat is None else _start_in(stat)
-
-
 def _stat_of(pid: int | str) -> list[str] | None:
     """Returns the fields of a process in /proc, from field 3 on; None if they cannot be read."""
     with suppress(OSError, ValueError):

@@ -43,7 +43,6 @@ class RemoteStep(Weighed):
         step: the step's number.
         found: for each role, the newest attempt with a manifest and all its files, or else the newest with a manifest.
         others: the other attempts of each role: replaced attempts, and attempts without a manifest.
-        problems: why manifests cannot be used.
         pinned: true if the step is pinned in the store, so that retention keeps it there.
         look: lists the files that a role lacks. Raises RemoteError.
         is_shared: true if another run has attempts in the step, so that the step is not deleted as a whole.
@@ -258,8 +257,7 @@ class OtherRunError(RemoteError):
 def _claimant(own: RootRun, there: Sequence[RemoteRole]) -> RootRun:
     """Returns the run that an unclaimed store with these checkpoints belongs to.
 
-    Steps that a run has inherited can be in its own store and in the store of the run that saved them. So they count
-    only together with a step that the run has saved itself.
+    Steps that a run has inherited can be in the stores of two runs. So they count only together with an own step.
     """
     is_own = any(head.run and head.run.id == own.run.id for head in there)
     ours = Ownership(own if is_own else RootRun(own.run))

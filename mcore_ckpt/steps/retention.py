@@ -84,7 +84,7 @@ def judge(
     committed: int | None = None,
     spared: Collection[int] = (),
 ) -> list[RetentionDecision[Step]]:
-    """Decides for each step whether it stays.
+    """Decides for each step whether it stays. Returns one decision for each status, in the same order.
 
     A step that is not understood stays: a folder without a manifest of this package, or with a manifest that is
     damaged, has a newer format, or was copied from another step.
@@ -98,9 +98,6 @@ def judge(
         policy: which steps stay.
         committed: the step that was saved last. It stays even if it is not among the newest, as after a rollback.
         spared: further steps that stay, such as the best one.
-
-    Returns:
-        One decision for each status, in the same order.
 
     Raises OSError or RemoteError: the files of a step cannot be looked at.
     """
@@ -283,11 +280,7 @@ def _hide_unless_changed(status: StepStatus) -> HiddenStep | str:
 
 
 def obstacle_to(status: StepStatus, path: Path) -> str | None:
-    """Returns what prevents the deletion of a step, such as a pin, a change or a save; None if nothing does.
-
-    Args:
-        status: the step as it was listed.
-        path: the folder where the step is now.
+    """Returns what prevents the deletion of a step that is now at `path`, such as a pin; None if nothing does.
 
     Raises OSError: the step is gone, or its files cannot be deleted.
     """
@@ -309,10 +302,7 @@ def obstacle_to(status: StepStatus, path: Path) -> str | None:
 
 
 def _is_protected(folder: Path) -> bool:
-    """True if the files in the folder cannot be removed.
-
-    If the folder were renamed nevertheless, the files would be lost and still take space.
-    """
+    """True if the files in it cannot be removed. A rename would lose them, and they would still take space."""
     # The system call filter of an old container makes every `access` call fail, even this one. Then only an attempt to
     # remove the files shows whether they can be removed.
     is_seen = folder.is_dir() and os.access(folder, os.F_OK, effective_ids=True)

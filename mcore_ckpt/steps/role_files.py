@@ -189,15 +189,9 @@ def roles_begun(step_path: Path) -> frozenset[str]:
 def files_manifest(
     role: str, step: int, roles: Sequence[str], attempt: str, files: Sequence[tuple[int, WrittenFile]], world_size: int
 ) -> Manifest:
-    """Returns the manifest of a role that has files and no tensors.
+    """Returns the manifest of a role that has files, each with the rank that wrote it, and no tensors.
 
-    Args:
-        role: the role's name.
-        step: the step's number.
-        roles: the roles that the step consists of, with or without this one.
-        attempt: the id of this save.
-        files: each file, with the rank that wrote it.
-        world_size: how many ranks took part.
+    The step consists of `roles`, with or without this one.
     """
     return Manifest(
         step=step,

@@ -20,9 +20,7 @@ class RunningSave:
     """A save that has not committed, of a living or a dead process.
 
     Attributes:
-        step: the step that is saved.
         role: the role; None if the step's own folder is the role's folder.
-        staging: the folder that ranks write into.
         owner: the process that leads the save; None if it is not known.
         life: whether that process is alive.
         began: when the save began: seconds since the epoch, by the clock of the file system.
@@ -42,12 +40,7 @@ class RunningSave:
 
 
 def running_saves(root: Path, steps: Iterable[Path] | None = None) -> list[RunningSave]:
-    """Returns the saves that have not committed, the oldest step first.
-
-    Args:
-        root: the folder of the steps.
-        steps: the steps' folders to look into; None for all.
-    """
+    """Returns the saves that have not committed, the oldest step first. `steps`: look only into these folders."""
     folders = [root, *(own_steps(root) if steps is None else steps)]
     listed = results_of(folders, _entries, tuning.LOOK_THREADS)
     found = [save for folder in listed for entry in folder if (save := _save_in(root, entry)) is not None]

@@ -151,17 +151,10 @@ def below(root: Path) -> Ownership:
 
 
 def elsewhere(root: Path, home: Path | None = None, claimed: RootRun | None = None) -> Ownership:
-    """Returns which checkpoints in a store, or on nodes, a root owns.
+    """Returns which checkpoints in a store, or on nodes, a root owns. Raises OSError.
 
     A root without identity, such as one on a new disk, takes over the checkpoints that a root of the same path has
-    saved.
-
-    Args:
-        root: the root.
-        home: the folder that has the identity of its run; None: the root.
-        claimed: the run that the store belongs to; None if none has claimed it.
-
-    Raises OSError.
+    saved. Its identity is in `home`; None: in the root. `claimed` is the run that has claimed the store.
     """
     known, path = read_root_run(home or root), str(root.resolve())
     if known is not None and is_copied(root, known.run):

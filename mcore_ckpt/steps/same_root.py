@@ -61,9 +61,7 @@ class SameRoot:
     def check(self) -> None:
         """Checks that the path leads to the same folder. A folder that was deleted may be made again.
 
-        Raises:
-            CommitError: it leads to another folder.
-            OSError: a folder on the path cannot be read.
+        Raises CommitError if it leads to another one, and OSError if a folder on the path cannot be read.
         """
         for folder in (self._path, *self._path.parents):
             # A missing folder is judged by the folder that it was in.

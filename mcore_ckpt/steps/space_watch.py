@@ -49,13 +49,7 @@ _MAY_FIT = "The file system may store the files in less space, so the save is tr
 
 @dataclass(frozen=True)
 class Saving:
-    """A save that is about to begin.
-
-    Attributes:
-        role_dir: the role's folder.
-        step: the step.
-        policy: which steps stay after the commit; None if the checkpoint is not part of a step below the root.
-    """
+    """A save that is about to begin. It has no `policy` if the checkpoint is not part of a step below the root."""
 
     role_dir: Path
     step: int
@@ -67,8 +61,6 @@ class Saved:
     """A save that is committed.
 
     Attributes:
-        role_dir: the role's folder.
-        step: the step.
         check: the number of its check. A newer save has a larger number.
         need: the need that the check counted, with files that the save has deleted since.
         there: the steps below the root, to notice a newer save of another role; None if unknown.
@@ -132,16 +124,11 @@ class SpaceWatch:
                 logger.warning("%s: %s. %s", role_dir, limit.describe(amount), _MAY_FIT)
 
     def committed(self, role_dir: Path, step: int, deletes: bool) -> Saved | None:
-        """Warns once if the next save will not fit because no step will be deleted. Only system calls.
+        """Warns once if the save after the one that was checked last will not fit. Only system calls.
 
-        Args:
-            role_dir: the role's folder, of the save that was checked last.
-            step: its step.
-            deletes: whether retention deletes steps after this commit, or after the commits of the step's other roles.
-                One step frees the space of about one save, so there is no warning then.
-
-        Returns:
-            The argument for `foresee`, once old steps have been deleted. None if it need not look.
+        If retention `deletes` steps now, or after the commits of other roles, it does not warn, because one step frees
+        the space of about one save. Returns the argument for `foresee`, once they are deleted; None if that need not
+        look.
         """
         saved = Saved(role_dir, step, self._checks, self._checked)
         with suppress(OSError):
@@ -229,11 +216,7 @@ class SpaceWatch:
         return f"'{self._prune} --dry-run' shows which steps could be deleted"
 
     def _what_prune_frees(self, look_s: float) -> str:
-        """Says what a command could delete. If that takes too long, names only the command.
-
-        Args:
-            look_s: how long this may take, in seconds. It takes at most OLD_STEPS_LOOK_S.
-        """
+        """Says what a command could delete, or names only the command if that takes longer than `look_s` seconds."""
         # If the last look still goes on, the file system hangs or is slow, and another look would end no sooner.
         if look_s <= 0 or self._prune_look.is_at_work:
             return self._prune_shows()

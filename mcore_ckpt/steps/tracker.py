@@ -33,12 +33,8 @@ def remove_tracker(root: Path) -> None:
 def update_tracker(root: Path, committed: int | None = None, seen: Path | None = None) -> int | None:
     """Makes the tracker name the newest complete step, and returns that step; None if no step is complete.
 
-    Args:
-        root: the folder of the steps.
-        committed: the step that was committed just now, which is the newest once it is complete. None: look at all.
-        seen: see `StepStatus.having_seen`.
-
-    Raises OSError.
+    If a step was `committed` just now, it is the newest once it is complete; None: look at all steps. `seen` is as in
+    `newest_complete`. Raises OSError.
     """
     last = None
     for _ in range(_TRACKER_LOOKS):
@@ -64,12 +60,7 @@ def move_tracker(root: Path, committed: int | None = None, seen: Path | None = N
 
 
 def warn_if_tracker_differs(root: Path, tried: Sequence[Weighed]) -> None:
-    """Logs a warning if the loaded step is in the root, and the tracker names another step. Raises nothing.
-
-    Args:
-        root: the folder of the steps.
-        tried: the steps to load from, at least one, in the order in which they are tried (`choice.Choice.steps`).
-    """
+    """Logs a warning if the first of the steps to try is in the root, and the tracker names another. Raises nothing."""
     if not isinstance(tried[0], StepStatus):
         return
     path, tracked, last = root / file_names.TRACKER_FILE, read_tracker(root), tried[0].step

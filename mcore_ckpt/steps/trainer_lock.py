@@ -126,10 +126,8 @@ class TrainerLock:
         self._seen_at = 0.0
 
     def look(self) -> None:
-        """Begins to watch the holder of the lock, so that `take` waits less.
-
-        Raises nothing, because a trainer that only loads may lack the permission to read the lock file.
-        """
+        """Begins to watch the holder of the lock, so that `take` waits less. Raises nothing."""
+        # A trainer that only loads may lack the permission to read the file.
         with contextlib.suppress(OSError):
             self._notice(read_claim(self._path))
 

@@ -211,15 +211,7 @@ def key_of(manifest: Manifest) -> str:
 
 
 def part_size(size: int) -> int:
-    """Returns the size of the parts in which a file is sent, in bytes. The last part may be shorter.
-
-    Args:
-        size: the size of the file in bytes.
-
-    Example:
-        >>> part_size(1000) == tuning.UPLOAD_PART_BYTES
-        True
-    """
+    """Returns the size of the parts in which a file of `size` bytes is sent, in bytes. The last part may be shorter."""
     least = -(-size // tuning.UPLOAD_PARTS_MOST)
     return max(tuning.UPLOAD_PART_BYTES, -(-least // tuning.UPLOAD_PART_MULTIPLE) * tuning.UPLOAD_PART_MULTIPLE)
 
@@ -227,8 +219,7 @@ def part_size(size: int) -> int:
 class SentBytes:
     """Computes the checksums of a file that is sent in parts, and compares them with the store's.
 
-    Args:
-        with_md5: true if the store reports the MD5 of the whole file. Computing it takes as much time as sending.
+    `with_md5`: whether the store reports the MD5 of the whole file. Computing it takes as much time as sending.
     """
 
     def __init__(self, with_md5: bool) -> None:
@@ -247,14 +238,10 @@ class SentBytes:
         """True if the store's checksum (an ETag or an MD5) equals the sent bytes' checksum. False if it has none."""
         if self._whole is not None:
             return info.get("md5Hash") == base64.b64encode(self._whole.digest()).decode()
+        one = self._parts[0].hex() if len(self._parts) == 1 else ""
+        several = f"{hashlib.md5(b''.join(self._parts), usedforsecurity=False).hexdigest()}-{len(self._parts)}"
         match = _ETAG.fullmatch(str(info.get("ETag")))
-        return match is not None and match[1] in (self._etag_of_one(), self._etag_of_parts())
-
-    def _etag_of_one(self) -> str:
-        return self._parts[0].hex() if len(self._parts) == 1 else ""
-
-    def _etag_of_parts(self) -> str:
-        return f"{hashlib.md5(b''.join(self._parts), usedforsecurity=False).hexdigest()}-{len(self._parts)}"
+        return match is not None and match[1] in (one, several)
 
 
 def tidy_up(
@@ -306,10 +293,7 @@ def tidy_up(
 
 
 def _pin(remote: RemoteSteps, step: int, stays: bool) -> None:
-    """Adds a pin to a step in the store, or removes it.
-
-    The store needs its own pins, because the local ones can be lost together with the disk.
-    """
+    """Adds a pin to a step in the store, because the disk that has the local one may be lost, or removes it."""
     key = f"{file_names.step_name(step)}/{file_names.PINNED_FILE}"
     if stays:
         # The object is not empty, because some stores and their tools mistake an empty object for a folder.

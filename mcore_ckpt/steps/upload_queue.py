@@ -26,6 +26,7 @@ import time
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 from weakref import WeakSet
 
 from mcore_ckpt.checkpoint import file_names
@@ -63,11 +64,6 @@ class UploadHandle(Handle[bool]):
         self.step = step
         self.nbytes = 0
         self.seconds = 0.0
-
-    @property
-    def done(self) -> bool:
-        """True if the whole checkpoint is in the store."""
-        return super().done
 
     @property
     def exception(self) -> CheckpointError | None:
@@ -169,10 +165,7 @@ class UploadQueue:
         self._warned = shortage is not None
 
     def wait(self, seconds: float) -> bool:
-        """Waits until the queue is idle, at most `seconds`. Returns True if it is idle.
-
-        The queue is idle even if a failed upload will be tried again after the next commit.
-        """
+        """Waits at most `seconds` until the queue is idle. A failed upload waits for the next commit, so it is, too."""
         return self._uploads.wait_at_most(seconds)
 
     def close(self, seconds: float) -> None:
@@ -287,44 +280,18 @@ class UploadQueue:
         self._tell_failed(step, ErrorText.redacted(failure, str(failure)), 0.0)
 
     def _tell_uploaded(self, step: int, upload: Upload, seconds: float) -> None:
-        self._delivery.post(
-            Uploaded(
-                step=step,
-                role=self._role,
-                rank=0,
-                path=self._remote.store.url_of(upload.key),
-                time=time.time(),
-                nbytes=upload.manifest.nbytes,
-                seconds=seconds,
-            )
-        )
+        path = self._remote.store.url_of(upload.key)
+        self._tell(Uploaded, step, path, nbytes=upload.manifest.nbytes, seconds=seconds)
 
     def _tell_deleted(self, step: int, seconds: float) -> None:
-        self._delivery.post(
-            Deleted(
-                step=step,
-                role=self._role,
-                rank=0,
-                path=self._remote.store.url_of(file_names.step_name(step)),
-                time=time.time(),
-                seconds=seconds,
-                place="remote",
-            )
-        )
+        path = self._remote.store.url_of(file_names.step_name(step))
+        self._tell(Deleted, step, path, seconds=seconds, place="remote")
 
     def _tell_failed(self, step: int, error: ErrorText, seconds: float) -> None:
-        self._delivery.post(
-            Failed(
-                step=step,
-                role=self._role,
-                rank=0,
-                path=self._remote.store.url,
-                time=time.time(),
-                operation="upload",
-                error=error,
-                seconds=seconds,
-            )
-        )
+        self._tell(Failed, step, self._remote.store.url, operation="upload", error=error, seconds=seconds)
+
+    def _tell(self, event: type[Uploaded | Deleted | Failed], step: int, path: str, **more: Any) -> None:
+        self._delivery.post(event(step=step, role=self._role, rank=0, path=path, time=time.time(), **more))
 
     def _forget(self, step: int, handle: UploadHandle) -> None:
         with self._lock:

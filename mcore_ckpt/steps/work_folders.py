@@ -66,11 +66,10 @@ def replaced_checkpoints(folder: Path) -> list[Path]:
 
 
 def is_leftover(folder: Path, alone: bool) -> bool:
-    """Returns True if the process that made the folder is dead.
+    """True if the process that made the folder is dead.
 
-    If this process cannot see that, because the owner is unknown, on another host or hidden, it returns `alone`.
-    `alone` may be true only if this process holds the role's trainer lock, because then no other process can still be
-    saving the role.
+    If this process cannot see that, because the owner is unknown, on another host or hidden, it returns `alone`:
+    whether it holds the role's trainer lock, so that no other process can still be saving the role.
     """
     life = life_of(folder)
     return alone if life in (None, Life.UNKNOWN) else life is Life.DEAD
@@ -82,14 +81,10 @@ def is_deleted_for_good(deleted: Path, alone: bool) -> bool:
 
 
 def is_dead_trial(trial: Path, by_age: bool) -> bool:
-    """Returns True if the doctor that made a trial folder is dead.
+    """True if the doctor that made a trial folder is dead.
 
-    No lock shows whether a doctor is alive, and a doctor on another host cannot be seen. In that case the folder's age
-    decides.
-
-    Args:
-        trial: the trial folder.
-        by_age: false if this process must not write. Then a folder whose age would decide is not a leftover.
+    No lock shows whether a doctor is alive, and a doctor on another host cannot be seen. Then the folder's age decides
+    if `by_age`. A process that must not write cannot find out the age.
     """
     life = life_of(trial)
     if life not in (None, Life.UNKNOWN):
@@ -113,11 +108,9 @@ def _age_s(trial: Path) -> float:
 
 
 def is_in_use(folder: Path, step_path: Path) -> bool:
-    """True if a save may be writing into a step, or an upload may be reading it.
+    """True if a save may be writing into a step that is now in `folder`, or an upload may be reading it.
 
-    Args:
-        folder: the folder where the step is now.
-        step_path: the step's usual folder. If it is also the folder of a role, the role's work folders are next to it.
+    If the step's usual folder (`step_path`) is also the folder of a role, the role's work folders are next to it.
     """
     for entry in [*entries(folder), *entries(step_path.parent)]:
         work = file_names.parse_work_dir(entry.name)

@@ -197,13 +197,7 @@ def _data(role_dir: Path) -> bytes | None:
 
 
 def compare(place: Path | str, wanted: Mapping[str, int], there: Mapping[str, int]) -> Lack | None:
-    """Compares the sizes of the files that a manifest lists with those of the files that are there.
-
-    Args:
-        place: the role's folder, or its URL.
-        wanted: the sizes by path, according to the manifest.
-        there: the sizes by path, as a listing shows them. Other files are ignored.
-    """
+    """Compares the sizes that a manifest lists with those that `place` shows, both by path. Ignores other files."""
     wrong = [path for path, size in wanted.items() if there.get(path) != size]
     if not wrong:
         return None

@@ -27,12 +27,10 @@ from mcore_ckpt.cli.demo.huggingface import Generated
 from mcore_ckpt.cli.demo.runner import Outcome, Plan, Training
 from mcore_ckpt.cli.main import INTERRUPTED, READER_GONE, main
 from mcore_ckpt.io import json_fields as fields
-from mcore_ckpt.ranks.hosts import this_host
-from mcore_ckpt.steps import owner
-from mcore_ckpt.steps.owner import Owner
 from mcore_ckpt.tools.maintain.bench import bench, speeds
 from tests.cli.test_command_line import parsers
 from tests.cli.test_json_fields import FIELDS
+from tests.support import owners
 from tests.support.checkpoints import make as make_version
 from tests.support.mcore_checkpoints import make_checkpoint
 from tests.support.node_folders import divide
@@ -322,14 +320,14 @@ def test_it_replaces_only_what_it_was_told_to(
     out.mkdir()
     lock = file_names.trainer_file(out, "actor")
     if in_root:
-        lock.write_bytes(fields.encode(asdict(living())))
+        lock.write_bytes(fields.encode(asdict(owners.parent())))
         refused(1, "is alive")
         lock.unlink()
     assert run(name, arguments, out) == 0
     capsys.readouterr()
     refused(2, "with --force")
     if in_root:
-        lock.write_bytes(fields.encode(asdict(living())))
+        lock.write_bytes(fields.encode(asdict(owners.parent())))
         refused(1, "is alive", "--force")
         lock.unlink()
         (step,) = (entry for entry in out.iterdir() if entry.is_dir())
@@ -341,11 +339,6 @@ def test_it_replaces_only_what_it_was_told_to(
     assert run(name, f"{arguments} --force", out) == 0
     assert {path for path, _ in tree(out)} == {path for path, _ in before}
     assert tree(out) != before
-
-
-def living() -> Owner:
-    """The process that started this one: it is alive, and it is another one."""
-    return Owner(this_host(), os.getppid(), owner._start_of(os.getppid()) or 0)
 
 
 # -- Ctrl-C ------------------------------------------------------------------------------------------------

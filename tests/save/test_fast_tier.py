@@ -1,7 +1,6 @@
 """The fast tier of one process: what is in its node's folder, what in the root, and what is loaded."""
 
 import logging
-import os
 import shutil
 import socket
 import subprocess
@@ -33,15 +32,14 @@ from mcore_ckpt.errors import (
 from mcore_ckpt.fast import tier as node_tier
 from mcore_ckpt.fast.copies import Copies
 from mcore_ckpt.io import json_fields, tuning
-from mcore_ckpt.ranks.hosts import this_host
 from mcore_ckpt.recover import recover
 from mcore_ckpt.save import nodes
 from mcore_ckpt.save.background import SaveHandle
 from mcore_ckpt.steps import tracker
 from mcore_ckpt.steps.listing import complete_steps
 from mcore_ckpt.steps.node_steps import HeldRole
-from mcore_ckpt.steps.owner import Owner, _start_of
 from mcore_ckpt.steps.transaction import Attempt
+from tests.support.owners import parent
 from tests.support.small_disks import fill, free_bytes, tmpfs
 from tests.support.unsharded_model import Model
 from tests.support.waiting import LONG_S, join_threads
@@ -595,7 +593,7 @@ def test_two_jobs_in_one_folder(job: Job) -> None:
     job.start()
     job.save(1)
     job.start()
-    other = Owner(this_host(), os.getppid(), _start_of(os.getppid()) or 0)
+    other = parent()
     lock = file_names.trainer_file(job.node, "actor")
     lock.write_bytes(json_fields.encode(asdict(other) | {"claim": "other"}))
     job.loads(1)
@@ -609,7 +607,7 @@ def test_two_jobs_in_one_folder(job: Job) -> None:
 def test_a_job_that_takes_the_lock_over_meanwhile(job: Job) -> None:
     job.start()
     job.save(1)
-    other = Owner(this_host(), os.getppid(), _start_of(os.getppid()) or 0)
+    other = parent()
     lock = file_names.trainer_file(job.node, "actor")
     lock.write_bytes(json_fields.encode(asdict(other) | {"claim": "other"}))
     with pytest.raises(LockedError):

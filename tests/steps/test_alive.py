@@ -19,6 +19,7 @@ from mcore_ckpt.steps import commit, leftovers, owner, read_lock, trainer_watch,
 from mcore_ckpt.steps.owner import Life, Owner
 from mcore_ckpt.steps.trainer_watch import TrainerWatch
 from tests.support.checkpoints import ROLE, dead_owner, make, own, read_version, stage
+from tests.support.owners import owner_of_process, parent
 
 HERE = Owner.this_process()
 SYS_EXIT = 60  # of x86-64
@@ -160,7 +161,7 @@ def test_a_process_whose_first_thread_has_ended_still_lives() -> None:
         assert os.read(told, 1) == b"x"
         while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
             os.sched_yield()
-        left = Owner(HERE.host, pid, owner._start_of(pid) or 0)
+        left = owner_of_process(pid)
         assert left.life is Life.ALIVE
     finally:
         os.kill(pid, signal.SIGKILL)
@@ -168,7 +169,7 @@ def test_a_process_whose_first_thread_has_ended_still_lives() -> None:
     assert left.life is Life.DEAD
 
 
-PARENT = Owner(HERE.host, os.getppid(), owner._start_of(os.getppid()) or 0)
+PARENT = parent()
 
 
 @pytest.mark.parametrize(

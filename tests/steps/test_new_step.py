@@ -14,7 +14,7 @@ from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.errors import InvalidArgumentError, LockedError
 from mcore_ckpt.formats.huggingface.kind import is_hf_folder
 from mcore_ckpt.ranks.hosts import this_host
-from mcore_ckpt.steps import commit, owner, pins, runs, tracker, trainer_lock
+from mcore_ckpt.steps import commit, pins, runs, tracker, trainer_lock
 from mcore_ckpt.steps.listing import complete_steps
 from mcore_ckpt.steps.new_folder import Replaceable, check_may_replace, publish_folder
 from mcore_ckpt.steps.new_step import NewStep
@@ -22,8 +22,9 @@ from mcore_ckpt.steps.owner import Owner
 from mcore_ckpt.steps.read_lock import reading
 from mcore_ckpt.steps.trainer_lock import ToolLocks, TrainerLock
 from tests.support.checkpoints import make, read_version, stage
+from tests.support.owners import parent
 
-ANOTHER = Owner(this_host(), os.getppid(), owner._start_of(os.getppid()) or 0)
+ANOTHER = parent()
 
 
 def write(root: Path, step: int = 5, version: int = 2, force: bool = False) -> Path:
