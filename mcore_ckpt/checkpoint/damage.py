@@ -45,10 +45,7 @@ class Damage:
 def verify_files(role_dir: Path, files: Sequence[FileRecord], progress: Progress = lambda nbytes: None) -> list[Damage]:
     """Reads files of a checkpoint completely, and returns every difference from the manifest.
 
-    Args:
-        role_dir: the role's folder.
-        files: the files to read.
-        progress: called from several threads, each time with the number of bytes just read.
+    `progress` is called from several threads, each time with the number of bytes just read.
     """
     damages = _wrong_sizes(role_dir, files)
     damaged = {damage.file for damage in damages}
@@ -66,13 +63,8 @@ def verify_files(role_dir: Path, files: Sequence[FileRecord], progress: Progress
 def find_damage(role_dir: Path, read_bytes: bool = True) -> list[Damage]:
     """Checks a role's committed checkpoint: its manifest, the existence and size of each file, and each file's CRC.
 
-    Args:
-        role_dir: the role's folder.
-        read_bytes: whether to read the files and check their CRCs. If false, only the manifest is read, and only the
-            existence and the size of each file are checked.
-
-    Returns:
-        All damage found; an empty list if the checkpoint is intact. A missing or damaged manifest is damage, too.
+    Unless `read_bytes` is set, the files' CRCs are not checked. Returns all damage found; an empty list if the
+    checkpoint is intact. A missing or damaged manifest is damage, too.
     """
     try:
         manifest = read_manifest(role_dir)

@@ -122,10 +122,9 @@ def encode_index(index: FileIndex) -> bytes:
 
 
 class IndexTemplate:
-    """An encoded index without its CRCs. Only the CRCs change from save to save.
+    """An encoded index without its CRCs, which alone change from save to save.
 
-    Args:
-        index: the index to encode. Its shards are in the order of the file, and their CRCs are empty.
+    The shards of `index` are in the order of the file, and their CRCs are empty.
     """
 
     def __init__(self, index: FileIndex) -> None:
@@ -140,11 +139,7 @@ class IndexTemplate:
         return len(self.encode([0] * sum(self._counts)))
 
     def encode(self, block_crcs: Sequence[int]) -> bytes:
-        """Returns what `encode_index` would return for the same index with these CRCs.
-
-        Args:
-            block_crcs: the CRC-32 of each block of the first shard, then of the second, and so on.
-        """
+        """Returns what `encode_index` would return with these CRCs of the blocks of all shards, one after the other."""
         texts = list(map(str, block_crcs))
         pieces = [self._parts[0]]
         start = 0
@@ -227,13 +222,10 @@ _PIECES: msgspec.json.Decoder[tuple[tuple[_Offsets, _Offsets, _Offsets], ...]] =
 
 
 def decode_index(data: bytes, file: str, payload_end: int, regions: Regions | None = None) -> FileIndex:
-    """Decodes an index and checks its numbers.
+    """Decodes an index and checks its numbers. Raises FieldError if it is no index, or contradicts itself.
 
     Every shard must be inside the bytes `[0, payload_end)` of its file, and must have as many bytes as its region.
     `regions` holds the regions that are already decoded, if an index is decoded in parts.
-
-    Raises:
-        FieldError: the data are not an index, or the numbers in the index contradict each other.
     """
     text, places = data, typed_json.members(data)
     if places is None:

@@ -37,16 +37,11 @@ _ENDS = (_BEHIND + b"1}", _BEHIND + b"2}")
 class IndexEntries:
     """The index of a file. A tensor's entries are decoded when they are asked for.
 
-    The constructor checks that no tensor is in the index twice, and that no two overlap.
+    The constructor checks that no tensor is in the index twice, and that no two overlap. The CRC of the data must have
+    been checked. `file` is the path in the manifest, `path` the path or URL for messages, and `payload_end` as in
+    `decode_index`.
 
-    Args:
-        data: the bytes of the index. Their CRC must have been checked.
-        file: the path of the file in the manifest.
-        payload_end: as in `decode_index`.
-        path: the path or URL of the file, for messages.
-
-    Raises:
-        CheckpointCorruptError: the data are not an index, or the numbers in the index contradict each other.
+    Raises CheckpointCorruptError if the data are not an index, or the numbers in the index contradict each other.
     """
 
     def __init__(self, data: bytes, file: str, payload_end: int, path: Path | str) -> None:

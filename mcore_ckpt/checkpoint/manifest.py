@@ -89,10 +89,7 @@ class AdapterSettings:
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """A rank's description of a file that it has written, from which rank 0 makes the manifest's entry.
-
-    `holds` is the digest of the list of global tensors in the file.
-    """
+    """A rank's description of a file that it has written. `holds` is the digest of the list of global tensors in it."""
 
     path: str
     kind: str
@@ -237,9 +234,8 @@ def _entry(file: FileRecord) -> Entry:
 def decode_manifest(data: bytes) -> Manifest:
     """Decodes a manifest and checks its checksum and every field.
 
-    Raises:
-        NewerFormatError: the manifest has a newer format version than this package reads.
-        FieldError: the manifest was cut or damaged, has another format, or names a path outside its folder.
+    Raises NewerFormatError if its format version is newer than this package reads, and FieldError if it was cut or
+    damaged, has another format, or names a path outside its folder.
     """
     members = _checked_members(data)
     manifest = _read_manifest(members)

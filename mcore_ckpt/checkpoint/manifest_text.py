@@ -203,9 +203,7 @@ def _decoded(text: bytes) -> Holds:
 def encode(record: Mapping[str, Any], entries: Sequence[Entry]) -> bytes:
     """Encodes a manifest as one line of canonical JSON with a checksum.
 
-    Args:
-        record: all members but `files` and `crc32`. At least one member is sorted before `crc32`.
-        entries: the members of `files`.
+    `record` has all members but `files` (`entries`) and `crc32`. At least one member is sorted before `crc32`.
     """
     head = b"{" + _texts(record, lambda name: name < _CHECKSUM)
     middle = _texts(record, lambda name: _CHECKSUM < name < _FILES)

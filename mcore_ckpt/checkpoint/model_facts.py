@@ -231,11 +231,7 @@ _TOLERANCE = 1e-6
 class DifferentFact:
     """A fact in which a checkpoint's model and another model differ.
 
-    Attributes:
-        name: the fact.
-        saved: its value in the checkpoint.
-        live: its value in the other model.
-        may_change: True if a training may change it on purpose, for a longer context.
+    It may change if a training needs a longer context.
     """
 
     name: str
@@ -252,9 +248,8 @@ class DifferentFact:
 def config_facts(transformer: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the facts of one language model, or of one tower.
 
-    Args:
-        transformer: megatron's `TransformerConfig`, another config with such fields, or the fields as a mapping.
-        arguments: the arguments of megatron's model, such as `rotary_base`.
+    `transformer` is megatron's `TransformerConfig`, another config with such fields, or the fields as a mapping.
+    `arguments` are those of megatron's model, such as `rotary_base`.
     """
 
     def raw(name: str) -> Any:

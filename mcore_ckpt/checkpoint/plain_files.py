@@ -33,7 +33,7 @@ def pickle_unchecked(value: Mapping[str, Any]) -> bytes:
 def check_plain(data: bytes) -> bytes:
     """Returns the bytes of a small `.pt` file.
 
-    Raises ValueError if the file would be too large, or if torch (`weights_only`) or `read_plain` could not open it.
+    Raises ValueError if it is too large, or torch (`weights_only`) or `read_plain` could not open it.
     """
     if len(data) > limits.PLAIN_BYTES:
         raise ValueError(f"has {len(data)} bytes, more than the {limits.PLAIN_BYTES} that are allowed")
@@ -53,9 +53,9 @@ def write_plain(role_dir: Path, path: str, kind: str, data: bytes) -> WrittenFil
 
 
 def read_plain(role_dir: Path, record: FileRecord) -> dict[str, Any]:
-    """Reads the values in a small `.pt` file after checking its CRC. Never executes code from the file.
+    """Reads the values in a small `.pt` file after checking its CRC.
 
-    Raises CheckpointCorruptError.
+    Never executes its code. Raises CheckpointCorruptError.
     """
     path = role_dir / record.path
     return _decode_plain(read_checked(role_dir, record, limits.PLAIN_BYTES), path)

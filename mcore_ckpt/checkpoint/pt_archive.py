@@ -41,14 +41,9 @@ class _Entry:
 
 
 class PtArchive:
-    """The records of one archive and their places in the file.
+    """The records of one archive and their places in the file, which the archive fills.
 
-    Args:
-        read_at: reads from the file.
-        size: the size of the file in bytes. The archive fills the file.
-
-    Raises:
-        ArchiveError: the file is not what `torch.save` writes, was cut, or contradicts itself.
+    Raises ArchiveError if the file is not what `torch.save` writes, was cut, or contradicts itself.
     """
 
     def __init__(self, read_at: ReadAt, size: int) -> None:
@@ -77,7 +72,7 @@ class PtArchive:
     def place(self, name: str) -> tuple[int, int]:
         """Returns the offset of a record's bytes in the file, and their number.
 
-        `name` is relative to the archive's top folder.
+        `name` leaves out the archive's top folder.
         """
         entry = self._entries.get(self._root + name)
         if entry is None:
@@ -127,10 +122,9 @@ def _find_directory(read_at: ReadAt, size: int) -> tuple[int, int, int]:
 
 
 def _find_zip64_end(read_at: ReadAt, end_at: int) -> tuple[int, tuple[int, int, int] | None]:
-    """Returns the offset of the end records, and the three numbers in the zip64 end record that describe the directory.
+    """Returns where the end records begin, and from the zip64 one the directory's entries, size and offset.
 
-    These are the directory's number of entries, its size in bytes and its offset. Instead of them, None is returned if
-    there is no zip64 end record.
+    Instead of these numbers, None is returned if there is no zip64 end record.
     """
     locator_at = end_at - zf.LOCATOR_64.size
     if locator_at < zf.END_64.size:

@@ -58,10 +58,7 @@ class PtSkeleton:
     def tail(self, crcs: Sequence[int], index: bytes, index_crc: int) -> bytes:
         """Returns the bytes from `records_end` to the end of the file: index record, zip directory, end records.
 
-        Args:
-            crcs: the CRC-32 of each tensor's bytes, in the order of `slots`.
-            index: the encoded index.
-            index_crc: the CRC-32 of `index`.
+        `crcs` are the CRC-32s of the tensors' bytes, in the order of `slots`.
         """
         directory = bytearray(self.directory)
         for slot, crc in zip(self.slots, crcs, strict=True):
@@ -100,18 +97,14 @@ def _end_records(entries: int, size: int, offset: int) -> bytes:
 
 
 def build_skeleton(tree: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> PtSkeleton:
-    """Builds the skeleton of the file that `torch.save(tree)` would write.
+    """Builds the skeleton of the file that `torch.save(tree)` would write. `slots[i]` belongs to `tensors[i]`.
 
     Args:
         tree: dicts, plain values and tensors. Each tensor must own its storage and fill it, so views are not allowed.
             Tensors on `meta` are not allowed either.
         tensors: the tensors of `tree`, each once, in the order in which torch pickles them.
 
-    Returns:
-        The skeleton; `slots[i]` belongs to `tensors[i]`.
-
-    Raises:
-        ValueError: the tensors do not match the records that torch has written.
+    Raises ValueError if the tensors do not match the records that torch has written.
     """
     # torch writes into a memory file. Such a file is sparse, so the reserved payload takes no memory. torch names the
     # archive after the path that it opens, so the link gives the archive the same name in every run.

@@ -96,9 +96,7 @@ def is_dense(shape: Shape, stride: Shape) -> bool:
 class TensorFinder:
     """Resolves a pickle's references to dtypes, to storages and to the functions that rebuild tensors.
 
-    Args:
-        archive: the archive with the tensors' bytes.
-        make: receives a tensor's place, and returns the object that replaces the tensor in the result.
+    `make` receives a tensor's place, and returns the object that replaces the tensor in the result.
     """
 
     def __init__(self, archive: PtArchive, make: Callable[[TensorPlace], Any]) -> None:
@@ -110,9 +108,9 @@ class TensorFinder:
         }
 
     def find(self, module: str, name: str) -> Any:
-        """Returns the dtype or function that a global name refers to; for a storage class, the dtype of its elements.
+        """Returns what a global name refers to: a dtype, also for a storage class, or a function.
 
-        Returns None if the name is unknown.
+        None if it is unknown.
         """
         if module in ("torch", "torch.storage") and name in _STORAGES:
             return _STORAGES[name]

@@ -31,8 +31,7 @@ Storage = Callable[[StoredBytes], torch.Tensor]
 def decode_pt(data: bytes) -> Any:
     """Decodes the value in the bytes of a small `.pt` file. The tensors in the value have their own memory.
 
-    Raises:
-        ValueError: the file is damaged, or contains something other than plain values (ArchiveError, PickleError).
+    Raises ValueError (ArchiveError, PickleError) if the file is damaged, or contains something other than plain values.
 
     Example:
         >>> decode_pt(pickle_plain({"step": 12}))  # doctest: +SKIP
@@ -71,16 +70,9 @@ def load_pt(
     find: Find = find_plain,
     build: Build = refuse_state,
 ) -> Any:
-    """Reads the value in an archive.
+    """Reads the value in an archive of `size` bytes. `find` and `build` are passed to `Unpickler`, for all but tensors.
 
-    Args:
-        read_at: reads from the archive's file.
-        size: the size of the file in bytes.
-        storage: returns the memory of a storage.
-        find, build: passed to `Unpickler`, for everything except tensors.
-
-    Raises:
-        ValueError: the archive is damaged, or contains something that `find` or `build` refuses.
+    Raises ValueError if the archive is damaged, or contains something that `find` or `build` refuses.
     """
     archive = PtArchive(read_at, size)
     memory: dict[str, torch.Tensor] = {}

@@ -33,9 +33,8 @@ Decoded = TypeVar("Decoded")
 def read_manifest(role_dir: Path, manifest_file: str = file_names.MANIFEST_FILE) -> Manifest:
     """Reads the manifest in a role's folder.
 
-    Raises:
-        CheckpointNotFoundError: the manifest is missing, so the folder is not a checkpoint.
-        CheckpointCorruptError: the manifest cannot be read, is damaged, or has a newer format version.
+    Raises CheckpointNotFoundError if it is missing, so that the folder is not a checkpoint, and CheckpointCorruptError
+    if it cannot be read, is damaged, or has a newer format version.
     """
     path = inside(role_dir, manifest_file)
     return parse_manifest(_manifest_data(path), path)

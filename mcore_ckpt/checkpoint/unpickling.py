@@ -95,15 +95,11 @@ def check_key(key: Any) -> None:
 
 
 def check_extent(value: Any, nbytes: int, parts_of: Callable[[Any], Iterable[Any]] = lambda value: ()) -> None:
-    """Raises PickleError for a value with many more parts than its pickle has bytes.
+    """Raises PickleError for a value with many more parts than its pickle has bytes (`nbytes`).
 
     A list can contain itself. A list can also contain another list twice, which contains a third list twice, and so on.
-    A program that walks through such a value would never finish.
-
-    Args:
-        value: the value of the pickle.
-        nbytes: the size of the pickle in bytes.
-        parts_of: returns the parts of an object that is not a container.
+    A program that walks through such a value would never finish. `parts_of` returns the parts of an object that is not
+    a container.
     """
     most = _MOST_VALUES_PER_BYTE * nbytes + MOST_KEY_PARTS
     levels: list[Iterator[Any]] = [iter((value,))]

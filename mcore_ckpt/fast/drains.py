@@ -59,9 +59,8 @@ class Draining(Protocol):
     def run(self) -> tuple[UploadHandle | None, Callable[[], None] | None]:
         """Copies this rank's files, and commits the step in the root. Every rank calls it.
 
-        Returns the upload, and a function that deletes old steps; each is None if there is nothing to do.
-
-        Raises CheckpointError if the step is not in the root.
+        Returns the upload, and a function that deletes old steps; each is None if there is nothing to do. Raises
+        CheckpointError if the step is not in the root.
         """
 
 

@@ -69,16 +69,9 @@ class _Client:
 
 
 class PeerServer:
-    """Serves the files below a folder to other nodes until it is closed.
+    """Serves the files below a folder, and no others, to nodes that know the secret until it is closed.
 
-    Args:
-        folder: the folder. Nothing outside it is served.
-        secret: what a client must know.
-        host: the address to listen on, without port.
-        tls: how connections are encrypted; None if they are not.
-
-    Raises:
-        OSError: the address cannot be used.
+    `host` is the address to listen on, without port. Raises OSError if it cannot be used.
 
     Example:
         >>> server = PeerServer(Path("/dev/shm/run"), secret, "10.0.0.7")  # doctest: +SKIP

@@ -37,17 +37,11 @@ class _TooLongError(PeerError):
 
 
 class PeerStore:
-    """The files that one node serves.
+    """The files that one node serves at `address`, "host:port".
 
     It has the methods of `store.Store` that `formats.native.remote_folder.RemoteFolder` needs. Several threads may use
-    it at once, each with its own connection.
-
-    Args:
-        address: "host:port" of the node's server.
-        secret: the job's secret.
-        name: the node's name, for messages.
-        timeout_s: how long to wait for an answer, in seconds. A longer answer has more time: `answer_time_s`.
-        tls: how connections are encrypted; None if they are not.
+    it at once, each with its own connection. It waits `timeout_s` seconds for an answer, and longer for a longer one
+    (`answer_time_s`). The node's `name` is for messages.
 
     Example:
         >>> PeerStore("10.0.0.7:40213", secret, "node7", 60).read("global_steps_9/actor/manifest.json", 0, 20)

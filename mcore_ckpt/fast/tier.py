@@ -55,10 +55,8 @@ class NodeTier:
 
     Attributes:
         config: the user's choices.
-        role: the role.
         nodes: all nodes of the job.
         number: the number of this node among them.
-        rank: this rank.
         folder: this node's folder, which has the layout of a root.
         transport: how the nodes read each other's folders.
         server: this node's server, on the node's lead; None on its other ranks.
@@ -182,12 +180,7 @@ class NodeTier:
 def open_tier(agreement: Agreement, fast: FastTier, role: str, root: Path, shared: bool | None = None) -> NodeTier:
     """Finds the nodes of the job, and starts a server on each. Every rank calls it.
 
-    Args:
-        agreement: connects this rank with the other ranks.
-        fast: the user's choices.
-        role: the role.
-        root: the folder of the steps in the root.
-        shared: whether the group may read and write what is in the folder.
+    `shared`: whether the group may read and write what is in the folder.
 
     Raises:
         InvalidArgumentError: there are too few nodes or failure domains for the copies, the ranks have different

@@ -115,11 +115,9 @@ def strange(path: Path, shared: bool | None) -> str | None:
 
 
 def check_own_folder(path: Path, shared: bool | None) -> None:
-    """Checks that no other user has made a folder, or can write into it.
+    """Checks that no other user has made a folder, or can write into it. Raises InvalidArgumentError and OSError.
 
     The folders above it are checked, too, if they are in a folder in which all users may write.
-
-    Raises InvalidArgumentError, and OSError if the folder cannot be looked at.
     """
     above = [folder for folder in (*path.parents, *path.resolve().parents) if folder != folder.parent]
     for folder in (folder for folder in above if folder.parent.stat().st_mode & stat.S_IWOTH):

@@ -177,14 +177,10 @@ def _path(frame: FrameType | None) -> str:
 
 
 class Work(Generic[Result]):
-    """Work on its own thread.
+    """Work on its own thread, which enters the context `around`.
 
-    Args:
-        work: the work.
-        timeout_s: how long a single call to the system may last, in seconds.
-        around: a context that the thread enters for the work.
-        who: the beginning of the error's message.
-        left: gets the work if it is given up because a call hangs.
+    A single call to the system may last `timeout_s` seconds. If one hangs, the work is given up, and added to `left`.
+    `who` begins the error's message.
     """
 
     def __init__(

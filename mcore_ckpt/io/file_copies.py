@@ -13,15 +13,12 @@ from mcore_ckpt.io.files import make_parents, new_folder, open_new, open_regular
 
 
 def copy_checked(source: Path, target: Path, size: int, crc: int, progress: Progress = lambda nbytes: None) -> None:
-    """Copies a file to a new one and waits until its bytes are on the disk.
+    """Copies a file to a new one, in a folder that exists, and waits until its bytes are on the disk.
 
-    Args:
-        source, target: the files. The folder of `target` exists.
-        size, crc: the size and the CRC-32 that the bytes must have.
-        progress: is called with the number of bytes that were just written. What it raises ends the copying.
+    `progress` is called with the number of bytes that were just written. What it raises ends the copying.
 
     Raises:
-        CheckpointCorruptError: the source has other bytes. The target must not be used.
+        CheckpointCorruptError: the source has another size or CRC-32. The target must not be used.
         FileNotFoundError, OSError: the source is missing, or the target cannot be written. The message names the file.
     """
     found, done = 0, 0

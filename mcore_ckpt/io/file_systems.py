@@ -16,13 +16,7 @@ TMPFS_MAGIC = 0x01021994
 
 @dataclass(frozen=True)
 class Abilities:
-    """The abilities of a type of file system, as seen in trials (docs/doctor.md).
-
-    Attributes:
-        direct: whether O_DIRECT bypasses the page cache.
-        exchange: whether two folders can be exchanged in one system call.
-        locks: whether `flock` works.
-    """
+    """Whether a type of file system can bypass the page cache (O_DIRECT), exchange two folders, and has `flock`."""
 
     direct: bool
     exchange: bool

@@ -276,9 +276,8 @@ def linked_file(folder: Path, name: str) -> Path:
 def read_small(path: Path, most: int) -> bytes:
     """Reads a whole file.
 
-    Raises:
-        OSError: the file cannot be opened, or is not a regular file.
-        CheckpointCorruptError: the file is larger than `most` bytes, or reading it fails.
+    Raises OSError if it cannot be opened or is no regular file, and CheckpointCorruptError if it is larger than `most`
+    bytes, or reading it fails.
     """
     with opened(path) as (descriptor, size):
         if size > most:

@@ -35,9 +35,10 @@ def sizes_below(folder: Path) -> dict[str, int]:
 
 
 def sizes_of(folder: Path, paths: Iterable[str]) -> dict[str, int]:
-    """Returns the sizes in bytes of the given files below a folder. Missing files are left out.
+    """Returns the sizes in bytes of the given files below a folder.
 
-    It lists only the folders that these files are in, and looks at no other file. Raises OSError like `sizes_below`.
+    Missing files are left out. It lists only the folders that these files are in, and looks at no other file. Raises
+    like `sizes_below`.
     """
     wanted = frozenset(paths)
     folders: set[str] = set()

@@ -25,13 +25,10 @@ logger = logging.getLogger(__name__)
 
 
 class HostMemory:
-    """One host buffer. It grows when needed and is reused from save to save.
+    """One host buffer. It grows when needed, at most to `limit` bytes, and is reused from save to save.
 
     The system needs seconds to provide the pages of a buffer (0.5 to 2 GB/s are typical), and longer if they are pinned
     for a GPU. `prepare` does both while training continues, so that `take` need not.
-
-    Args:
-        limit: the largest size of the buffer in bytes; None for no limit.
 
     Example:
         >>> memory = HostMemory()

@@ -13,10 +13,7 @@ from mcore_ckpt.io.mounts import mount_of
 def bytes_free(folder: Path) -> int | None:
     """Returns how many bytes can still be written into a folder, or where it would be made. None: nothing limits them.
 
-    A tmpfs takes memory only when it is written to, so it can promise more than there is.
-
-    Raises:
-        OSError: the file system does not tell.
+    A tmpfs takes memory only when it is written to, so it can promise more than there is. Raises OSError.
     """
     limits = [limit.free for limit in space_of(folder).limits if limit.kind == "nbytes"]
     if is_memory(folder):

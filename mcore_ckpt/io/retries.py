@@ -29,12 +29,10 @@ def persist(
     stop: threading.Event,
     answers: tuple[type[Exception], ...],
 ) -> Result:
-    """Runs `work` until it succeeds, and returns what it returns.
+    """Runs `work`, which must be repeatable, until it succeeds, and returns what it returns.
 
     Args:
-        url: the store, for messages.
-        what: the operation, for messages.
-        work: the operation; it must be repeatable.
+        url, what: the store and the operation, for messages.
         redacted: turns an error into text without secrets.
         stop: when set, no further try is made.
         answers: exceptions that are an answer of the store and no failure, such as FileNotFoundError. They are raised

@@ -34,7 +34,7 @@ class Placed(Generic[P]):
 
 
 def stream(files: Iterable[Sequence[P]], read: Callable[[Sequence[Placed[P]]], object]) -> Iterator[list[Placed[P]]]:
-    """Yields batches of parts that have been read, in order.
+    """Yields batches of parts that have been read, in order. Raises what `read` raises.
 
     The memory of a batch is valid until the next batch is requested. Memory use is two buffers of STREAM_BYTES,
     whatever the sizes of the files.
@@ -43,9 +43,6 @@ def stream(files: Iterable[Sequence[P]], read: Callable[[Sequence[Placed[P]]], o
         files: the parts of each file (see `cuts_of`). Small files share a batch. Each part of a larger file is a
             separate batch.
         read: fills the memory of all parts of a batch. It is called on another thread, one call at a time.
-
-    Raises:
-        Exception: raised by `read`.
     """
     batches = _batches(files)
     buffers = (HostMemory(), HostMemory())
@@ -67,10 +64,7 @@ def stream(files: Iterable[Sequence[P]], read: Callable[[Sequence[Placed[P]]], o
 
 
 def cuts_of(end: int) -> tuple[int, ...]:
-    """Returns the cuts `(0, ..., end)` that divide a file of `end` bytes into parts for `stream`.
-
-    All cuts except the last are multiples of the page size.
-    """
+    """Returns the cuts `(0, ..., end)` that divide a file into parts for `stream`. All but the last are at pages."""
     return even_cuts(end, max(1, min(-(-end // tuning.STREAM_BYTES), end // PAGE_BYTES)))
 
 

@@ -60,8 +60,8 @@ def for_each(items: Iterable[Item], work: Callable[[Item], object], threads: int
 def _join(worker: threading.Thread, failures: list[BaseException]) -> None:
     """Waits for a thread. If this thread is interrupted meanwhile, no further call starts.
 
-    Ctrl-C must end the main thread even if a call hangs. Any other thread is interrupted by `disk_watch.Work.give_up`,
-    and has ended only when all its calls have.
+    Ctrl-C must end the main thread even if a call hangs. `disk_watch.Work.give_up` interrupts any other thread, which
+    has ended only when all its calls have.
     """
     while worker.is_alive():
         try:

@@ -24,9 +24,7 @@ Result = TypeVar("Result")
 class Handle(Generic[Result]):
     """Work that is under way or has ended, for those who wait for it.
 
-    Args:
-        under_way: says that the work is still under way, for the message of TimeoutError.
-        advice: ends that message.
+    The message of TimeoutError says that it is still `under_way`, and ends with the `advice`.
     """
 
     def __init__(self, under_way: str, advice: str = "") -> None:
@@ -74,12 +72,9 @@ class NoThreadError(Exception):
 class Worker:
     """Calls functions one after the other on a thread, which exists only while there are functions to call.
 
-    An error of a function is logged, and the next function is called.
-
-    Args:
-        name: the thread's name.
-        must_finish: whether all functions must be called: by an exiting interpreter, which waits for them
-            (`all_workers`), and without another thread. If not, an exiting interpreter waits for nothing of it.
+    An error of a function is logged, and the next function is called. `must_finish`: whether all functions must be
+    called, by an exiting interpreter, which waits for them (`all_workers`), and without another thread. If not, an
+    exiting interpreter waits for nothing of it.
     """
 
     def __init__(self, name: str, must_finish: bool = True) -> None:

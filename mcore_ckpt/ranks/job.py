@@ -23,13 +23,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Seat:
-    """The number of this process among the command's processes, and the store that they share.
-
-    Attributes:
-        rank, world_size: this process's number, and how many processes there are.
-        place: the host and the port of the store.
-        hosts_store: True if this process hosts the store.
-    """
+    """The number of this process among the command's processes, and the host and port of the store that they share."""
 
     rank: int
     world_size: int

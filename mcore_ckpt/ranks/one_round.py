@@ -46,8 +46,6 @@ class Round:
     Then call `collect`, `claim` and `announce` on rank 0, and `outcome` on the other ranks.
 
     Attributes:
-        prefix: the prefix of the round's keys.
-        name: the round's own name; None if it has none.
         has_submitted: whether this rank has submitted its record or its error.
         has_all_submissions: whether rank 0 has seen that all ranks have submitted.
         is_over: whether this rank has heard what rank 0 announced.
@@ -189,10 +187,7 @@ class Round:
         """Waits for the record that rank 0 announces, and returns it. All ranks except rank 0 call it.
 
         If rank 0 is silent until the deadline but has called `claim`, this rank waits for one more deadline. If rank 0
-        stays silent, only the disk shows what it did.
-
-        Raises:
-            CheckpointError: the announced error, or `default` if rank 0 is silent.
+        stays silent, only the disk shows what it did. Raises the announced error, or `default` if rank 0 is silent.
         """
         done = f"{self.prefix}/done"
         if not self._wait(lambda: self._store.check([done])):

@@ -50,12 +50,8 @@ def has_process_group() -> bool:
 def find_process_groups(model: Any = None) -> ProcessGroups | None:
     """Returns the process groups that a model was built with, or the groups of `parallel_state`.
 
-    Args:
-        model: an unwrapped megatron model. The groups of its `pg_collection` are used, and `parallel_state` for groups
-            that the collection lacks. None, or a model without a collection: the groups of `parallel_state`.
-
-    Returns:
-        The groups. None if torch.distributed is not initialized, so that this process is the only rank.
+    The groups of the unwrapped model's `pg_collection` are used, and `parallel_state` for groups that the collection
+    lacks. Returns None if torch.distributed is not initialized, so that this process is the only rank.
 
     Raises:
         InvalidStateError: there is a process group, but the model has no collection and `parallel_state` is not

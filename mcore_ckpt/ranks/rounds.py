@@ -336,12 +336,7 @@ class Alone(Agreement):
 
 
 class Done(Generic[T]):
-    """Work that a rank has done before a round: its result or its error.
-
-    Args:
-        results: the result; none if the work has failed.
-        error: the work's error, or None.
-    """
+    """Work that a rank has done before a round: its result, if it has one, or its error."""
 
     def __init__(self, results: Sequence[T], error: Exception | None) -> None:
         self._results, self._error = results, error
@@ -362,9 +357,9 @@ class Done(Generic[T]):
 
 
 def done_before(agreement: Agreement, work: Callable[[], T]) -> Done[T]:
-    """Does long work before a round. If it fails, the round tells all ranks (`Done.record`).
+    """Does long work before a round.
 
-    Raises only the exceptions of signal handlers.
+    If it fails, the round tells all ranks (`Done.record`). Raises only as signal handlers do.
     """
     try:
         return Done([agreement.runner.run(work)], None)
@@ -498,11 +493,9 @@ def agree(
 ) -> Record:
     """Returns, on every rank, what `answer` returns on rank 0.
 
-    Every rank calls it with the same `request`: plain JSON values, or a function that returns them.
-
-    Raises:
-        AgreementError: the requests differ, a rank is missing, or `request` or `answer` raised another exception.
-        CheckpointError: raised by `request` on any rank, or by `answer`. It is the same on all ranks.
+    Every rank calls it with the same `request`: plain JSON values, or a function that returns them. Raises
+    AgreementError if the requests differ, a rank is missing, or another exception was raised. A CheckpointError of a
+    rank is the same on all.
     """
 
     def combine(records: Sequence[Record]) -> Record:

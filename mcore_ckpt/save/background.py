@@ -164,12 +164,8 @@ class SaveHandle(Handle[SaveReport]):
 class BackgroundSaves:
     """Runs the saves of one manager in the background, at most one at a time.
 
-    Old steps are deleted on a second thread, so that a new save need not wait for the deletion.
-
-    Args:
-        commits: the agreement by which the ranks commit a save.
-        warns: whether failures are only logged, and not raised by the manager's next call.
-        is_async: whether saves are finished in the background.
+    Old steps are deleted on a second thread, so that a new save need not wait for the deletion. If it `warns`, failures
+    are only logged, and not raised by the manager's next call.
     """
 
     def __init__(self, commits: Agreement, warns: bool, is_async: bool = True) -> None:

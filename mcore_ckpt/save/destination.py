@@ -49,11 +49,7 @@ class Following:
 
 
 class Place(Protocol):
-    """Where one save goes, on this rank.
-
-    Attributes:
-        attempt: the save's id, its staging folder and its final folder.
-    """
+    """Where one save goes, on this rank. `attempt` has its id, its staging folder and its final folder."""
 
     @property
     def attempt(self) -> Attempt: ...
@@ -85,17 +81,14 @@ class Place(Protocol):
     ) -> list[WrittenFile]:
         """Lets every rank write its files below the staging folder, and commits them. Every rank calls it.
 
+        Returns the files that this rank has exported: its part of a HuggingFace model. If the save failed, all ranks
+        raise the same type of CheckpointError, and the previous checkpoint stays.
+
         Args:
             topic: what is being saved, for messages.
             write: writes this rank's files durably, and returns its report (`rank_reports.rank_report`).
             describe: builds, on rank 0, the manifest from the reports of all ranks.
             times: notes when an export has ended.
-
-        Returns:
-            The files that this rank has exported: its part of a HuggingFace model.
-
-        Raises:
-            CheckpointError: the save failed. All ranks raise the same type, and the previous checkpoint stays.
         """
 
     def follow(self) -> Following:
@@ -103,11 +96,9 @@ class Place(Protocol):
 
 
 class Destination(Protocol):
-    """Where the saves of one manager go.
+    """Where the saves of one manager go. Only rank 0 uses the `lock` on the role there.
 
-    Attributes:
-        lock: the lock on the role there. Only rank 0 uses it.
-        contents: what a checkpoint there has, in words of `save_contents`.
+    `contents` has what a checkpoint there has, in words of `save_contents`.
     """
 
     @property

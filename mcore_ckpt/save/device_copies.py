@@ -19,11 +19,7 @@ from mcore_ckpt.io.pages import PAGE_BYTES, page_ceil
 
 
 class DeviceCopies:
-    """Copies the tensors of one save at a time from a GPU to pinned host memory.
-
-    Args:
-        device: the number of the GPU.
-        timeout_s: how long to wait for copies, in seconds.
+    """Copies the tensors of one save at a time from a GPU to pinned host memory. Waits `timeout_s` seconds at most.
 
     Raises UnsupportedError if the package was built without CUDA.
     """

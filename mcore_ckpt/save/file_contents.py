@@ -65,12 +65,8 @@ def write_requests(
 ) -> list[WriteRequest]:
     """Lists the files that this rank writes completely or in part.
 
-    Args:
-        trainer: this rank's trainer.
-        weights: the weights that are made from main parameters (`weights_of`).
-        model: the model's tensors.
-        by_part: the states of each chained optimizer's parameters (`parameter_states`).
-        writers_of: says which replicas write a file together (`Destination.writers_of`).
+    The arguments come from `weights_of`, `model_shards` and `parameter_states`. `writers_of` says which replicas write
+    a file together (`Destination.writers_of`).
     """
     requests: list[WriteRequest] = []
     if saves_model(trainer):

@@ -215,13 +215,9 @@ class SavePlanner:
     def plan(self, trainer: Trainer, writers_of: WritersOf = together) -> SavePlan:
         """Returns this rank's plan. Copies no tensor, and does not communicate.
 
-        Args:
-            trainer: this rank's trainer.
-            writers_of: says which replicas write a file together (`Destination.writers_of`). Its answers must not
-                change.
-
-        Raises:
-            UnsupportedError: something cannot be saved completely, or a tensor has no memory because it is offloaded.
+        `writers_of` says which replicas write a file together (`Destination.writers_of`). Its answers must not change.
+        Raises UnsupportedError if something cannot be saved completely, or a tensor has no memory because it is
+        offloaded.
         """
         plan = None if self._last_plan is None else self._last_plan.plan(trainer)
         if plan is None:

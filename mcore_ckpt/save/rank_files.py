@@ -330,11 +330,7 @@ def need_of_rank(
 ) -> Need:
     """Returns the need of this rank. A file that several ranks write together counts on its owner.
 
-    Args:
-        trainer: the objects to save.
-        plans: the files that this rank writes parts of.
-        small: the sizes of this rank's small files by path.
-        assets: the sizes of the HuggingFace assets of the last save; empty at the first save.
+    `small` has the sizes of this rank's small files by path, `assets` those of the HuggingFace assets of the last save.
     """
     owned = [plan for plan in plans if plan.share.owner == trainer.agreement.rank]
     files = {plan.path: plan.least_size for plan in owned} | dict(small)

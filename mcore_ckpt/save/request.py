@@ -24,11 +24,7 @@ LARGEST_STEP = 10**18  # steps are smaller than this, because the tracker has 18
 class SaveRequest:
     """What the trainer asks to save.
 
-    Attributes:
-        saving: the step, its folder in the root, and which steps stay after the commit.
-        roles: the roles that the step consists of.
-        extra_state: the trainer's own state, or None.
-        called: when the trainer called `save` (time.perf_counter()). That call may have waited for an earlier save.
+    The trainer has `called` save at this time (time.perf_counter()), and may have waited for an earlier save.
     """
 
     saving: Saving

@@ -43,15 +43,7 @@ def save_step(
     request: SaveRequest,
     events: SaveEvents,
 ) -> SaveHandle:
-    """Saves one step. Every rank calls it. Returns once training may go on: see `CheckpointManager.save`.
-
-    Args:
-        context: what the saves of the manager share.
-        destination: where the save goes.
-        background: finishes the save.
-        request: what is saved.
-        events: tells the listeners of the save.
-    """
+    """Saves one step. Every rank calls it. Returns once training may go on: see `CheckpointManager.save`."""
     trainer, saving, times = context.trainer, request.saving, SaveTimes(request.called)
     # `finish` must not keep `request` alive, because its extra state may be large.
     roles, called = request.roles, request.called

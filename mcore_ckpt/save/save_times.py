@@ -68,10 +68,7 @@ class SaveTimes:
 
     The moments are `started` (the wait for an earlier save is over), `planned`, `captured`, `begun` (the training may
     go on), `writing` (the first write), `written` and `exported`. They come in this order, but an async save may be
-    `writing` before it is `begun`.
-
-    Args:
-        called: when the trainer called `save`. That call may have waited for an earlier save.
+    `writing` before it is `begun`. The call of `save` (`called`) may have waited for an earlier save.
 
     Attributes:
         copies_first: whether the state is copied before it is written. If not, it is read while it is written.

@@ -24,15 +24,11 @@ from mcore_ckpt.state.typed_values import to_stored
 class SmallFiles:
     """This rank's small files, with the state as it was when the save was requested.
 
-    Args:
-        trainer: the objects to save.
-        extra_state: the trainer's own state, or None.
-        contents: what the checkpoint will have (`Destination.contents`).
+    `contents` is what the checkpoint will have (`Destination.contents`). Raises UnsupportedError if a value cannot be
+    stored without pickling a class.
 
     Attributes:
         common: the state that all ranks share (`read_common`), on rank 0. Rank 0 writes it at the commit.
-
-    Raises UnsupportedError if a value cannot be stored without pickling a class.
     """
 
     def __init__(self, trainer: Trainer, extra_state: Mapping[str, Any] | None, contents: Sequence[str]) -> None:

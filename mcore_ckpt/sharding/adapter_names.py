@@ -56,12 +56,7 @@ _ONLY_IN_PEFT = re.compile(r"\.(?:lora_\w+|modules_to_save|original_module)\.")
 
 
 class PeftMatrix(NamedTuple):
-    """One of the two matrices of an adapter in a layer that PEFT has wrapped.
-
-    Attributes:
-        module: the name of the wrapped layer.
-        is_a: True for A, [rank, columns], and False for B, [rows, rank].
-    """
+    """A, [rank, columns], or B, [rows, rank], of an adapter in the layer `module`, which PEFT has wrapped."""
 
     module: str
     is_a: bool
@@ -81,8 +76,7 @@ def peft_matrix(name: str) -> PeftMatrix | None:
 def without_peft(name: str) -> str:
     """Returns the name that a tensor has in Megatron-Bridge's wrappers. Names without PEFT's modules stay.
 
-    Raises:
-        ValueError: the tensor belongs to a module of PEFT that has no counterpart.
+    Raises ValueError if the tensor belongs to a module of PEFT that has no counterpart.
 
     Example:
         >>> without_peft("layers.0.mlp.linear_fc2.base_layer.weight")
@@ -109,10 +103,8 @@ _PERMUTED = re.compile(
 def permuted_in_bridge(name: str) -> str | None:
     """Returns "magnitude" or "component" for a tensor whose rows Megatron-Bridge (0.3 to 0.6) puts into another order.
 
-    `linear_fc1` holds, on each tensor-parallel rank, the rank's rows of the gate, and then its rows of up. Bridge
-    describes the magnitude of such a layer (DoRA) as if it were cut without regard to this, and B of CanonicalLoRA's
-    adapter of the gate, or of up, as if it held both. So the order of rows in Bridge's own checkpoints depends on the
-    tensor-parallel size. Returns None for any other tensor.
+    Returns None for any other tensor. The docstring of this module says why the order depends on the tensor-parallel
+    size.
     """
     match = _PERMUTED.fullmatch(name)
     return None if match is None else "magnitude" if match["magnitude"] else "component"
@@ -141,12 +133,9 @@ def is_changed_buffer(name: str) -> bool:
 def adapters_among(names: Iterable[str]) -> dict[AdapterKey, dict[str, str]]:
     """Groups the names of adapters' tensors by adapter. Other names are left out.
 
-    Returns:
-        For each adapter, its tensors' names by part: `LINEAR_IN` (A, [rank, columns]), `LINEAR_OUT` (B, [rows, rank])
-        and, for DoRA, `MAGNITUDE` ([rows]).
-
-    Raises:
-        ValueError: an adapter has a tensor of another name, or lacks one of its two matrices.
+    Returns, for each adapter, its tensors' names by part: `LINEAR_IN` (A, [rank, columns]), `LINEAR_OUT` (B, [rows,
+    rank]) and, for DoRA, `MAGNITUDE` ([rows]). Raises ValueError if an adapter has a tensor of another name, or lacks
+    one of its two matrices.
 
     Example:
         >>> list(adapters_among(["fc2.adapter.linear_in.weight", "fc2.adapter.linear_out.weight", "fc2.weight"]))

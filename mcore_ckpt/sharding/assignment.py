@@ -19,11 +19,7 @@ _LAST = ("output_layer.", "decoder.final_layernorm.", "decoder.final_norm.")
 
 
 class PipelineAssignment:
-    """The placement of tensors on pipeline ranks, derived from their global names.
-
-    Args:
-        stages: the layers of each stage, by (pipeline rank, virtual stage).
-    """
+    """Places tensors on pipeline ranks, by their global names and the layers of each (rank, virtual stage)."""
 
     def __init__(self, stages: Stages) -> None:
         self._stages = stages

@@ -75,8 +75,7 @@ class Cut:
     def region(self, shape: Shape, rank: int, size: int) -> Region:
         """Returns the part of a tensor of global shape `shape` that rank `rank` of `size` ranks has.
 
-        Raises:
-            ValueError: the length of the axis, or of a section along it, cannot be divided by `size`.
+        Raises ValueError if the length of the axis, or of a section along it, cannot be divided by `size`.
         """
         axis, size, rank = (0, 1, 0) if self.axis is None else (self.axis, size, rank)
         if not shape or (size == 1 and len(self.sections) == 1):
@@ -138,10 +137,7 @@ def _axes_in_megatron(name: str) -> tuple[int | None, ...]:
 
 
 def has_sections(name: str) -> bool:
-    """Returns True if a tensor consists of sections of lengths that do not follow from its name.
-
-    Each section of such a tensor must be cut separately.
-    """
+    """Returns True if a tensor has sections whose lengths do not follow from its name. Each must be cut separately."""
     return _MIXER_SECTIONS.fullmatch(name) is not None
 
 
@@ -154,9 +150,7 @@ def find_cut(name: str, seen: Mapping[int, Region], size: int, replicated: bool 
         size: the tensor-parallel size of these regions.
         replicated: whether the tensor is known to be uncut. If so, its name is not used to find the axis.
 
-    Raises:
-        ValueError: the regions contradict the name, or the tensor has sections and the regions do not show where each
-            section begins.
+    Raises ValueError if the regions contradict the name, or do not show where each section of the tensor begins.
     """
     first = next(iter(seen.values()))
     possible = (None,) if replicated else axes_of(name)

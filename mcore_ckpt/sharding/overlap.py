@@ -50,10 +50,9 @@ class Overlap:
 
 @dataclass(frozen=True)
 class _Placed:
-    """A box of the global tensor and its place in a flat range of a local tensor.
+    """A box of the global tensor, and its place in a flat range of a local tensor with these strides (in elements).
 
-    `position` is the place of the box's first element in the flat range. `strides` are the strides of the local tensor,
-    in elements.
+    `position` is the place of the box's first element in the flat range.
     """
 
     box: Box

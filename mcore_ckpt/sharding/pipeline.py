@@ -48,8 +48,7 @@ class PipelineSplit:
         Layers fill the stages in the order (virtual stage, pipeline rank), so a stage starts where the stage before it
         ends.
 
-        Raises:
-            ValueError: the layers cannot be divided as megatron requires, or the stage does not exist.
+        Raises ValueError if the layers cannot be divided as megatron requires, or the stage does not exist.
         """
         if not (0 <= pp_rank < self.pp and 0 <= vp_stage < self.vpp):
             raise ValueError(f"there is no stage pp {pp_rank}, vp {vp_stage} in {self}")
@@ -95,9 +94,8 @@ class PipelineSplit:
 def parse_layout(text: str) -> tuple[tuple[str, ...], ...]:
     """Parses a pipeline layout in the syntax of megatron's command line (`parse_str_to_list`, 0.16.1).
 
-    Raises:
-        ValueError: the text has an unknown character, or it does not begin with its only embedding and end with its
-            only loss.
+    Raises ValueError if it has an unknown character, or does not begin with its only embedding and end with its only
+    loss.
 
     Example:
         >>> parse_layout("Et|t*2|(t|)*1L")
@@ -122,10 +120,7 @@ def parse_pattern(text: str) -> tuple[tuple[str, ...], ...]:
     """Parses the stages of a `hybrid_layer_pattern` (`parse_hybrid_pattern`, 0.19) as `parse_layout` does.
 
     Each character is a layer, `|` ends a stage, and `/` begins a depth of multi-token prediction. All depths are on the
-    last stage.
-
-    Raises:
-        ValueError: the text has a layer that megatron does not know, or no layer at all.
+    last stage. Raises ValueError for a layer that megatron does not know, or no layer at all.
 
     Example:
         >>> parse_pattern("M*|-E/*-")

@@ -113,9 +113,8 @@ class ReadPlan:
 def plan_reads(wanted: Region, stored: Sequence[StoredShard]) -> ReadPlan:
     """Plans the reads that fill one wanted region. An element that several shards hold is read from the first of them.
 
-    Args:
-        wanted: the region to fill.
-        stored: shards of the same tensor. Their global shapes can differ from that of `wanted` in length along an axis.
+    `stored` are shards of the same tensor. Their global shapes can differ from that of `wanted` in length along an
+    axis.
     """
     found = overlap(wanted, [shard.region for shard in stored])
     reads = tuple(ReadRange(stored[number], rows) for number, rows in found.rows)

@@ -41,9 +41,7 @@ def flat_to_boxes(shape: Shape, start: int, stop: int) -> list[Box]:
     """Splits elements `[start, stop)` of a row-major tensor into at most `2·ndim − 1` boxes, in order.
 
     Each box is contiguous in the tensor. Along every axis except one, a box has either one element or all elements.
-
-    Raises:
-        ValueError: the range is not within the tensor.
+    Raises ValueError if the range is not within the tensor.
 
     Example:
         >>> [(b.offset, b.shape) for b in flat_to_boxes((3, 4), 2, 9)]

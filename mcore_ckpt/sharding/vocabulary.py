@@ -21,10 +21,7 @@ def may_be_same_vocabulary(rows: tuple[int, int], tp: tuple[int, int], vocab_siz
     differ by less than the largest padding that the larger number can include (see `padding_is_plausible`). If the size
     is unknown and the tensor-parallel sizes are equal, the numbers must be equal, because the padding is equal.
 
-    Args:
-        rows: the number of rows of the saved tensor, and that of the wanted tensor.
-        tp: the tensor-parallel size of the saved tensor, and that of the wanted tensor.
-        vocab_size: the number of tokens without padding. None if it is unknown.
+    `rows` and `tp` have the numbers of rows and the tensor-parallel sizes of the saved and of the wanted tensor.
 
     Example:
         >>> may_be_same_vocabulary((131, 136), (1, 2), None), may_be_same_vocabulary((131, 264), (1, 2), None)
@@ -44,12 +41,8 @@ def padding_is_plausible(tokens: int, rows: int, tp: int | None = None) -> bool:
     """Returns True if megatron can have padded a vocabulary of `tokens` tokens to `rows` rows.
 
     Megatron pads to a multiple of `divisor * tp`. The divisor is unknown here. It is assumed to be the largest power of
-    two, up to 128, for which `rows` is a multiple of `divisor * tp`.
-
-    Args:
-        tokens: the number of tokens.
-        rows: the number of rows.
-        tp: the tensor-parallel size. None if it is unknown: then one plausible size is enough.
+    two, up to 128, for which `rows` is a multiple of `divisor * tp`. If the tensor-parallel size is unknown, one
+    plausible size is enough.
 
     Example:
         >>> padding_is_plausible(131, 136, 2), padding_is_plausible(131, 264, 2), padding_is_plausible(131, 131, 1)
@@ -68,19 +61,13 @@ def padding_is_plausible(tokens: int, rows: int, tp: int | None = None) -> bool:
 
 
 def padded_rows(saved: int, tp: int, vocab_size: int | None, divisor: int | None) -> int:
-    """Returns how many rows a vocabulary has under the tensor-parallel size `tp`.
+    """Returns how many rows a vocabulary of `saved` rows has under the tensor-parallel size `tp`.
 
-    Without `vocab_size` and `divisor`, the number of rows stays the same if it is a multiple of `tp`.
+    Without `vocab_size` and `divisor`, the number of rows stays the same if it is a multiple of `tp`. `divisor` is
+    megatron's make_vocab_size_divisible_by. None means 128 (megatron's default) if `vocab_size` is known, and 1
+    otherwise.
 
-    Args:
-        saved: the number of rows in the checkpoint.
-        tp: the tensor-parallel size for which the rows are cut.
-        vocab_size: the number of tokens without padding. None if it is unknown.
-        divisor: megatron's make_vocab_size_divisible_by. None means 128 (megatron's default) if `vocab_size` is known,
-            and 1 otherwise.
-
-    Raises:
-        ValueError: the checkpoint has fewer rows than the vocabulary has tokens.
+    Raises ValueError if the checkpoint has fewer rows than the vocabulary has tokens.
 
     Example:
         >>> padded_rows(131, 1, None, None), padded_rows(131, 2, None, None), padded_rows(131, 2, 131, 4)

@@ -122,11 +122,7 @@ class Choice(Generic[Step]):
 
 
 def choose(steps: Sequence[Step], roles: Sequence[str] = ()) -> Choice[Step]:
-    """Chooses the steps to load from. Of two steps of one commit, the later one in `steps` is tried first.
-
-    Args:
-        steps: all steps, of all places.
-        roles: the roles that a step must have.
+    """Chooses the steps to load from, which have all `roles`. Of two steps of one commit, the later one is tried first.
 
     Raises OSError or RemoteError: the files of a step cannot be looked at.
     """

@@ -136,14 +136,10 @@ def check_structures(by_rank: Sequence[Mapping[str, str]], node_of: Callable[[in
 
 
 def write_manifest(staging: Path, manifest: Manifest) -> None:
-    """Writes the manifest, durably. All other files must be durable already, with their names.
+    """Writes the manifest, durably. All other files must be durable, with their names, except those in `staging`.
 
-    The names in the staging folder itself need not be durable.
-
-    Raises:
-        CommitError: the manifest could not be read back. Without this check, a checkpoint that cannot be loaded could
-            replace an older one that is intact.
-        OSError: the manifest cannot be written.
+    Raises OSError, and CommitError if the manifest could not be read back. Without this check, a checkpoint that cannot
+    be loaded could replace an older one that is intact.
     """
     try:
         data = encode_readable(manifest)

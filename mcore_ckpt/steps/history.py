@@ -41,12 +41,7 @@ _UNKNOWN = RootRun(Run(""))
 class RunHistory:
     """The run of one manager, and its place among the commits.
 
-    Args:
-        root: the folder of the steps.
-        role: the role that is saved.
-        home: the folder with the identity of the run: the root, or one in the node's folder if nothing is in the root.
-        node_folder: this node's folder of the fast tier; None without one.
-        remote: the steps in the remote store; None without one.
+    `home` is the folder with the identity of the run: the root, or one in the node's folder if nothing is in the root.
     """
 
     def __init__(

@@ -182,10 +182,8 @@ class NewStep:
 def check_may_write(root: Path, step: int, roles: Sequence[str], force: bool = False, run: Run | None = None) -> None:
     """Checks that a tool may write roles of a step: it replaces only what `force` allows, and mixes no runs.
 
-    Raises:
-        InvalidArgumentError: the step is pinned, has a role already or one of another run, or has a folder with another
-            name; the root is in a step; or its tracker is another program's.
-        OSError: the step cannot be read.
+    Raises InvalidArgumentError if the step is pinned, has a role already or one of another run, or has a folder with
+    another name; if the root is in a step, or its tracker another program's. Raises OSError if the step cannot be read.
     """
     _check_root(root, force)
     new = file_names.step_dir(root, step)

@@ -53,10 +53,8 @@ def reading(role_dirs: Iterable[Path]) -> Iterator[None]:
 def unread(role_dirs: Iterable[Path]) -> Iterator[bool]:
     """Tries to lock these roles exclusively during the `with` block. Yields False if a reader holds one of the locks.
 
-    Raises:
-        FileNotFoundError: a role is gone.
-        OSError: a manifest cannot be opened.
-        CheckpointCorruptError: a manifest is a link that leads out of its folder.
+    Raises FileNotFoundError if a role is gone, CheckpointCorruptError if a manifest is a link that leads out of its
+    folder, and OSError if it cannot be opened.
     """
     home = Home()
     with ExitStack() as stack:

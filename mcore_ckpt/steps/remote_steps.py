@@ -99,9 +99,7 @@ class RemoteStep(Weighed):
 class RemoteSteps:
     """The steps below a folder of a remote store. Its methods may be called on any thread.
 
-    Args:
-        store: the store.
-        root: the root whose run the steps must belong to. None: steps of all runs are listed.
+    The steps belong to the run of `root`. None: steps of all runs are listed.
     """
 
     def __init__(self, store: Store, root: Path | None = None) -> None:
@@ -226,12 +224,7 @@ class RemoteSteps:
         return self._claimed
 
     def claim(self, own: RootRun) -> None:
-        """Claims the store for the run of a root, unless it already belongs to a run.
-
-        Raises:
-            OtherRunError: the store belongs to another run.
-            RemoteError: the store failed.
-        """
+        """Claims the store for a root's run. Raises OtherRunError if it belongs to another run, and RemoteError."""
         if self.claimed() is None:
             # The store's file may be lost, or have been written by two runs at once.
             there = [head for step in RemoteSteps(self.store).steps() for head in step.found.values() if head.run]

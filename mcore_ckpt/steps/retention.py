@@ -188,11 +188,9 @@ def _why_it_goes(status: Weighed, policy: PreservationPolicy, is_given_up: bool)
 def delete_old_steps(
     root: Path, policy: PreservationPolicy, committed: int | None = None, spared: Collection[int] = ()
 ) -> list[int]:
-    """Deletes the steps that the policy does not keep, and returns their numbers.
+    """Deletes the steps that the policy does not keep, and returns their numbers. The arguments are those of `judge`.
 
-    A step that cannot be deleted now is left for the next call. The other arguments are those of `judge`.
-
-    Raises OSError: the steps cannot be listed.
+    A step that cannot be deleted now is left for the next call. Raises OSError: the steps cannot be listed.
     """
     deleted = []
     for status in too_old(list_steps(root), policy, committed, spared):

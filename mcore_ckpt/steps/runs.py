@@ -175,7 +175,7 @@ def whose(run: Run | None) -> str:
 def settle(
     home: Path, root: Path, heads: Collection[ManifestSummary], took_over: RootRun | None, parent: RunParent | None
 ) -> RootRun:
-    """Returns the run of a root, and writes its file, durably, if the file is missing or out of date.
+    """Returns the run of a root, and writes its file, durably, if the file is missing or out of date. Raises OSError.
 
     Only the process that holds a role's trainer lock calls it, before its first commit.
 
@@ -185,8 +185,6 @@ def settle(
         heads: the summaries of the manifests in these folders.
         took_over: the run of a store or of nodes, if the training goes on from there; None otherwise.
         parent: the step of another run that was loaded, if the training goes on from there.
-
-    Raises OSError.
     """
     path, where = home / file_names.RUN_FILE, str(root.resolve())
     here = Run(_new_id(path, where), None, where, this_host().partition(" ")[0])

@@ -47,9 +47,6 @@ class _Folder:
 class SameRoot:
     """The folder that a path leads to when this object is made, or the nearest existing folder above it.
 
-    Args:
-        path: the folder's path, whose last part or parts need not exist.
-
     Example:
         >>> SameRoot(Path("checkpoints")).check()
     """

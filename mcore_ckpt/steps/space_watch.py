@@ -76,9 +76,7 @@ class Saved:
 class SpaceWatch:
     """Checks the free space for each save of one role. Only rank 0 uses it.
 
-    Args:
-        root: the folder of all steps.
-        is_deleting: returns True while this process is deleting old steps.
+    `is_deleting` returns True while this process is deleting old steps.
     """
 
     def __init__(self, root: Path, is_deleting: Callable[[], bool]) -> None:
@@ -91,18 +89,11 @@ class SpaceWatch:
         self._prune_look = Worker("mcore_ckpt old steps", must_finish=False)
 
     def check(self, saving: Saving, need: Need, patience_s: float) -> None:
-        """Refuses a save whose files do not fit.
+        """Refuses a save whose files do not fit. `need` has the files of all ranks. Raises NoRoomError.
 
         If there is too little space now, it first waits for deletions that are under way. If one still goes on after
-        `patience_s`, the save may begin, because what is freed may suffice.
-
-        Args:
-            saving: the save.
-            need: the files of all ranks.
-            patience_s: how long this may take, in seconds: the wait for deletions, and a refusal's look at old steps.
-
-        Raises:
-            NoRoomError: the files do not fit.
+        `patience_s`, the save may begin, because what is freed may suffice. A refusal's look at old steps also ends by
+        then.
         """
         deadline = time.monotonic() + patience_s
         self._checks, self._checked = self._checks + 1, NOTHING

@@ -67,8 +67,7 @@ class StepNeed:
     """The need of a save of the same files as a step.
 
     Attributes:
-        kept: the need of its files, the step's folder and an owner file. A role's owner file is gone when the next role
-            saves.
+        kept: the need of its files, the step's folder and an owner file, which is gone when the next role saves.
         passing: about how many bytes a role, at most, writes in addition and deletes again before its commit: the
             tensors of a model that is kept only in HuggingFace's form (`hf_model` without `model`).
     """

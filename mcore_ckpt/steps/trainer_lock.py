@@ -272,13 +272,9 @@ class ToolLocks:
     """The locks of the roles that a tool writes below a root. A `with` block holds them.
 
     It also excludes trainers of other roles, whose retention would judge the new step. Tools that write other roles may
-    run at the same time.
+    run at the same time. A root that has to be made gets `mode`, restricted by the umask.
 
-    A root that has to be made gets `mode`, restricted by the umask.
-
-    Raises:
-        LockedError: a trainer saves below the root, or another tool writes one of the roles.
-        OSError: a lock file cannot be written.
+    Raises LockedError if a trainer saves below the root, or another tool writes one of the roles, and OSError.
     """
 
     def __init__(self, root: Path, roles: Sequence[str], mode: int = FOLDER_MODE) -> None:

@@ -17,8 +17,7 @@ from mcore_ckpt.steps.trainer_lock import Claim, read_claim
 class TrainerWatch:
     """Watches the lock files of a root's trainers, beginning when this object is made.
 
-    Args:
-        root: the folder of the steps. If it cannot be read, no trainer is seen.
+    If the root cannot be read, no trainer is seen.
 
     Example:
         >>> TrainerWatch(Path("checkpoints")).lives()  # doctest: +SKIP

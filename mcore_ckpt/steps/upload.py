@@ -47,17 +47,13 @@ _ETAG = re.compile(r'"?([0-9a-f]{32}(?:-[0-9]+)?)"?')
 class Upload:
     """The upload of one role's checkpoint at one step. A second call of `run` sends only files that have not arrived.
 
-    Args:
-        store: the store to upload to.
-        role_dir: the role's folder, which must not be deleted meanwhile.
-        stop: an event; once it is set, the upload soon ends with an error.
+    The role's folder must not be deleted meanwhile. Once `stop` is set, the upload soon ends with an error.
 
     Attributes:
         manifest: the role's manifest.
         key: the folder of this attempt in the store.
 
-    Raises:
-        CheckpointCorruptError, OSError: the manifest cannot be read.
+    Raises CheckpointCorruptError or OSError if the manifest cannot be read.
     """
 
     def __init__(self, store: Store, role_dir: Path, stop: threading.Event) -> None:
@@ -73,11 +69,9 @@ class Upload:
     def run(self) -> None:
         """Uploads the checkpoint. Returns when the whole checkpoint is in the store.
 
-        It first checks that all files are here, and sends nothing if one is missing.
-
-        Raises:
-            RemoteError: the store failed after all retries, has too little space, or `stop` was set.
-            CheckpointCorruptError: a local file is missing or differs from the manifest.
+        It first checks that all files are here, and sends nothing if one is missing. Raises CheckpointCorruptError if
+        one is missing or differs from the manifest, and RemoteError if the store failed, has too little space, or
+        `stop` was set.
         """
         lack = lack_of(self._role_dir)
         if lack is not None:
@@ -256,7 +250,7 @@ def tidy_up(
     """Moves the remote tracker after an upload, copies pins, and deletes steps and attempts that are no longer needed.
 
     Args:
-        remote: the steps in the store.
+        remote: the steps in the store, which may raise RemoteError.
         uploaded: the manifest that was uploaded. Other attempts of its role are deleted (see `superseded`), so no other
             process may be uploading them.
         pending: folders of attempts that this process will continue to upload. They stay.
@@ -264,9 +258,6 @@ def tidy_up(
         pinned: for each local step, whether it is pinned. Remote steps that are not local keep their pins.
         latest: the step that was saved last. It stays even if it is not the newest, as after a rollback.
         deleted: called with each step that is deleted, and the seconds that it took.
-
-    Raises:
-        RemoteError: the store failed.
     """
     steps = remote.steps()
     for position, step in enumerate(steps):

@@ -90,12 +90,7 @@ class UploadHandle(Handle[bool]):
 class UploadQueue:
     """Uploads one role's checkpoints to a remote store, on a thread that runs only while there is work.
 
-    Args:
-        remote: the store.
-        root: the folder of the local steps.
-        role: the role whose checkpoints are uploaded.
-        policy: which steps stay in the store.
-        delivery: brings events to the listeners. None: there are none.
+    `policy` says which steps stay in the store. `delivery` brings events to the listeners. None: there are none.
     """
 
     def __init__(
@@ -127,9 +122,7 @@ class UploadQueue:
     def committed(self, step: int, policy: PreservationPolicy | None = None) -> UploadHandle:
         """Queues a checkpoint that was just committed. Returns immediately and raises nothing.
 
-        Args:
-            step: the step.
-            policy: which steps stay in the store from now on; None keeps the previous policy.
+        `policy` says which steps stay in the store from now on; None keeps the previous policy.
         """
         upload = UploadHandle(step)
         self._look_at_pins()

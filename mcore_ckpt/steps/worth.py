@@ -46,12 +46,9 @@ class Worth(Enum):
 
 @dataclass(frozen=True)
 class Lack:
-    """The files that a role's checkpoint lacks, compared with its manifest.
+    """The files (`paths`) that a role's checkpoint lacks, or that have another size than in its manifest.
 
-    Attributes:
-        place: the role's folder, or its URL in a remote store.
-        problem: what is wrong, for messages.
-        paths: the files that are missing or have another size.
+    `place` is the role's folder, or its URL in a remote store, and `problem` says what is wrong, for messages.
     """
 
     place: Path | str
