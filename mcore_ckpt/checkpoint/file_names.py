@@ -79,10 +79,7 @@ def step_name(step: int) -> str:
 
 
 def step_dirs(root: Path) -> dict[int, list[Path]]:
-    """Returns the step folders below `root` for each step.
-
-    If a step has several folders, the one called `global_steps_<step>` is the first in its list.
-    """
+    """Returns the step folders below `root` for each step; the one called `global_steps_<step>` is the first."""
     if not root.is_dir():
         return {}
     with os.scandir(root) as entries:
@@ -145,10 +142,7 @@ def is_own(name: str) -> bool:
 
 
 def check_role(role: str) -> str:
-    """Returns `role` if it can be the name of a role's folder.
-
-    Raises InvalidArgumentError if it is something else, such as a path or the name of a step's folder, or is too long.
-    """
+    """Returns `role` if it can be the name of a role's folder. Raises InvalidArgumentError otherwise."""
     if not isinstance(role, str) or not _ROLE.fullmatch(role):
         raise InvalidArgumentError(f"role {role!r} is not a folder name: use letters, digits, '_' and '-'")
     if parse_step(role) is not None:
@@ -265,10 +259,7 @@ def role_of_trainer_file(name: str) -> str | None:
 
 
 def parse_tracker(text: str) -> int | None:
-    """Returns the step that a tracker names.
-
-    Returns None if the tracker was cut or contains anything else, such as Megatron's `release`.
-    """
+    """Returns the step that a tracker names; None if it was cut or has anything else, such as Megatron's `release`."""
     text = text.strip()
     return int(text) if _TRACKER.fullmatch(text) else None
 

@@ -75,10 +75,7 @@ class Holds(Sequence[tuple[int, int]]):
         return f"Holds({list(self)})"
 
     def count_of(self, tensors: int) -> int | None:
-        """Returns the number of tensors in the file; None if runs do not ascend, or exceed the number of all tensors.
-
-        In ascending runs no tensor is counted twice.
-        """
+        """Returns the number of tensors in the file; None if runs do not ascend or exceed the number of all tensors."""
         if not self.ends:
             return 0
         if self._count is None:

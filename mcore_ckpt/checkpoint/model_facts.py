@@ -229,10 +229,7 @@ _TOLERANCE = 1e-6
 
 @dataclass(frozen=True)
 class DifferentFact:
-    """A fact in which a checkpoint's model and another model differ.
-
-    It may change if a training needs a longer context.
-    """
+    """A fact in which a checkpoint's model and another differ. It `may_change` on purpose, for a longer context."""
 
     name: str
     saved: Any

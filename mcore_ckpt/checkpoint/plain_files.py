@@ -53,10 +53,7 @@ def write_plain(role_dir: Path, path: str, kind: str, data: bytes) -> WrittenFil
 
 
 def read_plain(role_dir: Path, record: FileRecord) -> dict[str, Any]:
-    """Reads the values in a small `.pt` file after checking its CRC.
-
-    Never executes its code. Raises CheckpointCorruptError.
-    """
+    """Reads and checks the values in a small `.pt` file, without executing its code. Raises CheckpointCorruptError."""
     path = role_dir / record.path
     return _decode_plain(read_checked(role_dir, record, limits.PLAIN_BYTES), path)
 

@@ -70,10 +70,7 @@ class PtArchive:
         return self._entries.keys()
 
     def place(self, name: str) -> tuple[int, int]:
-        """Returns the offset of a record's bytes in the file, and their number.
-
-        `name` leaves out the archive's top folder.
-        """
+        """Returns the offset and number of a record's bytes in the file. `name` leaves out the archive's top folder."""
         entry = self._entries.get(self._root + name)
         if entry is None:
             raise ArchiveError(f"it has no record {name[:80]!r}")
@@ -101,10 +98,7 @@ class PtArchive:
 
 
 def _find_directory(read_at: ReadAt, size: int) -> tuple[int, int, int]:
-    """Returns the directory's offset, its size in bytes and its number of entries.
-
-    The end records must follow directly after the directory, and the file must end with them.
-    """
+    """Returns the directory's offset, size and number of entries. The end records must follow it and end the file."""
     if size < zf.END.size:
         raise ArchiveError("it is too short for an archive")
     end_at = size - zf.END.size
@@ -122,10 +116,7 @@ def _find_directory(read_at: ReadAt, size: int) -> tuple[int, int, int]:
 
 
 def _find_zip64_end(read_at: ReadAt, end_at: int) -> tuple[int, tuple[int, int, int] | None]:
-    """Returns where the end records begin, and from the zip64 one the directory's entries, size and offset.
-
-    Instead of these numbers, None is returned if there is no zip64 end record.
-    """
+    """Returns where the end records begin, and the directory's entries, size and offset by the zip64 record, if any."""
     locator_at = end_at - zf.LOCATOR_64.size
     if locator_at < zf.END_64.size:
         return end_at, None

@@ -94,10 +94,7 @@ def is_dense(shape: Shape, stride: Shape) -> bool:
 
 
 class TensorFinder:
-    """Resolves a pickle's references to dtypes, to storages and to the functions that rebuild tensors.
-
-    `make` receives a tensor's place, and returns the object that replaces the tensor in the result.
-    """
+    """Resolves a pickle's references to dtypes, storages and tensors. `make` makes a tensor of its place."""
 
     def __init__(self, archive: PtArchive, make: Callable[[TensorPlace], Any]) -> None:
         self._archive, self._make = archive, make
@@ -108,10 +105,7 @@ class TensorFinder:
         }
 
     def find(self, module: str, name: str) -> Any:
-        """Returns what a global name refers to: a dtype, also for a storage class, or a function.
-
-        None if it is unknown.
-        """
+        """Returns the dtype (also for a storage class) or function that a global name refers to; None if unknown."""
         if module in ("torch", "torch.storage") and name in _STORAGES:
             return _STORAGES[name]
         # This uses `vars`, because with `getattr` a file could make torch import more of its modules.

@@ -41,10 +41,7 @@ def read_manifest(role_dir: Path, manifest_file: str = file_names.MANIFEST_FILE)
 
 
 def read_manifest_summary(role_dir: Path) -> ManifestSummary:
-    """Reads the part of a role's manifest that a listing needs, much faster than all of a large manifest.
-
-    Raises CheckpointNotFoundError and CheckpointCorruptError like `read_manifest`.
-    """
+    """Reads what a listing needs of a role's manifest, much faster than all of it. Raises as `read_manifest`."""
     path = inside(role_dir, file_names.MANIFEST_FILE)
     return _decoded(_manifest_data(path), path, decode_summary)
 
@@ -67,10 +64,7 @@ def _manifest_data(path: Path) -> bytes:
 
 
 def parse_manifest(data: bytes, path: Path | str) -> Manifest:
-    """Decodes the bytes of a manifest.
-
-    Raises CheckpointCorruptError, which names `path`, if the manifest is damaged or has a newer format version.
-    """
+    """Decodes a manifest. Raises CheckpointCorruptError, which names `path`, if it is damaged or of a newer format."""
     return _decoded(data, path, decode_manifest)
 
 
@@ -87,10 +81,7 @@ class _ManifestStore(Protocol):
 
 
 def read_remote_manifest(store: _ManifestStore, key: str) -> Manifest:
-    """Reads the manifest in a folder of a remote store.
-
-    Raises FileNotFoundError, CheckpointCorruptError, RemoteError.
-    """
+    """Reads a manifest in a remote store. Raises FileNotFoundError, CheckpointCorruptError, RemoteError."""
     path = f"{key}/{file_names.MANIFEST_FILE}"
     return parse_manifest(store.read_all(path, limits.MANIFEST_BYTES), store.url_of(path))
 
@@ -196,10 +187,7 @@ def check_size(path: Path | str, what: str, size: int, most: int) -> None:
 
 
 def read_checked(role_dir: Path, record: FileRecord, most: int) -> bytes:
-    """Reads a whole file and checks its size and CRC.
-
-    Raises CheckpointCorruptError if the file is missing, damaged, or larger than `most` bytes.
-    """
+    """Reads a whole file and checks its size and CRC. Raises CheckpointCorruptError, also above `most` bytes."""
     path = role_dir / record.path
     check_size(path, "a file", record.size, most)
     with open_file(role_dir, record) as descriptor:

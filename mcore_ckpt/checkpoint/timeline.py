@@ -82,10 +82,7 @@ def encoded_timeline(timeline: SaveTimeline) -> dict[str, Any]:
 
 
 def decode_timeline(text: bytes, world_size: int) -> SaveTimeline:
-    """Decodes and checks a timeline. Members that it does not know are ignored.
-
-    Raises FieldError if a list does not have one number for each rank.
-    """
+    """Decodes a timeline. Raises FieldError if a list does not have one number for each rank. Ignores other members."""
     found = typed_json.parse_exactly(text, _DECODER)
     return SaveTimeline(
         nbytes=_column(found.bytes, world_size),

@@ -44,10 +44,7 @@ class PickleError(ValueError):
 
 
 class Call:
-    """A function or class that a pickle may call.
-
-    The function receives whatever arguments the pickle passes, and must check them itself.
-    """
+    """A function or class that a pickle may call with any arguments, which the function must check itself."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function

@@ -78,10 +78,7 @@ def receive(connection: socket.socket, nbytes: int, deadline: float) -> bytes:
 
 
 def admit(connection: socket.socket, secret: bytes, deadline: float) -> bool:
-    """Asks a client for its proof, and gives the server's. Returns False if the client's is wrong.
-
-    Raises OSError if the client does not follow the protocol.
-    """
+    """Asks a client for its proof, and gives the server's. Returns False if the client's is wrong. Raises OSError."""
     challenge = secrets.token_bytes(_CHALLENGE_BYTES)
     connection.sendall(_MAGIC + challenge)
     answer = receive(connection, _CHALLENGE_BYTES + len(_NO_PROOF), deadline)

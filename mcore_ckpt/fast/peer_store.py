@@ -70,10 +70,7 @@ class PeerStore:
         self._ask({"verb": "read", "path": key, "start": start, "stop": start + len(memory)}, memory)
 
     def read_all(self, key: str, most: int) -> bytes:
-        """Reads a whole small file.
-
-        Raises FileNotFoundError, PeerError, and CheckpointCorruptError if it is larger than `most` bytes.
-        """
+        """Reads a small file. Raises like `read`, and CheckpointCorruptError if it is larger than `most` bytes."""
         try:
             return self._ask({"verb": "read", "path": key}, None, most)
         except _TooLongError as error:

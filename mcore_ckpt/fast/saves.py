@@ -91,10 +91,7 @@ class FastSaves:
         self._attempts[step] = attempt
 
     def found(self, save_count: int, safest: Iterable[tuple[int, str]]) -> None:
-        """Notes what earlier managers have left: how many saves, and the steps that may count as completely copied.
-
-        A load sets the number anew, but a framework may load with one manager and save with another.
-        """
+        """Notes what earlier managers have left: how many saves, and the steps that may count as completely copied."""
         self.save_count = save_count
         for step, attempt in safest:
             self._attempts[step] = attempt

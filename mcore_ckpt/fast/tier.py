@@ -302,10 +302,7 @@ def _check_copies(nodes: NodeMap, replicas: int) -> None:
 
 
 def promise_space(agreement: Agreement, tier: NodeTier, own_bytes: Callable[[], int]) -> None:
-    """Raises NoRoomError if a node's folder is too small for its own files and copies. Every rank calls it.
-
-    `own_bytes` returns how many bytes of a checkpoint this rank writes. The message has the numbers.
-    """
+    """Raises NoRoomError if a node's folder is too small for its own files and copies. Every rank calls it."""
 
     def work() -> Record:
         record: Record = {"own": own_bytes()}

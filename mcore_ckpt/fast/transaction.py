@@ -253,10 +253,7 @@ def committed_manifest(attempt: Attempt) -> Manifest:
 
 
 def rename_committed(tier: NodeTier) -> None:
-    """Commits on this node the saves that all nodes have agreed to commit. Only leads call it.
-
-    Raises OSError, CommitError, and LockedError if another trainer has taken over the lock of this node's folder.
-    """
+    """Commits on this node the saves that all nodes have agreed to commit. Only leads call it. Raises as commits do."""
     # Otherwise the next save's `remove_staging` would delete the only copy of this node's files.
     while tier.unrenamed:
         attempt = tier.unrenamed[0]
@@ -292,10 +289,7 @@ def _heads_in(staging: Path) -> list[ManifestSummary]:
 
 
 def adopt(tier: NodeTier, held: Iterable[HeldRole], attempts: Sequence[str]) -> None:
-    """Commits, on this node, those of the `attempts` that other nodes have committed and this one has not.
-
-    Only leads call it. `held` is what this node has.
-    """
+    """Commits here those of the `attempts` that other nodes have committed and this node holds. Only leads call it."""
     for each in held:
         step, role, attempt = each.head.step, each.head.role, each.head.attempt
         if each.is_committed or attempt not in attempts:

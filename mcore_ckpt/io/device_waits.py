@@ -43,10 +43,7 @@ def patience_s() -> float:
 
 
 def wait_for_gpu(timeout_s: float) -> None:
-    """Waits until the current GPU has done all work that is queued on it. Without a GPU it does nothing.
-
-    Raises CommitError after `timeout_s` seconds, and if CUDA fails.
-    """
+    """Waits until the current GPU, if any, has done all queued work. Raises CommitError after `timeout_s` seconds."""
     if not torch.cuda.is_available():
         return
     if not _native.built_with_cuda:  # then all of the state is in host memory, or the save is refused

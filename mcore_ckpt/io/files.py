@@ -42,10 +42,7 @@ def overwrite(path: Path, bytes_at: Mapping[int, bytes]) -> None:
 
 
 def write_hint(path: Path, data: bytes) -> None:
-    """Writes a new file that means nothing after a power loss. It raises the errors of `write_file`, but does not wait.
-
-    After a power loss, the file may be missing, empty or damaged.
-    """
+    """Writes a new file as `write_file`, but does not wait: after a power loss, it may be missing or damaged."""
     _write_new(path, [data], lambda descriptor: None)
 
 
@@ -79,10 +76,7 @@ def new_folder(path: Path, mode: int | None = None, exist_ok: bool = False) -> N
 
 
 def make_folders(base: Path, path: str) -> None:
-    """Makes the folders that the file `path` is in, below `base`. Raises FileNotFoundError if `base` is gone.
-
-    `base` itself is never made, because a staging folder that another rank has discarded must not be made again.
-    """
+    """Makes the folders of the file `path` below `base`, but not `base`, which may be a discarded staging folder."""
     for parent in reversed(Path(path).parents[:-1]):
         new_folder(base / parent, exist_ok=True)
 
@@ -98,10 +92,7 @@ def sync_dir(path: Path) -> None:
 
 
 def sync_names(base: Path, paths: Iterable[str]) -> None:
-    """Waits until the names of files below `base`, and of the folders that they are in, are on the disk.
-
-    This leaves out the names in `base` itself: the writer of the manifest makes them durable together with its own.
-    """
+    """Waits until the names of files and their folders below `base` are on the disk, but not the names in `base`."""
     folders = {base / folder for path in paths for folder in Path(path).parents[:-1]}
     for folder in sorted(folders, reverse=True):
         sync_dir(folder)
@@ -143,10 +134,7 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def claim_file(path: Path, data: bytes) -> None:
-    """Makes a small file atomically, but not durably: after a power loss, it may be missing, empty or damaged.
-
-    Raises FileExistsError if the file exists, and OSError for any other failure.
-    """
+    """Makes a small file atomically, but not durably. Raises FileExistsError if it exists, and any other OSError."""
     with _temporary_file(path, data, write_hint) as temporary:
         try:
             os.link(temporary, path)
@@ -205,10 +193,7 @@ def _make_durably(folder: Path, mode: int | None) -> None:
 
 
 def open_regular(path: Path) -> int:
-    """Opens a regular file for reading and returns its descriptor. Links are followed.
-
-    Raises OSError, also for a folder, pipe, socket or device.
-    """
+    """Opens a regular file for reading and returns its descriptor. Follows links. Raises OSError for anything else."""
     # Check before opening, because opening a pipe waits for a writer, and opening a device can have any effect. Check
     # again after opening, because another file may have the name by then.
     _check_regular(os.stat(path).st_mode, path)

@@ -112,10 +112,7 @@ class Store:
         return data
 
     def read_all(self, key: str, most: int) -> bytes:
-        """Reads a whole small file.
-
-        Raises RemoteError, FileNotFoundError, and CheckpointCorruptError if it is larger than `most` bytes.
-        """
+        """Reads a small file. Raises like `read`, and CheckpointCorruptError if it is larger than `most` bytes."""
         size = int(self.persist(f"asking for the size of {key}", lambda: self.info(key)["size"]))
         if size > most:
             raise CheckpointCorruptError(

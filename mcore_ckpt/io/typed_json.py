@@ -127,10 +127,7 @@ class LongList(Generic[T]):
         self._pieces: _Pieces[list[T]] = _Pieces(msgspec.json.Decoder(list[of]), b"[]", between, is_whole)
 
     def read(self, data: bytes, place: Place) -> Iterator[T]:
-        """Yields the values in the list at a place in a text.
-
-        Members that the type lacks are ignored. Raises FieldError.
-        """
+        """Yields the values in the list at a place, without members that the type lacks. Raises FieldError."""
         for piece in self._pieces.read(data, place):
             yield from piece
 
@@ -142,10 +139,7 @@ class LongObject(Generic[T]):
         self._pieces: _Pieces[dict[str, T]] = _Pieces(msgspec.json.Decoder(dict[str, of]), b"{}", between)
 
     def read(self, data: bytes, place: Place) -> Iterator[tuple[str, T]]:
-        """Yields the members of the object at a place in a text.
-
-        Raises FieldError, also if a name occurs twice within 64 KiB.
-        """
+        """Yields the members of the object at a place. Raises FieldError, also if a name occurs twice within 64 KiB."""
         for piece in self._pieces.read(data, place):
             yield from piece.items()
 

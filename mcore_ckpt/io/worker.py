@@ -44,10 +44,7 @@ class Handle(Generic[Result]):
         return self._exception
 
     def wait(self, timeout: float | None = None) -> Result:
-        """Waits until the work has ended, and returns its result or raises its error.
-
-        Raises TimeoutError if it is still under way after `timeout` seconds.
-        """
+        """Waits for the end, and returns the result or raises the error; TimeoutError after `timeout` seconds."""
         if not self._ended.wait(timeout):
             raise TimeoutError(f"{self._under_way} after {timeout:g} s{self._advice}")
         if self._exception is not None:

@@ -32,10 +32,7 @@ class Seat:
 
     @staticmethod
     def read(variables: Mapping[str, str]) -> Seat | None:
-        """Reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Returns None if the process works alone.
-
-        Raises ValueError if a variable is missing or invalid.
-        """
+        """Reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; None if the process works alone. Raises ValueError."""
         world_size = int(variables.get("WORLD_SIZE", "1"))
         if world_size == 1:
             return None

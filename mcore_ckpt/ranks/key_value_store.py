@@ -47,10 +47,7 @@ def encode(message: Message) -> bytes:
 
 
 def pack(message: Message) -> bytes:
-    """Encodes a message for the store. Compresses long messages.
-
-    Raises ValueError if the message cannot be encoded as JSON, or is larger than the store accepts.
-    """
+    """Encodes a message for the store. Raises ValueError if that is not possible, or larger than the store accepts."""
     data = encode(message)
     if len(data) <= deadlines.PLAIN_MESSAGE_BYTES:
         return data
@@ -106,10 +103,7 @@ def _most_unpacked(nbytes: int) -> int:
 
 
 def missing(store: Any, keys: Sequence[str]) -> list[str]:
-    """Returns the keys that the store does not have.
-
-    Checks halves of the keys instead of each key, because thousands of requests from each rank would block the store.
-    """
+    """Returns the keys that the store lacks. Checks halves, because thousands of requests would block the store."""
     if not keys or store.check(list(keys)):
         return []
     if len(keys) == 1:
@@ -194,10 +188,7 @@ def store_failures(topic: str, error: type[CheckpointError]) -> Iterator[None]:
 
 
 def timeout_of(rank: int, timeout_s: float) -> float:
-    """Returns how long a rank waits, in seconds.
-
-    Rank 0 waits `timeout_s`. The other ranks wait a little longer, so that rank 0 can announce which rank is silent.
-    """
+    """Returns how long a rank waits, in seconds: others wait longer than rank 0, which can then say who is silent."""
     return timeout_s if rank == 0 else timeout_s + min(timeout_s / 2, deadlines.EXTRA_WAIT_S)
 
 

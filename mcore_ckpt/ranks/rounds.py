@@ -326,10 +326,7 @@ class Agreement:
 
 
 class Alone(Agreement):
-    """The agreement of a process that works alone and reports to nobody.
-
-    `decide` does its part at once. Errors come out as they are, because there is no rank to name.
-    """
+    """The agreement of a process that works alone. `decide` does its part at once, and errors come out as they are."""
 
     def __init__(self) -> None:
         super().__init__(OwnStore(), 0, 1, "mcore_ckpt/alone", 0.0)
@@ -357,10 +354,7 @@ class Done(Generic[T]):
 
 
 def done_before(agreement: Agreement, work: Callable[[], T]) -> Done[T]:
-    """Does long work before a round.
-
-    If it fails, the round tells all ranks (`Done.record`). Raises only as signal handlers do.
-    """
+    """Does long work before a round, which tells all ranks if it fails. Raises only what signal handlers raise."""
     try:
         return Done([agreement.runner.run(work)], None)
     except Exception as error:
@@ -506,10 +500,7 @@ def agree(
 
 
 def same_everywhere(records: Sequence[Record], what: str, error: type[CheckpointError] = AgreementError) -> Record:
-    """Returns the one record that all ranks have submitted. For use in `combine`.
-
-    Raises `error`, which names the first rank whose record differs from rank 0's.
-    """
+    """Returns the one record that all have submitted. Raises `error`, which names the first rank with another one."""
     for rank, record in enumerate(records):
         if record != records[0]:
             raise error(f"{what}: rank 0 has {records[0]}, rank {rank} has {record}: they must be the same")

@@ -18,10 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RankCoordinates:
-    """A rank's place in every parallel dimension.
-
-    Each rank of the world has its own (pp, tp, cp, dp), and its own (pp, etp, ep, edp).
-    """
+    """A rank's place in every parallel dimension. Each rank has its own (pp, tp, cp, dp) and (pp, etp, ep, edp)."""
 
     tp: int = 0
     pp: int = 0

@@ -221,7 +221,7 @@ class BackgroundSaves:
         return handle
 
     def earlier_save(self, waits: bool) -> tuple[bool, Record | None]:
-        """Returns whether an earlier save is still under way, and the last one's error if no call has raised it.
+        """Returns whether an earlier save is under way, and otherwise the last one's error that no call has raised.
 
         With `waits`, it waits for the end of that save first.
         """
@@ -231,10 +231,7 @@ class BackgroundSaves:
         return False, self.failure()
 
     def wait_for_deletion_of(self, step: int, root: Path) -> None:
-        """Waits until old steps are deleted, if `step` could be one of them.
-
-        A deletion that is under way would also delete a new staging folder in that step.
-        """
+        """Waits until old steps are deleted, if `step` could be one: its new staging folder would be deleted, too."""
         if self.is_deleting and step in self._commits.runner.run(lambda: file_names.step_dirs(root)):
             self.wait_for_deletions()
 
@@ -261,10 +258,7 @@ class BackgroundSaves:
         self.wait_for_deletions()
 
     def failure(self) -> Record | None:
-        """Returns the error of the last save as a record, or None if the save has not failed.
-
-        Also returns None if the trainer has seen the error already, or if errors are only logged.
-        """
+        """Returns the last save's error as a record; None if the trainer has seen it, or errors are only logged."""
         handle = self._handle
         if self._warns or handle is None or handle.exception is None or handle._failure_seen:
             return None

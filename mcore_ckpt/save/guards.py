@@ -50,10 +50,7 @@ def why_not_lazy(trainer: Trainer) -> str | None:
 
 
 def methods_to_delay(trainer: Trainer) -> list[tuple[Any, str]]:
-    """Lists the methods that must wait for the copies of a lazy save; none if saves are not lazy.
-
-    Warns on rank 0 if the trainer wants lazy saves, but cannot have them.
-    """
+    """Lists the methods that wait for the copies of a lazy save. Warns on rank 0 if a lazy save is not possible."""
     config = trainer.config
     if not (config.async_save and config.async_mode == "lazy" and torch.cuda.is_available()):
         return []

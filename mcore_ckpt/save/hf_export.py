@@ -139,10 +139,7 @@ _IN_CONFIG = "in hf_config"
 
 
 def warn_of_config(trainer: Trainer) -> None:
-    """Warns, on rank 0, if `hf_config` describes another model. Later exports of the checkpoint depend on it.
-
-    A save that exports refuses such a config (`check_exportable`). Without an export, the training need not stop.
-    """
+    """Warns, on rank 0, if `hf_config` describes another model: later exports of the checkpoint depend on it."""
     if trainer.hf_config is None or not trainer.agreement.is_coordinator:
         return
     try:

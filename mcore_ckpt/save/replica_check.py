@@ -262,10 +262,7 @@ def _crc(part: torch.Tensor, seed: int = 0) -> int:
 
 @dataclass(frozen=True)
 class DifferentReplicas:
-    """A tensor that has different bytes on ranks that are replicas.
-
-    The largest group of ranks with the same is first.
-    """
+    """A tensor that has different bytes on replicas, with the ranks of each version of it, the largest group first."""
 
     tensor: str
     ranks: tuple[tuple[int, ...], ...]

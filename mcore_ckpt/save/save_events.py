@@ -49,10 +49,7 @@ class SaveEvents:
         )
 
     def failed(self, error: BaseException, times: SaveTimes | None = None) -> None:
-        """Tells that the save has failed, if it has started and has not ended yet.
-
-        Without `times`, it failed during planning.
-        """
+        """Tells that the save has failed, if it has started and not ended; without `times`, during planning."""
         if not self._is_under_way:
             return
         self._is_under_way = False

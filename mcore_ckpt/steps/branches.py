@@ -57,7 +57,7 @@ class Position:
     branch: Ranges = ()
 
     def next(self, of_step: int | None = None) -> Commit:
-        """Returns the next commit. `of_step` is the number that other roles have given to the step; None if none has.
+        """Returns the next commit. Its number is that of other roles in the step (`of_step`), or a new one.
 
         The role's number always grows, so a step that is saved again gets a new number.
         """

@@ -542,10 +542,7 @@ def check_own_step(path: Path) -> None:
 
 
 def check_one_spelling(root: Path, role_dir: Path, step: int) -> None:
-    """Raises CommitError if a step already has a folder with another name.
-
-    If it had two folders, `load` could not know which one is meant.
-    """
+    """Raises CommitError if a step has a folder with another name, because `load` could not know which one is meant."""
     for path in file_names.step_dirs(root).get(step, []):
         if path.name not in (role_dir.name, role_dir.parent.name) and step_status(path).committed:
             raise CommitError(

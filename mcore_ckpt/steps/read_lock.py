@@ -75,10 +75,7 @@ def _open_for_lock(path: Path) -> int:
 
 
 def _lock(descriptor: int, kind: int) -> bool:
-    """Locks a file without waiting. Returns False if another process holds the lock, or may hold it.
-
-    If the file system has no locks, it returns True.
-    """
+    """Locks a file without waiting. Returns False if another process may hold the lock, True if there are no locks."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except OSError as error:

@@ -97,10 +97,7 @@ class RemoteStep(Weighed):
 
 
 class RemoteSteps:
-    """The steps below a folder of a remote store. Its methods may be called on any thread.
-
-    The steps belong to the run of `root`. None: steps of all runs are listed.
-    """
+    """The steps of a root's run, or of all runs, below a folder of a remote store. Any thread may call its methods."""
 
     def __init__(self, store: Store, root: Path | None = None) -> None:
         self.store, self._root = store, root

@@ -167,10 +167,7 @@ def commit_role(
 
 
 def uncommit_role(role_dir: Path) -> None:
-    """Undoes a role's commit: deletes its manifest, so that its step is no longer complete. Its other files stay.
-
-    Does nothing if the role is not committed. Raises OSError.
-    """
+    """Undoes a role's commit, if any, by deleting its manifest: its step is no longer complete. Raises OSError."""
     # First remove the checkpoints that it has replaced. Otherwise one of them would become the role's checkpoint again,
     # also after a power loss in between.
     for folder in (*replaced_checkpoints(role_dir), role_dir):

@@ -77,10 +77,7 @@ class StepNeed:
 
 
 def need_of(status: StepStatus) -> StepNeed:
-    """Returns the need of a save of the same files.
-
-    Raises OSError, CheckpointNotFoundError or CheckpointCorruptError: a manifest cannot be read.
-    """
+    """Returns the need of a save of the same files. Raises an error if a manifest cannot be read."""
     needs = [_need_of_role(status.role_dir(role), status.path.parent) for role in sorted(status.committed)]
     owner = Need(sizes=(1,))
     return StepNeed(Need.sum([owner, *(need.kept for need in needs)]), max((need.passing for need in needs), default=0))

@@ -49,10 +49,7 @@ def update_tracker(root: Path, committed: int | None = None, seen: Path | None =
 
 
 def move_tracker(root: Path, committed: int | None = None, seen: Path | None = None) -> None:
-    """Does the same as `update_tracker`, but only logs an OSError.
-
-    The checkpoint is committed, so the save has not failed.
-    """
+    """Does what `update_tracker` does, but only logs an OSError, because the checkpoint is committed."""
     try:
         update_tracker(root, committed, seen)
     except OSError as error:
@@ -86,10 +83,7 @@ def warn_if_tracker_differs(root: Path, tried: Sequence[Weighed]) -> None:
 
 
 def tracker_problems(root: Path) -> list[str]:
-    """Returns the reasons why programs that follow the tracker would not load the step that `load` loads.
-
-    The list is empty if they would load that step.
-    """
+    """Returns why programs that follow the tracker would not load the step that `load` loads; nothing if they would."""
     path, last = root / file_names.TRACKER_FILE, newest(list_steps(root))
     if last is None and not path.exists():
         return []

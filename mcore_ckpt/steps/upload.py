@@ -184,10 +184,7 @@ class Upload:
 
 
 def shortage_of(store: Store, need: Need, overwritten: Need = NOTHING) -> str | None:
-    """Says how much is needed and free if files do not fit into a store; None if they may fit, or nobody knows.
-
-    `overwritten` are files that are already in the store and that the new ones replace.
-    """
+    """Says how much is needed and free if files do not fit into a store instead of others; None if they may fit."""
     try:
         space = store.space()
     except OSError:

@@ -67,10 +67,7 @@ class UploadHandle(Handle[bool]):
 
     @property
     def exception(self) -> CheckpointError | None:
-        """The error of the last try, or the reason why there will be no try; None if nothing failed.
-
-        If the store failed, the upload is tried again after the next commit.
-        """
+        """Why the last try failed, or why there will be none. If the store failed, the next commit tries again."""
         return self._exception
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -209,10 +206,7 @@ class UploadQueue:
                 self._pins = seen
 
     def _look_at_pins(self) -> dict[int, bool]:
-        """Returns which local steps are pinned, and updates `_pins`.
-
-        It runs at each commit, because retention can delete an unpinned step after the commit.
-        """
+        """Returns which local steps are pinned, and updates `_pins`: retention can delete a step after each commit."""
         seen: dict[int, bool] = {}
         with suppress(OSError):
             seen = {status.step: status.pinned for status in steps.list_steps(self._root) if status.committed}
