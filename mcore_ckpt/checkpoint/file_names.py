@@ -222,6 +222,11 @@ def is_attempt(name: str) -> bool:
     return _ATTEMPT.fullmatch(name) is not None
 
 
+def secret_file(folder: Path, role: str, nonce: str) -> Path:
+    """Returns the file in which the ranks of a job find the secret of their nodes."""
+    return folder / f".{role}.secret-{nonce}"
+
+
 def is_deleted_dir(name: str) -> bool:
     """Returns True for the name of a folder whose step is being deleted."""
     return _DELETED_DIR.fullmatch(name) is not None

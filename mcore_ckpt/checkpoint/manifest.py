@@ -171,6 +171,11 @@ class ManifestSummary:
     run: Run | None = None
     commit: Commit | None = None
 
+    @property
+    def number(self) -> int:
+        """The number of its commit. Checkpoints of older versions have none, and count by their step."""
+        return self.step if self.commit is None else self.commit.number
+
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """Encodes a manifest as one line of JSON with a checksum."""

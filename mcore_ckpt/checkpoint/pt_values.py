@@ -14,15 +14,7 @@ import torch
 
 from mcore_ckpt.checkpoint.pt_archive import PtArchive, ReadAt
 from mcore_ckpt.checkpoint.pt_tensors import PARAMETERS, StoredBytes, TensorFinder, TensorPlace
-from mcore_ckpt.checkpoint.unpickling import (
-    Build,
-    Find,
-    PickleError,
-    Unpickler,
-    check_extent,
-    find_plain,
-    refuse_state,
-)
+from mcore_ckpt.checkpoint.unpickling import Build, Find, PickleError, Unpickler, check_extent, find_plain, refuse_state
 
 Storage = Callable[[StoredBytes], torch.Tensor]
 """Returns the memory of a storage: a 1-D tensor of dtype uint8."""
@@ -63,13 +55,7 @@ def copied_from(data: bytes) -> Storage:
     return storage
 
 
-def load_pt(
-    read_at: ReadAt,
-    size: int,
-    storage: Storage,
-    find: Find = find_plain,
-    build: Build = refuse_state,
-) -> Any:
+def load_pt(read_at: ReadAt, size: int, storage: Storage, find: Find = find_plain, build: Build = refuse_state) -> Any:
     """Reads the value in an archive of `size` bytes. `find` and `build` are passed to `Unpickler`, for all but tensors.
 
     Raises ValueError if the archive is damaged, or contains something that `find` or `build` refuses.

@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.errors import CheckpointNotFoundError, InvalidArgumentError
 from mcore_ckpt.io.access import naming_owner
 from mcore_ckpt.io.files import make_folder
@@ -82,10 +83,10 @@ class SecretOffer:
             )
             return SecretOffer(nonce, check, text=own.hex())
         make_folder(folder, mode)
-        for left in folder.glob(f".{role}.secret-*"):  # left by a start that was killed
+        for left in folder.glob(file_names.secret_file(folder, role, "*").name):  # left by a start that was killed
             with suppress(OSError):  # a file of another user does not matter here
                 left.unlink()
-        path = folder / f".{role}.secret-{nonce}"
+        path = file_names.secret_file(folder, role, nonce)
         with naming_owner(folder):
             write_private(path, own)
         return SecretOffer(nonce, check, path=str(path))

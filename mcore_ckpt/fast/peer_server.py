@@ -69,7 +69,7 @@ class _Client:
 
 
 class PeerServer:
-    """Serves the files below a folder, and no others, to nodes that know the secret until it is closed.
+    """Serves the files below a folder, and no others, to nodes that know the secret; a `transport.Server`.
 
     `host` is the address to listen on, without port. Raises OSError if it cannot be used.
 
@@ -95,14 +95,12 @@ class PeerServer:
         threading.Thread(target=self._accept, name="mcore_ckpt peer server", daemon=True).start()
 
     def publish(self, name: str, data: bytes, instead_of: str | None = None) -> None:
-        """Serves bytes under a name until the server is closed, or until another note takes their place."""
         with self._lock:
             if instead_of is not None:
                 self._notes.pop(instead_of, None)
             self._notes[name] = data
 
     def close(self) -> None:
-        """Stops serving. Connections that are open are cut. Does nothing in a forked child."""
         if not self._home.is_here:
             return
         self._closed = True

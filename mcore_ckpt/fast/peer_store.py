@@ -37,7 +37,7 @@ class _TooLongError(PeerError):
 
 
 class PeerStore:
-    """The files that one node serves at `address`, "host:port".
+    """The files that one node serves at `address`, "host:port"; implements `transport.Peer`.
 
     It has the methods of `store.Store` that `formats.native.remote_folder.RemoteFolder` needs. Several threads may use
     it at once, each with its own connection. It waits `timeout_s` seconds for an answer, and longer for a longer one
@@ -56,28 +56,23 @@ class PeerStore:
         self._lock = threading.Lock()
 
     def url_of(self, key: str) -> str:
-        """Returns the name of a file of this node in messages."""
         return f"{self._name}:{key}"
 
     def read(self, key: str, start: int, stop: int) -> bytearray:
-        """Reads bytes `[start, stop)` of a file. Raises FileNotFoundError, PeerError."""
         data = bytearray(stop - start)
         self.read_into(key, start, memoryview(data))
         return data
 
     def read_into(self, key: str, start: int, memory: memoryview) -> None:
-        """Fills memory with bytes of a file from byte `start` on. Raises FileNotFoundError, PeerError."""
         self._ask({"verb": "read", "path": key, "start": start, "stop": start + len(memory)}, memory)
 
     def read_all(self, key: str, most: int) -> bytes:
-        """Reads a small file. Raises like `read`, and CheckpointCorruptError if it is larger than `most` bytes."""
         try:
             return self._ask({"verb": "read", "path": key}, None, most)
         except _TooLongError as error:
             raise CheckpointCorruptError(f"{error}, as such a file can have") from None
 
     def sizes(self, key: str) -> dict[str, int]:
-        """Returns the sizes in bytes of the files below a folder, by their paths below it. Raises PeerError."""
         try:
             answer = parse(self._ask({"verb": "sizes", "path": key}, None, _LISTING_BYTES))
             return {path: get_int(answer, path) for path in answer}
@@ -87,10 +82,6 @@ class PeerStore:
             raise PeerError(f"{self._name}: sent a listing that makes no sense: {error}") from None
 
     def note(self, name: str, most: int, patience_s: float) -> bytes:
-        """Returns the bytes that the node has published under a name. Waits until there are some.
-
-        Raises PeerError, also if it has published none after `patience_s` seconds.
-        """
         deadline = time.monotonic() + patience_s
         while True:
             with suppress(FileNotFoundError):
@@ -100,7 +91,6 @@ class PeerStore:
             time.sleep(_NOTE_PAUSE_S)
 
     def close(self) -> None:
-        """Closes all connections that no thread uses."""
         with self._lock:
             idle, self._idle = self._idle, []
         for connection in idle:

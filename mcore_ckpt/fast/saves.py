@@ -13,6 +13,7 @@ from mcore_ckpt.checkpoint.manifest import Manifest
 from mcore_ckpt.config import FastTier
 from mcore_ckpt.fast.copies import Copies
 from mcore_ckpt.fast.drains import Drains
+from mcore_ckpt.fast.found import found_on_nodes, own_held
 from mcore_ckpt.fast.tier import NodeTier, open_tier
 from mcore_ckpt.io.disk_watch import DiskWatch
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide
@@ -20,7 +21,7 @@ from mcore_ckpt.state.trainer import Trainer
 from mcore_ckpt.steps.choice import order_of
 from mcore_ckpt.steps.commit import new_attempt
 from mcore_ckpt.steps.listing import step_status
-from mcore_ckpt.steps.node_steps import FastCheckpoint, HeldRole, fast_checkpoints, safest
+from mcore_ckpt.steps.node_steps import FastCheckpoint, safest
 from mcore_ckpt.steps.worth import lack_of
 
 logger = logging.getLogger(__name__)
@@ -215,12 +216,10 @@ def _found_together(
     """Returns the arguments of `FastSaves.found`, and on rank 0 fills `earlier`. Every rank calls it."""
 
     def work() -> Record:
-        held = tier.held() if tier.is_lead else []
-        return {"held": [each.to_record() for each in held if each.head.role == tier.role]}
+        return {"held": [each.to_record() for each in own_held(tier) if each.head.role == tier.role]}
 
     def combine(records: Sequence[Record]) -> Record:
-        held = [(number, records[node.lead]["held"]) for number, node in enumerate(tier.nodes.all)]
-        found = tier.of_this_run(fast_checkpoints((number, list(map(HeldRole.of, each))) for number, each in held))
+        found = found_on_nodes(tier, records)
         earlier.extend(found)
         newest = next((each.save_count for each in found if each.is_committed), 0)
         kept = [(each.step, each.attempt) for each in safest(found, tier.config.replicas)]

@@ -46,7 +46,7 @@ class Peer(Protocol):
         """Returns the sizes in bytes of the files below a folder, by their paths below it."""
 
     def note(self, name: str, most: int, patience_s: float) -> bytes:
-        """Returns the bytes that the node has published under a name. Waits until it has published some."""
+        """Returns the bytes that the node has published under a name. Waits for them for `patience_s` seconds."""
 
     def close(self) -> None:
         """Closes the connections that no thread uses."""

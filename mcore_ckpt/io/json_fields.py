@@ -8,11 +8,13 @@ import reprlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mcore_ckpt import json_bounds
 from mcore_ckpt.errors import CheckpointCorruptError
 from mcore_ckpt.json_bounds import TooDenseError
+
+T = TypeVar("T")
 
 # The largest integer that a file may have. A file offset is smaller.
 MAX_INT = 2**62
@@ -131,11 +133,6 @@ def as_name(value: Any, key: str) -> str:
     return value
 
 
-def get_name(record: Mapping[str, Any], key: str) -> str:
-    """Reads a field that must be a printable name. Raises FieldError."""
-    return as_name(record.get(key), key)
-
-
 def get_names(record: Mapping[str, Any], key: str) -> tuple[str, ...]:
     """Reads a field that must be a list of printable names. Raises FieldError."""
     return as_names(get_list(record, key), key)
@@ -154,11 +151,6 @@ def as_names(values: Sequence[Any], key: str) -> tuple[str, ...]:
     return tuple(as_name(value, key) for value in values)
 
 
-def get_int(record: Mapping[str, Any], key: str) -> int:
-    """Reads a field that must be a non-negative integer. Raises FieldError."""
-    return as_int(record.get(key), key)
-
-
 def as_int(value: Any, key: str) -> int:
     """Returns `value` if it is a non-negative integer that can be a file offset. Raises FieldError otherwise."""
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_INT:
@@ -174,11 +166,6 @@ def get_number(record: Mapping[str, Any], key: str) -> float:
     return float(value)
 
 
-def get_ints(record: Mapping[str, Any], key: str) -> tuple[int, ...]:
-    """Reads a field that must be a list of non-negative integers. Raises FieldError."""
-    return as_ints(record.get(key), key)
-
-
 def as_ints(value: Any, key: str) -> tuple[int, ...]:
     """Returns `value` as a tuple if it is a list of non-negative integers. Raises FieldError."""
     items = as_list(value, key)
@@ -189,11 +176,6 @@ def as_ints(value: Any, key: str) -> tuple[int, ...]:
     return tuple(items)
 
 
-def get_list(record: Mapping[str, Any], key: str) -> list[Any]:
-    """Reads a field that must be a list. Raises FieldError."""
-    return as_list(record.get(key), key)
-
-
 def as_list(value: Any, key: str) -> list[Any]:
     """Returns `value` if it is a list. Raises FieldError."""
     if not isinstance(value, list):
@@ -201,16 +183,20 @@ def as_list(value: Any, key: str) -> list[Any]:
     return value
 
 
-def get_dict(record: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Reads a field that must be a JSON object. Raises FieldError."""
-    return as_dict(record.get(key), key)
-
-
 def as_dict(value: Any, key: str) -> dict[str, Any]:
     """Returns `value` if it is a JSON object. Raises FieldError."""
     if not isinstance(value, dict):
         raise FieldError(f"{key!r} is {shown(value)}, not an object")
     return value
+
+
+def _field(check: Callable[[Any, str], T]) -> Callable[[Mapping[str, Any], str], T]:
+    """Returns a function that reads a field of a record by its key, and returns what `check` makes of it."""
+    return lambda record, key: check(record.get(key), key)
+
+
+get_name, get_int, get_ints = _field(as_name), _field(as_int), _field(as_ints)
+get_list, get_dict = _field(as_list), _field(as_dict)
 
 
 def parse_json(data: bytes, path: Path) -> dict[str, Any]:

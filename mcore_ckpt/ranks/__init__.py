@@ -21,15 +21,7 @@ if TYPE_CHECKING:
     from mcore_ckpt.ranks.rounds import Agreement, agree
     from mcore_ckpt.ranks.topology import read_topology
 
-__all__ = [
-    "Agreement",
-    "Seat",
-    "agree",
-    "job_agreement",
-    "read_topology",
-    "rendezvous",
-    "single_process_agreement",
-]
+__all__ = ["Agreement", "Seat", "agree", "job_agreement", "read_topology", "rendezvous", "single_process_agreement"]
 
 __getattr__ = lazy_names(
     __name__,

@@ -1,9 +1,6 @@
-"""The copy of one step to the root, on this rank; implements `fast.drains.Draining`.
+"""Copies a committed step of the fast tier to the root, while the training continues, and commits it there.
 
-Attributes:
-    attempt: the step in this node's folder.
-    saving: what is saved to the root.
-    prepare: takes the root's lock and checks the free space, on rank 0.
+Each rank copies the files that it has written, from its node's folder. No byte of the training state is read again.
 """
 
 from __future__ import annotations
@@ -41,11 +38,9 @@ def is_own_name(trainer: Trainer, step: int, role_dir: Path) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Drain:
-    """The copy of one step to the root, on this rank.
+    """The copy of one step to the root, on this rank; implements `fast.drains.Draining`.
 
     Attributes:
-        context: what the saves of the manager share.
-        agreement: connects this rank with the other ranks, for rounds on the thread that drains.
         attempt: the step in this node's folder.
         saving: what is saved to the root.
         prepare: takes the root's lock and checks the free space, on rank 0.
@@ -58,11 +53,6 @@ class Drain:
     prepare: Callable[[Saving, Need], None]
 
     def run(self) -> tuple[UploadHandle | None, Callable[[], None] | None]:
-        """Copies this rank's files and commits the checkpoint in the root. Every rank calls it.
-
-        Returns the upload, and a function that deletes old steps. Each is None if there is nothing to do, and on most
-        ranks. If the step is not in the root, all ranks raise CheckpointError.
-        """
         trainer, step = self.context.trainer, self.saving.step
         topic = f"copying step {step} of {trainer.role} to {trainer.root}"
         try:

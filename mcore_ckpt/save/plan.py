@@ -121,21 +121,16 @@ class SavePlan:
 class _PlanBetweenSaves:
     """A plan that is kept from save to save. It keeps no tensor alive, so that a trainer can offload its tensors.
 
-    `from_mains` lists the weights that each save makes from main parameters: their (file, tensor) numbers, and the `id`
-    of the parameter. `gathers` says whether there are such weights, because ranks that write none of them take part in
-    making them, too.
+    `without` is the plan without tensors and weights. `from_mains` lists the weights that each save makes from main
+    parameters: their (file, tensor) numbers, and the `id` of the parameter. `gathers` says whether there are such
+    weights, because ranks that write none of them take part in making them, too.
     """
 
     live: LiveObjects
-    files: tuple[FilePlan, ...]
+    without: SavePlan
     tensors: tuple[tuple[_KeptTensors, ...], ...]
-    buffers: tuple[tuple[int, int], ...]
     from_mains: tuple[tuple[int, int, int], ...]
     gathers: bool
-    on_gpu: bool
-    on_host: bool
-    groups: GroupMembers
-    replicated: tuple[ReplicatedTensors, ...]
 
     @staticmethod
     def of(plan: SavePlan, live: LiveObjects) -> _PlanBetweenSaves:
@@ -152,30 +147,19 @@ class _PlanBetweenSaves:
             for number, tensor in enumerate(members.tensors)
             if id(tensor) in parameters
         )
-        return _PlanBetweenSaves(
-            live,
-            plan.files,
-            tensors,
-            plan.buffers,
-            from_mains,
-            bool(parameters),
-            plan.on_gpu,
-            plan.on_host,
-            plan.groups,
-            plan.replicated,
-        )
+        without = replace(plan, tensors=(), weights=NO_WEIGHTS, copies={})
+        return _PlanBetweenSaves(live, without, tensors, from_mains, bool(parameters))
 
     def plan(self, trainer: Trainer) -> SavePlan | None:
         """Returns the plan with the current tensors; None if the plan is no longer valid."""
         if not self.live.are_still_there():
             return None
         weights = weights_of(trainer) if self.gathers else NO_WEIGHTS
-        by_file = [self._find(file, weights) for file in range(len(self.files))]
+        by_file = [self._find(file, weights) for file in range(len(self.tensors))]
         tensors = tuple(members for members in by_file if members is not None)
         if len(tensors) < len(by_file):
             return None
-        on = (self.on_gpu, self.on_host)
-        return SavePlan(self.files, tensors, self.buffers, *on, weights, self.groups, self.replicated)
+        return replace(self.without, tensors=tensors, weights=weights)
 
     def _find(self, file: int, weights: MainWeights) -> FileTensors | None:
         refreshed = self._refreshed(file)
@@ -198,8 +182,8 @@ class _PlanBetweenSaves:
     def _refreshed(self, file: int) -> dict[int, torch.Tensor | None]:
         """Calls `refresh` for the tensors of the file that have one, and returns the new tensors by index."""
         found: dict[int, torch.Tensor | None] = {}
-        for number in (number for where, number in self.buffers if where == file):
-            refresh = self.files[file].request.tensors[number].refresh
+        for number in (number for where, number in self.without.buffers if where == file):
+            refresh = self.without.files[file].request.tensors[number].refresh
             if refresh is not None:
                 found[number] = refresh()
         return found

@@ -124,11 +124,8 @@ class Region:
 
     def same_local(self, other: Region) -> bool:
         """Returns True if both regions have the same local tensor, so that flat positions mean the same elements."""
-        return (
-            self.global_shape == other.global_shape
-            and self.local_shape == other.local_shape
-            and self.pieces == other.pieces
-        )
+        mine, theirs = ((each.global_shape, each.local_shape, each.pieces) for each in (self, other))
+        return mine == theirs
 
     def boxes(self) -> Iterator[tuple[Box, Box]]:
         """Yields the boxes of this region as pairs: a box in the local tensor and its place in the global tensor.

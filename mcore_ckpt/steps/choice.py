@@ -65,9 +65,9 @@ def abandoned(steps: Sequence[Weighed]) -> frozenset[int]:
     return frozenset(each.step for each in given_up)
 
 
-def newest(steps: Sequence[Step], roles: Sequence[str] = ()) -> Step | None:
+def newest(steps: Sequence[Step]) -> Step | None:
     """Returns the complete step that is to be loaded first; None if no step is complete."""
-    return next((step for step in reversed(oldest_first(steps, roles)) if step.is_complete), None)
+    return next((step for step in reversed(oldest_first(steps)) if step.is_complete), None)
 
 
 def by_step(step: int, others: Sequence[Weighed]) -> Commit | None:

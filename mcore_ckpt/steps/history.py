@@ -25,7 +25,7 @@ from mcore_ckpt.checkpoint.provenance import Run, RunParent
 from mcore_ckpt.errors import RemoteError
 from mcore_ckpt.io.files import make_folder
 from mcore_ckpt.steps import runs
-from mcore_ckpt.steps.branches import Position, commit_of
+from mcore_ckpt.steps.branches import Position
 from mcore_ckpt.steps.listing import list_steps, step_status
 from mcore_ckpt.steps.read_lock import reading
 from mcore_ckpt.steps.remote_steps import RemoteSteps
@@ -45,12 +45,7 @@ class RunHistory:
     """
 
     def __init__(
-        self,
-        root: Path,
-        role: str,
-        home: Path,
-        node_folder: Path | None = None,
-        remote: RemoteSteps | None = None,
+        self, root: Path, role: str, home: Path, node_folder: Path | None = None, remote: RemoteSteps | None = None
     ) -> None:
         self._root, self._role, self._home, self._remote = root, role, home, remote
         self._folders = [home] if node_folder is None else [home, node_folder]
@@ -94,8 +89,7 @@ class RunHistory:
     def seen(self, heads: Iterable[ManifestSummary]) -> None:
         """Notes checkpoints that may be in no other place, such as checkpoints in a store or on other nodes."""
         for head in heads:
-            number = commit_of(head.step, [head.commit]).number
-            self._position = self._position.seen(number, number if head.role == self._role else 0)
+            self._position = self._position.seen(head.number, head.number if head.role == self._role else 0)
 
     def loaded(self, head: ManifestSummary, place: Path | str) -> None:
         """Notes that the training goes on from a checkpoint. `place` is its folder, or its URL in the store."""

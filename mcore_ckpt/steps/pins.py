@@ -16,13 +16,7 @@ from mcore_ckpt.urls import local_path
 def pin(root: str | Path, step: int) -> None:
     """Keeps a step until `unpin` is called, whatever `max_to_keep` is. Any process may call it, even repeatedly.
 
-    Args:
-        root: the folder of the steps.
-        step: the step's number.
-
-    Raises:
-        CheckpointNotFoundError: there is no such step, or it is not complete.
-        OSError: the pin cannot be written.
+    Raises CheckpointNotFoundError if there is no such step, or it is not complete, and OSError.
 
     Example:
         >>> pin("checkpoints", 12000)  # doctest: +SKIP
@@ -40,15 +34,9 @@ def pin(root: str | Path, step: int) -> None:
 
 
 def unpin(root: str | Path, step: int) -> None:
-    """Removes a pin. From then on, the preservation policy decides whether the step stays.
+    """Removes a pin, if there is one. From then on, the preservation policy decides whether the step stays.
 
-    Args:
-        root: the folder of the steps.
-        step: the step's number. If the step is not pinned, nothing changes.
-
-    Raises:
-        CheckpointNotFoundError: there is no such step.
-        OSError: the pin cannot be removed.
+    Raises CheckpointNotFoundError if there is no such step, and OSError.
 
     Example:
         >>> unpin("checkpoints", 12000)  # doctest: +SKIP

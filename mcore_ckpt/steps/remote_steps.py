@@ -21,7 +21,6 @@ from mcore_ckpt.io import limits, tuning
 from mcore_ckpt.io.store import Store
 from mcore_ckpt.io.threads import for_each
 from mcore_ckpt.steps import runs
-from mcore_ckpt.steps.branches import commit_of
 from mcore_ckpt.steps.runs import Ownership, RootRun, elsewhere, whose
 from mcore_ckpt.steps.worth import Lack, Weighed, compare
 
@@ -256,7 +255,7 @@ def _claimant(own: RootRun, there: Sequence[RemoteRole]) -> RootRun:
 
 def _order(role: RemoteRole) -> tuple[int, str, str]:
     # A clock decides only between checkpoints without numbers.
-    return commit_of(role.step, [role.commit]).number, role.created, role.attempt
+    return role.number, role.created, role.attempt
 
 
 def _key(role: RemoteRole) -> str:

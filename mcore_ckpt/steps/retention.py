@@ -69,20 +69,14 @@ class RetentionDecision(Generic[Step]):
 
 
 def too_old(
-    statuses: Sequence[Step],
-    policy: PreservationPolicy,
-    committed: int | None = None,
-    spared: Collection[int] = (),
+    statuses: Sequence[Step], policy: PreservationPolicy, committed: int | None = None, spared: Collection[int] = ()
 ) -> list[Step]:
     """Returns the steps that may be deleted. It has the arguments of `judge`."""
     return [decision.status for decision in judge(statuses, policy, committed, spared) if not decision.stays]
 
 
 def judge(
-    statuses: Sequence[Step],
-    policy: PreservationPolicy,
-    committed: int | None = None,
-    spared: Collection[int] = (),
+    statuses: Sequence[Step], policy: PreservationPolicy, committed: int | None = None, spared: Collection[int] = ()
 ) -> list[RetentionDecision[Step]]:
     """Decides for each step whether it stays. Returns one decision for each status, in the same order.
 
@@ -294,7 +288,8 @@ def obstacle_to(status: StepStatus, path: Path) -> str | None:
     if is_in_use(path, status.path):
         return "a save is under way in it"
     flat = {status.flat or path.name} if (path / file_names.MANIFEST_FILE).exists() else set()
-    if {entry.name for entry in path.iterdir() if _is_committed(entry)} | flat != status.committed:
+    roles = {each.name for each in path.iterdir() if file_names.is_role(each.name)}
+    if {role for role in roles if (path / role / file_names.MANIFEST_FILE).exists()} | flat != status.committed:
         return "it has just changed"
     return None
 
@@ -305,7 +300,3 @@ def _is_protected(folder: Path) -> bool:
     # remove the files shows whether they can be removed.
     is_seen = folder.is_dir() and os.access(folder, os.F_OK, effective_ids=True)
     return is_seen and not os.access(folder, os.W_OK | os.X_OK, effective_ids=True)
-
-
-def _is_committed(entry: Path) -> bool:
-    return file_names.is_role(entry.name) and (entry / file_names.MANIFEST_FILE).exists()

@@ -30,13 +30,7 @@ from mcore_ckpt.steps.work_folders import replaced_checkpoints
 
 
 class RoleWriter:
-    """Writes one rank's files of a role, durably, and records their sizes and CRCs.
-
-    Attributes:
-        rank: this rank.
-        world_size: how many ranks write.
-        files: the files written so far.
-    """
+    """Writes one rank's files of a role, durably, and records their sizes and CRCs."""
 
     def __init__(self, folder: Path, kind: str, agreement: Agreement) -> None:
         self._folder = folder
@@ -54,9 +48,7 @@ class RoleWriter:
     def write_values(self, path: str, values: Mapping[str, Any]) -> None:
         """Writes plain values and tensors as a `.pt` file, which `torch.load(weights_only=True)` opens.
 
-        Raises:
-            ValueError: `values` holds something other than plain values, or is too large for a small file.
-            OSError: the file cannot be written.
+        Raises OSError, and ValueError if they are something other than plain values, or too large for a small file.
         """
         self.files.append(write_plain(self._folder, path, self._kind, pickle_plain(values)))
 
@@ -64,13 +56,8 @@ class RoleWriter:
 class RoleReader:
     """Reads the files of a committed role and checks each one's size and CRC.
 
-    Attributes:
-        role_dir: the role's folder.
-        manifest: its manifest.
-
-    Raises:
-        CheckpointNotFoundError: the folder has no manifest, so nothing is committed there.
-        CheckpointCorruptError: the manifest is damaged.
+    Raises CheckpointNotFoundError if the folder has no manifest, so that nothing is committed there, and
+    CheckpointCorruptError if the manifest is damaged.
 
     Example:
         >>> RoleReader(step_path / "recover_info").read("step_info.json", 4096)  # doctest: +SKIP
@@ -87,13 +74,9 @@ class RoleReader:
         return self.manifest.topology.world_size
 
     def read(self, path: str, most: int) -> bytes:
-        """Returns the bytes of one file.
+        """Returns the bytes of one file, whose path is relative to the role's folder.
 
-        Args:
-            path: relative to the role's folder.
-            most: the largest accepted size in bytes.
-
-        Raises CheckpointCorruptError: the file is missing, too large, or damaged.
+        Raises CheckpointCorruptError: the file is missing, damaged, or has more than `most` bytes.
         """
         return read_checked(self.role_dir, self._record(path), most)
 

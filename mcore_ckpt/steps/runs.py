@@ -41,7 +41,6 @@ from mcore_ckpt.io import json_fields as fields
 from mcore_ckpt.io import limits
 from mcore_ckpt.io.files import claim_file, read_small, replace_file, sync_dir, sync_file
 from mcore_ckpt.ranks.hosts import this_host
-from mcore_ckpt.steps.branches import commit_of
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +128,7 @@ class Ownership:
             return True
         if self.known is None:
             return self.path in (None, run.root)
-        return self.known.owns(run, _number(head))
+        return self.known.owns(run, head.number)
 
     def is_of(self, run: Run | None) -> bool:
         """True if the root is known to have this run."""
@@ -280,16 +279,12 @@ def _largest_numbers(heads: Iterable[ManifestSummary]) -> dict[str, int]:
     numbers: dict[str, int] = {}
     for head in heads:
         if head.run is not None:
-            numbers[head.run.id] = max(_number(head), numbers.get(head.run.id, 0))
+            numbers[head.run.id] = max(head.number, numbers.get(head.run.id, 0))
     return numbers
 
 
-def _number(head: ManifestSummary) -> int:
-    return commit_of(head.step, [head.commit]).number
-
-
 def _order(head: ManifestSummary) -> tuple[int, int]:
-    return _number(head), head.step
+    return head.number, head.step
 
 
 def _at(here: Run, run: Run) -> Run:

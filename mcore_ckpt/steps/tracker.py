@@ -75,10 +75,7 @@ def warn_if_tracker_differs(root: Path, tried: Sequence[Weighed]) -> None:
         )
     else:
         logger.warning(
-            "%s names step %d, which is not complete; loading the newest complete step, %d",
-            path,
-            tracked,
-            last,
+            "%s names step %d, which is not complete; loading the newest complete step, %d", path, tracked, last
         )
 
 

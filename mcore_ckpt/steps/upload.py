@@ -63,7 +63,7 @@ class Upload:
         path = role_dir / file_names.MANIFEST_FILE
         self._manifest_bytes = path.read_bytes()
         self.manifest = parse_manifest(self._manifest_bytes, path)
-        self.key = key_of(self.manifest)
+        self.key = file_names.remote_dir(self.manifest.step, self.manifest.role, self.manifest.attempt)
         self._arrived: set[str] = set()
 
     def run(self) -> None:
@@ -194,11 +194,6 @@ def shortage_of(store: Store, need: Need, overwritten: Need = NOTHING) -> str | 
     amount = space.taken_by(need) - space.taken_by(overwritten)
     limit = space.shortage(amount)
     return None if limit is None else limit.describe(amount)
-
-
-def key_of(manifest: Manifest) -> str:
-    """Returns the folder of a checkpoint below the remote root."""
-    return file_names.remote_dir(manifest.step, manifest.role, manifest.attempt)
 
 
 def part_size(size: int) -> int:

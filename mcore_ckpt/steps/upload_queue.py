@@ -53,8 +53,10 @@ logger = logging.getLogger(__name__)
 class UploadHandle(Handle[bool]):
     """The upload of one committed checkpoint, for the trainer. It ends only when the whole checkpoint is in the store.
 
+    Its `exception` is why the last try failed, or why there will be none. If the store failed, the upload is tried
+    again after the next commit.
+
     Attributes:
-        step: the step.
         nbytes: the size of the checkpoint's files in bytes; 0 until they are in the store.
         seconds: how long the successful try took; 0 until the files are in the store.
     """
@@ -64,11 +66,6 @@ class UploadHandle(Handle[bool]):
         self.step = step
         self.nbytes = 0
         self.seconds = 0.0
-
-    @property
-    def exception(self) -> CheckpointError | None:
-        """Why the last try failed, or why there will be none. If the store failed, the next commit tries again."""
-        return self._exception
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits until the upload is done, at most `timeout` seconds if given. Returns True if it is done."""
@@ -91,12 +88,7 @@ class UploadQueue:
     """
 
     def __init__(
-        self,
-        remote: RemoteSteps,
-        root: Path,
-        role: str,
-        policy: PreservationPolicy,
-        delivery: Delivery | None = None,
+        self, remote: RemoteSteps, root: Path, role: str, policy: PreservationPolicy, delivery: Delivery | None = None
     ) -> None:
         self._remote = remote
         self._root = root
