@@ -24,10 +24,6 @@ def decode_pt(data: bytes) -> Any:
     """Decodes the value in the bytes of a small `.pt` file. The tensors in the value have their own memory.
 
     Raises ValueError (ArchiveError, PickleError) if the file is damaged, or contains something other than plain values.
-
-    Example:
-        >>> decode_pt(pickle_plain({"step": 12}))  # doctest: +SKIP
-        {'step': 12}
     """
     return load_pt(reader_of(data), len(data), copied_from(data))
 

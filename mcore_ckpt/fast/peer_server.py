@@ -72,11 +72,6 @@ class PeerServer:
     """Serves the files below a folder, and no others, to nodes that know the secret; a `transport.Server`.
 
     `host` is the address to listen on, without port. Raises OSError if it cannot be used.
-
-    Example:
-        >>> server = PeerServer(Path("/dev/shm/run"), secret, "10.0.0.7")  # doctest: +SKIP
-        >>> server.address  # doctest: +SKIP
-        '10.0.0.7:40213'
     """
 
     def __init__(self, folder: Path, secret: bytes, host: str, tls: PeerTls | None = None) -> None:

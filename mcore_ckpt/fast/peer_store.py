@@ -42,10 +42,6 @@ class PeerStore:
     It has the methods of `store.Store` that `formats.native.remote_folder.RemoteFolder` needs. Several threads may use
     it at once, each with its own connection. It waits `timeout_s` seconds for an answer, and longer for a longer one
     (`answer_time_s`). The node's `name` is for messages.
-
-    Example:
-        >>> PeerStore("10.0.0.7:40213", secret, "node7", 60).read("global_steps_9/actor/manifest.json", 0, 20)
-        ... # doctest: +SKIP
     """
 
     def __init__(self, address: str, secret: bytes, name: str, timeout_s: float, tls: PeerTls | None = None) -> None:

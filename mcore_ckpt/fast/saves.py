@@ -32,9 +32,6 @@ class FastSaves:
     """What the saves of one manager into the fast tier share.
 
     Attributes:
-        tier: this rank's part of the fast tier.
-        copies: brings copies of files to other nodes.
-        drains: copies steps to the root.
         drain_agreement: connects this rank with the other ranks, for rounds on the thread that copies to the root.
         save_count: how many saves into the tier the training has begun. Rank 0's count decides.
         earlier: the checkpoints that earlier managers have left on the nodes. Only rank 0 knows them.

@@ -54,9 +54,7 @@ class NodeTier:
     """This rank's part of the fast tier of one role.
 
     Attributes:
-        config: the user's choices.
-        nodes: all nodes of the job.
-        number: the number of this node among them.
+        number: the number of this node among all nodes.
         folder: this node's folder, which has the layout of a root.
         transport: how the nodes read each other's folders.
         server: this node's server, on the node's lead; None on its other ranks.

@@ -173,12 +173,7 @@ def existing(folder: Path) -> Path:
 
 
 def space_of(folder: Path) -> DiskSpace:
-    """Returns how much can be written into a folder, or where it would be made. Raises OSError.
-
-    Example:
-        >>> space_of(Path("/")).shortage(Amount(0, 0)) is None
-        True
-    """
+    """Returns how much can be written into a folder, or where it would be made. Raises OSError."""
     folder = existing(folder)
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

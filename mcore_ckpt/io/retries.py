@@ -31,16 +31,10 @@ def persist(
 ) -> Result:
     """Runs `work`, which must be repeatable, until it succeeds, and returns what it returns.
 
-    Args:
-        url, what: the store and the operation, for messages.
-        redacted: turns an error into text without secrets.
-        stop: when set, no further try is made.
-        answers: exceptions that are an answer of the store and no failure, such as FileNotFoundError. They are raised
-            without another try.
+    Exceptions in `answers` are an answer of the store and no failure, such as FileNotFoundError. They, and a
+    CheckpointError, are raised without another try. `redacted` turns an error into text without secrets.
 
-    Raises:
-        RemoteError: all tries failed, or the first one failed for a reason that stays, or `stop` was set.
-        CheckpointError: raised by `work`, without another try.
+    Raises RemoteError if all tries failed, or the first one failed for a reason that stays, or `stop` was set.
     """
     pause = REMOTE_PAUSE_S
     for number in range(1, REMOTE_TRIES + 1):

@@ -33,22 +33,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class SaveContext:
-    """The objects that all saves of one manager share.
+    """The objects that all saves of one manager share. Only rank 0 uses the lock, the space watch and the history.
 
     Attributes:
-        trainer: the objects to save, and this rank's place.
         commits: this rank's agreement for rounds on the thread that finishes a save. The trainer's thread has another
             agreement (`trainer.agreement`), because a waiting thread blocks the store client of its agreement.
-        host_images: the host memory for copies of the state, and the copies from the GPU to it.
-        lock: the lock on the role in the root. Only rank 0 uses it.
         uploads: the queue of uploads to the remote store; None without a store, and on all ranks except rank 0.
-        space_watch: foresees whether the next save will fit. Only rank 0 uses it.
-        delivery: brings events to the listeners.
-        history: knows the run, and the place of the next save among the commits. Only rank 0 uses it.
-        planner: makes the plan of each save.
         names: the tensor names that rank 0 already knows.
         assets: the sizes of the HuggingFace assets of the last save, by path. Only rank 0 has them.
-        replica_warnings: warns of replicas that have drifted apart. Only rank 0 uses it.
     """
 
     trainer: Trainer

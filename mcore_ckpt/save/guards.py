@@ -68,9 +68,6 @@ class Guards:
 
     The methods are replaced on the objects themselves and not on their classes, so that other models in this process
     are not affected.
-
-    Example:
-        >>> guards = Guards([(optimizer, "step")], host_images.hold)  # doctest: +SKIP
     """
 
     def __init__(self, methods: Iterable[tuple[Any, str]], before: Callable[[], None]) -> None:

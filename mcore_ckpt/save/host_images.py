@@ -31,13 +31,7 @@ class ReservedImages:
 
 
 class HostImages:
-    """Owns the host memory for images, and the copies from the GPU into it.
-
-    Args:
-        timeout_s: how long to wait for a GPU, in seconds.
-        gpu: the number of the GPU of the training; None without one.
-        limit: the largest number of bytes of host memory; None for no limit.
-    """
+    """Owns the host memory for images, at most `limit` bytes, and the copies into it from the GPU, if any."""
 
     def __init__(self, timeout_s: float, gpu: int | None, limit: int | None = None) -> None:
         self._memory = HostMemory(limit)

@@ -50,15 +50,8 @@ _NOT_READY = (
 class RankFiles:
     """The files of this rank in one save.
 
-    Call `capture`, `start_writing`, `write`, `committed` and `close`, in this order.
-    The constructor checks and plans. Work that can fail on a single rank is done there, before the ranks' first round.
-
-    Args:
-        context: what the saves of the manager share.
-        extra_state: the trainer's own state, or None.
-        destination: where the save goes.
-        times: notes the moments of the save.
-        events: tells the listeners of the save.
+    Call `capture`, `start_writing`, `write`, `committed` and `close`, in this order. The constructor checks and plans.
+    Work that can fail on a single rank is done there, before the ranks' first round.
 
     Attributes:
         plan: which tensor is written where. Once the tensors are copied into images, the plan no longer refers to them.
@@ -66,9 +59,8 @@ class RankFiles:
         common: the state that all ranks share, on rank 0.
         group_keys: the keys of the param groups in `common`, by optimizer.
 
-    Raises:
-        UnsupportedError: something cannot be saved completely.
-        MemoryError: there is not enough memory for a copy of the state.
+    Raises UnsupportedError if something cannot be saved completely, and MemoryError if a copy of the state does not
+    fit.
     """
 
     def __init__(

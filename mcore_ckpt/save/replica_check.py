@@ -72,8 +72,6 @@ class ReplicatedTensors:
 
     Attributes:
         label: a digest of the names and regions. Ranks with the same label have the same tensors.
-        names: the name of each tensor.
-        tensors: a weak reference to each tensor.
         names_them: whether this rank tells rank 0 the names, which are the same on all ranks with this label.
     """
 

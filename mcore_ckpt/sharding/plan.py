@@ -97,13 +97,7 @@ class ReadRange:
 
 @dataclass(frozen=True)
 class ReadPlan:
-    """The reads that fill one wanted region.
-
-    Attributes:
-        reads: the rows to read. Each element is read once.
-        missing: how many wanted elements lie within the stored tensor, but in none of the stored shards.
-        outside: how many wanted elements lie beyond the stored tensor, because the wanted vocabulary has more padding.
-    """
+    """The reads that fill one wanted region. Each element is read once. `missing` and `outside` are as in `Overlap`."""
 
     reads: tuple[ReadRange, ...]
     missing: int

@@ -78,7 +78,7 @@ def too_old(
 def judge(
     statuses: Sequence[Step], policy: PreservationPolicy, committed: int | None = None, spared: Collection[int] = ()
 ) -> list[RetentionDecision[Step]]:
-    """Decides for each step whether it stays. Returns one decision for each status, in the same order.
+    """Decides for each step of a root, ordered by step, whether it stays. Returns the decisions in the same order.
 
     A step that is not understood stays: a folder without a manifest of this package, or with a manifest that is
     damaged, has a newer format, or was copied from another step.
@@ -87,13 +87,9 @@ def judge(
     whole, and not at the files of older steps. A step that lacks files and would otherwise count stays, because it may
     be a copy under way, or the only one left. Once enough newer steps are whole, it goes like any other old step.
 
-    Args:
-        statuses: all steps of a root, ordered by step.
-        policy: which steps stay.
-        committed: the step that was saved last. It stays even if it is not among the newest, as after a rollback.
-        spared: further steps that stay, such as the best one.
-
-    Raises OSError or RemoteError: the files of a step cannot be looked at.
+    The step that was saved last (`committed`) stays even if it is not among the newest, as after a rollback, and so do
+    those that are `spared`, such as the best one. Raises OSError or RemoteError: the files of a step cannot be looked
+    at.
     """
     newest, lacking = _newest(statuses, policy.max_to_keep)
     given_up = frozenset[int]() if policy.max_to_keep is None else abandoned(statuses)

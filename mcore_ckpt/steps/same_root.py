@@ -45,11 +45,7 @@ class _Folder:
 
 
 class SameRoot:
-    """The folder that a path leads to when this object is made, or the nearest existing folder above it.
-
-    Example:
-        >>> SameRoot(Path("checkpoints")).check()
-    """
+    """The folder that a path leads to when this object is made, or the nearest existing folder above it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path.absolute()

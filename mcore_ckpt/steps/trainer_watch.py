@@ -15,14 +15,7 @@ from mcore_ckpt.steps.trainer_lock import Claim, read_claim
 
 
 class TrainerWatch:
-    """Watches the lock files of a root's trainers, beginning when this object is made.
-
-    If the root cannot be read, no trainer is seen.
-
-    Example:
-        >>> TrainerWatch(Path("checkpoints")).lives()  # doctest: +SKIP
-        {'actor': <Life.ALIVE: 'alive'>}
-    """
+    """Watches the locks of a root's trainers from now on. If the root cannot be read, no trainer is seen."""
 
     def __init__(self, root: Path) -> None:
         self._began = time.monotonic()

@@ -47,13 +47,8 @@ _ETAG = re.compile(r'"?([0-9a-f]{32}(?:-[0-9]+)?)"?')
 class Upload:
     """The upload of one role's checkpoint at one step. A second call of `run` sends only files that have not arrived.
 
-    The role's folder must not be deleted meanwhile. Once `stop` is set, the upload soon ends with an error.
-
-    Attributes:
-        manifest: the role's manifest.
-        key: the folder of this attempt in the store.
-
-    Raises CheckpointCorruptError or OSError if the manifest cannot be read.
+    The role's folder must not be deleted meanwhile. Once `stop` is set, the upload soon ends with an error. `key` is
+    the folder of this attempt in the store. Raises CheckpointCorruptError or OSError if the manifest cannot be read.
     """
 
     def __init__(self, store: Store, role_dir: Path, stop: threading.Event) -> None:
