@@ -158,7 +158,7 @@ class Members:
 
     def names(self, name: str) -> tuple[str, ...]:
         """Returns a list of printable names. Raises FieldError."""
-        return typed_json.names_in(self.data, self._place(name), name)
+        return typed_json.read_names(self.data, self._place(name), name)
 
     def text(self, name: str) -> bytes | None:
         """Returns the text of a member; None if there is none."""

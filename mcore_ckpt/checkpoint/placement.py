@@ -49,7 +49,7 @@ def decode(text: bytes, files: int) -> Placement:
     places = typed_json.members(text)
     if places is None or not {"nodes", "files", "save_count"} <= places.keys():
         raise fields.FieldError("placement is not an object of nodes, files and save_count, or has one of them twice")
-    nodes = typed_json.names_in(text, places["nodes"], "nodes")
+    nodes = typed_json.read_names(text, places["nodes"], "nodes")
     save_count = typed_json.parse(text[slice(*places["save_count"])], _COUNT)
     by_file = tuple(_by_file(_RUNS.read(text, places["files"]), len(nodes), files))
     if len(by_file) != files:

@@ -149,7 +149,7 @@ NATURALS: LongList[int] = LongList(Natural, b",", is_whole=False)
 _NAMES: msgspec.json.Decoder[Sequence[Any]] = msgspec.json.Decoder(list[str])
 
 
-def names_in(data: bytes, place: Place, key: str) -> tuple[str, ...]:
+def read_names(data: bytes, place: Place, key: str) -> tuple[str, ...]:
     """Decodes the list of printable names that is at a place in a text. Raises FieldError, which names `key`."""
     return as_names(parse(memoryview(data)[slice(*place)], _NAMES), key)
 
