@@ -161,7 +161,7 @@ def _other(path: Path, role: str | None) -> Selection:
 
 def _overview(selection: Selection, other: Selection | None, quiet: bool) -> Overview:
     """Gathers what the page shows, with a progress bar unless `quiet`."""
-    from mcore_ckpt.tools.examine.diff import diff_selected
+    from mcore_ckpt.tools.examine.diff import diff
     from mcore_ckpt.tools.examine.overview import Overview, overview_of_role
 
     with progress_of_bytes(quiet) as bar:
@@ -170,7 +170,7 @@ def _overview(selection: Selection, other: Selection | None, quiet: bool) -> Ove
         )
         if other is None:
             return Overview(selection.step, roles)
-        found = diff_selected(selection, other, progress=progress_in(bar, "diff"))
+        found = diff(selection, other, progress=progress_in(bar, "diff"))
     return Overview(
         selection.step,
         roles,

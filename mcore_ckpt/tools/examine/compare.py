@@ -28,7 +28,7 @@ from mcore_ckpt.models.table import HF_EMBEDDING, HF_HEAD
 from mcore_ckpt.sharding.patterns import compiled
 from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.tools.examine.differences import EXACT, Differences, Tolerance
-from mcore_ckpt.tools.examine.progress import Progress
+from mcore_ckpt.tools.examine.progress import Progress, no_progress
 from mcore_ckpt.tools.examine.tensor_pairs import Pair, Side, compare_pairs
 
 _EMBEDDINGS = (HF_EMBEDDING, "model.language_model.embed_tokens.weight")
@@ -36,13 +36,10 @@ _EMBEDDINGS = (HF_EMBEDDING, "model.language_model.embed_tokens.weight")
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """The tensors of one HuggingFace model.
+    """The tensors of one HuggingFace model, by name, with their dtype and the stored tensors that they are made of.
 
-    Attributes:
-        where: the folder, for messages.
-        reader: reads the stored tensors.
-        tensors: the model's tensors by HuggingFace name, with their dtype and the stored tensors that they are made of.
-        beside: the names of stored tensors that no weight depends on: scales of activations and caches.
+    `where` is the folder, for messages. `beside` names the stored tensors that no weight depends on: scales of
+    activations and caches.
     """
 
     where: Path
@@ -62,12 +59,9 @@ class ComparedTensor:
     """The result for one tensor.
 
     Attributes:
-        name: its name.
-        ours: its dtype and shape in the model under test; None if that model does not have it.
-        reference: its dtype and shape in the reference; None if the reference does not have it.
+        ours, reference: dtype and shape in the model under test and in the reference; None if one lacks the tensor.
         differing: how many elements differ by more than the tolerance; 0 if the tensors were not compared.
-        max_abs: the largest absolute difference.
-        max_rel: the largest difference relative to the reference.
+        max_abs, max_rel: the largest absolute difference, and the largest relative to the reference.
         is_same: True if the tensors are the same within the tolerance.
         remark: a note for the reader of the result; may be empty.
     """
@@ -98,12 +92,10 @@ class Comparison:
     """The result for two models.
 
     Attributes:
-        ours: the folder of the model under test.
-        reference: the folder of the reference.
+        ours, reference: the folders of the model under test and of the reference.
         tensors: the result for each tensor that one or both models have, without the ignored ones.
         ignored: the names of the tensors that were not compared: the ignored ones, and scales of activations.
         nbytes: the number of bytes of the reference that were compared.
-        seconds: how long the comparison took.
     """
 
     ours: Path
@@ -115,7 +107,6 @@ class Comparison:
 
     @property
     def is_same(self) -> bool:
-        """True if all tensors are the same within the tolerance."""
         return all(tensor.is_same for tensor in self.tensors)
 
     def worst(self) -> list[ComparedTensor]:
@@ -162,7 +153,7 @@ def compare(
     reference: Weights,
     tolerance: Tolerance = EXACT,
     ignored: Sequence[str] = (),
-    progress: Progress = lambda done, total: None,
+    progress: Progress = no_progress,
 ) -> Comparison:
     """Compares all tensors of two models.
 
@@ -173,9 +164,7 @@ def compare(
     Args:
         ours: the model under test.
         reference: the model that it should be equal to.
-        tolerance: how much values may differ.
         ignored: regular expressions; tensors whose whole name matches one are not compared.
-        progress: called with the number of bytes of `ours` that have been compared, and the number to compare.
 
     Raises:
         CheckpointCorruptError: a file cannot be read.
@@ -213,32 +202,21 @@ def _badness(tensor: ComparedTensor) -> tuple[bool, bool, float, int]:
     return not tensor.is_same, not compared, tensor.max_abs, tensor.differing
 
 
-# -- folders -----------------------------------------------------------------------------------------------
-
-
 def _unchanged(name: str, info: TensorInfo) -> FileTensor:
     """Returns a tensor that the file stores under its HuggingFace name and in its HuggingFace form."""
     return FileTensor(HfTensor(name, info.shape, (Slab(0, name, Region.whole(info.shape)),)), info.dtype)
 
 
-# -- one tensor --------------------------------------------------------------------------------------------
-
-
-class _ThreadScratch(threading.local):
-    """A scratch memory for each thread."""
-
+class _ThreadScratch(threading.local):  # one for each thread
     def __init__(self) -> None:
         self.scratch = Scratch()
 
 
 @dataclass(frozen=True, eq=False)
 class _Tensor:
-    """A tensor of two models.
+    """A tensor of two models. `ours` or `reference` is None if that model does not have it.
 
     Attributes:
-        name: its name.
-        ours: the tensor of the model under test; None if that model does not have it.
-        reference: the tensor of the reference; None if the reference does not have it.
         remark: why the two tensors have different names; empty if they have the same name.
         otherwise: of tensors with different names, the result if they differ; None if they have the same name.
     """
@@ -264,7 +242,6 @@ class _Tensor:
 
     @property
     def nbytes(self) -> int:
-        """The size of the reference's tensor in bytes; 0 if one model lacks the tensor."""
         return self.reference.nbytes if self.ours is not None and self.reference is not None else 0
 
     def pairs(self, ours: CheckpointReader, reference: CheckpointReader, scratch: _ThreadScratch) -> list[Pair]:
@@ -275,15 +252,10 @@ class _Tensor:
         return [Pair(_side(ours, left, scratch), _side(reference, right, scratch))]
 
     def result(self, found: Differences, tolerance: Tolerance) -> ComparedTensor:
-        """Returns the result, given the differences of what `pairs` has returned."""
         ours, reference = _info(self.ours), _info(self.reference)
-        is_same = (
-            ours is not None
-            and reference is not None
-            and ours.shape == reference.shape
-            and tolerance.allows(ours.dtype, reference.dtype)
-            and not found.count
-        )
+        is_same = False
+        if ours is not None and reference is not None and ours.shape == reference.shape:
+            is_same = tolerance.allows(ours.dtype, reference.dtype) and not found.count
         if self.otherwise is not None and not is_same:
             return self.otherwise
         return ComparedTensor(

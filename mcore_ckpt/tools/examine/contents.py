@@ -19,9 +19,7 @@ class TensorSummary:
     """One tensor of a checkpoint.
 
     Attributes:
-        name: its global name.
-        dtype: its dtype without "torch."; None if no file holds a part of it.
-        shape: its global shape; None in the same case.
+        dtype, shape: its dtype without "torch.", and its global shape; None if no file holds a part of it.
         optimizer: the kinds of optimizer state that are stored for it, such as "exp_avg".
     """
 
@@ -34,9 +32,7 @@ class TensorSummary:
 def list_tensors(role_dir: Path, pattern: str = "") -> Iterator[TensorSummary]:
     """Yields the tensors whose name matches, in natural order: layer 2 before layer 10.
 
-    Args:
-        role_dir: the folder of a committed role.
-        pattern: a regular expression that must match somewhere in the name.
+    `pattern` is a regular expression that must match somewhere in the name.
 
     Raises:
         CheckpointNotFoundError: the folder has no manifest.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from mcore_ckpt.sharding.synonyms import found_as
 from mcore_ckpt.steps.read_lock import reading
 from mcore_ckpt.tools.examine.contents import keys_of, reads_of, shards_of
 from mcore_ckpt.tools.examine.differences import EXACT, Differences, DifferentValue, Tolerance, different_values
-from mcore_ckpt.tools.examine.progress import Progress
+from mcore_ckpt.tools.examine.progress import Progress, no_progress
 from mcore_ckpt.tools.examine.select import Selection, select
 from mcore_ckpt.tools.examine.tensor_pairs import Pair, Side, compare_pairs
 
@@ -42,12 +42,10 @@ class DifferentTensor:
     Attributes:
         name: the tensor's global name in A; in B if only B has it.
         kind: "model", "opaque", "param", "exp_avg", ...
-        left: dtype and shape in A; None if only B has it.
-        right: dtype and shape in B; None if only A has it.
+        left, right: dtype and shape in A and in B; None if only the other one has it.
         numel: the number of elements that were compared; 0 if they were not.
         differing: how many of them differ by more than the tolerance.
-        max_abs: the largest absolute difference.
-        max_rel: the largest difference relative to B.
+        max_abs, max_rel: the largest absolute difference, and the largest relative to B.
     """
 
     name: str
@@ -80,8 +78,7 @@ class RoleDiff:
     """What differs between two roles.
 
     Attributes:
-        left: the role's folder in A.
-        right: the role's folder in B.
+        left, right: the role's folder in A and in B.
         compared: how many tensors were compared, with each kind counted.
         tensors: the tensors that differ, the worst first.
         values: which other values differ: the model's configuration, param groups, steps, LR scheduler, random
@@ -100,20 +97,12 @@ class RoleDiff:
 
     @property
     def is_same(self) -> bool:
-        """True if nothing differs."""
         return not self.tensors and not self.values
 
 
 @dataclass(frozen=True)
 class Diff:
-    """What differs between the checkpoints A and B.
-
-    Attributes:
-        roles: the result for each role that both have.
-        only_left: the roles that only A has.
-        only_right: the roles that only B has.
-        seconds: how long it took.
-    """
+    """What differs between the checkpoints A and B: in roles that both have, and the roles that only one has."""
 
     roles: tuple[RoleDiff, ...]
     only_left: tuple[str, ...]
@@ -122,25 +111,22 @@ class Diff:
 
     @property
     def is_same(self) -> bool:
-        """True if nothing differs."""
         return not self.only_left and not self.only_right and all(role.is_same for role in self.roles)
 
 
 def diff(
-    left: Path,
-    right: Path,
+    left: Path | Selection,
+    right: Path | Selection,
     tolerance: Tolerance = EXACT,
     ignored: Sequence[str] = (),
-    progress: Progress = lambda done, total: None,
+    progress: Progress = no_progress,
 ) -> Diff:
     """Compares two checkpoints. The memory does not grow with their size. The CRC of each block is checked.
 
     Args:
-        left: A: the folder of a role, of a step, or of all steps (the newest complete one).
+        left: A: the folder of a role, of a step, or of all steps (the newest complete one), or what `select` returns.
         right: B, given in the same way. If both are folders of one role, the roles may have different names.
-        tolerance: how much values of tensors may differ.
         ignored: regular expressions; tensors whose whole name matches one are not compared.
-        progress: called with the number of bytes of A that have been compared, and the number to compare.
 
     Raises:
         InvalidArgumentError: the two have no role in common.
@@ -151,24 +137,14 @@ def diff(
         >>> diff(Path("a/global_steps_100"), Path("b/global_steps_100")).is_same  # doctest: +SKIP
         True
     """
-    return diff_selected(select(left), select(right), tolerance, ignored, progress)
-
-
-def diff_selected(
-    left: Selection,
-    right: Selection,
-    tolerance: Tolerance = EXACT,
-    ignored: Sequence[str] = (),
-    progress: Progress = lambda done, total: None,
-) -> Diff:
-    """Does the same as `diff`, for selected checkpoints."""
     started = time.monotonic()
-    ours, theirs = _roles(left), _roles(right)
+    ours, theirs = ({path.name: path for path in _role_dirs(each)} for each in (left, right))
     if len(ours) == len(theirs) == 1:
         theirs = dict(zip(ours, theirs.values(), strict=True))
     both = [role for role in ours if role in theirs]
     if not both:
-        raise InvalidArgumentError(f"{_told(left)}, {_told(right)}: name the folders of two roles")
+        told = (f"{next(iter(each.values())).parent} has {', '.join(each)}" for each in (ours, theirs))
+        raise InvalidArgumentError(f"{', '.join(told)}: name the folders of two roles")
     patterns = compiled(ignored, "ignored")
     with reading([*ours.values(), *theirs.values()]):  # a trainer that still runs could delete a step
         pairs = [_RolePair.open(ours[role], theirs[role], patterns) for role in both]
@@ -183,23 +159,15 @@ def diff_selected(
     )
 
 
-def _roles(selection: Selection) -> dict[str, Path]:
-    return {folder.name: folder for folder in selection.role_dirs}
-
-
-def _told(selection: Selection) -> str:
-    return f"{selection.role_dirs[0].parent} has {', '.join(_roles(selection))}"
+def _role_dirs(chosen: Path | Selection) -> Sequence[Path]:
+    return (select(chosen) if isinstance(chosen, Path) else chosen).role_dirs
 
 
 @dataclass(frozen=True, eq=False)
 class _RolePair:
-    """Two roles, and their tensors.
+    """Two roles, and each kind of their tensors that can be compared.
 
-    Attributes:
-        left: A's reader.
-        right: B's reader.
-        tensors: each kind of each tensor, except the ones that `apart` counts.
-        apart: how many are in other ranks' files in B, so that their shards do not correspond.
+    `apart` counts the others: they are in other ranks' files in B, so that their shards do not correspond.
     """
 
     left: NativeReader
@@ -256,13 +224,7 @@ def _names(left: NativeReader, right: NativeReader) -> Iterator[tuple[str, str]]
 
 @dataclass(frozen=True, eq=False)
 class _Tensor:
-    """One kind of a tensor in A and in B.
-
-    Attributes:
-        name, kind: which one.
-        left, right: dtype and shape in A and in B; None where it is not there.
-        pairs: what to compare; empty if it is not in both, or has different shapes.
-    """
+    """One kind of a tensor in A and in B. `pairs` is empty if it is not in both, or has different shapes."""
 
     name: str
     kind: str
@@ -339,10 +301,11 @@ _PLAIN_KINDS = {"common": file_names.COMMON_FILE, "rng": "random states", "extra
 
 def _plain_differences(left: NativeReader, right: NativeReader) -> tuple[list[DifferentValue], list[str]]:
     """Returns the values that differ, and notes on what cannot be compared under different layouts."""
-    values = list(_different_facts(left, right))
+    facts = different_facts(left.manifest.model or {}, right.manifest.model or {})  # older checkpoints state none
+    values = [DifferentValue(f"model: {each.name}", str(each.saved), str(each.live)) for each in facts]
     notes: list[str] = []
     for kind, what in _PLAIN_KINDS.items():
-        ours, theirs = (_files(reader, kind) for reader in (left, right))
+        ours, theirs = ({file.path: None for file in reader.manifest.files_of(kind)} for reader in (left, right))
         if kind != "common" and left.manifest.ranks != right.manifest.ranks and ours.keys() != theirs.keys():
             notes.append(f"{what}: not compared, because the layouts differ")
             continue
@@ -351,17 +314,5 @@ def _plain_differences(left: NativeReader, right: NativeReader) -> tuple[list[Di
                 found = different_values(left.plain(path), right.plain(path), "")
                 values += (replace(each, name=f"{path}: {each.name}") for each in found)
             else:
-                there = "this file"
-                values.append(DifferentValue(path, there if path in ours else None, there if path in theirs else None))
+                values.append(DifferentValue(path, *("this file" if path in each else None for each in (ours, theirs))))
     return values, notes
-
-
-def _different_facts(left: NativeReader, right: NativeReader) -> Iterator[DifferentValue]:
-    """Yields the facts in which the two models differ. Older checkpoints state none."""
-    ours, theirs = left.manifest.model, right.manifest.model
-    for each in different_facts(ours or {}, theirs or {}):
-        yield DifferentValue(f"model: {each.name}", str(each.saved), str(each.live))
-
-
-def _files(reader: NativeReader, kind: str) -> Mapping[str, None]:
-    return dict.fromkeys(file.path for file in reader.manifest.files_of(kind))

@@ -18,10 +18,8 @@ _SHOWN = 60
 class Tolerance:
     """The allowed difference of a value from the reference: at most `atol + rtol * |reference|`.
 
-    Attributes:
-        atol: the absolute tolerance. If both tolerances are 0, every bit must be equal.
-        rtol: the relative tolerance.
-        any_dtype: True if tensors of different dtypes can count as the same; then their values are compared.
+    If both are 0, every bit must be equal. If `any_dtype`, tensors of different dtypes can count as the same; then
+    their values are compared.
     """
 
     atol: float = 0.0
@@ -30,7 +28,6 @@ class Tolerance:
 
     @property
     def is_exact(self) -> bool:
-        """True if no difference is allowed."""
         return self.atol == 0 and self.rtol == 0
 
     def allows(self, left: torch.dtype, right: torch.dtype) -> bool:
@@ -46,8 +43,7 @@ class Differences:
 
     Attributes:
         count: how many elements differ by more than the tolerance.
-        max_abs: the largest absolute difference.
-        max_rel: the largest difference relative to the reference.
+        max_abs, max_rel: the largest absolute difference, and the largest relative to the reference.
     """
 
     def __init__(self) -> None:
@@ -90,17 +86,11 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(_WORDS[tensor.dtype.itemsize])
 
 
-# -- plain values ------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class DifferentValue:
-    """A plain value that differs.
+    """A plain value that differs: its place, such as "optimizers[0].param_groups[1].lr", and the two values as text.
 
-    Attributes:
-        name: where the value is, such as "optimizers[0].param_groups[1].lr".
-        left: the first value as text; None if only the second one is there.
-        right: the second value as text; None if only the first one is there.
+    A text is None if that value is not there.
     """
 
     name: str
@@ -117,14 +107,9 @@ def different_values(left: Any, right: Any, name: str) -> Iterator[DifferentValu
     """
     ours, theirs = dict(_leaves(left, name)), dict(_leaves(right, name))
     for place in dict.fromkeys((*ours, *theirs)):
-        if place not in ours or place not in theirs:
-            yield DifferentValue(
-                place,
-                _shown(ours[place]) if place in ours else None,
-                _shown(theirs[place]) if place in theirs else None,
-            )
-        elif not _is_same(ours[place], theirs[place]):
-            yield DifferentValue(place, _shown(ours[place]), _shown(theirs[place]))
+        if place not in ours or place not in theirs or not _is_same(ours[place], theirs[place]):
+            left_text, right_text = (_shown(each[place]) if place in each else None for each in (ours, theirs))
+            yield DifferentValue(place, left_text, right_text)
 
 
 def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
@@ -143,14 +128,9 @@ def _is_run_of_numbers(value: list[Any] | tuple[Any, ...]) -> bool:
 
 
 def _is_same(left: Any, right: Any) -> bool:
-    if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
-        return (
-            isinstance(left, torch.Tensor)
-            and isinstance(right, torch.Tensor)
-            and left.dtype == right.dtype
-            and left.shape == right.shape
-            and left.contiguous().view(-1).view(torch.uint8).equal(right.contiguous().view(-1).view(torch.uint8))
-        )
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+        ours, theirs = (each.contiguous().view(-1).view(torch.uint8) for each in (left, right))
+        return left.dtype == right.dtype and left.shape == right.shape and ours.equal(theirs)
     # NaN is not equal to itself, but its text is.
     return type(left) is type(right) and (left == right or repr(left) == repr(right))
 

@@ -9,7 +9,7 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.model_facts import Facts
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.errors import CheckpointNotFoundError, InvalidArgumentError
-from mcore_ckpt.formats.checkpoint_kind import Backend
+from mcore_ckpt.formats.checkpoint_kind import Backend, CheckpointKind
 from mcore_ckpt.formats.contract import CheckpointReader
 from mcore_ckpt.formats.kinds import NATIVE, kinds_by_name, recognize
 from mcore_ckpt.formats.step_folders import number_of, step_folders
@@ -25,20 +25,20 @@ _ONE_STEP = ("legacy", "huggingface", "adapter")
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """A checkpoint of one role.
-
-    Attributes:
-        path: its folder.
-        kind: the name of its kind; "native" is the format of this package.
-    """
+    """A checkpoint of one role: its folder, and the name of its kind, which is "native" for this package's format."""
 
     path: Path
     kind: str
 
     @property
+    def of_kind(self) -> CheckpointKind:
+        """What its kind answers about it."""
+        return kinds_by_name()[self.kind]
+
+    @property
     def has_hf_names(self) -> bool:
         """True if its tensors have HuggingFace's names and values, so that a merge only copies them."""
-        return kinds_by_name()[self.kind].has_hf_names
+        return self.of_kind.has_hf_names
 
     def config_dir(self) -> Path:
         """Returns the folder that holds its `config.json`. Raises CheckpointNotFoundError if there is none."""
@@ -93,20 +93,17 @@ def find_checkpoint(
 def open_reader(found: FoundCheckpoint, config: HfConfig) -> CheckpointReader:
     """Opens the reader of a checkpoint of any kind.
 
-    Args:
-        found: the checkpoint.
-        config: the `config.json` of its model. It determines the shapes of global tensors, because a folder that verl
-            has written with one file per rank does not contain them.
+    `config`, the `config.json` of its model, gives the shapes of global tensors, which a folder that verl has written
+    with one file per rank does not contain.
 
-    Raises:
-        CheckpointError: the checkpoint is damaged, or belongs to another model.
+    Raises CheckpointError: the checkpoint is damaged, or belongs to another model.
     """
-    return kinds_by_name()[found.kind].open(found.path, config)
+    return found.of_kind.open(found.path, config)
 
 
 def facts_of_checkpoint(found: FoundCheckpoint, reader: CheckpointReader) -> Facts:
     """Returns the facts about a checkpoint's model: from the checkpoint itself, or else from its `config.json`."""
-    return kinds_by_name()[found.kind].facts(reader) or facts_of_folder(found.path)
+    return found.of_kind.facts(reader) or facts_of_folder(found.path)
 
 
 def _foreign_kind(folder: Path, backend: Backend) -> str | None:

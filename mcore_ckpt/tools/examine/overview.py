@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt.checkpoint.index import FileIndex
-from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest
+from mcore_ckpt.checkpoint.manifest import Manifest
 from mcore_ckpt.checkpoint.reading import read_index, read_manifest
-from mcore_ckpt.checkpoint.timeline import SaveTimeline, encoded_timeline
+from mcore_ckpt.checkpoint.timeline import encoded_timeline
 from mcore_ckpt.io import tuning
 from mcore_ckpt.io.threads import results_of
 from mcore_ckpt.ranks.topology import RankCoordinates
@@ -30,7 +30,7 @@ from mcore_ckpt.sharding.names import natural_order
 from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.tools.examine.diff import RoleDiff
 from mcore_ckpt.tools.examine.differences import finite_or_none
-from mcore_ckpt.tools.examine.progress import Progress
+from mcore_ckpt.tools.examine.progress import Progress, no_progress
 
 # The value of `ShardColumns.same_as` for a shard that does not share the bytes of another kind.
 NO_ALIAS = -1
@@ -68,9 +68,7 @@ class RoleOverview:
     """One role's checkpoint.
 
     Attributes:
-        path: its folder.
-        manifest: what its manifest says; the overview has its tensors in natural order.
-        tensors: the global names of its tensors.
+        tensors: the global names of its tensors, in natural order.
         kinds, dtypes, regions: the tables that the columns of `shards` refer to. The regions have no flat ranges.
         shards: where each part of each tensor is.
     """
@@ -84,7 +82,6 @@ class RoleOverview:
     shards: ShardColumns
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the overview as JSON values."""
         manifest = self.manifest
         return {
             "path": str(self.path),
@@ -98,7 +95,7 @@ class RoleOverview:
             "ranks": [list(rank.by_axis.values()) for rank in manifest.ranks],
             "stages": [asdict(stage) for stage in manifest.stages],
             "files": [[file.path, file.kind, file.rank, file.size] for file in manifest.files],
-            "timeline": _timeline(manifest.save_timeline),
+            "timeline": None if manifest.save_timeline is None else encoded_timeline(manifest.save_timeline),
             "tensors": list(self.tensors),
             "kinds": list(self.kinds),
             "dtypes": list(self.dtypes),
@@ -112,8 +109,6 @@ class Overview:
     """The content of a page: one step, its roles, and their differences from another checkpoint if they were compared.
 
     Attributes:
-        step: the step.
-        roles: the roles to show.
         compared_with: the checkpoint that the roles were compared with; None if there was no comparison.
         diffs: what differs, by the folder of each role that the other checkpoint has, too.
         only_in_other: the roles that only the other checkpoint has.
@@ -126,7 +121,6 @@ class Overview:
     only_in_other: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the overview as JSON values."""
         return {
             "step": self.step,
             "roles": [role.to_json() | {"diff": _diff(self.diffs.get(role.path))} for role in self.roles],
@@ -135,12 +129,8 @@ class Overview:
         }
 
 
-def overview_of_role(role_dir: Path, progress: Progress = lambda done, total: None) -> RoleOverview:
-    """Reads the manifest and all indexes of a role's checkpoint.
-
-    Args:
-        role_dir: the role's folder.
-        progress: called with the number of bytes of indexes that have been read, and the number of all.
+def overview_of_role(role_dir: Path, progress: Progress = no_progress) -> RoleOverview:
+    """Reads the manifest and all indexes of a role's checkpoint. `progress` counts the bytes of indexes.
 
     Raises:
         CheckpointNotFoundError: the folder has no manifest.
@@ -153,19 +143,16 @@ def overview_of_role(role_dir: Path, progress: Progress = lambda done, total: No
     manifest = read_manifest(role_dir)
     indexed = [(number, file) for number, file in enumerate(manifest.files) if file.index is not None]
     tables = _Tables(manifest)
-    read = partial(_read, role_dir)
+    read = partial(read_index, role_dir)
     sizes = [0 if file.index is None else file.index.size for _, file in indexed]
     # A few files at a time, so that not all indexes are in memory.
     for first in range(0, len(indexed), tuning.LOOK_THREADS):
         last = first + tuning.LOOK_THREADS
-        for number, index in results_of(indexed[first:last], read, tuning.LOOK_THREADS):
+        indexes = results_of([file for _, file in indexed[first:last]], read, tuning.LOOK_THREADS)
+        for (number, _), index in zip(indexed[first:last], indexes, strict=True):
             tables.add(number, index)
         progress(sum(sizes[:last]), sum(sizes))
     return tables.overview(role_dir)
-
-
-def _read(role_dir: Path, numbered: tuple[int, FileRecord]) -> tuple[int, FileIndex]:
-    return numbered[0], read_index(role_dir, numbered[1])
 
 
 class _Tables:
@@ -198,15 +185,8 @@ class _Tables:
 
     def overview(self, role_dir: Path) -> RoleOverview:
         columns = zip(*sorted(self._rows), strict=True) if self._rows else [()] * len(ShardColumns.__dataclass_fields__)
-        return RoleOverview(
-            path=role_dir,
-            manifest=self._manifest,
-            tensors=self._tensors,
-            kinds=tuple(self._kinds),
-            dtypes=tuple(self._dtypes),
-            regions=tuple(self._regions),
-            shards=ShardColumns(*columns),
-        )
+        tables = tuple(self._kinds), tuple(self._dtypes), tuple(self._regions)
+        return RoleOverview(role_dir, self._manifest, self._tensors, *tables, ShardColumns(*columns))
 
 
 def _number_of(table: dict[Any, int], item: Any) -> int:
@@ -227,21 +207,11 @@ def _diff(diff: RoleDiff | None) -> dict[str, Any] | None:
         "compared": diff.compared,
         "tensors": [
             [
-                tensor.name,
-                tensor.kind,
-                tensor.problem,
-                *tensor.sides,
-                tensor.numel,
-                tensor.differing,
-                finite_or_none(tensor.max_abs),
-                finite_or_none(tensor.max_rel),
+                *(each.name, each.kind, each.problem, *each.sides, each.numel, each.differing),
+                *map(finite_or_none, (each.max_abs, each.max_rel)),
             ]
-            for tensor in diff.tensors
+            for each in diff.tensors
         ],
         "values": [[value.name, value.left, value.right] for value in diff.values],
         "notes": list(diff.notes),
     }
-
-
-def _timeline(timeline: SaveTimeline | None) -> dict[str, Any] | None:
-    return None if timeline is None else encoded_timeline(timeline)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -9,10 +10,14 @@ Progress: TypeAlias = Callable[[int, int], None]
 """Called with the number of bytes that are done, and the number in all."""
 
 
+def no_progress(done: int, total: int) -> None:
+    """Tells nobody how far a tool has got."""
+
+
 def summed(progress: Progress, total: int) -> Callable[[int], None]:
     """Returns a function that takes the bytes of each part of the work when it is done, and passes on their sum.
 
-    The sum is at most `total`, which may be a lower bound.
+    Several threads may call it. The sum is at most `total`, which may be a lower bound.
 
     Example:
         >>> add = summed(lambda done, total: print(done, total), 5)
@@ -21,11 +26,12 @@ def summed(progress: Progress, total: int) -> Callable[[int], None]:
         5 5
         (None, None)
     """
-    done = 0
+    done, lock = 0, threading.Lock()
 
     def add(nbytes: int) -> None:
         nonlocal done
-        done = min(total, done + nbytes)
-        progress(done, total)
+        with lock:
+            done = min(total, done + nbytes)
+            progress(done, total)
 
     return add

@@ -17,12 +17,7 @@ from mcore_ckpt.tools.examine.what_is import why_none
 
 @dataclass(frozen=True)
 class Selection:
-    """The checkpoints at a path: some or all roles of one step.
-
-    Attributes:
-        step: the step.
-        role_dirs: the folders of the roles, sorted by name.
-    """
+    """The checkpoints at a path: the folders of some or all roles of one step, sorted by name."""
 
     step: int
     role_dirs: tuple[Path, ...]
@@ -41,28 +36,23 @@ def select(path: Path, step: int | None = None, of_one_node: bool = False) -> Se
         CheckpointNotFoundError: there is no checkpoint, or the step is not complete.
         CheckpointCorruptError: a manifest is damaged.
     """
-    selection = _select(path, step)
+    selection = _select(path.resolve(), step)  # a path such as "." has no name until it is resolved
     if not of_one_node:
         check_not_of_one_node(selection.role_dirs)
     return selection
 
 
 def _select(path: Path, step: int | None) -> Selection:
-    # The folder may have the name of a step, but a path such as "." has no name until it is resolved.
-    path = path.resolve()
-    if (path / file_names.MANIFEST_FILE).exists():
-        manifest = read_manifest(path)
-        check_step(path, manifest.step, step)
-        return Selection(manifest.step, (path,))
-    if is_step(path):
+    has_manifest = (path / file_names.MANIFEST_FILE).exists()
+    if not has_manifest and is_step(path):
         (status,) = as_in_folder(path.parent, [step_status(path)])
         check_step(path, status.step, step)
         return _selection(status)
-    moved = find_moved_aside(path)
-    if moved is not None:
-        manifest = read_manifest(moved)
+    role_dir = path if has_manifest else find_moved_aside(path)
+    if role_dir is not None:
+        manifest = read_manifest(role_dir)
         check_step(path, manifest.step, step)
-        return Selection(manifest.step, (moved,))
+        return Selection(manifest.step, (role_dir,))
     statuses = as_in_folder(path, [status for status in list_steps(path) if step in (None, status.step)])
     choice = choose(statuses)
     if not choice.steps:

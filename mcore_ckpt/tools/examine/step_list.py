@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -17,7 +17,7 @@ from mcore_ckpt.steps.listing import StepStatus, list_steps, newest_steps, read_
 from mcore_ckpt.steps.node_files import NodeFiles, as_in_folder
 from mcore_ckpt.steps.owner import Life
 from mcore_ckpt.steps.running_saves import RunningSave, running_saves
-from mcore_ckpt.steps.step_sizes import StepSize, size_of
+from mcore_ckpt.steps.step_sizes import size_of
 from mcore_ckpt.steps.trainer_watch import TrainerWatch
 from mcore_ckpt.steps.worth import Worth, look_at_all
 from mcore_ckpt.tools.examine.step_problems import life_of_saver
@@ -34,17 +34,14 @@ class ListedStep:
     """One step.
 
     Attributes:
-        step: its number.
         path: its folder; its URL if it is only in the remote store.
         state: "complete", "partial" (of the fast tier: other nodes have the other files), "saving" (a process that is
             not known to be dead still writes it), "damaged" (all roles have their manifests, but files are missing or
             cut) or "incomplete".
         reason: why the step is not complete; empty if it is. For a partial step, it says what is here.
-        roles: the committed roles, sorted.
-        declared: all roles of the step, sorted.
+        roles, declared: the committed roles, and all roles of the step, sorted.
         pinned: True if retention keeps it.
         newest: True for the newest complete step of all. A partial step counts, because the nodes have all of it.
-        nbytes: the size of its files in bytes.
         created: when it was saved (ISO 8601, UTC); empty if no role is committed.
         places: where it is complete: "local", "remote" or both. The folder of an incomplete step is "local", too.
         of_nodes: for a partial step, what is here of the role that lacks most.
@@ -52,8 +49,7 @@ class ListedStep:
             newest, or if the list has only the last few steps.
         abandoned: True if the last commit did not come from it: the training has gone back to a step before it, or has
             started anew.
-        commit: its number among all commits; None if its manifests have none.
-        run: the id of its run; None if its manifests have none.
+        commit, run: its number among all commits, and the id of its run; None if its manifests have none.
     """
 
     step: int
@@ -75,7 +71,6 @@ class ListedStep:
 
     @property
     def name(self) -> str:
-        """The name of its folder."""
         return self.path.name if isinstance(self.path, Path) else self.path.rpartition("/")[2]
 
     @property
@@ -93,14 +88,7 @@ class ListedStep:
 
 @dataclass(frozen=True)
 class StepList:
-    """The steps of a root.
-
-    Attributes:
-        root: the root.
-        steps: its steps, by their numbers.
-        tracker: the step that the tracker names; None if it names none.
-        last: the last commit; None if no manifest can be read.
-    """
+    """The steps of a root, by their numbers, the step that the tracker names, and the last commit of all."""
 
     root: Path
     steps: tuple[ListedStep, ...]
@@ -150,10 +138,12 @@ def step_list_of(root: Path, remote: str | None = None, last: int | None = None)
             listed = _remote_only(store, there[number], number == newest)
             found.append(_with_commit(listed, there[number].found.values(), number in given_up))
             continue
-        status = status or _not_made_yet(root, number)
+        # A step may have only a staging folder yet, next to the place of its future folder.
+        status = status or StepStatus(number, file_names.step_dir(root, number), frozenset(), frozenset(), ())
         is_newer = newest is None or number > newest or order_of(status) > order_of(everywhere_by[newest])
         is_saving = _is_saving(status, saves.get(number, ()), root if is_newer else None)
-        listed = _local(status, size_of(status), tuple(saves.get(number, ())), is_saving, number == newest, there)
+        is_remote = number in there and there[number].is_complete
+        listed = _local(status, tuple(saves.get(number, ())), is_saving, number == newest, is_remote)
         found.append(_with_commit(listed, status.says.values(), number in given_up))
     return StepList(root, tuple(found), read_tracker(root), last_commit(everywhere))
 
@@ -179,11 +169,6 @@ def _newest(steps: Iterable[StepStatus | RemoteStep]) -> int | None:
     return None if last is None else last.step
 
 
-def _not_made_yet(root: Path, step: int) -> StepStatus:
-    """Returns the status of a step that has only a staging folder yet, next to the place of its future folder."""
-    return StepStatus(step, file_names.step_dir(root, step), frozenset(), frozenset(), ())
-
-
 def _is_saving(status: StepStatus, saves: Sequence[RunningSave], root: Path | None) -> bool:
     """True if a process that is not known to be dead is about to complete a step.
 
@@ -197,15 +182,9 @@ def _is_saving(status: StepStatus, saves: Sequence[RunningSave], root: Path | No
 
 
 def _local(
-    status: StepStatus,
-    size: StepSize,
-    saves: tuple[RunningSave, ...],
-    is_saving: bool,
-    is_newest: bool,
-    there: Mapping[int, RemoteStep],
+    status: StepStatus, saves: tuple[RunningSave, ...], is_saving: bool, is_newest: bool, is_remote: bool
 ) -> ListedStep:
-    remote = there.get(status.step)
-    is_remote = remote is not None and remote.is_complete
+    size = size_of(status)
     state: State = "saving" if is_saving else _state(status)
     partial = [held for held in size.of_nodes.values() if not held.is_whole] if status.is_complete else []
     least = min(partial, key=lambda held: held.whole_nodes / held.nodes, default=None)

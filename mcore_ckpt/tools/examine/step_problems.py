@@ -28,12 +28,7 @@ _STEPS_UNDER_WAY = 2
 
 @dataclass(frozen=True)
 class Settled:
-    """The result of looking again at the possible problems of a first look.
-
-    Attributes:
-        problems: what is wrong.
-        under_way: what a living trainer is about to complete.
-    """
+    """The result of a second look: what is wrong, and what a living trainer is about to complete."""
 
     problems: tuple[str, ...] = ()
     under_way: tuple[str, ...] = ()
@@ -41,12 +36,9 @@ class Settled:
 
 @dataclass(frozen=True)
 class _Suspects:
-    """Possible problems.
+    """Possible problems: incomplete steps, why the tracker is wrong, and the step that it names.
 
-    Attributes:
-        steps: the steps that are not complete.
-        tracker: why the tracker is not right; None if it is, or if nobody asked.
-        tracked: the step that the tracker names.
+    `tracker` is None if the tracker is right, or if nobody asked.
     """
 
     steps: tuple[StepStatus, ...]
@@ -55,14 +47,11 @@ class _Suspects:
 
 
 class StepProblems:
-    """Looks at steps when it is made, and again in `settle`.
+    """Looks at steps when it is made, and again in `settle`. `statuses` are the steps, as the first look found them.
 
     Args:
         path: the folder of one step, or of all steps.
         step: the only step to look at in a folder of all steps; None for all of them and the tracker.
-
-    Attributes:
-        statuses: the steps, as the first look found them.
 
     Raises OSError like `list_steps`.
     """

@@ -25,7 +25,7 @@ from mcore_ckpt.sharding.regions import Box, Region
 from mcore_ckpt.sharding.synonyms import found_as
 from mcore_ckpt.steps.read_lock import reading
 from mcore_ckpt.tools.examine.contents import keys_of, reads_of, shards_of
-from mcore_ckpt.tools.examine.progress import Progress
+from mcore_ckpt.tools.examine.progress import Progress, no_progress, summed
 
 # How many bytes of a tensor are in memory at a time. Their fp64 copies need a few times as much.
 _BATCH_BYTES = 16 << 20
@@ -62,9 +62,8 @@ class StoredPart:
     Attributes:
         rank: the world rank that wrote the file.
         coordinates: where this rank stood.
-        file: the file's path below the role's folder.
+        file: the path below the role's folder.
         offset, nbytes: where the part is in the file.
-        region: which part it is.
     """
 
     rank: int
@@ -86,7 +85,7 @@ class KindDetails:
 
     Attributes:
         kind: "model", "opaque", "param", "exp_avg", ...
-        dtype: the dtype of the values, without "torch.".
+        dtype: without "torch.".
         shape: the global shape.
         same_as: the kind under which the bytes are stored, if that is another kind (fp32 training); None otherwise.
         values: the statistics; None for opaque bytes, and for a kind that is the same as another.
@@ -109,7 +108,7 @@ class TensorDetails:
     kinds: tuple[KindDetails, ...]
 
 
-def describe_tensor(role_dir: Path, name: str, progress: Progress = lambda done, total: None) -> TensorDetails:
+def describe_tensor(role_dir: Path, name: str, progress: Progress = no_progress) -> TensorDetails:
     """Reads one tensor, with its optimizer state, and describes it. The CRC of each block is checked.
 
     The memory does not grow with the tensor.
@@ -117,7 +116,6 @@ def describe_tensor(role_dir: Path, name: str, progress: Progress = lambda done,
     Args:
         role_dir: the folder of a committed role.
         name: the tensor's global name, or a synonym of it.
-        progress: called with the number of bytes that have been read, and the number to read.
 
     Raises:
         InvalidArgumentError: the checkpoint has no such tensor. The message names the closest ones.
@@ -153,30 +151,20 @@ def _closest(name: str, names: Iterable[str]) -> str:
 def _describe(reader: NativeReader, name: str, progress: Progress) -> TensorDetails:
     shards = {key: shards_of(reader, key) for key in keys_of(reader, name)}
     aliases = {key for key in shards if key.kind == PARAM and reader.is_alias(key)}
-    total = sum(
-        _numel(found) * torch_dtype(found[0].dtype).itemsize
-        for key, found in shards.items()
-        if key.kind != OPAQUE and key not in aliases
-    )
-    done = 0
-
-    def count(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-        progress(done, total)
-
+    read = {key: found for key, found in shards.items() if key.kind != OPAQUE and key not in aliases}
+    total = sum(_numel(found) * torch_dtype(found[0].dtype).itemsize for found in read.values())
+    count = summed(progress, total)
     kinds = []
     for key, found in shards.items():
-        is_alias = key in aliases
-        values = None if is_alias or key.kind == OPAQUE else _values(reader, key, found, count)
+        values = _values(reader, key, found, count) if key in read else None
         parts = tuple(_part(reader, shard) for shard in found)
-        same_as = found[0].key.kind if is_alias else None
+        same_as = found[0].key.kind if key in aliases else None
         kinds.append(KindDetails(key.kind, found[0].dtype, found[0].region.global_shape, same_as, values, parts))
     return TensorDetails(name, tuple(kinds))
 
 
 def _numel(shards: Sequence[StoredShard]) -> int:
-    """Returns the number of elements of a tensor, or of all shards of bound state."""
+    """The elements of a tensor, or of all shards of bound state."""
     if shards[0].beside is not None:
         return sum(shard.region.numel for shard in shards)
     return math.prod(shards[0].region.global_shape)
@@ -185,9 +173,6 @@ def _numel(shards: Sequence[StoredShard]) -> int:
 def _part(reader: NativeReader, shard: StoredShard) -> StoredPart:
     rank = reader.file(shard.file).rank
     return StoredPart(rank, reader.manifest.ranks[rank], shard.file, shard.offset, shard.nbytes, shard.region)
-
-
-# -- statistics --------------------------------------------------------------------------------------------
 
 
 def _values(
@@ -251,7 +236,6 @@ class _Sums:
         self._finite, self._mean, self._squares, self._norm = 0, 0.0, 0.0, 0.0
 
     def add(self, elements: torch.Tensor) -> None:
-        """Adds the elements of a flat tensor."""
         values = elements.to(torch.float64)
         self._count += len(values)
         self._zeros += len(values) - int(values.count_nonzero())
@@ -278,17 +262,8 @@ class _Sums:
         self._finite = all_of
 
     def values(self) -> Values:
-        """Returns the statistics of all batches."""
+        counts = self._count, self._zeros, self._nans, self._infs
         if not self._finite:
-            return Values(self._count, self._zeros, self._nans, self._infs, None, None, None, None, None)
-        return Values(
-            self._count,
-            self._zeros,
-            self._nans,
-            self._infs,
-            self._minimum,
-            self._maximum,
-            self._mean,
-            math.sqrt(self._squares / self._finite),
-            self._norm,
-        )
+            return Values(*counts, None, None, None, None, None)
+        std = math.sqrt(self._squares / self._finite)
+        return Values(*counts, self._minimum, self._maximum, self._mean, std, self._norm)

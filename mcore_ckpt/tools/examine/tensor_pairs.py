@@ -17,7 +17,7 @@ from mcore_ckpt.formats.contract import TensorInfo
 from mcore_ckpt.io import tuning
 from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.tools.examine.differences import Differences, Tolerance
-from mcore_ckpt.tools.examine.progress import Progress
+from mcore_ckpt.tools.examine.progress import Progress, summed
 
 # The size of a batch in bytes, in the wider of the two dtypes.
 _BATCH_BYTES = 8 << 20
@@ -27,10 +27,8 @@ _BATCH_BYTES = 8 << 20
 class Side:
     """One of the two tensors of a pair.
 
-    Attributes:
-        info: its dtype and shape.
-        read: called with the position of an element and a flat tensor of this dtype, which it fills with that element
-            and the following ones. Several threads may call it.
+    `read` is called, by several threads, with the position of an element and a flat tensor of this dtype. It fills the
+    tensor with that element and the following ones.
     """
 
     info: TensorInfo
@@ -38,12 +36,10 @@ class Side:
 
     @property
     def numel(self) -> int:
-        """The number of elements."""
         return Region.whole(self.info.shape).numel
 
     @property
     def nbytes(self) -> int:
-        """The size in bytes."""
         return self.numel * self.info.dtype.itemsize
 
 
@@ -60,23 +56,12 @@ def compare_pairs(
 ) -> list[Differences]:
     """Returns the differences of each group of pairs, added up. A group may be empty.
 
-    Args:
-        groups: the pairs.
-        tolerance: how much values may differ.
-        progress: called after each batch with the number of bytes of left tensors that have been compared, and the
-            number to compare.
-        thread_name: what the names of the threads begin with.
+    `progress` counts the bytes of left tensors. The names of the threads begin with `thread_name`.
 
     Raises the first error of a `read`. No thread begins another batch after it, or after Ctrl-C.
     """
-    done, total = 0, sum(pair.left.nbytes for pairs in groups for pair in pairs)
-    stop, lock = threading.Event(), threading.Lock()
-
-    def count(nbytes: int) -> None:
-        nonlocal done
-        with lock:
-            done += nbytes
-            progress(done, total)
+    count = summed(progress, sum(pair.left.nbytes for pairs in groups for pair in pairs))
+    stop = threading.Event()
 
     def compare_group(pairs: Sequence[Pair]) -> Differences:
         found = Differences()

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,13 +14,13 @@ from mcore_ckpt.checkpoint.manifest import Manifest
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
 from mcore_ckpt.formats.native.stored_tensors import LocalIndexes, StoredTensors
-from mcore_ckpt.io.checksums import Progress
 from mcore_ckpt.io.folder_sizes import sizes_of
 from mcore_ckpt.sharding.plan import MODEL, PARAM, ShardKey, StoredShard, plan_reads
 from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.steps import listing as steps
 from mcore_ckpt.steps.node_files import NodeFiles, files_among
 from mcore_ckpt.steps.read_lock import reading
+from mcore_ckpt.tools.examine.progress import Progress, no_progress, summed
 from mcore_ckpt.tools.examine.select import check_step
 from mcore_ckpt.tools.examine.step_problems import Settled, StepProblems
 from mcore_ckpt.tools.examine.what_is import why_none
@@ -36,8 +35,7 @@ class VerifiedRole:
 
     Attributes:
         path: the role's folder.
-        files: how many files its manifest lists.
-        nbytes: the size of these files in bytes.
+        files, nbytes: number of the files that its manifest lists, and their size in bytes.
         damages: what is damaged; empty if the role is intact.
         of_nodes: in a node's folder of the fast tier, what is here. Files that only other nodes have are not verified.
     """
@@ -54,7 +52,6 @@ class Report:
     """The result of `verify`.
 
     Attributes:
-        roles: the result for each role of each step.
         problems: why steps are not complete, and what is wrong with the tracker.
         under_way: why steps that living trainers are still saving are not complete.
         seconds: how long verifying took.
@@ -72,14 +69,11 @@ class Report:
 
 
 def verify_role(
-    role_dir: Path,
-    deep: bool = False,
-    progress: Progress = lambda nbytes: None,
+    role_dir: Path, deep: bool = False, progress: Callable[[int], None] = lambda nbytes: None
 ) -> VerifiedRole:
-    """Verifies one role. It reads all files once and, if `deep` is true, the tensors a second time.
+    """Verifies the role in a folder. It reads all files once and, if `deep` is true, the tensors a second time.
 
     Args:
-        role_dir: the role's folder.
         deep: True to also open every file with torch (`weights_only=True`) and compare its tensors with the index.
         progress: called on several threads, with the number of bytes that were just read.
     """
@@ -107,12 +101,7 @@ def _of_nodes(role_dir: Path, manifest: Manifest) -> NodeFiles | None:
     return files_among(manifest, (number for number, file in enumerate(manifest.files) if file.path in there))
 
 
-def verify(
-    path: Path,
-    step: int | None = None,
-    deep: bool = False,
-    progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Report:
+def verify(path: Path, step: int | None = None, deep: bool = False, progress: Progress = no_progress) -> Report:
     """Verifies all checkpoints at a path, even while a trainer saves there.
 
     It reports an incomplete step as a problem and still verifies its roles. If a living trainer is still saving the
@@ -123,7 +112,6 @@ def verify(
             tracker).
         step: the only step to verify; None for all.
         deep: see `verify_role`.
-        progress: called with the number of bytes read so far and the number of bytes of all files.
 
     Raises:
         InvalidArgumentError: the folder holds another step than `step`.
@@ -135,23 +123,17 @@ def verify(
     """
     # The path must end in names, because `_selected` recognizes a role or a step by the names of its folders.
     path = path.resolve() if ".." in path.parts else path.absolute()
-    selected = _selected(path, step)
-    total, done, lock = sum(_nbytes(role.path) for role in selected.roles), [0], threading.Lock()
-
-    def count(nbytes: int) -> None:
-        with lock:
-            done[0] += nbytes
-        progress(done[0], total)
-
+    roles, problems = _selected(path, step)
+    count = summed(progress, sum(_nbytes(role.path) for role in roles))
     started = time.monotonic()
-    verdicts = [verdict for role in selected.roles if (verdict := _verify_undisturbed(role, deep, count)) is not None]
+    verdicts = [verdict for role in roles if (verdict := _verify_undisturbed(role, deep, count)) is not None]
     if not verdicts:
         raise CheckpointNotFoundError(f"{path}: was deleted while it was verified")
-    settled = selected.problems.settle() if selected.problems is not None else Settled()
+    settled = problems.settle() if problems is not None else Settled()
     return Report(tuple(verdicts), settled.problems, settled.under_way, time.monotonic() - started)
 
 
-def _verify_undisturbed(role: _Role, deep: bool, progress: Progress) -> VerifiedRole | None:
+def _verify_undisturbed(role: _Role, deep: bool, progress: Callable[[int], None]) -> VerifiedRole | None:
     """Verifies one role, and does so again if a trainer has saved the step again meanwhile. Returns None if it is gone.
 
     A save replaces the old checkpoint, locked or not, and retention may delete the step between a look and the lock.
@@ -185,12 +167,9 @@ def _attempt(role_dir: Path) -> str | None:
 
 @dataclass(frozen=True)
 class _Role:
-    """A role to verify: its folder, and how to find it again, since a save by two renames moves it aside for a moment.
+    """A role to verify: its folder when the steps were listed, and how to find it again.
 
-    Attributes:
-        path: the role's folder when the steps were listed.
-        step_path: the step's folder; None if the role is not looked for in a step.
-        name: the role.
+    A save by two renames moves it aside for a moment. `step_path` is None if the role is not looked for in a step.
     """
 
     path: Path
@@ -199,32 +178,25 @@ class _Role:
 
     def find(self) -> Path | None:
         """Returns the role's folder now; None if the role is gone."""
-        if os.path.lexists(self.path) or self.step_path is None:
-            return self.path if os.path.lexists(self.path) else None
-        found = steps.step_status(self.step_path).role_dir(self.name)
+        found = self.path
+        if self.step_path is not None and not os.path.lexists(found):
+            found = steps.step_status(self.step_path).role_dir(self.name)
         return found if os.path.lexists(found) else None
 
 
-@dataclass(frozen=True)
-class _Selected:
-    """The roles to verify, and the problems of their steps; None if a role was asked for."""
-
-    roles: tuple[_Role, ...]
-    problems: StepProblems | None
-
-
-def _selected(path: Path, step: int | None) -> _Selected:
+def _selected(path: Path, step: int | None) -> tuple[Sequence[_Role], StepProblems | None]:
+    """Returns the roles to verify, and the problems of their steps; None if a role was asked for."""
     if os.path.exists(path / file_names.MANIFEST_FILE) or file_names.parse_step(path.parent.name) is not None:
         above = file_names.parse_step(path.parent.name)
-        found = file_names.parse_step(path.name) if above is None else above
+        number = file_names.parse_step(path.name) if above is None else above
         if step is not None:
             # The folder of a role may have been copied to a place where no folder name tells its step.
-            check_step(path, read_manifest(path).step if found is None else found, step)
+            check_step(path, read_manifest(path).step if number is None else number, step)
         role = _Role(path) if above is None else _Role(path, path.parent, path.name)
         where = role.find()
         if where is None or not where.is_dir():
             raise CheckpointNotFoundError(f"{path}: there is no such folder")
-        return _Selected((role,), None)
+        return [role], None
     if step is not None and steps.is_step(path):
         check_step(path, steps.step_status(path).step, step)
     problems = StepProblems(path, step)
@@ -232,12 +204,8 @@ def _selected(path: Path, step: int | None) -> _Selected:
     if not any(status.committed or status.declared for status in statuses):
         of = "" if step is None else f" of step {step}"
         raise CheckpointNotFoundError(f"{path}: no checkpoint{of}{why_none(path, step, statuses)}")
-    roles = tuple(
-        _Role(status.role_dir(role), status.path, role)
-        for status in statuses
-        for role in sorted(status.committed | _damaged(status))
-    )
-    return _Selected(roles, problems)
+    found = [(status, role) for status in statuses for role in sorted(status.committed | _damaged(status))]
+    return [_Role(status.role_dir(role), status.path, role) for status, role in found], problems
 
 
 def _damaged(status: steps.StepStatus) -> set[str]:
@@ -253,9 +221,6 @@ def _nbytes(role_dir: Path) -> int:
         return manifest.nbytes if of_nodes is None else of_nodes.nbytes
     except (CheckpointCorruptError, CheckpointNotFoundError):
         return 0
-
-
-# -- is anything missing? ----------------------------------------------------------------------------------
 
 
 def _missing_files(role_dir: Path, manifest: Manifest) -> Iterator[Damage]:
@@ -287,13 +252,10 @@ def _incomplete(role_dir: Path, key: ShardKey, shards: Sequence[StoredShard]) ->
         return
     shapes = {shard.region.global_shape for shard in shards}
     if len(shapes) > 1:
-        yield Damage(f"{role_dir}: tensor {key}: has shapes {_lists(shapes)} in its files", tensor=str(key))
+        told = " and ".join(str(list(shape)) for shape in sorted(shapes))
+        yield Damage(f"{role_dir}: tensor {key}: has shapes {told} in its files", tensor=str(key))
         return
     missing = plan_reads(Region.whole(shapes.pop()), shards).missing
     if missing:
         files = ", ".join(sorted({shard.file for shard in shards}))
         yield Damage(f"{role_dir}: tensor {key}: {missing} elements are in none of {files}", tensor=str(key))
-
-
-def _lists(shapes: Iterable[tuple[int, ...]]) -> str:
-    return " and ".join(str(list(shape)) for shape in sorted(shapes))

@@ -23,8 +23,7 @@ from mcore_ckpt.sharding.plan import MODEL, OPAQUE, StoredShard
 def as_torch_sees_it(role_dir: Path, file: FileRecord) -> list[Damage]:
     """Opens a `.pt` file with `weights_only=True` and compares each tensor's bytes with the CRCs in the index.
 
-    Returns:
-        The differences; an empty list if there are none, or if the file is not a `.pt` file.
+    Returns the differences; none if the file is not a `.pt` file.
     """
     if not file.path.endswith(".pt"):
         return []
@@ -63,12 +62,9 @@ def _tensors(state: Any) -> Iterator[tuple[tuple[str, str], torch.Tensor]]:
     """Yields each tensor with its name and kind. An optimizer's file contains `{"state": {name: {kind: tensor}}}`."""
     of_optimizer = set(state) == {"state"} and isinstance(state["state"], dict)
     for name, value in (state["state"] if of_optimizer else state).items():
-        for kind, tensor in value.items() if of_optimizer else ((_kind_of(name), value),):
+        kind_in_model = OPAQUE if name.endswith("_extra_state") else MODEL
+        for kind, tensor in value.items() if of_optimizer else ((kind_in_model, value),):
             yield (name, kind), tensor
-
-
-def _kind_of(name: str) -> str:
-    return OPAQUE if name.endswith("_extra_state") else MODEL
 
 
 def _difference(tensor: torch.Tensor, shard: StoredShard) -> str | None:

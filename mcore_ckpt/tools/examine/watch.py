@@ -13,9 +13,10 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Literal
 
@@ -43,7 +44,6 @@ class SaveProgress:
     """A save that has not committed, and how far it is.
 
     Attributes:
-        save: the save.
         written: about how many bytes have been written.
         total: how many bytes it will write: as many as the role's previous checkpoint has; None if there is none.
         seconds: how long it has been running.
@@ -93,14 +93,10 @@ class Look:
 
 @dataclass(frozen=True)
 class Change:
-    """A change since the previous look.
+    """A change since the previous look. `role` is None if it is the step's, `progress` if it is not about a save.
 
-    Attributes:
-        what: "there" (a step of the first look), "saving", "written" (another tenth), "committed" (a role), "complete"
-            (a step), "died" (a save's process), "ended" (a save without a commit) or "deleted" (a step).
-        step: the step.
-        role: the role; None if the change is the step's.
-        progress: the save and its progress; None if the change is not about a save.
+    `what` is "there" (a step of the first look), "saving", "written" (another tenth), "committed" (a role), "complete"
+    (a step), "died" (a save's process), "ended" (a save without a commit) or "deleted" (a step).
     """
 
     what: Literal["there", "saving", "written", "committed", "complete", "died", "ended", "deleted"]
@@ -110,16 +106,11 @@ class Change:
 
     @property
     def number(self) -> int:
-        """The step's number."""
         return self.step if isinstance(self.step, int) else self.step.step
 
 
 class Watch:
-    """Watches a root.
-
-    Args:
-        root: the folder of the steps.
-        last: how many of the newest steps a look shows.
+    """Watches a root. A look shows the `last` newest steps.
 
     Example:
         >>> Watch(Path("checkpoints")).look().newest  # doctest: +SKIP
@@ -194,12 +185,8 @@ def _sample(files: Sequence[FileRecord]) -> list[tuple[str, int]]:
 
 
 def _some_files(staging: Path) -> list[Path]:
-    return [path for path, _ in zip(_files_below(staging), range(_MOST_FILES), strict=False)]
-
-
-def _files_below(folder: Path) -> Iterator[Path]:
-    for parent, _, names in os.walk(folder):
-        yield from (Path(parent, name) for name in names if name != file_names.OWNER_FILE)
+    files = (Path(parent, name) for parent, _, names in os.walk(staging) for name in names)
+    return list(islice((path for path in files if path.name != file_names.OWNER_FILE), _MOST_FILES))
 
 
 # -- changes -----------------------------------------------------------------------------------------------

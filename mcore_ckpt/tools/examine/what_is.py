@@ -55,7 +55,6 @@ class PathInfo:
     """What a path is.
 
     Attributes:
-        path: the path.
         kind: the name of a kind of checkpoint, a key of `_WORDS`, or "parent" (above the steps), "inside" (a step),
             "foreign root", "file", "unreadable" or "missing".
         what: the same in words: "a torch_dist checkpoint of Megatron".
@@ -124,10 +123,8 @@ def what_is(path: Path) -> PathInfo:
         advice = _advice(kind, path) + (f", and its steps are in {roots[0]}" if is_above else "")
         return PathInfo(path, kind, _words(kind), advice, roots if is_above else ())
     if roots:
-        shown = ", ".join(map(str, roots[:_SHOWN]))
-        shown += f" and {len(roots) - _SHOWN} more" if len(roots) > _SHOWN else ""
-        one = f"the steps are in {shown}: name that folder"
-        advice = one if len(roots) == 1 else f"name one of its folders: {shown}"
+        one = f"the steps are in {roots[0]}: name that folder"
+        advice = one if len(roots) == 1 else f"name one of its folders: {_some(roots)}"
         what = "a folder inside a step" if is_above else "a folder above the steps"
         return PathInfo(path, "inside" if is_above else "parent", what, advice, roots)
     kind = "other" if names else "empty"
@@ -142,19 +139,21 @@ def _words(kind: str) -> str:
 def why_none(path: Path, step: int | None, statuses: Sequence[StepStatus]) -> str:
     """Returns the end of a message that says that there is no checkpoint at a path.
 
-    Args:
-        path: the path.
-        step: the step that was asked for; None for any.
-        statuses: the steps that are there and could have been meant, the oldest first. None of them is complete.
+    `step` is the step that was asked for, and `statuses` are the steps that could have been meant, the oldest first.
+    None of them is complete.
     """
     if statuses:
         return "".join(f"\n  {status.reason}" for status in reversed(statuses))
     with suppress(OSError):
         there = sorted(file_names.step_dirs(path), reverse=True)
         if step is not None and there:
-            more = f" and {len(there) - _SHOWN} more" if len(there) > _SHOWN else ""
-            return f": there are the steps {', '.join(map(str, there[:_SHOWN]))}{more}"
+            return f": there are the steps {_some(there)}"
     return what_is(path).reason
+
+
+def _some(items: Sequence[object]) -> str:
+    more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
+    return ", ".join(map(str, items[:_SHOWN])) + more
 
 
 def _ours(path: Path, names: set[str]) -> str | None:

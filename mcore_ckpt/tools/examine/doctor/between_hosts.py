@@ -34,12 +34,7 @@ _LATE_S = 1.0
 
 @dataclass(frozen=True)
 class View:
-    """What the ranks see of each other's files.
-
-    Attributes:
-        findings: what was found.
-        apart: the ranks that see another file system than rank 0.
-    """
+    """What the ranks see of each other's files; and which ranks see another file system than rank 0."""
 
     findings: tuple[Finding, ...]
     apart: frozenset[int]
@@ -76,8 +71,8 @@ def look(agreement: Agreement, trial: Path) -> View:
         seen: dict[int, float] = {}
         problems = {rank: record["problem"] for rank, record in enumerate(records) if record["problem"]}
         until = time.monotonic() + _LOOK_S
-        for rank, record in enumerate(records):
-            if rank == 0 or rank in problems:
+        for rank, record in enumerate(records[1:], 1):
+            if rank in problems:
                 continue
             after_s = _seconds_until(trial / f"word-{rank}", word.encode(), until)
             if after_s is None:
@@ -87,12 +82,9 @@ def look(agreement: Agreement, trial: Path) -> View:
         found.extend(_of_view(trial.parent, problems, seen))
         return {"apart": sorted(problems)}
 
-    outcome = decide(agreement, "looking at the other ranks' files", work, combine, timeout_s=_waiting(agreement))
+    timeout_s = agreement.timeout_s + 2 * _LOOK_S
+    outcome = decide(agreement, "looking at the other ranks' files", work, combine, timeout_s=timeout_s)
     return View(tuple(found), frozenset(outcome["apart"]))
-
-
-def _waiting(agreement: Agreement) -> float:
-    return agreement.timeout_s + 2 * _LOOK_S
 
 
 def _seconds_until(path: Path, content: bytes, until: float | None = None) -> float | None:
@@ -114,35 +106,24 @@ def _seconds_until(path: Path, content: bytes, until: float | None = None) -> fl
 
 def _of_view(root: Path, problems: Mapping[int, str], seen: Mapping[int, float]) -> Iterable[Finding]:
     for problem, ranks in _by_value(problems).items():
-        yield Finding(
-            ONE,
-            Severity.BAD,
-            f"within {_LOOK_S:g} s, these ranks {problem} below {root}",
-            "the first save fails on all ranks",
-            "mount the same shared file system at the same path on all hosts, writable for all",
-            ranks=tuple(ranks),
-        )
+        fact = f"within {_LOOK_S:g} s, these ranks {problem} below {root}"
+        advice = "mount the same shared file system at the same path on all hosts, writable for all"
+        yield Finding(ONE, Severity.BAD, fact, "the first save fails on all ranks", advice, ranks=tuple(ranks))
     if not problems:
         yield fine(ONE, "all ranks see each other's files")
     late = {rank: after_s for rank, after_s in seen.items() if after_s > _LATE_S}
     if late:
         slowest = max(late, key=lambda rank: late[rank])
-        yield Finding(
-            DELAY,
-            Severity.SLOW,
-            f"rank {slowest} and rank 0 see each other's new files only after {late[slowest]:.1f} s",
-            "a save fails if rank 0 does not see another rank's file at the commit",
-            "mount with shorter caching of attributes and names (NFS: actimeo, lookupcache=positive)",
-            {"seconds": late[slowest]},
-            tuple(sorted(late)),
-        )
+        fact = f"rank {slowest} and rank 0 see each other's new files only after {late[slowest]:.1f} s"
+        cost = "a save fails if rank 0 does not see another rank's file at the commit"
+        advice = "mount with shorter caching of attributes and names (NFS: actimeo, lookupcache=positive)"
+        yield Finding(DELAY, Severity.SLOW, fact, cost, advice, {"seconds": late[slowest]}, tuple(sorted(late)))
 
 
 def contend(agreement: Agreement, trial: Path, leaders: Sequence[int]) -> list[Finding]:
-    """Lets one rank of each host try to get a lock that rank 0 holds, and to make a file that all of them try to make.
+    """Lets one rank of each host try to get a lock that rank 0 holds, and to make the same file.
 
-    Args:
-        leaders: these ranks, including rank 0.
+    `leaders` are these ranks, including rank 0.
     """
     if len(leaders) < 2:
         return []
@@ -196,11 +177,10 @@ def _try_lock(path: Path) -> str:
 
 
 def _try_to_make(path: Path) -> bool:
-    try:
+    with suppress(OSError):
         claim_file(path, b"x")
-    except OSError:
-        return False
-    return True
+        return True
+    return False
 
 
 def _of_locks(by_rank: Mapping[int, str]) -> Finding:
@@ -226,14 +206,9 @@ def _of_locks(by_rank: Mapping[int, str]) -> Finding:
 def _of_winners(winners: Sequence[int]) -> Finding:
     if len(winners) == 1:
         return fine(EXCLUSIVE_BETWEEN, "of all hosts that made one lock file at once, exactly one succeeded")
-    return Finding(
-        EXCLUSIVE_BETWEEN,
-        Severity.BAD,
-        f"{len(winners)} ranks have made the same lock file",
-        "two trainers could save one role at once, and delete each other's checkpoints",
-        "use another file system",
-        ranks=tuple(winners),
-    )
+    fact = f"{len(winners)} ranks have made the same lock file"
+    cost = "two trainers could save one role at once, and delete each other's checkpoints"
+    return Finding(EXCLUSIVE_BETWEEN, Severity.BAD, fact, cost, "use another file system", ranks=tuple(winners))
 
 
 def compare_clocks(agreement: Agreement, leaders: Sequence[int]) -> list[Finding]:
@@ -272,15 +247,9 @@ def _of_clocks(ahead: Mapping[int, float], error_s: float) -> Finding:
     if not apart:
         return fine(CLOCKS, f"at most {abs(ahead[most]):.1f} s from rank 0's (±{error_s:.1f} s)", **values)
     side = "ahead of" if ahead[most] > 0 else "behind"
-    return Finding(
-        CLOCKS,
-        Severity.RISK,
-        f"rank {most}'s clock is {abs(ahead[most]):.0f} s {side} rank 0's (±{error_s:.1f} s)",
-        "dates in logs and manifests mislead people; nothing here compares the clocks of two hosts",
-        "synchronise the clocks (NTP)",
-        values,
-        apart,
-    )
+    fact = f"rank {most}'s clock is {abs(ahead[most]):.0f} s {side} rank 0's (±{error_s:.1f} s)"
+    cost = "dates in logs and manifests mislead people; nothing here compares the clocks of two hosts"
+    return Finding(CLOCKS, Severity.RISK, fact, cost, "synchronise the clocks (NTP)", values, apart)
 
 
 def _by_value(by_rank: Mapping[int, str]) -> dict[str, list[int]]:

@@ -6,7 +6,6 @@ mounted it. Then all ranks look at each other's files. Rank 0 puts everything to
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
@@ -25,7 +24,7 @@ from mcore_ckpt.tools.examine.doctor.known import known_of
 from mcore_ckpt.tools.examine.doctor.probes import has_direct, try_all
 from mcore_ckpt.tools.examine.doctor.stored_replicas import stored_replicas
 from mcore_ckpt.tools.examine.doctor.trial import owner_of, trial_folder, unusable
-from mcore_ckpt.tools.examine.progress import Progress
+from mcore_ckpt.tools.examine.progress import Progress, no_progress
 
 RANKS = "ranks"
 # How many additional seconds a rank waits while others measure their speed.
@@ -38,7 +37,6 @@ class Report:
     """What the doctor has found out about a root.
 
     Attributes:
-        root: the folder of the steps.
         mount: the file system of rank 0; None if the system does not tell.
         ranks: how many ranks took part.
         hosts: the host of each rank; only rank 0's if the ranks did not meet.
@@ -62,20 +60,17 @@ def examine(
     agreement: Agreement,
     megabytes: int,
     missing: CheckpointError | None = None,
-    progress: Progress = lambda done, total: None,
+    progress: Progress = no_progress,
 ) -> Report | None:
-    """Examines a root on all ranks. Every rank calls it with the same arguments.
+    """Examines an existing root on all ranks. Every rank calls it with the same arguments.
 
     Args:
-        root: an existing folder.
-        agreement: connects this rank with the others.
         megabytes: the size of the files with which the speed is measured; 0 to measure only small files. It is reduced
             if little space is free.
         missing: why the other ranks of the job do not take part; None if they do, or if there are none.
         progress: called while this rank measures the speed, with the number of bytes done and of all.
 
-    Returns:
-        The report on rank 0, None on the other ranks. A rank that is missing or fails is in the report.
+    Returns the report on rank 0, None on the other ranks. A rank that is missing or fails is in the report.
 
     Raises:
         InvalidArgumentError: no rank has such a folder.
@@ -144,7 +139,6 @@ class _Examination:
         )
 
     def report(self) -> Report:
-        """Puts together what was found. Only rank 0 calls it."""
         hosts = tuple(seat["host"] for seat in self._seats) or (socket.gethostname(),)
         findings = merged(speed.of_hosts(self._by_leader))
         findings = [*self._ranks(), *self._together, *findings, *self._space(), *stored_replicas(self._root)]
@@ -176,7 +170,10 @@ class _Examination:
                 leaders.setdefault(repr(seat["view"]), rank)
             missing = [rank for rank, seat in enumerate(seats) if not seat["exists"]]
             if missing:
-                self._together.append(_missing(self._root, missing))
+                fact, cost = f"{self._root} does not exist there", "the first save fails on all ranks"
+                advice = "mount the same shared file system at the same path on all hosts"
+                found = Finding(between_hosts.ONE, Severity.BAD, fact, cost, advice, ranks=tuple(missing))
+                self._together.append(found)
             return {"trial": None if self._trial is None else self._trial.name, "leaders": sorted(leaders.values())}
 
         return decide(self._agreement, _TOPIC, work, combine)
@@ -251,14 +248,3 @@ def _mount_of(root: Path) -> Mount | None:
     with suppress(OSError):
         return mount_of(root)
     return None
-
-
-def _missing(root: Path, ranks: Sequence[int]) -> Finding:
-    return Finding(
-        between_hosts.ONE,
-        Severity.BAD,
-        f"{os.fspath(root)} does not exist there",
-        "the first save fails on all ranks",
-        "mount the same shared file system at the same path on all hosts",
-        ranks=tuple(ranks),
-    )

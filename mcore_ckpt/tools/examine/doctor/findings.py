@@ -29,7 +29,6 @@ class Finding:
 
     Attributes:
         topic: what was examined, in a few words; the same in all runs, so that programs can look for it.
-        severity: how bad it is.
         fact: what was found.
         cost: what it costs; empty if nothing.
         advice: what to change; empty if nothing.
@@ -58,6 +57,11 @@ class Finding:
 def fine(topic: str, fact: str, **values: float) -> Finding:
     """Returns a finding that something works."""
     return Finding(topic, Severity.FINE, fact, values=values)
+
+
+def emulated(topic: str, fact: str, cost: str) -> Finding:
+    """Returns a finding that something slower or weaker replaces what does not work."""
+    return Finding(topic, Severity.EMULATED, fact, cost)
 
 
 def worst(findings: Iterable[Finding]) -> Severity:
@@ -89,9 +93,4 @@ def merged(by_rank: Mapping[int, Iterable[Finding]]) -> list[Finding]:
 
 def _same(first: Finding, second: Finding) -> bool:
     # The facts contain the measured numbers, so comparing facts is enough.
-    return (first.severity, first.fact, first.cost, first.advice) == (
-        second.severity,
-        second.fact,
-        second.cost,
-        second.advice,
-    )
+    return replace(first, values={}, ranks=()) == replace(second, values={}, ranks=())

@@ -11,7 +11,8 @@ import fcntl
 import mmap
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from mcore_ckpt.io.file_systems import of_name
@@ -20,7 +21,7 @@ from mcore_ckpt.io.mounts import Mount
 from mcore_ckpt.io.pages import PAGE_BYTES
 from mcore_ckpt.steps import commit
 from mcore_ckpt.steps.trainer_lock import TORN_LEASE_S, TRAINER_BEAT_S, TRAINER_LEASE_S
-from mcore_ckpt.tools.examine.doctor.findings import Finding, Severity, fine
+from mcore_ckpt.tools.examine.doctor.findings import Finding, Severity, emulated, fine
 from mcore_ckpt.tools.examine.doctor.known import abilities_of
 
 Probe = Callable[[Path, Mount | None], Finding]
@@ -42,7 +43,6 @@ DELETED = "open files that are deleted"
 # How far the clocks of two hosts, or of a host and a file server, may be apart before the doctor says so.
 CLOCK_S = 2.0
 _UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
-_WRONG = "it reads back other bytes than were written"
 
 
 def try_all(folder: Path, mount: Mount | None) -> list[Finding]:
@@ -54,17 +54,23 @@ def try_all(folder: Path, mount: Mount | None) -> list[Finding]:
             own.mkdir()
             findings.append(probe(own, mount))
         except OSError as error:
-            findings.append(
-                Finding(
-                    topic, Severity.BAD, f"failed: {error.strerror or error}", _COSTS[topic], "use another file system"
-                )
-            )
+            findings.append(_bad(topic, f"failed: {error.strerror or error}"))
     return findings
 
 
 def has_direct(findings: Iterable[Finding]) -> bool:
     """True if the probes have found that O_DIRECT bypasses the page cache."""
     return any(finding.topic == DIRECT and finding.values for finding in findings)
+
+
+@contextmanager
+def opened(path: Path, flags: int) -> Iterator[int]:
+    """Yields the descriptor of a file that is opened, or made, for the `with` block. Raises OSError."""
+    descriptor = os.open(path, flags | os.O_CLOEXEC, 0o664)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def _direct(folder: Path, mount: Mount | None) -> Finding:
@@ -77,7 +83,7 @@ def _direct(folder: Path, mount: Mount | None) -> Finding:
     except OSError as error:
         if error.errno not in _UNSUPPORTED:
             raise
-        return Finding(DIRECT, Severity.EMULATED, f"refused at open: {error.strerror}", cost)
+        return emulated(DIRECT, f"refused at open: {error.strerror}", cost)
     try:
         with mmap.mmap(-1, PAGE_BYTES) as page:  # memory from mmap begins at a page, as O_DIRECT requires
             page[:] = b"\x5a" * PAGE_BYTES
@@ -86,14 +92,12 @@ def _direct(folder: Path, mount: Mount | None) -> Finding:
             if page[0] != 0x5A:
                 return _broken(DIRECT)
             if able is not None and not able.direct:
-                return Finding(
-                    DIRECT, Severity.EMULATED, "accepted, but without effect under these mount options", cost
-                )
+                return emulated(DIRECT, "accepted, but without effect under these mount options", cost)
             return fine(DIRECT, f"works, in blocks of {PAGE_BYTES} bytes", block_bytes=PAGE_BYTES)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        return Finding(DIRECT, Severity.EMULATED, f"refused in blocks of {PAGE_BYTES} bytes: {error.strerror}", cost)
+        return emulated(DIRECT, f"refused in blocks of {PAGE_BYTES} bytes: {error.strerror}", cost)
     finally:
         os.close(descriptor)
 
@@ -101,37 +105,24 @@ def _direct(folder: Path, mount: Mount | None) -> Finding:
 def _writes(folder: Path, mount: Mount | None) -> Finding:
     """Threads and replicas write ranges of one file in any order, and the file's length is set at the end."""
     path = folder / "file"
-    first = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o664)
-    try:
-        second = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        try:
+    with opened(path, os.O_RDWR | os.O_CREAT) as first:
+        with opened(path, os.O_RDWR) as second:
             os.pwrite(first, b"2" * PAGE_BYTES, PAGE_BYTES)
             os.pwrite(second, b"1" * PAGE_BYTES, 0)
             os.ftruncate(first, PAGE_BYTES + 1)
             os.fsync(second)
-        finally:
-            os.close(second)
         found = os.pread(first, 2 * PAGE_BYTES, 0)
-    finally:
-        os.close(first)
     return fine(WRITES, "work") if found == b"1" * PAGE_BYTES + b"2" else _broken(WRITES)
 
 
 def _reserve(folder: Path, mount: Mount | None) -> Finding:
     if mount is not None and of_name(mount.kind).place == "memory":
         return fine(RESERVE, "not needed in memory")
-    descriptor = os.open(folder / "file", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o664)
-    try:
+    with opened(folder / "file", os.O_RDWR | os.O_CREAT) as descriptor:
         number = fallocate(descriptor, 1 << 20)
-    finally:
-        os.close(descriptor)
     if number in _UNSUPPORTED:
-        return Finding(
-            RESERVE,
-            Severity.EMULATED,
-            "fallocate is not supported, so files grow while they are written",
-            "a full disk is noticed only when it is full, and files may lie in more pieces",
-        )
+        cost = "a full disk is noticed only when it is full, and files may lie in more pieces"
+        return emulated(RESERVE, "fallocate is not supported, so files grow while they are written", cost)
     if number:
         raise OSError(number, os.strerror(number))
     return fine(RESERVE, "fallocate works")
@@ -175,9 +166,8 @@ def _exchange(folder: Path, mount: Mount | None) -> Finding:
         (place / place.name).mkdir()
     if commit.exchange(first, second):
         return fine(EXCHANGE, "works") if (first / "second").is_dir() else _broken(EXCHANGE)
-    return Finding(
+    return emulated(
         EXCHANGE,
-        Severity.EMULATED,
         "not supported, so a step that is saved again is put in place by two renames",
         "for an instant the step is not there, and `load` takes an older one; after a crash in that instant the next "
         "start puts it back. Steps that are saved once do not need it",
@@ -191,9 +181,8 @@ def _links(folder: Path, mount: Mount | None) -> Finding:
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
             raise
-        return Finding(
+        return emulated(
             LINKS,
-            Severity.EMULATED,
             f"not supported: {error.strerror}",
             "a trainer that crashes while it takes its lock leaves a damaged lock file, and the next one waits "
             f"{TORN_LEASE_S:g} s; files of other programs in a step that is saved again are moved after the exchange",
@@ -208,9 +197,7 @@ def _exclusive(folder: Path, mount: Mount | None) -> Finding:
         claim_file(folder / "lock", b"2")
     except FileExistsError:
         return fine(EXCLUSIVE, "a lock file is made only once")
-    return Finding(
-        EXCLUSIVE, Severity.BAD, "a lock file can be made twice", _COSTS[EXCLUSIVE], "use another file system"
-    )
+    return _bad(EXCLUSIVE, "a lock file can be made twice")
 
 
 def _flock(folder: Path, mount: Mount | None) -> Finding:
@@ -220,19 +207,15 @@ def _flock(folder: Path, mount: Mount | None) -> Finding:
         "retention can delete a step while it is read: that load finds a file missing, and takes another step. It "
         "never gets wrong bytes"
     )
-    first, second = os.open(path, os.O_RDWR | os.O_CLOEXEC), os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        fcntl.flock(first, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    with opened(path, os.O_RDWR) as first, opened(path, os.O_RDWR) as second:
         try:
+            fcntl.flock(first, fcntl.LOCK_SH | fcntl.LOCK_NB)
             fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return fine(FLOCK, "works")
-        return Finding(FLOCK, Severity.EMULATED, "has no effect: two processes get the same lock", cost)
-    except OSError as error:
-        return Finding(FLOCK, Severity.EMULATED, f"not supported: {error.strerror}", cost)
-    finally:
-        os.close(first)
-        os.close(second)
+        except OSError as error:
+            return emulated(FLOCK, f"not supported: {error.strerror}", cost)
+    return emulated(FLOCK, "has no effect: two processes get the same lock", cost)
 
 
 def _times(folder: Path, mount: Mount | None) -> Finding:
@@ -256,14 +239,10 @@ def _times(folder: Path, mount: Mount | None) -> Finding:
     ahead = max(0.0, first - after) - max(0.0, before - first)
     values = {"server_clock_ahead_s": ahead}
     if abs(ahead) > CLOCK_S:
-        return Finding(
-            TIMES,
-            Severity.RISK,
-            f"the clock of the file server is {abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} this host's",
-            "times of files mislead people; nothing here compares them with a clock",
-            "synchronise the clocks (NTP)",
-            values,
-        )
+        side = "ahead of" if ahead > 0 else "behind"
+        fact = f"the clock of the file server is {abs(ahead):.0f} s {side} this host's"
+        cost = "times of files mislead people; nothing here compares them with a clock"
+        return Finding(TIMES, Severity.RISK, fact, cost, "synchronise the clocks (NTP)", values)
     return fine(TIMES, "change when a file is touched, and agree with this host's clock", **values)
 
 
@@ -275,13 +254,9 @@ def _names(folder: Path, mount: Mount | None) -> Finding:
         if error.errno not in (errno.ENAMETOOLONG, errno.EINVAL):
             raise
         most = os.statvfs(folder).f_namemax
-        return Finding(
-            NAMES,
-            Severity.RISK,
-            f"names have at most {most} letters",
-            "saves of roles with long names fail",
-            f"give roles names of at most {max(1, most - 50)} letters",
-        )
+        cost = "saves of roles with long names fail"
+        advice = f"give roles names of at most {max(1, most - 50)} letters"
+        return Finding(NAMES, Severity.RISK, f"names have at most {most} letters", cost, advice)
     (folder / "role").mkdir()
     if (folder / "ROLE").exists():
         return fine(NAMES, "long names work; upper and lower case are the same (roles must differ in more than that)")
@@ -297,30 +272,28 @@ def _mapping(folder: Path, mount: Mount | None) -> Finding:
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
                 return fine(MAPPING, "works") if mapped[0] == ord("x") else _broken(MAPPING)
         except OSError as error:
-            return Finding(MAPPING, Severity.EMULATED, f"not supported: {error.strerror}", cost)
+            return emulated(MAPPING, f"not supported: {error.strerror}", cost)
 
 
 def _deleted(folder: Path, mount: Mount | None) -> Finding:
     path = folder / "file"
     write_file(path, [b"x"])
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.unlink(path)
-        found = os.pread(descriptor, 1, 0)
-    except OSError as error:
-        return Finding(
-            DELETED,
-            Severity.EMULATED,
-            f"cannot be read any more: {error.strerror}",
-            "if locks do not work either, a load whose step is deleted under it takes another step",
-        )
-    finally:
-        os.close(descriptor)
+    with opened(path, os.O_RDONLY) as descriptor:
+        try:
+            os.unlink(path)
+            found = os.pread(descriptor, 1, 0)
+        except OSError as error:
+            cost = "if locks do not work either, a load whose step is deleted under it takes another step"
+            return emulated(DELETED, f"cannot be read any more: {error.strerror}", cost)
     return fine(DELETED, "stay readable") if found == b"x" else _broken(DELETED)
 
 
 def _broken(topic: str) -> Finding:
-    return Finding(topic, Severity.BAD, _WRONG, _COSTS[topic], "use another file system")
+    return _bad(topic, "it reads back other bytes than were written")
+
+
+def _bad(topic: str, fact: str) -> Finding:
+    return Finding(topic, Severity.BAD, fact, _COSTS[topic], "use another file system")
 
 
 _PROBES: Sequence[tuple[str, Probe]] = (
@@ -338,9 +311,8 @@ _PROBES: Sequence[tuple[str, Probe]] = (
     (MAPPING, _mapping),
     (DELETED, _deleted),
 )
-_CANNOT = "checkpoints cannot be saved here"
 # What an error of each probe costs.
-_COSTS = dict.fromkeys((topic for topic, _ in _PROBES), _CANNOT) | {
+_COSTS = dict.fromkeys((topic for topic, _ in _PROBES), "checkpoints cannot be saved here") | {
     EXCLUSIVE: "two trainers could save one role at once, and delete each other's checkpoints",
     EXCHANGE: "a step that is there already cannot be saved again",
     MAPPING: "`torch.load(mmap=True)` fails here",

@@ -9,19 +9,19 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from mcore_ckpt.amounts import size_text
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.io import _native, tuning
 from mcore_ckpt.io.files import drop_from_cache, write_file
 from mcore_ckpt.tools.examine.doctor.findings import Finding, Severity, fine
-from mcore_ckpt.tools.examine.doctor.probes import fallocate
-from mcore_ckpt.tools.examine.progress import Progress
+from mcore_ckpt.tools.examine.doctor.probes import fallocate, opened
+from mcore_ckpt.tools.examine.progress import Progress, no_progress
 
 WRITE, READ, SYNC_TIME, SMALL_FILES = "speed of writing", "speed of reading", "time of a sync", "small files"
 
@@ -29,7 +29,6 @@ FILE_SYSTEM, PROCESSORS = "file system", "processors"
 
 # Which value says how fast a host is.
 _SPEEDS = {WRITE: "bytes_per_s", READ: "bytes_per_s", SYNC_TIME: "seconds", SMALL_FILES: "files_per_s"}
-
 
 _MEBIBYTE = 1 << 20
 _PAIRS = 5
@@ -43,11 +42,10 @@ _SMALL = 100
 _SYNCS = 9
 
 
-def measure(folder: Path, nbytes: int, direct: bool, progress: Progress = lambda done, total: None) -> list[Finding]:
-    """Measures the speed of a file system in an empty folder.
+def measure(folder: Path, nbytes: int, direct: bool, progress: Progress = no_progress) -> list[Finding]:
+    """Measures the speed of a file system in an empty folder. It needs space for twice `nbytes`.
 
     Args:
-        folder: where to write. Its file system should have space for twice `nbytes`.
         nbytes: the size of the files, a multiple of 1 MiB; 0 to measure only small files.
         direct: whether the plain system calls use O_DIRECT.
         progress: called with the number of bytes that have been written and read, and the most that will be.
@@ -92,8 +90,8 @@ def of_hosts(by_rank: Mapping[int, Sequence[Finding]]) -> dict[int, list[Finding
 
 
 def _with_fastest(finding: Finding, rank: int, by_rank: Mapping[int, Sequence[Finding]]) -> Finding:
-    others = [_speed(each) for findings in by_rank.values() for each in findings if each.topic == finding.topic]
-    times = max(others) / _speed(finding)
+    fastest = max(_speed(each) for found in by_rank.values() for each in found if each.topic == finding.topic)
+    times = fastest / _speed(finding)
     return replace(finding, fact=f"{finding.fact}, on the slowest host; the fastest is {times:.1f} times as fast")
 
 
@@ -197,21 +195,21 @@ def _compared(topic: str, nbytes: int, times: list[tuple[float, float]], cpu: fl
         "file_bytes": float(nbytes),
     }
     fact = (
-        f"{ours / 1e6:,.0f} MB/s, {ratio:.2f} of the {raw / 1e6:,.0f} MB/s of plain system calls "
-        f"({nbytes / 1e6:.0f} MB, median of {len(times)})"
+        f"{size_text(ours)}/s, {ratio:.2f} of the {size_text(raw)}/s of plain system calls "
+        f"({size_text(nbytes)}, median of {len(times)})"
     )
     found = limit_of(values)
     if found == FILE_SYSTEM:
         return fine(topic, f"{fact}; the file system is the limit", **values)
     cores = len(os.sched_getaffinity(0))
     if found == PROCESSORS:
-        limit = f"the processors are the limit: {cores} cores copy and checksum at most {cpu / 1e6:,.0f} MB/s"
+        limit = f"the processors are the limit: {cores} cores copy and checksum at most {size_text(cpu)}/s"
         return Finding(topic, Severity.SLOW, fact, limit, "give the trainer's processes more cores", values)
     return Finding(topic, Severity.SLOW, fact, "neither the file system nor the processors are the limit", "", values)
 
 
 def _write_raw(path: Path, data: memoryview, flags: int) -> None:
-    with _opened(path, os.O_WRONLY | os.O_CREAT | flags) as descriptor:
+    with opened(path, os.O_WRONLY | os.O_CREAT | flags) as descriptor:
         fallocate(descriptor, len(data))  # an error means only that there is less order on the disk
 
         def write(at: int) -> None:
@@ -225,7 +223,7 @@ def _write_raw(path: Path, data: memoryview, flags: int) -> None:
 
 
 def _read_raw(path: Path, target: memoryview, flags: int) -> None:
-    with _opened(path, os.O_RDONLY | flags) as descriptor:
+    with opened(path, os.O_RDONLY | flags) as descriptor:
 
         def read(at: int) -> None:
             piece = target[at : at + tuning.READ_BYTES]
@@ -241,15 +239,6 @@ def _in_pieces(work: Callable[[int], None], nbytes: int, piece_bytes: int) -> No
             pass
 
 
-@contextmanager
-def _opened(path: Path, flags: int) -> Iterator[int]:
-    descriptor = os.open(path, flags | os.O_CLOEXEC, 0o664)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
 def _delete(*paths: Path) -> None:
     for path in paths:
         path.unlink(missing_ok=True)
@@ -258,11 +247,8 @@ def _delete(*paths: Path) -> None:
 def _forget(*paths: Path) -> None:
     """Drops files from the page cache, so that a file system without O_DIRECT reads them again."""
     for path in paths:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
+        with opened(path, os.O_RDONLY) as descriptor:
             drop_from_cache(descriptor, 0, 0)
-        finally:
-            os.close(descriptor)
 
 
 def _sync_time(folder: Path) -> Finding:

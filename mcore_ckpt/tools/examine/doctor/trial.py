@@ -55,13 +55,8 @@ def unusable(root: Path, error: OSError) -> Finding:
         errno.EACCES: "let the user of the trainer write here, or name another folder",
         errno.EPERM: "let the user of the trainer write here, or name another folder",
     }.get(error.errno or 0, "name another folder")
-    return Finding(
-        FOLDER,
-        Severity.BAD,
-        f"user {user_name(os.geteuid())} cannot write here: {error.strerror or error}; {_described(root)}",
-        "no checkpoint can be saved",
-        advice,
-    )
+    fact = f"user {user_name(os.geteuid())} cannot write here: {error.strerror or error}; {_described(root)}"
+    return Finding(FOLDER, Severity.BAD, fact, "no checkpoint can be saved", advice)
 
 
 def owner_of(root: Path, folder: Path) -> Finding:
@@ -69,13 +64,9 @@ def owner_of(root: Path, folder: Path) -> Finding:
     made, own = folder.stat().st_uid, os.geteuid()
     found = root.stat()
     if found.st_mode & stat.S_ISVTX and own not in (found.st_uid, 0):
-        return Finding(
-            FOLDER,
-            Severity.RISK,
-            f"{_described(root)}, with the sticky bit",
-            f"user {user_name(own)} can neither replace nor delete what other users have saved here",
-            "let one user save here, or remove the sticky bit (chmod -t)",
-        )
+        cost = f"user {user_name(own)} can neither replace nor delete what other users have saved here"
+        advice = "let one user save here, or remove the sticky bit (chmod -t)"
+        return Finding(FOLDER, Severity.RISK, f"{_described(root)}, with the sticky bit", cost, advice)
     text = f"user {user_name(own)} can write; {_described(root)}"
     if made != own:
         text += f"; new files belong to {user_name(made)}, as the server decides"
