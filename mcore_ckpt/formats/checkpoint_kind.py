@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 if TYPE_CHECKING:
+    from mcore_ckpt.checkpoint.manifest import AdapterSettings
     from mcore_ckpt.checkpoint.model_facts import Facts
     from mcore_ckpt.formats.contract import CheckpointReader
     from mcore_ckpt.formats.foreign_state import ForeignState, LiveTraining
@@ -26,12 +27,14 @@ class CheckpointKind(Protocol):
         backend: the training framework, as `merge --backend` names it, that writes this kind. None: `merge` does not
             read this kind, because it is a HuggingFace model already.
         has_hf_names: True if its reader lists tensors by HuggingFace's names, so that a merge only copies them.
+        may_permute_adapters: True if Megatron-Bridge writes this kind, with the rows of some adapters in another order.
     """
 
     name: ClassVar[str]
     what: ClassVar[str]
     backend: ClassVar[Backend | None] = "megatron"
     has_hf_names: ClassVar[bool] = False
+    may_permute_adapters: ClassVar[bool] = False
 
     def recognizes(self, folder: Path) -> bool:
         """Returns True if a folder is a checkpoint of this kind.
@@ -59,6 +62,16 @@ class CheckpointKind(Protocol):
             CheckpointError: the checkpoint is damaged, or does not fit the training.
         """
         return None
+
+    def adapter_settings(self, folder: Path) -> AdapterSettings | None:
+        """Returns the settings of the checkpoint's low-rank adapters. None if the checkpoint does not say them.
+
+        Raises:
+            CheckpointCorruptError: the file that says them is damaged.
+        """
+        from mcore_ckpt.formats.lora_meta import read_lora_meta
+
+        return read_lora_meta(folder)
 
     def facts(self, reader: CheckpointReader) -> Facts:
         """Returns the facts that the checkpoint opened by `reader` states about its model. There may be none."""

@@ -13,7 +13,8 @@ from mcore_ckpt.formats.shard_reader import ShardReader
 from mcore_ckpt.models.registry import model_from_config
 from mcore_ckpt.sharding.plan import MODEL, ShardKey, StoredShard
 from mcore_ckpt.sharding.regions import Region, Shape
-from mcore_ckpt.tools.convert.merge_adapters import AdapterMerge, adapter_settings, plan_with_adapters
+from mcore_ckpt.tools.convert.merge_adapters import AdapterMerge, adapter_settings
+from mcore_ckpt.tools.convert.merge_plan import OpenCheckpoint
 from mcore_ckpt.tools.examine.find import FoundCheckpoint
 from tests.support.tiny_models import make_config
 
@@ -43,13 +44,13 @@ def test_rows_that_bridge_permutes_are_refused(adapters: dict[str, Shape], piece
 
     found = FoundCheckpoint(Path("ckpt"), "torch_dist")
     options: ExportOptions = {"dtype": None, "max_shard_bytes": 10**9, "least_files": 1, "blocks": None}
-    job = AdapterMerge("only", AdapterSettings(8), Path(), options)
-    arguments = job, found, model_from_config(make_config("qwen3")), ShardReader(Path("ckpt"), infos, shards), infos
+    reader, model = ShardReader(Path("ckpt"), infos, shards), model_from_config(make_config("qwen3"))
+    job = AdapterMerge(OpenCheckpoint(found, model, reader, infos), "only", AdapterSettings(8), Path(), options)
     if is_refused:
         with pytest.raises(UnsupportedError, match="only its own tensor-parallel size can read"):
-            plan_with_adapters(*arguments)
+            job.plan()
     else:
-        assert plan_with_adapters(*arguments).adapter is not None
+        assert job.plan().adapter is not None
 
 
 def test_alpha_of_other_programs(tmp_path: Path) -> None:

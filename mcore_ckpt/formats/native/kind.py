@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.formats.checkpoint_kind import CheckpointKind
 
 if TYPE_CHECKING:
+    from mcore_ckpt.checkpoint.manifest import AdapterSettings
     from mcore_ckpt.checkpoint.model_facts import Facts
     from mcore_ckpt.formats.contract import CheckpointReader
     from mcore_ckpt.formats.native.reader import NativeReader
@@ -29,6 +31,9 @@ class Native(CheckpointKind):
         from mcore_ckpt.formats.native.reader import NativeReader
 
         return NativeReader.open(folder)
+
+    def adapter_settings(self, folder: Path) -> AdapterSettings | None:
+        return read_manifest(folder).adapters
 
     def facts(self, reader: CheckpointReader) -> Facts:
         from mcore_ckpt.formats.native.reader import NativeReader

@@ -29,6 +29,7 @@ class TorchDist(CheckpointKind):
 
     name = "torch_dist"
     what = "a torch_dist checkpoint of Megatron"
+    may_permute_adapters = True
 
     def recognizes(self, folder: Path) -> bool:
         return bool(torch_dist_folders(folder))

@@ -26,22 +26,16 @@ class Destination(Protocol):
     """
 
     @property
-    def path(self) -> Path:
-        """The path of the result, for messages."""
+    def path(self) -> Path: ...
 
     def check(self) -> None:
         """Raises InvalidArgumentError if nothing may be written here. It changes nothing."""
 
     def open(self, names: Sequence[str], sizes: Iterable[int], mode: int) -> str:
-        """Makes a staging folder, and in it or next to it a folder for each writer. Removes leftovers.
+        """Makes a staging folder, and in it or next to it a folder for each of the `names`. Removes leftovers.
 
-        Args:
-            names: the names of the folders.
-            sizes: the sizes of all files that will be written, in bytes, or lower bounds.
-            mode: the mode of new folders (`mode_as`).
-
-        Returns:
-            The id of the attempt.
+        `sizes` are those of all files that will be written, in bytes, or lower bounds; `mode` is that of new folders
+        (`mode_as`). Returns the id of the attempt.
 
         Raises:
             InvalidArgumentError, LockedError: nothing may be written here.
@@ -63,12 +57,7 @@ class Destination(Protocol):
 
 
 class NewFolder:
-    """A folder. The writers write into it, or into folders below it. Their names are relative paths.
-
-    Attributes:
-        path: the folder.
-        replaceable: says whether the folder may be replaced if it has files already.
-    """
+    """A folder. The writers write into it, or into folders below it. Their names are relative paths."""
 
     def __init__(self, path: Path, replaceable: Replaceable) -> None:
         self.path = path
@@ -78,7 +67,6 @@ class NewFolder:
 
     @property
     def staging(self) -> Path:
-        """The staging folder, once it is open."""
         return file_names.staging_dir(self.path, self._attempt)
 
     def check(self) -> None:
@@ -112,21 +100,14 @@ class NewFolder:
 
 
 class RolesOfStep:
-    """Roles of a step, below a root. The writers' names are the roles.
-
-    Meanwhile no trainer can save below the root.
+    """Roles of a step, below a root. The writers' names are the roles. Meanwhile no trainer can save below the root.
 
     Args:
-        root: the folder of the steps.
-        step: the step's number.
-        roles: the roles.
         force: True to replace checkpoints of these roles that the step already has. A pinned step is never replaced.
         source: the folder of a step. The files that a trainer keeps in it next to the roles are copied.
 
     Attributes:
         path: the folder of the step; of its role, if there is only one.
-        step: the step's number.
-        roles: the roles.
         companions: the files and folders that are copied from `source`, by name, once the destination is open.
         manifests: the manifests that have been written, by role.
     """
@@ -141,7 +122,6 @@ class RolesOfStep:
         self.path = self.role_dir(self.roles[0]) if len(self.roles) == 1 else file_names.step_dir(root, step)
 
     def role_dir(self, role: str) -> Path:
-        """Returns the folder of a role."""
         return file_names.step_dir(self._root, self.step) / role
 
     def check(self) -> None:

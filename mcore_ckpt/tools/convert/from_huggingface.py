@@ -26,13 +26,8 @@ from mcore_ckpt.sharding.towers import in_tower
 class ConversionReport:
     """Report of a conversion.
 
-    Attributes:
-        source: the HuggingFace folder.
-        path: the folder of the new checkpoint.
-        model: a description of the model.
-        nbytes: the size in bytes of all tensors that the processes together have written.
-        seconds: how long the conversion took.
-        left_out: what the folder has and the checkpoint lacks, by reason.
+    `nbytes` is the size in bytes of all tensors that the processes together have written. `left_out` is what the folder
+    has and the checkpoint lacks, by reason.
     """
 
     source: Path
@@ -62,9 +57,8 @@ def open_folder(
         ignore: regular expressions of HuggingFace tensors to leave out.
         dtype: the dtype of weights that are quantized in the folder; None takes the dtype in `config.json`.
 
-    Raises:
-        CheckpointError: the folder is damaged, the hub does not give the model, or the model cannot be converted. All
-            processes raise it.
+    Raises CheckpointError on all processes: the folder is damaged, the hub does not give the model, or the model cannot
+    be converted.
     """
     folder = find_folder_together(agreement, source, "all").absolute()
     contents = FolderContents.from_record(

@@ -50,19 +50,12 @@ from mcore_ckpt.sharding.synonyms import found_as
 from mcore_ckpt.steps.new_folder import Replaceable, mode_as
 from mcore_ckpt.steps.read_lock import reading
 from mcore_ckpt.tools.convert.destinations import NewFolder
-from mcore_ckpt.tools.convert.merge_adapters import (
-    AdapterMerge,
-    Adapters,
-    adapter_settings,
-    adapters_in,
-    has_base,
-    plan_with_adapters,
-)
-from mcore_ckpt.tools.convert.merge_plan import plan_model
+from mcore_ckpt.tools.convert.merge_adapters import AdapterMerge, Adapters, adapter_settings, adapters_in, has_base
+from mcore_ckpt.tools.convert.merge_plan import OpenCheckpoint, plan_model
 from mcore_ckpt.tools.convert.walk import Writers, check_together, plan_together, write_together
 from mcore_ckpt.tools.examine.compare import Weights
 from mcore_ckpt.tools.examine.find import FoundCheckpoint, facts_of_checkpoint, find_checkpoint, open_reader
-from mcore_ckpt.tools.examine.progress import Progress
+from mcore_ckpt.tools.examine.progress import Progress, no_progress
 
 
 @dataclass(frozen=True)
@@ -116,17 +109,14 @@ class MergeReport:
     """The report of a merge.
 
     Attributes:
-        source: the folder of the checkpoint.
-        target: the folder of the new model.
+        source, target: the folders of the checkpoint and of the new model.
         model: a description of the model.
         dtype: the dtype of most elements.
-        files: the number of weight files.
-        nbytes: the size of all weights in bytes.
+        files, nbytes: the number of weight files, and the size of all weights in bytes.
         has_mtp: True if the model has weights of multi-token prediction.
         adapters: what has become of LoRA adapters: "merge", "beside" or "only"; None if the checkpoint has none.
         left_out: what the checkpoint has and the new model lacks, by reason.
         other_model: by field of `config.json`, how transformers will compute differently from the trained model.
-        seconds: how long the merge took.
     """
 
     source: Path
@@ -147,15 +137,12 @@ class MergeJob:
     """A planned merge: everything that is known before a byte is written.
 
     Attributes:
-        reader: the reader of the checkpoint.
         where: the folder of the checkpoint.
         config_dir: the folder with the configuration and the tokenizer.
         model: the model that the checkpoint holds.
         plan: the weight files to write; the adapter's files if only the adapter is written.
-        adapters: what becomes of LoRA adapters; None if the checkpoint has none.
+        adapters, left_out, other_model: see `MergeReport`.
         adapter: the folder of the adapter to write.
-        left_out: what is not written of the checkpoint, by reason.
-        other_model: by field of `config.json`, how transformers will compute differently from the trained model.
     """
 
     reader: CheckpointReader
@@ -187,9 +174,7 @@ class MergeJob:
         return [(".", self.model_writer(allow_nan)), (file_names.MERGED_ADAPTER_DIR, adapter)]
 
 
-def merge(
-    request: MergeRequest, progress: Progress = lambda done, total: None, agreement: Agreement | None = None
-) -> MergeReport:
+def merge(request: MergeRequest, progress: Progress = no_progress, agreement: Agreement | None = None) -> MergeReport:
     """Merges a checkpoint into the folder of a HuggingFace model.
 
     It checks everything that it can check before it writes a byte. The folder appears when all files in it are written
@@ -197,11 +182,9 @@ def merge(
 
     Args:
         request: the checkpoint, the new folder and the options.
-        progress: called with the number of bytes that this rank has written, and the number that it will write.
         agreement: connects this rank with the other ranks that share the work; None for a single process.
 
-    Returns:
-        The report, which is the same on all ranks except for `seconds`.
+    Returns the report, which is the same on all ranks except for `seconds`.
 
     Raises:
         InvalidArgumentError: the target has files and may not be replaced, or the request contradicts itself.
@@ -249,9 +232,6 @@ class _Target(NewFolder):
             ) from error
 
 
-# -- plan --------------------------------------------------------------------------------------------------
-
-
 def _plan_together(agreement: Agreement, request: MergeRequest, found: FoundCheckpoint, target: Path) -> MergeJob:
     """Plans on all ranks. A configuration that is on the hub is downloaded first, by one rank of each node."""
     if request.hf_model_path is not None:
@@ -283,15 +263,11 @@ def find(request: MergeRequest) -> FoundCheckpoint:
 
 
 def prepare(request: MergeRequest, found: FoundCheckpoint, ranks: int = 1) -> MergeJob:
-    """Opens a checkpoint and plans the files to write. It does not look at the target.
+    """Opens a checkpoint and plans the files to write: at least one for each of the `ranks` that share the work.
 
-    Args:
-        request: the arguments of the merge.
-        found: the checkpoint.
-        ranks: the number of ranks that share the work; the plan has at least as many files.
+    It does not look at the target.
 
-    Raises:
-        CheckpointError: the checkpoint is damaged, or is not what `config.json` describes.
+    Raises CheckpointError: the checkpoint is damaged, or is not what `config.json` describes.
     """
     named = request.hf_model_path
     config_dir = found.config_dir() if named is None else find_folder(named, "assets")
@@ -320,15 +296,15 @@ def prepare(request: MergeRequest, found: FoundCheckpoint, ranks: int = 1) -> Me
             "least_files": ranks,
             "blocks": Fp8Blocks.like(config) if request.fp8_blocks else None,
         }
+        source = OpenCheckpoint(found, model, reader, tensors)
         if adapters:
             how = request.adapters or ("beside" if found.has_hf_names and has_base(found, tensors) else "merge")
             settings = adapter_settings(found, request.lora_alpha)
-            to_merge = AdapterMerge(how, settings, config_dir, options)
-            adapted = plan_with_adapters(to_merge, found, model, reader, tensors)
+            adapted = AdapterMerge(source, how, settings, config_dir, options).plan()
             left_out = together(left_out, adapted.left_out)
             parts = (adapted.plan, how, adapted.adapter, left_out, other_model)
             return MergeJob(adapted.reader, found.path, config_dir, model, *parts)
-        plan = plan_model(options, found, model, reader, tensors)
+        plan = plan_model(options, source)
     except (CheckpointMismatchError, UnsupportedError) as error:
         raise type(error)(f"{found.path}, read with {config_dir / 'config.json'}: {error}") from error
     left_out = together(left_out, plan.left_out)
@@ -396,10 +372,8 @@ def _with_vocabulary(
     embedding = table.hf_embedding if table.hf_embedding in shapes else found_as(table.mcore + MCORE_EMBEDDING, shapes)
     if embedding is None:
         return model
-    own, copied = (
-        max(tokens_in(folder) or 0 for folder in file_names.config_dirs(found.path)),
-        tokens_in(config_dir) or 0,
-    )
+    own = max(tokens_in(folder) or 0 for folder in file_names.config_dirs(found.path))
+    copied = tokens_in(config_dir) or 0
     grown = with_tokens(model, shapes[embedding][0], max(own, copied) or None)
     if grown is not model and 0 < copied < own:
         raise CheckpointMismatchError(

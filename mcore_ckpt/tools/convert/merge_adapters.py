@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from mcore_ckpt.checkpoint.manifest import AdapterSettings
-from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.errors import (
-    CheckpointCorruptError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
     InvalidArgumentError,
@@ -25,9 +23,6 @@ from mcore_ckpt.formats.huggingface.safetensors_files import read_folder
 from mcore_ckpt.formats.huggingface.side_files import not_read
 from mcore_ckpt.formats.huggingface.stored_weights import DequantizingReader
 from mcore_ckpt.formats.joined_reader import JoinedReader
-from mcore_ckpt.io import json_fields as fields
-from mcore_ckpt.io import limits
-from mcore_ckpt.io.files import read_small
 from mcore_ckpt.models.accounting import (
     BASE,
     COMPUTED,
@@ -38,7 +33,6 @@ from mcore_ckpt.models.accounting import (
     matching,
     together,
 )
-from mcore_ckpt.models.architecture import HfModel
 from mcore_ckpt.models.mapping import HfTensor, Slab, hf_tensors, hf_tensors_in
 from mcore_ckpt.models.peft_adapters import (
     FullyTrained,
@@ -53,14 +47,11 @@ from mcore_ckpt.sharding.adapter_names import is_adapter, is_changed_buffer, per
 from mcore_ckpt.sharding.plan import ShardKey
 from mcore_ckpt.sharding.regions import Region, Shape
 from mcore_ckpt.sharding.synonyms import found_as
-from mcore_ckpt.tools.convert.merge_plan import plan_copies, plan_model
+from mcore_ckpt.tools.convert.merge_plan import OpenCheckpoint, plan_copies, plan_model
 from mcore_ckpt.tools.examine.find import FoundCheckpoint
 
 Adapters = Literal["merge", "beside", "only"]
 
-# verl (0.5 to 0.9) writes alpha and the rank here: FSDP's manager writes it next to the shards, and the SFT trainer
-# into the step.
-_LORA_META = "lora_train_meta.json"
 _WEIGHT = re.compile(r".*weight\d*")
 
 
@@ -92,9 +83,7 @@ def _refuse_permuted(found: FoundCheckpoint, reader: CheckpointReader, adapters:
 
     The order depends on the tensor-parallel size, and such a checkpoint shows only the number of pieces.
     """
-    if found.kind != "torch_dist":
-        return
-    for name in adapters:
+    for name in adapters if found.of_kind.may_permute_adapters else ():
         if (kind := permuted_in_bridge(name)) is not None:
             pieces = next(iter(reader.parts(ShardKey(name, reader.weight_kind))), ())
             if len(pieces) > (1 if kind == "magnitude" else 2):
@@ -119,11 +108,10 @@ def has_base(found: FoundCheckpoint, tensors: Mapping[str, TensorInfo]) -> bool:
 def adapter_settings(found: FoundCheckpoint, alpha: float | None) -> AdapterSettings:
     """Returns the settings of the adapters: the given alpha, or what the checkpoint says.
 
-    Raises:
-        CheckpointMismatchError: neither the caller nor the checkpoint says what alpha is.
-        CheckpointCorruptError: the file that says it is damaged.
+    Raises CheckpointMismatchError if neither says what alpha is, and CheckpointCorruptError if the file that does is
+    damaged.
     """
-    recorded = read_manifest(found.path).adapters if found.kind == "native" else _lora_meta(found.path)
+    recorded = found.of_kind.adapter_settings(found.path)
     if alpha is not None:
         return replace(recorded or AdapterSettings(alpha), alpha=alpha)
     if recorded is None:
@@ -134,173 +122,124 @@ def adapter_settings(found: FoundCheckpoint, alpha: float | None) -> AdapterSett
     return recorded
 
 
-def _lora_meta(folder: Path) -> AdapterSettings | None:
-    for path in (folder / _LORA_META, folder.parent / _LORA_META):
-        try:
-            alpha = fields.get_number(fields.parse(read_small(path, limits.HF_JSON_BYTES)), "lora_alpha")
-            # verl's SFT trainer (0.9.1) writes 0 where its configuration does not say what alpha is.
-            return AdapterSettings(alpha) if alpha > 0 else None
-        except FileNotFoundError:
-            continue
-        except (OSError, fields.FieldError) as error:
-            raise CheckpointCorruptError(
-                f"{path}: cannot be read: {error}: give alpha with mcore-ckpt merge --lora-alpha"
-            ) from None
-    return None
-
-
 @dataclass(frozen=True, eq=False)
 class AdapterMerge:
-    """The arguments of a plan.
+    """A merge of a checkpoint that has adapters.
 
     Attributes:
         how: "merge" the adapters into the weights; write the weights as they are and the adapters "beside" them; or
             write "only" the adapters.
-        settings: the adapters' settings.
         base_dir: the folder of the base model. Its weights are needed if the checkpoint has only adapters.
         options: the form of the files.
     """
 
+    source: OpenCheckpoint
     how: Adapters
     settings: AdapterSettings
     base_dir: Path
     options: ExportOptions
 
+    def plan(self) -> AdaptedPlan:
+        """Plans the files to write.
 
-def plan_with_adapters(
-    job: AdapterMerge,
-    found: FoundCheckpoint,
-    model: HfModel,
-    reader: CheckpointReader,
-    tensors: Mapping[str, TensorInfo],
-) -> AdaptedPlan:
-    """Plans the files of a merge of a checkpoint that has adapters.
+        Raises:
+            CheckpointMismatchError: the adapters do not fit the model, or the base model is needed and is not there.
+            UnsupportedError: PEFT has no names for the adapters.
+            InvalidArgumentError: the adapters are to be written beside the weights, but the checkpoint has no weights.
+        """
+        found, reader, tensors = self.source.found, self.source.reader, self.source.tensors
+        _refuse_permuted(found, reader, adapters_in(found, tensors))
+        if self.how == "only":
+            alone = self._folder()
+            return AdaptedPlan(reader, alone.plan, alone, alone.plan.left_out)
+        if not has_base(found, tensors):
+            if self.how == "beside":
+                raise InvalidArgumentError(
+                    f"{found.path}: has only adapters, so there are no weights to write them beside: use --adapters "
+                    "only, or merge them into the base model in --hf_model_path"
+                )
+            return self._onto_base()
+        adapter = self._folder() if self.how == "beside" else None
+        plan = plan_model(self.options, self.source, self.settings.alpha if self.how == "merge" else None)
+        return AdaptedPlan(reader, plan, adapter, plan.left_out)
 
-    Args:
-        job: what to write.
-        found: the checkpoint.
-        model: the model that the checkpoint, or its base model, has.
-        reader: the reader of the checkpoint.
-        tensors: the tensors to write, by name.
-
-    Raises:
-        CheckpointMismatchError: the adapters do not fit the model, or the base model is needed and is not there.
-        UnsupportedError: PEFT has no names for the adapters.
-        InvalidArgumentError: the adapters are to be written beside the weights, but the checkpoint has no weights.
-    """
-    _refuse_permuted(found, reader, adapters_in(found, tensors))
-    if job.how == "only":
-        alone = _adapter_folder(job, found, model, reader, tensors)
-        return AdaptedPlan(reader, alone.plan, alone, alone.plan.left_out)
-    if not has_base(found, tensors):
-        if job.how == "beside":
-            raise InvalidArgumentError(
-                f"{found.path}: has only adapters, so there are no weights to write them beside: use --adapters only, "
-                "or merge them into the base model in --hf_model_path"
-            )
-        return _onto_base(job, found, model, reader, tensors)
-    adapter = _adapter_folder(job, found, model, reader, tensors) if job.how == "beside" else None
-    plan = plan_model(job.options, found, model, reader, tensors, job.settings.alpha if job.how == "merge" else None)
-    return AdaptedPlan(reader, plan, adapter, plan.left_out)
-
-
-def _adapter_folder(
-    job: AdapterMerge,
-    found: FoundCheckpoint,
-    model: HfModel,
-    reader: CheckpointReader,
-    tensors: Mapping[str, TensorInfo],
-) -> AdapterFolder:
-    base = model.config.get("_name_or_path") or None
-    adapted = _adapted(job, found, model, tensors, hf_tensors(model) if not found.has_hf_names else ())
-    weights = [name for name in tensors if name not in adapters_in(found, tensors)]
-    changed, why = _changed(job, found, reader, weights)
-    if found.has_hf_names:
-        beside = of_modules(saved_modules(tensors).values())
-    else:
-        # If the adapters are written next to the model, the model's folder has these weights.
-        beside = fully_trained_in_peft(model, adapted, changed, weights) if job.how == "only" else FullyTrained()
-    folder = plan_adapter_folder(
-        model, adapted, tensors, job.settings, dtype=job.options["dtype"], base=base, beside=beside
-    )
-    if job.how != "only":
-        return folder
-    left_out = account(weights, beside.sources, [(why, lambda name: name not in changed)], no_place_in_peft)
-    return replace(folder, plan=replace(folder.plan, left_out=together(left_out, folder.plan.left_out)))
-
-
-def _changed(
-    job: AdapterMerge, found: FoundCheckpoint, reader: CheckpointReader, weights: Sequence[str]
-) -> tuple[set[str], str]:
-    """Returns the names of the weights that training has changed in full, and what to say of the others."""
-    if found.has_hf_names:
-        return set(), MAYBE_TRAINED  # PEFT's modules_to_save are none of these
-    if not has_base(found, weights_of(reader)):
-        return set(weights), BASE
-    stepped = {name for name in weights if reader.kinds(name) or is_changed_buffer(name)}
-    if job.settings.trained is not None:
-        return stepped | (set(job.settings.trained) & set(weights)), BASE
-    has_optimizer = any(reader.kinds(name) for name in reader.names)
-    return stepped, BASE if has_optimizer else MAYBE_TRAINED
-
-
-def _adapted(
-    job: AdapterMerge,
-    found: FoundCheckpoint,
-    model: HfModel,
-    tensors: Mapping[str, TensorInfo],
-    wanted: Sequence[HfTensor],
-) -> list[HfTensor]:
-    """Returns HuggingFace tensors with their adapters. `wanted` is used only for a checkpoint with mcore's names."""
-    if found.has_hf_names:
-        return adapted_weights(tensors, job.settings.alpha)
-    shapes = {name: tuple(info.shape) for name, info in adapters_in(found, tensors).items()}
-    return with_adapters(model, wanted, shapes, job.settings.alpha)
-
-
-# -- a base model in a folder of its own -------------------------------------------------------------------
-
-
-def _onto_base(
-    job: AdapterMerge,
-    found: FoundCheckpoint,
-    model: HfModel,
-    reader: CheckpointReader,
-    tensors: Mapping[str, TensorInfo],
-) -> AdaptedPlan:
-    try:
-        weights = read_folder(job.base_dir)
-    except CheckpointNotFoundError as error:
-        raise CheckpointNotFoundError(
-            f"{error}, and {found.path} has only adapters: name the folder of the base model with --hf_model_path, or "
-            "write the adapters alone with mcore-ckpt merge --adapters only"
-        ) from None
-    base = DequantizingReader(job.base_dir, model.config, weights)
-    of_base = weights_of(base)
-    stored = {name: info for name, info in of_base.items() if not model.ignores(name)}
-    wanted = [] if found.has_hf_names else hf_tensors_in(model, stored)
-    adapted = {tensor.name: tensor for tensor in _adapted(job, found, model, tensors, wanted)}
-    if missing := [name for name, tensor in adapted.items() if has_adapter(tensor) and name not in stored]:
-        raise CheckpointMismatchError(
-            f"{job.base_dir}: lacks tensor {missing[0]}, which has an adapter: name the folder of the base model with "
-            "--hf_model_path"
+    def _folder(self) -> AdapterFolder:
+        found, model, tensors = self.source.found, self.source.model, self.source.tensors
+        base = model.config.get("_name_or_path") or None
+        adapted = self._adapted(hf_tensors(model) if not found.has_hf_names else ())
+        weights = [name for name in tensors if name not in adapters_in(found, tensors)]
+        changed, why = self._changed(weights)
+        if found.has_hf_names:
+            beside = of_modules(saved_modules(tensors).values())
+        else:
+            # If the adapters are written next to the model, the model's folder has these weights.
+            beside = fully_trained_in_peft(model, adapted, changed, weights) if self.how == "only" else FullyTrained()
+        folder = plan_adapter_folder(
+            model, adapted, tensors, self.settings, dtype=self.options["dtype"], base=base, beside=beside
         )
-    merged = []
-    beside = [name for name in tensors if name not in adapters_in(found, tensors)]
-    trained = saved_modules(tensors) if found.has_hf_names else {}
-    for name, each in stored.items():
-        if name in trained:
-            _check_shape(name, each.shape, trained[name])
-        own = trained.get(name) or _own(adapted.get(name), beside)
-        merged.append(_of_base(name, each.shape, adapted.get(name)) if own is None else own)
-    used = {slab.mcore for tensor in merged for slab in tensor.slabs}
-    plan = plan_copies(job.options, model, merged, {**tensors, **stored})
-    beside += [tensor.slabs[0].mcore for tensor in trained.values()]
-    account(beside, used, [], lambda names: _lacks(job.base_dir, names))
-    unread = not_read(job.base_dir, {each.path.name for each in weights.values()})
-    reasons = [matching(IGNORED, model.ignored_by_user), matching(COMPUTED, model.ignored)]
-    left_out = account(of_base, stored, reasons, lambda names: _lacks(job.base_dir, names))
-    return AdaptedPlan(JoinedReader(reader, base), plan, None, together(left_out, base.left_out, plan.left_out, unread))
+        if self.how != "only":
+            return folder
+        left_out = account(weights, beside.sources, [(why, lambda name: name not in changed)], no_place_in_peft)
+        return replace(folder, plan=replace(folder.plan, left_out=together(left_out, folder.plan.left_out)))
+
+    def _changed(self, weights: Sequence[str]) -> tuple[set[str], str]:
+        """Returns the names of the weights that training has changed in full, and what to say of the others."""
+        found, reader = self.source.found, self.source.reader
+        if found.has_hf_names:
+            return set(), MAYBE_TRAINED  # PEFT's modules_to_save are none of these
+        if not has_base(found, weights_of(reader)):
+            return set(weights), BASE
+        stepped = {name for name in weights if reader.kinds(name) or is_changed_buffer(name)}
+        if self.settings.trained is not None:
+            return stepped | (set(self.settings.trained) & set(weights)), BASE
+        has_optimizer = any(reader.kinds(name) for name in reader.names)
+        return stepped, BASE if has_optimizer else MAYBE_TRAINED
+
+    def _adapted(self, wanted: Sequence[HfTensor]) -> list[HfTensor]:
+        """Returns HuggingFace tensors with their adapters; for mcore's names, the adapters of the `wanted` tensors."""
+        found, tensors = self.source.found, self.source.tensors
+        if found.has_hf_names:
+            return adapted_weights(tensors, self.settings.alpha)
+        shapes = {name: tuple(info.shape) for name, info in adapters_in(found, tensors).items()}
+        return with_adapters(self.source.model, wanted, shapes, self.settings.alpha)
+
+    def _onto_base(self) -> AdaptedPlan:
+        found, model, tensors = self.source.found, self.source.model, self.source.tensors
+        try:
+            weights = read_folder(self.base_dir)
+        except CheckpointNotFoundError as error:
+            raise CheckpointNotFoundError(
+                f"{error}, and {found.path} has only adapters: name the folder of the base model with --hf_model_path, "
+                "or write the adapters alone with mcore-ckpt merge --adapters only"
+            ) from None
+        base = DequantizingReader(self.base_dir, model.config, weights)
+        of_base = weights_of(base)
+        stored = {name: info for name, info in of_base.items() if not model.ignores(name)}
+        wanted = [] if found.has_hf_names else hf_tensors_in(model, stored)
+        adapted = {tensor.name: tensor for tensor in self._adapted(wanted)}
+        if missing := [name for name, tensor in adapted.items() if has_adapter(tensor) and name not in stored]:
+            raise CheckpointMismatchError(
+                f"{self.base_dir}: lacks tensor {missing[0]}, which has an adapter: name the folder of the base model "
+                "with --hf_model_path"
+            )
+        merged = []
+        beside = [name for name in tensors if name not in adapters_in(found, tensors)]
+        trained = saved_modules(tensors) if found.has_hf_names else {}
+        for name, each in stored.items():
+            if name in trained:
+                _check_shape(name, each.shape, trained[name])
+            own = trained.get(name) or _own(adapted.get(name), beside)
+            merged.append(_of_base(name, each.shape, adapted.get(name)) if own is None else own)
+        used = {slab.mcore for tensor in merged for slab in tensor.slabs}
+        plan = plan_copies(self.options, model, merged, {**tensors, **stored})
+        beside += [tensor.slabs[0].mcore for tensor in trained.values()]
+        account(beside, used, [], lambda names: _lacks(self.base_dir, names))
+        unread = not_read(self.base_dir, {each.path.name for each in weights.values()})
+        reasons = [matching(IGNORED, model.ignored_by_user), matching(COMPUTED, model.ignored)]
+        left_out = account(of_base, stored, reasons, lambda names: _lacks(self.base_dir, names))
+        return AdaptedPlan(
+            JoinedReader(self.source.reader, base), plan, None, together(left_out, base.left_out, plan.left_out, unread)
+        )
 
 
 def _own(adapted: HfTensor | None, weights: Container[str]) -> HfTensor | None:

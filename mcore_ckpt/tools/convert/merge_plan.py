@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from mcore_ckpt.formats.contract import CheckpointReader, TensorInfo
 from mcore_ckpt.formats.fsdp.adapters import with_peft_adapters
@@ -16,30 +16,26 @@ from mcore_ckpt.sharding.adapter_names import is_adapter
 from mcore_ckpt.tools.examine.find import FoundCheckpoint
 
 
-def plan_model(
-    options: ExportOptions,
-    found: FoundCheckpoint,
-    model: HfModel,
-    reader: CheckpointReader,
-    tensors: Mapping[str, TensorInfo],
-    alpha: float | None = None,
-) -> ExportPlan:
-    """Plans the files of the model that a checkpoint has.
+@dataclass(frozen=True, eq=False)
+class OpenCheckpoint:
+    """A checkpoint to merge. `model` is its model, or its base model. `tensors` are those to write, by name."""
 
-    Args:
-        options: the form of the files.
-        found: the checkpoint.
-        model: the model that the checkpoint has.
-        reader: the reader of the checkpoint.
-        tensors: the tensors to write, by name.
-        alpha: the alpha of the adapters, which are merged into the weights. None to leave adapters out.
+    found: FoundCheckpoint
+    model: HfModel
+    reader: CheckpointReader
+    tensors: Mapping[str, TensorInfo]
+
+
+def plan_model(options: ExportOptions, source: OpenCheckpoint, alpha: float | None = None) -> ExportPlan:
+    """Plans the files of a checkpoint's model. With `alpha`, adapters are merged into the weights.
 
     Raises:
         CheckpointMismatchError: the tensors do not fit the model.
         UnsupportedError: safetensors files cannot store a tensor's dtype.
     """
-    if found.has_hf_names:
-        copied, left_out = fsdp_tensors(reader, model)
+    model, tensors = source.model, source.tensors
+    if source.found.has_hf_names:
+        copied, left_out = fsdp_tensors(source.reader, model)
         adapted = copied if alpha is None else with_peft_adapters(copied, tensors, alpha)
         plan = plan_copies(options, model, adapted, tensors)
         return replace(plan, left_out=together(left_out, plan.left_out))

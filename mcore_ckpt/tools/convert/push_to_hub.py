@@ -18,8 +18,7 @@ def check_has_no_model(repository: str) -> None:
 
     Nothing is checked if the hub does not answer, because the push will say so.
 
-    Raises:
-        InvalidArgumentError: the repository has weights.
+    Raises InvalidArgumentError: the repository has weights.
     """
     from huggingface_hub import HfApi
 
@@ -36,15 +35,9 @@ def check_has_no_model(repository: str) -> None:
 
 
 def push_to_hub(folder: Path, repository: str, private: bool) -> None:
-    """Pushes a model's folder. Makes the repository if it does not exist.
+    """Pushes a model's folder to the `repository` "owner/name". If that does not exist, it is made, `private` or not.
 
-    Args:
-        folder: the model's folder.
-        repository: "owner/name" on the hub.
-        private: True to make a new repository private; an existing one stays as it is.
-
-    Raises:
-        CheckpointError: the push failed. The folder is unchanged.
+    Raises CheckpointError: the push failed. The folder is unchanged.
     """
     from huggingface_hub import HfApi
 

@@ -16,13 +16,9 @@ from mcore_ckpt.sharding.regions import Region
 def check_written(reader: CheckpointReader, names: Iterable[str], read: Callable[[str, Region], torch.Tensor]) -> None:
     """Compares tensors of the model, one stored shard at a time.
 
-    Args:
-        reader: the reader of the source.
-        names: the names of the tensors to compare.
-        read: returns a region of a written tensor, flattened.
+    `read` returns a region of a written tensor, flattened.
 
-    Raises:
-        CheckpointMismatchError: the bits differ.
+    Raises CheckpointMismatchError: the bits differ from those of the source's reader.
     """
     for name in names:
         key = ShardKey(name, MODEL)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from mcore_ckpt.tools.convert.reshard.role_writer import Identity, RoleWriter
 from mcore_ckpt.tools.convert.reshard.saved_tensors import SavedTensor
 from mcore_ckpt.tools.convert.reshard.target import SavedLayout, WantedLayout, resolve
 from mcore_ckpt.tools.convert.walk import check_together, write_together
-from mcore_ckpt.tools.examine.progress import Progress
+from mcore_ckpt.tools.examine.progress import Progress, no_progress
 
 STEP = 0
 _CONTENTS = ("model",)
@@ -41,7 +41,7 @@ def convert_to_native(
     agreement: Agreement,
     role: str = "actor",
     test: bool = False,
-    progress: Progress = lambda done, total: None,
+    progress: Progress = no_progress,
     ignore: Sequence[str] = (),
     dequantized: torch.dtype | None = None,
     force: bool = False,
@@ -58,7 +58,6 @@ def convert_to_native(
         agreement: connects this process with the other processes that share the work.
         role: the name of the role's folder.
         test: True to read everything back and compare it before the checkpoint appears.
-        progress: called with the number of bytes that this process has written, and the number that it will write.
         ignore: regular expressions of HuggingFace tensors to leave out.
         dequantized: the dtype of weights that are quantized in the folder; None takes the one in its `config.json`.
         force: True to replace a checkpoint of this role at step 0. A pinned step stays.
@@ -79,20 +78,17 @@ def convert_to_native(
     return ConversionReport(reader.place, path, reader.model.describe(), nbytes, seconds, left_out_of(reader, path))
 
 
-def folder_tensors(reader: HuggingFaceReader) -> Iterator[SavedTensor]:
-    """Describes the folder's tensors as if one rank had saved them."""
-    for name in reader.names:
-        file = reader.parts_of(name)[0].file
-        yield SavedTensor(
-            name, MODEL, (), main=False, aliased=False, seen={0: whole_region(reader, name)}, pp=0, file=file
-        )
+def _tensor(reader: HuggingFaceReader, name: str) -> SavedTensor:
+    """Describes a tensor of the folder as if one rank had saved it."""
+    seen, file = {0: whole_region(reader, name)}, reader.parts_of(name)[0].file
+    return SavedTensor(name, MODEL, (), main=False, aliased=False, seen=seen, pp=0, file=file)
 
 
 def _writer(reader: HuggingFaceReader, wanted: WantedLayout, destination: RolesOfStep) -> RoleWriter:
     # The tensors of a HuggingFace model are not cut, so its layout is the same as if one rank had saved it.
     saved = SavedLayout(Topology(), (StageRecord(0, 0, reader.decoder_layers, reader.mtp_layers),))
     try:
-        tensors = list(folder_tensors(reader))
+        tensors = [_tensor(reader, name) for name in reader.names]
         target = resolve(wanted, saved, any(tensor.expert for tensor in tensors))
         check_heads({}, reader.contents.config, tensors, saved.topology, target.topology)
         planned = Planner(reader, saved, _CONTENTS, tensors, target, wanted).files()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from mcore_ckpt.tools.convert.destinations import NewFolder
 from mcore_ckpt.tools.convert.from_huggingface import ConversionReport, left_out_of, open_folder
 from mcore_ckpt.tools.convert.read_back import check_written
 from mcore_ckpt.tools.convert.walk import check_together, write_together
-from mcore_ckpt.tools.examine.progress import Progress
+from mcore_ckpt.tools.examine.progress import Progress, no_progress
 
 
 def convert_to_torch_dist(
@@ -42,7 +42,7 @@ def convert_to_torch_dist(
     path: Path,
     agreement: Agreement,
     test: bool = False,
-    progress: Progress = lambda done, total: None,
+    progress: Progress = no_progress,
     ignore: Sequence[str] = (),
     dequantized: torch.dtype | None = None,
     force: bool = False,
@@ -51,16 +51,10 @@ def convert_to_torch_dist(
 
     A model of any layout can load the folder, with local or with transformer-engine's layer specs. The vocabulary has
     HuggingFace's size, without padding. Configuration and tokenizer are in `huggingface/` below the folder. The
-    conversion needs a few times SCATTER_BYTES of memory.
+    conversion needs a few times SCATTER_BYTES of memory. The other arguments are those of `convert_to_native`.
 
     Args:
-        source: the folder of the HuggingFace model, which every process must see, or the name of a model on the hub.
         path: the folder to write; without `force` it must be empty or not exist.
-        agreement: connects this process with the other processes that share the work.
-        test: True to read everything back and compare it before the folder appears.
-        progress: called with the number of bytes that this process has written and the number that it will write.
-        ignore: regular expressions of HuggingFace tensors to leave out.
-        dequantized: the dtype of weights that are quantized in the folder; None takes the one in its `config.json`.
         force: True to replace a torch_dist checkpoint that is there.
 
     Raises:
@@ -77,9 +71,6 @@ def convert_to_torch_dist(
     )
     path, seconds = destination.path, time.monotonic() - started
     return ConversionReport(reader.place, path, reader.model.describe(), nbytes, seconds, left_out_of(reader, path))
-
-
-# -- plan -------------------------------------------------------------------------------------------------
 
 
 def are_alike(reader: HuggingFaceReader) -> bool:
@@ -104,13 +95,11 @@ def _writer(reader: HuggingFaceReader) -> _Writer:
     experts = 1 + max((expert[1] for name in names if (expert := expert_of(name))), default=0)
     keys = Keys(reader.names, len(reader.model.layers), experts, are_alike(reader))
     key_rows = {name: [_key_rows(reader, name, place) for place in keys.places(name)] for name in names}
-    slices = [
-        each
-        for name in names
-        for at_place in key_rows[name]
-        for rows in at_place
-        for each in _slices(reader, name, rows)
-    ]
+    slices: list[Slice] = []
+    for name in names:
+        first = reader.parts_of(name)[0]
+        for rows in chain.from_iterable(key_rows[name]):
+            slices += slices_of(ShardKey(name, MODEL), rows, first.region.global_shape, first.dtype)
     # transformer-engine reads an empty tensor as a state without FP8, and megatron's own layers accept any state.
     empty = saved_object(torch.empty(0, dtype=torch.uint8))
     states = dict.fromkeys((place.object_key for name in names for place in keys.states(name)), empty)
@@ -136,21 +125,11 @@ def _key_rows(reader: HuggingFaceReader, name: str, place: Place) -> list[KeyRow
     ]
 
 
-def _slices(reader: HuggingFaceReader, name: str, rows: KeyRows) -> Iterator[Slice]:
-    first = reader.parts_of(name)[0]
-    return slices_of(ShardKey(name, MODEL), rows, first.region.global_shape, first.dtype)
-
-
-# -- write and check --------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, eq=False)
 class _Writer(TorchDistWriter):
     """Writes a folder's tensors and assets. `check` compares the written tensors with the source, not with the plan.
 
-    Attributes:
-        reader: the reader of the folder.
-        key_rows: by tensor name, one entry for each place where the tensor is stored: its keys with their rows.
+    `key_rows` has, by tensor name, one entry for each place where the tensor is stored: its keys with their rows.
     """
 
     reader: HuggingFaceReader

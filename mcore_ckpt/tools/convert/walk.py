@@ -25,7 +25,7 @@ from mcore_ckpt.ranks.rounds import Agreement, Record, decide, same_everywhere
 from mcore_ckpt.sharding.assignment import share_of
 from mcore_ckpt.steps import commit
 from mcore_ckpt.tools.convert.destinations import Destination
-from mcore_ckpt.tools.examine.progress import Progress, summed
+from mcore_ckpt.tools.examine.progress import Progress, no_progress, summed
 
 Writers: TypeAlias = Sequence[tuple[str, CheckpointWriter]]
 """The writers, each with the name of its folder in the destination. Several may write into the same folder."""
@@ -51,12 +51,8 @@ def plan_together(
 ) -> Plan:
     """Plans on all processes. If one fails, all raise its error.
 
-    Args:
-        agreement: connects this process with the others that share the work.
-        topic: what the processes do, for messages.
-        plan: plans.
-        identity: returns the part of a plan that must be the same on all processes, as plain JSON values.
-        what: a description of this part, for messages.
+    `identity` returns the part of a plan that must be the same on all processes, as plain JSON values. For messages,
+    `topic` says what the processes do, and `what` describes this part.
     """
     plans: list[Plan] = []
 
@@ -73,21 +69,16 @@ def write_together(
     writers: Writers,
     destination: Destination,
     mode: int,
-    progress: Progress = lambda done, total: None,
+    progress: Progress = no_progress,
     test: bool = False,
 ) -> int:
-    """Writes, tests and publishes.
+    """Writes, tests and publishes. `writers` are the same on all processes.
 
     Args:
-        agreement: connects this process with the others that share the work.
-        writers: what to write; the same on all processes.
-        destination: where to write it.
         mode: the mode of new folders (`mode_as`).
-        progress: called with the number of bytes that this process has written, and the number that it will write.
         test: True to read everything back and compare it with the source before it appears.
 
-    Returns:
-        The number of bytes of data that all processes together have written.
+    Returns the number of bytes of data that all processes together have written.
 
     Raises:
         CheckpointError: all processes raise it. What was in the destination is still there.

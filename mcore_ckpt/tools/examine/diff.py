@@ -219,9 +219,6 @@ def _names(left: NativeReader, right: NativeReader) -> Iterator[tuple[str, str]]
     yield from ((name, name) for name in right.names if name not in matched)
 
 
-# -- one tensor --------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, eq=False)
 class _Tensor:
     """One kind of a tensor in A and in B. `pairs` is empty if it is not in both, or has different shapes."""
@@ -293,8 +290,6 @@ def _read(
     part = whole.with_flat(start, start + len(memory))
     reader.read([(read, memory) for read in reads_of(reader, key, part, shards)])
 
-
-# -- everything but tensors --------------------------------------------------------------------------------
 
 _PLAIN_KINDS = {"common": file_names.COMMON_FILE, "rng": "random states", "extra": "extra state"}
 

@@ -36,12 +36,8 @@ _SUGGESTED = 3
 class Values:
     """Statistics of a tensor's elements. All but the counts describe the finite elements; None if there are none.
 
-    Attributes:
-        count: the number of elements.
-        zeros, nans, infs: how many of them are 0, NaN, and infinite.
-        minimum, maximum, mean: the smallest and the largest element, and the mean.
-        std: the standard deviation of all elements (with `count`, not `count - 1`).
-        norm: the square root of the sum of squares.
+    `std` is the standard deviation of all elements (with `count`, not `count - 1`), `norm` the square root of the sum
+    of squares.
     """
 
     count: int

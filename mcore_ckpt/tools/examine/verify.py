@@ -31,13 +31,10 @@ _TRIES = 5
 
 @dataclass(frozen=True)
 class VerifiedRole:
-    """The result for one role of one step.
+    """The result for one role of one step: the files that its manifest lists, and what is damaged.
 
-    Attributes:
-        path: the role's folder.
-        files, nbytes: number of the files that its manifest lists, and their size in bytes.
-        damages: what is damaged; empty if the role is intact.
-        of_nodes: in a node's folder of the fast tier, what is here. Files that only other nodes have are not verified.
+    `of_nodes` says, in a node's folder of the fast tier, what is here. Files that only other nodes have are not
+    verified.
     """
 
     path: Path

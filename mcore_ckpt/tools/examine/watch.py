@@ -189,9 +189,6 @@ def _some_files(staging: Path) -> list[Path]:
     return list(islice((path for path in files if path.name != file_names.OWNER_FILE), _MOST_FILES))
 
 
-# -- changes -----------------------------------------------------------------------------------------------
-
-
 def changes(before: Look | None, after: Look) -> list[Change]:
     """Returns what has changed between two looks; after the first one, the steps and saves that are there."""
     found = _changes_of_saves(before, after)

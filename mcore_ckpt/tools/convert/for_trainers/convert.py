@@ -21,22 +21,16 @@ from mcore_ckpt.steps.trainer_lock import ToolLocks
 from mcore_ckpt.tools.convert.destinations import NewFolder
 from mcore_ckpt.tools.convert.for_trainers.layouts import Layout, Plan, Role, plan_for
 from mcore_ckpt.tools.convert.walk import plan_together, write_together
-from mcore_ckpt.tools.examine.progress import Progress
+from mcore_ckpt.tools.examine.progress import Progress, no_progress
 from mcore_ckpt.tools.examine.select import Selection, select
 
 
 @dataclass(frozen=True)
 class TrainerConversionReport:
-    """Report of a conversion.
+    """Report of a conversion: from the folders of the roles into the folder of the new step.
 
-    Attributes:
-        source: the folders of the roles.
-        path: the folder of the new step.
-        layout: the trainer that can go on from it.
-        step: the step.
-        nbytes: the size in bytes of all tensors that the processes together have written.
-        notes: sentences about what the other trainer does not get, for people.
-        seconds: how long the conversion took.
+    `nbytes` is the size in bytes of all tensors that the processes together have written. `notes` are sentences about
+    what the other trainer does not get, for people.
     """
 
     source: tuple[Path, ...]
@@ -57,26 +51,24 @@ def convert_for_trainer(
     role: str | None = None,
     hf_model_path: Path | None = None,
     test: bool = False,
-    progress: Progress = lambda done, total: None,
+    progress: Progress = no_progress,
     force: bool = False,
 ) -> TrainerConversionReport:
     """Writes a step into `root` for another trainer, which goes on from it. Every process must call it.
 
     Any parallel layout with the same chain of optimizers (dense, or dense and expert) can load it. The step's folder
-    appears when it is complete, and then the tracker names it. The processes divide the files among themselves, and
-    each needs a few times SCATTER_BYTES of memory.
+    appears when it is complete, and then the tracker names it. Each process needs a few times SCATTER_BYTES of memory.
 
     Args:
         source: the folder of a role, of a step, or of all steps (to take the newest complete one).
-        root: the folder of the other trainer's checkpoints. It may have other steps, but must not be the folder that
-            is read.
+        root: the folder of the other trainer's checkpoints. It may have other steps, but must not be the folder that is
+            read.
         layout: the trainer that is to go on.
         agreement: connects this process with the other processes that share the work.
         step: the step to take from a folder of all steps; None for the newest.
         role: the role to convert; None for all roles of the step.
         hf_model_path: the folder with config.json and tokenizer; None to use those of the checkpoint.
         test: True to read everything back and compare it before the step appears.
-        progress: called with the number of bytes that this process has written and the number that it will write.
         force: True to replace the step in `root` if a conversion wrote it, and a tracker that names another step. A
             pinned step stays.
 
@@ -87,10 +79,6 @@ def convert_for_trainer(
         CheckpointError: the checkpoint is damaged, has something that the trainer cannot load, or the step cannot be
             written. All processes raise it, and `root` is as it was, unless the message says that the step is in place
             and only the tracker could not be written.
-
-    Example:
-        >>> ranks = rendezvous("convert", 60.0)  # doctest: +SKIP
-        >>> convert_for_trainer(Path("ckpt"), Path("megatron"), "megatron", ranks)  # doctest: +SKIP
     """
     started = time.monotonic()
     root = root.absolute()
@@ -102,9 +90,6 @@ def convert_for_trainer(
         nbytes = write_together(agreement, plan.writers, destination, mode_as(*sources), progress, test)
     seconds = time.monotonic() - started
     return TrainerConversionReport(sources, destination.path, layout, selection.step, nbytes, plan.notes, seconds)
-
-
-# -- plan -------------------------------------------------------------------------------------------------
 
 
 def _select(agreement: Agreement, source: Path, step: int | None, role: str | None) -> Selection:
@@ -145,17 +130,10 @@ def _plan(
     return plan_together(agreement, topic, plan, identity, "the checkpoint to convert")
 
 
-# -- destination ------------------------------------------------------------------------------------------
-
-
 class _StepOfTrainer(NewFolder):
     """The folder of a step, below a root that trainers of this package may save into, too. In the end trackers name it.
 
-    Args:
-        root: the folder of all steps.
-        plan: says which step it is.
-        roles: the roles that are converted.
-        force: True to replace a step for another trainer, and trackers that name another step.
+    `force` replaces a step for another trainer, and trackers that name another step.
     """
 
     def __init__(self, root: Path, plan: Plan, roles: Sequence[str], force: bool) -> None:

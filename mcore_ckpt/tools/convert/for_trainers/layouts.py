@@ -24,6 +24,7 @@ from mcore_ckpt.errors import CheckpointNotFoundError, InvalidArgumentError, Uns
 from mcore_ckpt.formats.companions import companions_of
 from mcore_ckpt.formats.contract import CheckpointWriter
 from mcore_ckpt.formats.huggingface.export_plan import ExportPlan, FileTensor
+from mcore_ckpt.formats.kinds import NATIVE
 from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.formats.torch_dist.contents import Contents
 from mcore_ckpt.formats.torch_dist.writer import TorchDistWriter
@@ -61,7 +62,6 @@ class Plan:
     """Everything to write for one trainer.
 
     Attributes:
-        step: the step.
         folder: the name of the step's folder.
         writers: what is to be written, by folder relative to the step's folder.
         own_tracker: the name and the bytes of a tracker that only this trainer has; None if it has only the usual one.
@@ -90,13 +90,7 @@ class Role:
 
 
 def plan_for(layout: Layout, selection: Selection, roles: Sequence[Role], hf_model_path: Path | None) -> Plan:
-    """Plans what to write.
-
-    Args:
-        layout: the trainer that is to go on.
-        selection: the step.
-        roles: the roles of the step that have a model.
-        hf_model_path: the folder with config.json; None to use the checkpoint's.
+    """Plans what to write for the trainer that is to go on. `roles` are those of the step that have a model.
 
     Raises:
         InvalidArgumentError: the trainer can load one role, but there are several.
@@ -132,12 +126,8 @@ def _for_megatron(
         )
     reader = roles[0].reader
     tensors, shared, rng = plan_tensors(reader), read_shared_state(reader), rng_of(reader)
-    common = {
-        **megatron_state(reader, partial(_model, roles[0], hf_model_path), has_rng=bool(rng)),
-        "content_metadata": dict(CONTENT_METADATA),
-        **({} if shared.optimizer is None else {"optimizer": shared.optimizer}),
-        **({} if shared.scheduler is None else {"opt_param_scheduler": shared.scheduler}),
-    }
+    loop = megatron_state(reader, partial(_model, roles[0], hf_model_path), has_rng=bool(rng))
+    common = {**loop, **_common_of(shared, "opt_param_scheduler")}
     contents = Contents.of([*tensors.model, *tensors.optimizer], {**tensors.states, **rng}, common)
     return Plan(
         selection.step,
@@ -147,6 +137,12 @@ def _for_megatron(
     )
 
 
+def _common_of(shared: SharedState, scheduler: str) -> dict[str, Any]:
+    """Returns what is in `common.pt` whoever reads it; the LR scheduler is under the key `scheduler`."""
+    found = {"content_metadata": dict(CONTENT_METADATA), "optimizer": shared.optimizer, scheduler: shared.scheduler}
+    return {key: value for key, value in found.items() if value is not None}
+
+
 def _torch_dist(reader: NativeReader, contents: Contents) -> TorchDistWriter:
     contents.describe()  # raises if the contents cannot be described
     return TorchDistWriter(contents, partial(read_slice, reader), reader.place)
@@ -154,7 +150,7 @@ def _torch_dist(reader: NativeReader, contents: Contents) -> TorchDistWriter:
 
 def _model(role: Role, hf_model_path: Path | None) -> HfModel | None:
     """Returns the model that config.json describes; None if there is no config.json. Refuses another model's."""
-    found = FoundCheckpoint(role.path, "native")
+    found = FoundCheckpoint(role.path, NATIVE.name)
     try:
         model = model_from_config(read_config(hf_model_path or found.config_dir()))
     except CheckpointNotFoundError:
@@ -170,14 +166,11 @@ def _model(role: Role, hf_model_path: Path | None) -> HfModel | None:
 
 def _for_bridge(selection: Selection, roles: Sequence[Role], hf_model_path: Path | None) -> Plan:
     """Plans a step that Bridge loads like Megatron-LM's, because it has no `train_state.pt` (`load_checkpoint`)."""
-    plan = _for_megatron(selection, roles, hf_model_path, _rng_of_bridge, "checkpoint.load_rng=False")
+    rng_of = partial(rng_objects, of_each_replica=roles[0].reader.manifest.topology.ep > 1)
+    plan = _for_megatron(selection, roles, hf_model_path, rng_of, "checkpoint.load_rng=False")
     texts = OtherFiles(roles[0].path, texts=_run_config(roles[0].reader))
     tracker = _bridge_tracker(roles[0].reader, plan.step)
     return replace(plan, writers=[*plan.writers, (".", texts)], own_tracker=tracker)
-
-
-def _rng_of_bridge(reader: NativeReader) -> dict[str, bytes]:
-    return rng_objects(reader, of_each_replica=reader.manifest.topology.ep > 1)
 
 
 def _bridge_tracker(reader: NativeReader, step: int) -> tuple[str, bytes]:
@@ -239,14 +232,12 @@ def _for_verl(layout: Layout, selection: Selection, roles: Sequence[Role], hf_mo
 def _trees_of_verl(reader: NativeReader, prefix: str, shared: SharedState, rng: Mapping[str, bytes]) -> Writers:
     """Returns the folders of verl's layout 2 (`MegatronCheckpointManager.save_checkpoint`, 0.9.1) but the weights."""
     trees: list[tuple[str, CheckpointWriter]] = []
-    metadata = {"content_metadata": dict(CONTENT_METADATA)}
     if shared.optimizer is not None:
-        common: dict[str, Any] = {**metadata, "optimizer": shared.optimizer}
-        common |= {} if shared.scheduler is None else {"lr_scheduler": shared.scheduler}
-        contents = Contents.of(plan_tensors(reader).optimizer, {}, common)
+        contents = Contents.of(plan_tensors(reader).optimizer, {}, _common_of(shared, "lr_scheduler"))
         trees.append((f"{prefix}optimizer/dist_ckpt", _torch_dist(reader, contents)))
     if rng:
-        trees.append((f"{prefix}extra/dist_ckpt", _torch_dist(reader, Contents.of([], rng, metadata))))
+        contents = Contents.of([], rng, {"content_metadata": dict(CONTENT_METADATA)})
+        trees.append((f"{prefix}extra/dist_ckpt", _torch_dist(reader, contents)))
     return trees
 
 
@@ -256,11 +247,7 @@ def _tree_of_verl_0_8(reader: NativeReader, prefix: str, shared: SharedState, rn
     Workers and engines that have a bridge load the weights from the HuggingFace folder. The others, and critics with
     mbridge, load them from here.
     """
-    tensors = plan_tensors(reader)
-    common: dict[str, Any] = {"content_metadata": dict(CONTENT_METADATA)}
-    if shared.optimizer is not None:
-        common |= {"optimizer": shared.optimizer}
-        common |= {} if shared.scheduler is None else {"lr_scheduler": shared.scheduler}
+    tensors, common = plan_tensors(reader), _common_of(shared, "lr_scheduler")
     contents = Contents.of([*tensors.model, *tensors.optimizer], {**tensors.states, **rng}, common)
     return [(f"{prefix}dist_ckpt", _torch_dist(reader, contents))]
 
@@ -271,7 +258,7 @@ def _export(role: Role, hf_model_path: Path | None) -> MergeJob:
     # A critic's config.json describes a language model.
     value = True if head is not None and head.shape[0] == 1 else None
     request = MergeRequest(role.path, role.path, hf_model_path=hf_model_path, value=value)
-    job = prepare(request, FoundCheckpoint(role.path, "native"))
+    job = prepare(request, FoundCheckpoint(role.path, NATIVE.name))
     return replace(job, plan=_with_head_of_verl(job.plan)) if value else job
 
 
@@ -302,12 +289,8 @@ def _notes(
 ) -> tuple[str, ...]:
     """Returns what the other trainer does not get.
 
-    Args:
-        reader: the reader of the checkpoint.
-        converted: the keys of extra_state that are converted.
-        has_rng: whether the random states are converted.
-        without_rng: how the other trainer is told not to load random states.
-        shared: the state of the optimizer that all ranks share.
+    `converted` are the keys of extra_state that are converted; `without_rng` is how the other trainer is told not to
+    load random states.
     """
     sizes = reader.manifest.topology
     notes = [left_out(reader, converted)]

@@ -21,11 +21,7 @@ def rng_objects(reader: NativeReader, of_each_replica: bool = False) -> dict[str
     """Returns the sharded objects with the random states; empty if they were not saved, or only their seed was.
 
     A resharded checkpoint can have a seed instead of states. Only this package can start from the seed.
-
-    Args:
-        reader: the reader of the checkpoint.
-        of_each_replica: whether each rank gets a separate object, by its place in the group of data- and
-            context-parallel ranks.
+    `of_each_replica` gives each rank a separate object, by its place in the group of data- and context-parallel ranks.
 
     Raises:
         CheckpointCorruptError: a file is missing, is damaged, or lacks states.
@@ -38,9 +34,7 @@ def rng_objects(reader: NativeReader, of_each_replica: bool = False) -> dict[str
     for pp in range(sizes.pp):
         for tp in range(sizes.tp):
             # The place in the group of replicas counts context-parallel ranks first ("tp-cp-ep-dp-pp").
-            replicas = [(cp, dp) for dp in range(sizes.dp) for cp in range(sizes.cp)]
-            if not of_each_replica:
-                replicas = [(0, dp) for dp in range(sizes.dp)]
+            replicas = [(cp, dp) for dp in range(sizes.dp) for cp in range(sizes.cp if of_each_replica else 1)]
             states = [_read_states(reader, file_names.rng_file(pp, tp, cp, dp)) for cp, dp in replicas]
             if any("seed" in state for state in states):
                 return {}

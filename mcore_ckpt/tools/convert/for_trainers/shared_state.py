@@ -33,8 +33,8 @@ from mcore_ckpt.state.typed_values import from_stored
 
 # The form of `DistributedOptimizer.sharded_state_dict` that loads under any layout. 0.16 to 0.19 accept it.
 SHARDING_TYPE = "fully_reshardable"
-# Trainers build their `sharded_state_dict` with the flags that the checkpoint names (Megatron-LM's `load_checkpoint`,
-# verl's `_load_content_metadata`). `non_homogeneous_layers` gives each layer its own keys, whatever its neighbours are.
+# Trainers build their `sharded_state_dict` with these flags (Megatron-LM's `load_checkpoint`, verl's
+# `_load_content_metadata`).
 CONTENT_METADATA: Mapping[str, Any] = {
     "distrib_optim_sharding_type": SHARDING_TYPE,
     "distrib_optim_fully_reshardable_mem_efficient": False,
@@ -64,8 +64,8 @@ class SharedState:
 
     Attributes:
         optimizer: megatron's dict, or one dict for each optimizer of a chain, by number; None if it was not saved.
-        was_offloaded: whether a part of it was a HybridDeviceOptimizer.
         scheduler: the LR scheduler's `state_dict()`; None if there is none.
+        was_offloaded: whether a part of the optimizer was a HybridDeviceOptimizer.
         mixed_fields: the fields that differ between param groups which megatron takes for the same group.
     """
 
@@ -78,9 +78,7 @@ class SharedState:
 def read_shared_state(reader: NativeReader) -> SharedState:
     """Reads `common.pt`.
 
-    Raises:
-        CheckpointCorruptError: `common.pt` is damaged.
-        UnsupportedError: megatron cannot load an optimizer of this kind.
+    Raises CheckpointCorruptError if it is damaged, and UnsupportedError if megatron cannot load its kind of optimizer.
     """
     if "optimizer" not in reader.manifest.contents:
         return SharedState(None, None)
@@ -165,14 +163,11 @@ def _optimizer_state(saved: Mapping[str, Any]) -> dict[str, Any]:
 def megatron_state(reader: NativeReader, model: Callable[[], HfModel | None], has_rng: bool) -> dict[str, Any]:
     """Returns the counters and arguments that Megatron-LM's `load_checkpoint` reads, besides optimizer and scheduler.
 
-    Args:
-        reader: the reader of the checkpoint.
-        model: returns the model of the checkpoint's `config.json`; None if there is none. It is called only if our
-            `save_checkpoint` of Megatron's loop has not saved the arguments of the run.
-        has_rng: whether the checkpoint has random states that Megatron-LM can load.
+    `model` returns the model of the checkpoint's `config.json`; None if there is none. It is called only if our
+    `save_checkpoint` of Megatron's loop has not saved the arguments of the run.
 
-    Raises:
-        CheckpointMismatchError: neither the checkpoint nor `config.json` has the arguments that Megatron-LM compares.
+    Raises CheckpointMismatchError: neither the checkpoint nor `config.json` has the arguments that Megatron-LM
+    compares.
     """
     loop = read_loop_state(reader)
     manifest, sizes = reader.manifest, reader.manifest.topology
@@ -235,9 +230,7 @@ def _compared(reader: NativeReader, loop: Mapping[str, Any], model: Callable[[],
 def left_out(reader: NativeReader, extra: Sequence[str]) -> str | None:
     """Returns a sentence on the parts of `extra_state` that other trainers do not get; None if they get all of it.
 
-    Args:
-        reader: the reader of the checkpoint.
-        extra: the keys of `extra_state` that are converted.
+    `extra` has the keys that are converted.
     """
     record = reader.by_path.get(file_names.extra_file(0, 0, 0, 0))
     keys = [] if record is None else sorted({*map(str, reader.plain(record.path))} - {*extra})

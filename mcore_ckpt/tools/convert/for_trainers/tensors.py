@@ -27,7 +27,7 @@ from mcore_ckpt.formats.torch_dist.contents import KeyRows, Slice, saved_object,
 from mcore_ckpt.formats.torch_dist.keys import Keys
 from mcore_ckpt.sharding.cuts import find_cut, has_sections
 from mcore_ckpt.sharding.names import expert_of, is_expert
-from mcore_ckpt.sharding.plan import MODEL, OPAQUE, PARAM, ReadRange, ShardKey, StoredShard
+from mcore_ckpt.sharding.plan import MODEL, OPAQUE, PARAM, ReadRange, ShardKey
 from mcore_ckpt.sharding.synonyms import in_local_spec
 from mcore_ckpt.tools.convert.reshard.saved_tensors import SavedTensor, saved_tensors
 
@@ -44,13 +44,7 @@ _SECTIONS = {
 
 @dataclass(frozen=True, eq=False)
 class PlannedTensors:
-    """The tensors to write.
-
-    Attributes:
-        model: the slices of the model's tensors.
-        optimizer: the slices of the optimizer's state; empty if it was not saved.
-        states: the modules' `_extra_state`, as objects of `Contents`.
-    """
+    """Slices of the model and of the optimizer's state (none if it was not saved), and `_extra_state` as objects."""
 
     model: tuple[Slice, ...]
     optimizer: tuple[Slice, ...]
@@ -74,7 +68,7 @@ def plan_tensors(reader: NativeReader) -> PlannedTensors:
     _refuse_bound_state(reader)
     tensors = list(saved_tensors(reader))
     keys = _keys(reader, tensors)
-    moments = _common_moments(tensors)
+    moments = {tensor.moments for tensor in tensors if tensor.main and tensor.moments}
     model: list[Slice] = []
     optimizer: list[Slice] = []
     empty = saved_object(torch.empty(0, dtype=torch.uint8))
@@ -98,8 +92,7 @@ def plan_tensors(reader: NativeReader) -> PlannedTensors:
 def read_slice(reader: NativeReader, wanted: Slice) -> torch.Tensor:
     """Reads the elements of a slice. Moments that are not stored, because there was no step yet, are zeros.
 
-    Raises:
-        CheckpointCorruptError: a block is damaged, or some elements are in no file.
+    Raises CheckpointCorruptError: a block is damaged, or some elements are in no file.
     """
     found = Locator(reader, None).find(Wanted(wanted.tensor, wanted.region, str(reader.place)))
     if found is None:
@@ -152,8 +145,8 @@ def _slices(reader: NativeReader, tensor: SavedTensor, kind: str, rows: Iterable
     key = ShardKey(tensor.name, kind)
     info = reader.info(key)
     # A main parameter that is the model's own tensor has its dtype, and moments that are not there yet are fp32.
-    if info is None:
-        info = reader.info(ShardKey(tensor.name, MODEL)) if kind == PARAM else None
+    if info is None and kind == PARAM:
+        info = reader.info(ShardKey(tensor.name, MODEL))
     dtype = "float32" if info is None else str(info.dtype).removeprefix("torch.")
     for each in rows:
         yield from slices_of(key, each, tensor.shape, dtype)
@@ -165,9 +158,6 @@ def _of_optimizer(rows: KeyRows, kind: str) -> KeyRows:
     return replace(rows, place=replace(rows.place, key=first), other_keys=tuple(others))
 
 
-# -- state of the optimizer -----------------------------------------------------------------------------------
-
-
 def _refuse_bound_state(reader: NativeReader) -> None:
     for name in reader.manifest.tensors:
         if kinds := reader.bound_kinds(ShardKey(name, PARAM)):
@@ -175,10 +165,6 @@ def _refuse_bound_state(reader: NativeReader) -> None:
                 f"{reader.place}: tensor {name}: its optimizer state has {', '.join(kinds)}, which are not of the "
                 "parameter's shape, so torch_dist cannot store them: take the weights with mcore-ckpt merge"
             )
-
-
-def _common_moments(tensors: Iterable[SavedTensor]) -> set[tuple[str, ...]]:
-    return {tensor.moments for tensor in tensors if tensor.main and tensor.moments}
 
 
 def _moments(reader: NativeReader, tensor: SavedTensor, common: set[tuple[str, ...]]) -> tuple[str, ...]:
@@ -193,9 +179,6 @@ def _moments(reader: NativeReader, tensor: SavedTensor, common: set[tuple[str, .
     return next(iter(common), ("exp_avg", "exp_avg_sq"))
 
 
-# -- states of modules ----------------------------------------------------------------------------------------
-
-
 def _opaque_state(reader: NativeReader, keys: Keys, tensor: SavedTensor) -> dict[str, bytes]:
     """Returns the `_extra_state` that transformer-engine keeps for FP8, as the module has returned it."""
     if is_expert(tensor.name):
@@ -204,11 +187,7 @@ def _opaque_state(reader: NativeReader, keys: Keys, tensor: SavedTensor) -> dict
     shard = Locator(reader, None).opaque(ShardKey(tensor.name, OPAQUE))
     if shard is None:
         raise CheckpointCorruptError(f"{reader.place}: tensor {tensor.name}: is in none of the files")
-    return {keys.place(tensor.name).object_key: saved_object(_bytes_of(reader, shard))}
-
-
-def _bytes_of(reader: NativeReader, shard: StoredShard) -> torch.Tensor:
     memory = torch.empty(shard.nbytes, dtype=torch.uint8)
     if shard.nbytes:
         reader.read([(ReadRange.whole(shard), memory)])
-    return memory
+    return {keys.place(tensor.name).object_key: saved_object(memory)}

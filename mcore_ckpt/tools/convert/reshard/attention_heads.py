@@ -43,15 +43,10 @@ def check_heads(
     linear attention, the size must divide the numbers of key heads and of value heads (TransformerConfig, 0.16.1), and
     in a Mamba mixer the numbers of heads and of groups (MambaMixer, 0.18).
 
-    Args:
-        facts: what the checkpoint itself says of its model.
-        config: the HuggingFace configuration, for numbers that `facts` lack. A number that both lack is not checked.
-        tensors: the tensors of the checkpoint.
-        saved: the saved layout.
-        new: the new layout.
+    The HuggingFace `config` gives numbers that the checkpoint's own `facts` lack. A number that both lack is not
+    checked.
 
-    Raises:
-        CheckpointMismatchError: the heads cannot be divided.
+    Raises CheckpointMismatchError: the heads cannot be divided.
     """
     if new.tp == saved.tp:
         return

@@ -21,13 +21,7 @@ _COPY_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class Copy:
-    """A file to copy.
-
-    Attributes:
-        record: the file in the saved checkpoint.
-        path: its path in the new checkpoint.
-        rank: the rank that the new manifest records as its writer.
-    """
+    """A saved file, its path in the new checkpoint, and the rank that the new manifest records as its writer."""
 
     record: FileRecord
     path: str
@@ -35,18 +29,12 @@ class Copy:
 
     @property
     def written(self) -> WrittenFile:
-        """The new file, as the manifest needs it."""
         return WrittenFile(self.path, self.record.kind, self.record.size, self.record.crc32)
 
 
 @dataclass(frozen=True)
 class CarriedFiles:
-    """The files of the new checkpoint that hold no named tensors.
-
-    Attributes:
-        copies: the files to copy.
-        seeded: the files of random number generators that start from a seed: (path, rank, seed).
-    """
+    """Files to copy, and the files of random number generators that start from a seed: (path, rank, seed)."""
 
     copies: tuple[Copy, ...]
     seeded: tuple[tuple[str, int, int], ...]
@@ -59,13 +47,7 @@ def plan_carried_files(role_dir: Path, reader: NativeReader, new: Topology) -> C
     sizes. If the random number generators cannot continue under the new layout, each rank gets the saved seed instead
     of their states.
 
-    Args:
-        role_dir: the folder of the saved checkpoint.
-        reader: its reader.
-        new: the new layout.
-
-    Raises:
-        CheckpointCorruptError: a file is missing, has another size, or is damaged.
+    Raises CheckpointCorruptError: a file is missing, has another size, or is damaged.
     """
     manifest = reader.manifest
     copies = [Copy(file, file.path, 0) for file in manifest.files if file.kind in ("common", "huggingface")]
@@ -92,9 +74,7 @@ def plan_carried_files(role_dir: Path, reader: NativeReader, new: Topology) -> C
 def copy_file(role_dir: Path, copy: Copy, folder: Path) -> None:
     """Copies a file durably into the folder of the new checkpoint.
 
-    Raises:
-        CheckpointCorruptError: the file's CRC is not the one in the manifest.
-        OSError: writing failed.
+    Raises CheckpointCorruptError if the file's CRC is not the one in the manifest, and OSError if writing failed.
     """
     make_folders(folder, copy.path)
     write_file(folder / copy.path, checked_bytes(role_dir, copy.record))
@@ -108,8 +88,7 @@ def write_seeds(seeded: Iterable[tuple[str, int, int]], folder: Path) -> list[tu
 def checked_bytes(role_dir: Path, record: FileRecord) -> Iterator[bytes]:
     """Yields the bytes of a file in blocks, and checks their CRC at the end.
 
-    Raises:
-        CheckpointCorruptError: the file is missing or has another size, or, after the last block, its CRC is wrong.
+    Raises CheckpointCorruptError: the file is missing or has another size, or, after the last block, its CRC is wrong.
     """
     crc = 0
     with open_file(role_dir, record) as descriptor:

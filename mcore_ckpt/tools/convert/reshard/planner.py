@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
@@ -27,6 +28,8 @@ from mcore_ckpt.tools.convert.reshard.saved_tensors import SavedTensor
 from mcore_ckpt.tools.convert.reshard.target import SavedLayout, Target, WantedLayout
 
 _EMBEDDING = "word_embeddings.weight"
+# A tensor to write, and the stored ranges that fill it.
+_PlannedWrite: TypeAlias = tuple[TensorWrite, Located]
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,29 +48,13 @@ class PlannedFile:
 
     @property
     def nbytes(self) -> int:
-        """The size of the file's tensors in bytes."""
         return sum(write.tensor.nbytes for write in self.request.tensors)
-
-
-@dataclass(frozen=True, eq=False)
-class _PlannedWrite:
-    """A tensor to write, and the stored ranges that fill it."""
-
-    write: TensorWrite
-    located: Located
 
 
 class Regions:
     """Computes the region of each tensor that each rank of the new layout holds.
 
-    Args:
-        tensors: all tensors of the checkpoint.
-        saved: the saved layout.
-        new: the new layout.
-        wanted: gives the size of the vocabulary.
-
-    Raises:
-        CheckpointMismatchError: the checkpoint has fewer vocabulary rows than `wanted.vocab_size`.
+    Raises CheckpointMismatchError: the checkpoint has fewer vocabulary rows than `wanted.vocab_size`.
     """
 
     def __init__(self, tensors: Iterable[SavedTensor], saved: Topology, new: Topology, wanted: WantedLayout) -> None:
@@ -95,9 +82,8 @@ class Regions:
     def of(self, tensor: SavedTensor, at: RankCoordinates) -> Region:
         """Returns the local region of a tensor on the rank at the coordinates `at`.
 
-        Raises:
-            CheckpointMismatchError: the new layout does not divide the tensor, the tensor is not cut as its name
-                implies, or it is not known how the tensor is cut.
+        Raises CheckpointMismatchError: the new layout does not divide the tensor, the tensor is not cut as its name
+        implies, or it is not known how the tensor is cut.
         """
         rank = at.etp if tensor.expert else at.tp
         key = (tensor.name, rank)
@@ -168,16 +154,12 @@ class Planner:
     """Plans the files of a new layout.
 
     Args:
-        reader: the reader of the checkpoint.
-        saved: the layout of the checkpoint.
         contents: the contents to write: `model`, `optimizer`, ...
-        tensors: the tensors of the checkpoint.
         target: the layout to write.
         wanted: gives the size of the vocabulary.
 
-    Raises:
-        CheckpointMismatchError: the experts or the vocabulary do not fit the layout, or the pipeline rank of a tensor
-            is not known.
+    Raises CheckpointMismatchError: the experts or the vocabulary do not fit the layout, or the pipeline rank of a
+    tensor is not known.
     """
 
     def __init__(
@@ -192,32 +174,22 @@ class Planner:
         self._reader = reader
         self._contents = contents
         self._topology = target.topology
-        self._regions = Regions(tensors, saved.topology, target.topology, wanted)
+        self.regions = Regions(tensors, saved.topology, target.topology, wanted)
         self._experts = _Experts.of(tensors, target.topology.ep)
         self._by_stage = _by_stage(saved, tensors, target)
 
-    def check_tokens(self, tokens: int | None) -> None:
-        """See `Regions.check_tokens`."""
-        self._regions.check_tokens(tokens)
-
     def _locator(self, rank: int) -> Locator:
-        """Returns the locator that finds the stored ranges for a rank of the new layout."""
         position = RankPosition(self._topology, coordinates_of(rank, self._topology))
-        return Locator(self._reader, position, self._regions.known_vocabulary)
+        return Locator(self._reader, position, self.regions.known_vocabulary)
 
     def files(self) -> list[PlannedFile]:
         """Plans all files that hold tensors.
 
-        Raises:
-            CheckpointMismatchError: the new layout does not divide a tensor.
-            CheckpointCorruptError: some elements are in no file.
+        Raises CheckpointMismatchError if the new layout does not divide a tensor, and CheckpointCorruptError if some
+        elements are in no file.
         """
-        return [
-            *(self._model_files() if "model" in self._contents else ()),
-            *(self._optimizer_files() if "optimizer" in self._contents else ()),
-        ]
-
-    # -- model ---------------------------------------------------------------------------------------------
+        model = self._model_files() if "model" in self._contents else ()
+        return [*model, *(self._optimizer_files() if "optimizer" in self._contents else ())]
 
     def _model_files(self) -> Iterator[PlannedFile]:
         size = self._topology
@@ -244,11 +216,9 @@ class Planner:
             if tensor.model == OPAQUE:
                 writes.append(_opaque_write(key, tensor, locator))
             else:
-                region = self._regions.of(tensor, coordinates_of(rank, self._topology))
+                region = self.regions.of(tensor, coordinates_of(rank, self._topology))
                 writes.append(_write((tensor.name,), key, region, region.local_shape, tensor, path, locator))
         return _planned_file(path, kind, rank, writes)
-
-    # -- optimizer -----------------------------------------------------------------------------------------
 
     def _optimizer_files(self) -> Iterator[PlannedFile]:
         for rank in range(self._topology.world_size):
@@ -275,7 +245,7 @@ class Planner:
             (dense, at.dp * size.cp + at.cp, size.dp * size.cp),
             (experts, at.edp, size.edp),
         ):
-            regions = [self._regions.of(tensor, at) for tensor in members]
+            regions = [self.regions.of(tensor, at) for tensor in members]
             for number, start, stop in even_ranges([region.numel for region in regions], count)[index]:
                 yield members[number], regions[number].with_flat(start, stop)
 
@@ -306,8 +276,8 @@ def _planned_file(
     aliases: tuple[Alias, ...] = (),
     tree: tuple[str, ...] = (),
 ) -> PlannedFile:
-    request = WriteRequest(path, kind, tuple(each.write for each in planned), aliases, tree=tree)
-    return PlannedFile(request, tuple(each.located for each in planned), rank)
+    request = WriteRequest(path, kind, tuple(write for write, _ in planned), aliases, tree=tree)
+    return PlannedFile(request, tuple(located for _, located in planned), rank)
 
 
 def _write(
@@ -321,7 +291,7 @@ def _write(
 ) -> _PlannedWrite:
     located = _locate(Wanted(key, region, path), tensor, locator)
     meta = torch.empty(shape, dtype=located.dtype, device="meta")
-    return _PlannedWrite(TensorWrite(where, key, region, meta, shape), located)
+    return TensorWrite(where, key, region, meta, shape), located
 
 
 def _locate(wanted: Wanted, tensor: SavedTensor, locator: Locator) -> Located:
@@ -340,7 +310,7 @@ def _opaque_write(key: ShardKey, tensor: SavedTensor, locator: Locator) -> _Plan
     dtype, shape = torch_dtype(found.dtype), found.region.local_shape
     meta = torch.empty(shape, dtype=dtype, device="meta")
     located = Located((ReadRange.whole(found),), dtype, 0)
-    return _PlannedWrite(TensorWrite((tensor.name,), key, found.region, meta, shape), located)
+    return TensorWrite((tensor.name,), key, found.region, meta, shape), located
 
 
 def _by_stage(saved: SavedLayout, tensors: Iterable[SavedTensor], target: Target) -> dict[int, list[SavedTensor]]:

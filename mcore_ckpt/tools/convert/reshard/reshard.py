@@ -27,7 +27,7 @@ from mcore_ckpt.tools.convert.reshard.role_writer import Identity, PlainRoleWrit
 from mcore_ckpt.tools.convert.reshard.saved_tensors import saved_tensors
 from mcore_ckpt.tools.convert.reshard.target import SavedLayout, WantedLayout, resolve
 from mcore_ckpt.tools.convert.walk import Writers, write_together
-from mcore_ckpt.tools.examine.progress import Progress
+from mcore_ckpt.tools.examine.progress import Progress, no_progress
 from mcore_ckpt.tools.examine.select import Selection
 
 
@@ -36,13 +36,9 @@ class RoleReport:
     """The report of one role.
 
     Attributes:
-        role: the role.
-        source: the folder that was read.
-        path: the folder that was written.
-        saved: the layout of the checkpoint that was read.
-        written: the layout of the new checkpoint.
-        nbytes: the size of all written files in bytes.
-        files: the number of written files.
+        source, path: the folder that was read, and the folder that was written.
+        saved, written: the layout of the checkpoint that was read, and that of the new one.
+        nbytes, files: the size of all written files in bytes, and their number.
         reseeded: True if the random number generators start from the saved seed instead of their saved states.
     """
 
@@ -58,14 +54,7 @@ class RoleReport:
 
 @dataclass(frozen=True)
 class ReshardReport:
-    """The report of one reshard.
-
-    Attributes:
-        step: the step.
-        roles: the reports of the roles that have a model.
-        seconds: how long the reshard took.
-        beside: the names of the files that the trainer keeps next to the roles. They were copied unchanged.
-    """
+    """The report of one reshard: the roles that have a model, and the files beside them that were copied."""
 
     step: int
     roles: tuple[RoleReport, ...]
@@ -74,16 +63,11 @@ class ReshardReport:
 
     @property
     def nbytes(self) -> int:
-        """The size of all written files in bytes."""
         return sum(role.nbytes for role in self.roles)
 
 
 def reshard(
-    selection: Selection,
-    root: Path,
-    wanted: WantedLayout,
-    progress: Progress = lambda done, total: None,
-    force: bool = False,
+    selection: Selection, root: Path, wanted: WantedLayout, progress: Progress = no_progress, force: bool = False
 ) -> ReshardReport:
     """Rewrites a step into another folder of steps, under another layout.
 
@@ -93,8 +77,6 @@ def reshard(
     Args:
         selection: the checkpoints to rewrite, from `select`.
         root: the folder of all steps to write into; it must differ from the root that is read.
-        wanted: the wanted layout.
-        progress: called with the number of bytes written so far and the number to write in all.
         force: True to replace checkpoints of the same step and roles, once all roles are written. A pinned step stays.
 
     Raises:
@@ -153,13 +135,13 @@ def _check_root(found: Mapping[Path, Manifest], step: int, root: Path) -> None:
 
 
 def _writer(source: Path, manifest: Manifest, destination: RolesOfStep, wanted: WantedLayout) -> RoleWriter:
-    reader, saved = NativeReader(LocalFolder(source), manifest), SavedLayout.of(manifest)
+    reader, saved = NativeReader(LocalFolder(source), manifest), SavedLayout(manifest.topology, manifest.stages)
     try:
         tensors = list(saved_tensors(reader))
         target = resolve(wanted, saved, any(tensor.expert for tensor in tensors))
         check_heads(manifest.model or {}, config_of_checkpoint(source), tensors, manifest.topology, target.topology)
         planner = Planner(reader, saved, manifest.contents, tensors, target, wanted)
-        planner.check_tokens(tokens_in(source / file_names.HUGGINGFACE_DIR))
+        planner.regions.check_tokens(tokens_in(source / file_names.HUGGINGFACE_DIR))
         planned = planner.files()
         carried = plan_carried_files(source, reader, target.topology)
     except CheckpointError as error:

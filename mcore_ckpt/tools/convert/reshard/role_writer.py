@@ -34,12 +34,7 @@ from mcore_ckpt.tools.convert.reshard.target import Target
 class Identity:
     """The entries of a manifest that cannot be derived from the written files.
 
-    Attributes:
-        role: the role.
-        contents: the contents of the checkpoint: `model`, `optimizer`, ...
-        versions: package versions of the training, such as megatron's. They replace the versions of this process.
-        adapters: the settings of low-rank adapters.
-        model: what the model computes with its tensors.
+    `versions` are package versions of the training, such as megatron's. They replace the versions of this process.
     """
 
     role: str
@@ -54,14 +49,10 @@ class RoleWriter:
     """Writes a role in the format of this package. It satisfies `formats.contract.CheckpointWriter`.
 
     Attributes:
-        reader: the reader of the source.
         read: fills tensors with ranges of the source: the reader's `read`, or one that checks more.
         planned: the files with tensors.
-        target: the layout of the role.
-        identity: what the manifest says of the role.
         step: where the role is written.
-        copies: the files to copy from `source`.
-        source: the folder of the saved role, if there are files to copy.
+        copies: the files to copy from `source`, the folder of the saved role.
         write_others: writes other small files durably into the folder that it is given. It returns each with the rank
             that the manifest records as its writer.
     """
@@ -124,14 +115,9 @@ def _names_of(record: Mapping[str, Any]) -> FileNames:
 
 @dataclass(frozen=True, eq=False)
 class PlainRoleWriter:
-    """Copies a role that consists of plain files (`steps/role_files.py`) and has no layout.
+    """Copies a role that consists of plain files (`steps/role_files.py`) and has no layout, from the folder `source`.
 
     It satisfies `formats.contract.CheckpointWriter`.
-
-    Attributes:
-        source: the folder of the role.
-        manifest: its manifest.
-        step: where the role is written.
     """
 
     source: Path

@@ -18,7 +18,6 @@ class SavedTensor:
     """One global tensor of a checkpoint.
 
     Attributes:
-        name: its global name.
         model: the kind that the model stores, MODEL or OPAQUE; None if only the optimizer stores the tensor.
         moments: the kinds of its optimizer state, without the main parameter.
         main: True if the optimizer has a main parameter for the tensor.
@@ -40,7 +39,6 @@ class SavedTensor:
 
     @property
     def expert(self) -> bool:
-        """True if the tensor belongs to an expert."""
         return is_expert(self.name)
 
     @property
@@ -52,9 +50,8 @@ class SavedTensor:
 def saved_tensors(reader: NativeReader) -> Iterator[SavedTensor]:
     """Yields all tensors of a checkpoint, in the order of the manifest. It reads every index.
 
-    Raises:
-        CheckpointCorruptError: an index is missing or damaged.
-        UnsupportedError: a tensor has optimizer state that cannot be divided in another way.
+    Raises CheckpointCorruptError if an index is missing or damaged, and UnsupportedError if a tensor has optimizer
+    state that cannot be divided in another way.
     """
     for name in reader.manifest.tensors:
         if (found := _saved_tensor(reader, name)) is not None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, pairwise
 from pathlib import Path
 
 import torch
@@ -23,13 +23,7 @@ from mcore_ckpt.tools.convert.reshard.planner import PlannedFile
 
 @dataclass(frozen=True, eq=False)
 class FileNames:
-    """A written file and the names of its tensors.
-
-    Attributes:
-        file: the file.
-        rank: the world rank that the manifest records as its writer.
-        names: the names of the tensors in the file.
-    """
+    """A written file, the rank that the manifest records as its writer, and the names of its tensors."""
 
     file: WrittenFile
     rank: int
@@ -40,12 +34,8 @@ class FileNames:
 class _FileRange:
     """A range of a file that is read as a whole and written as a whole. It satisfies `io.streams.FilePart`.
 
-    A large file is written as if several ranks shared it, one range each. This process acts for all these writers.
-
-    Attributes:
-        file: the file.
-        plan: the plan of this range.
-        writer: the number of the writer that has this range.
+    A large file is written as if several ranks shared it, one range each. This process acts for all these writers;
+    `writer` is the number of the one that has this range.
     """
 
     file: PlannedFile
@@ -54,15 +44,13 @@ class _FileRange:
 
     @property
     def nbytes(self) -> int:
-        """The size of the range in bytes."""
         return self.plan.nbytes
 
 
 class _OwnExchange:
     """Passes records from the writers of a file to the owner of the file. This process acts for all of them.
 
-    Attributes:
-        rank: the number of the writer that this process acts for.
+    `rank` is the number of the writer that it acts for.
     """
 
     def __init__(self) -> None:
@@ -70,33 +58,26 @@ class _OwnExchange:
         self._given: dict[tuple[str, int], Record] = {}
 
     def give(self, key: str, record: Record) -> None:
-        """Keeps a record for the owner of the file."""
         self._given[key, self.rank] = record
 
     def take(self, key: str, rank: int) -> Record:
-        """Returns the record that writer `rank` gave."""
         return self._given.pop((key, rank))
 
 
 def write_planned_files(
     read: Read, files: Iterable[PlannedFile], staging: Path, progress: Callable[[int], None]
 ) -> Iterator[FileNames]:
-    """Writes the files durably, and yields each when it is complete.
+    """Writes the files durably into the folder `staging`, and yields each when it is complete.
 
-    It needs two buffers of STREAM_BYTES and the memory that `read` needs, whatever the sizes of the files.
-
-    Args:
-        read: fills tensors with ranges of the checkpoint.
-        files: the files to write.
-        staging: the folder that the files' paths are relative to.
-        progress: called with the number of bytes that were written since the last call.
+    It needs two buffers of STREAM_BYTES and the memory that `read` needs, whatever the sizes of the files. `progress`
+    is called with the number of bytes that were written since the last call.
 
     Raises:
         CheckpointCorruptError: a block is damaged, or a file cannot be read. The message names the file and the tensor.
         CommitError, OSError: writing failed.
     """
     exchange = _OwnExchange()
-    for batch in stream(map(_ranges, files), lambda batch: read(_reads(batch))):
+    for batch in stream(map(_ranges, files), lambda batch: read(list(chain.from_iterable(map(_reads_of, batch))))):
         yield from _write(batch, staging, exchange)
         progress(sum(placed.part.nbytes for placed in batch))
 
@@ -109,19 +90,12 @@ def _ranges(file: PlannedFile) -> list[_FileRange]:
     share = Share(tuple(range(len(cuts) - 1)), cuts)
     return [
         _FileRange(file, replace(plan, share=share, start=start, stop=stop), writer)
-        for writer, (start, stop) in enumerate(itertools.pairwise(cuts))
+        for writer, (start, stop) in enumerate(pairwise(cuts))
     ]
 
 
-# -- reading -----------------------------------------------------------------------------------------------
-
-
-def _reads(batch: Sequence[Placed[_FileRange]]) -> list[tuple[ReadRange, torch.Tensor]]:
-    """Lists the stored ranges that fill the ranges of a batch, each with its memory."""
-    return [read for placed in batch for read in _reads_of(placed)]
-
-
 def _reads_of(placed: Placed[_FileRange]) -> Iterator[tuple[ReadRange, torch.Tensor]]:
+    """Yields the stored ranges that fill a range, each with its memory."""
     file_range, plan = placed.part, placed.part.plan
     for number, skip, at, nbytes in zip(*plan.parts, strict=True):
         located = file_range.file.located[number]
@@ -132,9 +106,6 @@ def _reads_of(placed: Placed[_FileRange]) -> Iterator[tuple[ReadRange, torch.Ten
         for read in located.reads:
             for rows in rows_into(read.rows, skip // item, (skip + nbytes) // item):
                 yield ReadRange(read.stored, rows), memory
-
-
-# -- writing -----------------------------------------------------------------------------------------------
 
 
 def _write(batch: Sequence[Placed[_FileRange]], staging: Path, exchange: _OwnExchange) -> Iterator[FileNames]:

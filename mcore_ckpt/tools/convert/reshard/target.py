@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm
 
-from mcore_ckpt.checkpoint.manifest import Manifest, StageRecord
+from mcore_ckpt.checkpoint.manifest import StageRecord
 from mcore_ckpt.errors import CheckpointMismatchError, InvalidArgumentError
 from mcore_ckpt.ranks.topology import Topology
 from mcore_ckpt.sharding.assignment import Stages
@@ -18,20 +18,15 @@ class WantedLayout:
     """The wanted sizes of the new layout. See `resolve` for sizes that are None.
 
     Attributes:
-        tp: the tensor-parallel size.
-        pp: the pipeline-parallel size.
         vpp: the number of virtual stages per pipeline rank; 1 for none.
-        cp: the context-parallel size.
-        dp: the data-parallel size.
-        ep: the expert-parallel size.
         etp: the tensor-parallel size of the experts.
         world: the number of all ranks; it can be given instead of `dp`.
         pipeline_layout: megatron's pipeline_model_parallel_layout, as text: "Et|t*2|t|tL".
         hybrid_layer_pattern: a HybridModel's pattern, with a segment for each stage: "M*-|ME".
-        first_stage_layers: megatron's num_layers_in_first_pipeline_stage.
-        last_stage_layers: megatron's num_layers_in_last_pipeline_stage.
-        account_for_embedding: megatron's account_for_embedding_in_pipeline_split.
-        account_for_loss: megatron's account_for_loss_in_pipeline_split.
+        first_stage_layers, last_stage_layers: megatron's num_layers_in_first_pipeline_stage and
+            num_layers_in_last_pipeline_stage.
+        account_for_embedding, account_for_loss: megatron's account_for_embedding_in_pipeline_split and
+            account_for_loss_in_pipeline_split.
         vocab_size: the number of tokens without padding.
         vocab_divisor: megatron's make_vocab_size_divisible_by.
     """
@@ -86,11 +81,6 @@ class SavedLayout:
     topology: Topology
     stages: tuple[StageRecord, ...]
 
-    @staticmethod
-    def of(manifest: Manifest) -> SavedLayout:
-        """Returns the layout that a manifest states."""
-        return SavedLayout(manifest.topology, manifest.stages)
-
 
 @dataclass(frozen=True)
 class Target:
@@ -110,11 +100,6 @@ def resolve(wanted: WantedLayout, saved: SavedLayout, has_experts: bool) -> Targ
     - `etp` equals `tp` if the two were equal in the saved layout, or if `ep` becomes 1.
     - `vpp` is 1 if there is one pipeline rank. If a pipeline layout or a pattern is given, `vpp` follows from its
       number of stages.
-
-    Args:
-        wanted: the wanted sizes.
-        saved: the layout of the checkpoint.
-        has_experts: True if the checkpoint has experts.
 
     Raises:
         InvalidArgumentError: the sizes contradict each other.

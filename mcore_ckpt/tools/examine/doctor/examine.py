@@ -34,13 +34,10 @@ _TOPIC = "examining the file system"
 
 @dataclass(frozen=True)
 class Report:
-    """What the doctor has found out about a root.
+    """What the doctor has found out about a root, in the order in which it was examined.
 
-    Attributes:
-        mount: the file system of rank 0; None if the system does not tell.
-        ranks: how many ranks took part.
-        hosts: the host of each rank; only rank 0's if the ranks did not meet.
-        findings: what was found, in the order in which it was examined.
+    `mount` is the file system of rank 0; None if the system does not tell. `hosts` has the host of each rank; only rank
+    0's if the ranks did not meet.
     """
 
     root: Path
@@ -98,7 +95,9 @@ class _Examination:
         self._progress = progress
         self._agreement = agreement
         self._megabytes = megabytes
-        self._mount = _mount_of(root)
+        self._mount: Mount | None = None
+        with suppress(OSError):
+            self._mount = mount_of(root)
         self._seats: Sequence[Record] = ()
         self._trial: Path | None = None
         self._error: OSError | None = None
@@ -242,9 +241,3 @@ class _Examination:
 
         timeout_s = self._agreement.timeout_s + _MEASURING_S
         decide(self._agreement, "trying the file system", work, combine, timeout_s=timeout_s)
-
-
-def _mount_of(root: Path) -> Mount | None:
-    with suppress(OSError):
-        return mount_of(root)
-    return None

@@ -76,8 +76,8 @@ def of_hosts(by_rank: Mapping[int, Sequence[Finding]]) -> dict[int, list[Finding
     for rank, findings in by_rank.items():
         for finding in findings:
             if finding.topic in _SPEEDS:
-                other = slowest.setdefault(finding.topic, rank)
-                if _speed(finding) < _speed(_find(by_rank[other], finding.topic)):
+                other = by_rank[slowest.setdefault(finding.topic, rank)]
+                if _speed(finding) < _speed(next(each for each in other if each.topic == finding.topic)):
                     slowest[finding.topic] = rank
     return {
         rank: [
@@ -93,10 +93,6 @@ def _with_fastest(finding: Finding, rank: int, by_rank: Mapping[int, Sequence[Fi
     fastest = max(_speed(each) for found in by_rank.values() for each in found if each.topic == finding.topic)
     times = fastest / _speed(finding)
     return replace(finding, fact=f"{finding.fact}, on the slowest host; the fastest is {times:.1f} times as fast")
-
-
-def _find(findings: Sequence[Finding], topic: str) -> Finding:
-    return next(finding for finding in findings if finding.topic == topic)
 
 
 def _speed(finding: Finding) -> float:
