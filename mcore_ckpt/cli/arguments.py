@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,13 +30,25 @@ def expanded_path(text: str) -> Path:
 
 def step_number(text: str) -> int:
     """Returns the number of a step, which is at least 0."""
-    number = number_in(text)
+    number = _number_in(text)
     if number is None or number < 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a step: use a number of 0 or more")
     return number
 
 
-def number_in(text: str) -> int | None:
+def at_least(least: int) -> Callable[[str], int]:
+    """Returns a parser of whole numbers that are not smaller than `least`."""
+
+    def number(text: str) -> int:
+        found = _number_in(text)
+        if found is None or found < least:
+            raise argparse.ArgumentTypeError(f"{text}: use {least} or more")
+        return found
+
+    return number
+
+
+def _number_in(text: str) -> int | None:
     """Returns the whole number in a text; None if it is no number, or has thousands of digits."""
     try:
         return int(text)
@@ -49,6 +61,17 @@ def folder_or_model(text: str) -> str:
     expanded_path(text)  # refuses a URL
     return os.path.expanduser(text)
 
+
+# The options for the sizes of a layout, and what they are.
+SIZES: Mapping[str, str] = {
+    "tp": "tensor-parallel size",
+    "pp": "pipeline-parallel size",
+    "vpp": "virtual stages per pipeline rank",
+    "cp": "context-parallel size",
+    "dp": "data-parallel size",
+    "ep": "expert-parallel size",
+    "etp": "tensor-parallel size of experts",
+}
 
 _STEPS = frozenset({"root", "empty", "other"})  # a root that has no steps yet may have other files
 _CHECKPOINT = frozenset({"root", "step", "role", "empty", "other"})
@@ -90,12 +113,8 @@ _TAKES_ABOVE = ("list", "watch")
 def taken(path: Path, command: str, flag: str = "") -> Path:
     """Returns the path that a command is to use: the given one, or the only folder of steps right below or above it.
 
-    If it takes another folder, it says so on stderr.
-
-    Args:
-        path: the path that was given.
-        command: a key of TAKES.
-        flag: the argument that named the path, for messages; empty if it was given by position.
+    If it takes another folder, it says so on stderr. `command` is a key of TAKES; `flag` is the argument that named the
+    path, for messages, or empty if it was given by position.
 
     Raises:
         InvalidArgumentError: the command does not take such a path. The message says what the path is, and which
@@ -178,13 +197,14 @@ def check_not_given(args: argparse.Namespace, flags: Sequence[str], why: str) ->
 
 def add_ignore(parser: argparse.ArgumentParser, tensors: str = "tensors") -> None:
     """Adds `--ignore`. Its help calls the left-out tensors `tensors`. `check_patterns` checks its values."""
-    parser.add_argument(
-        "--ignore",
-        action="append",
-        default=[],
-        metavar="REGEX",
-        help=f"leave out {tensors} whose whole name matches; may be repeated",
-    )
+    text = f"leave out {tensors} whose whole name matches; may be repeated"
+    parser.add_argument("--ignore", action="append", default=[], metavar="REGEX", help=text)
+
+
+def add_step(parser: argparse._ActionsContainer, when: str = "") -> None:
+    """Adds `--step`. Its help begins with the condition `when`, if there is one."""
+    text = f"{when}step in a folder of steps (the newest complete one if not given)"
+    parser.add_argument("--step", type=step_number, metavar="N", help=text)
 
 
 def add_force(parser: argparse.ArgumentParser, what: str) -> None:
@@ -215,26 +235,18 @@ def add_revision(parser: argparse.ArgumentParser, flag: str) -> None:
 
 def add_ignored_flags(parser: argparse.ArgumentParser) -> None:
     """Adds flags of verl's merger that are accepted, but have no effect here."""
-    parser.add_argument(
-        "--use_cpu_initialization",
-        action="store_true",
-        help="accepted, but without effect: no model is made",
-    )
-    parser.add_argument(
-        "--trust-remote-code",
-        action="store_true",
-        help="accepted, but without effect: no code of the model is executed",
-    )
+    for flag, why in (
+        ("--use_cpu_initialization", "no model is made"),
+        ("--trust-remote-code", "no code of the model is executed"),
+    ):
+        parser.add_argument(flag, action="store_true", help=f"accepted, but without effect: {why}")
 
 
 @contextmanager
 def command_agreement(name: str, timeout_s: float, start_s: float | None = None) -> Iterator[Agreement]:
     """Yields the agreement of the processes that torchrun has started, or of a single process.
 
-    Args:
-        name: the command.
-        timeout_s: how long a process waits for others that work, in seconds.
-        start_s: how long it waits for the others to start; None for START_TIMEOUT_S.
+    A process waits `timeout_s` for others that work, and `start_s` (START_TIMEOUT_S if None) for the others to start.
 
     Raises InvalidArgumentError, with advice, for torchrun's variables that are incomplete, as some job schedulers set
     them, and AgreementError if a process does not start.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -13,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from mcore_ckpt.amounts import size_text
-from mcore_ckpt.cli.arguments import add_json, expanded_path, taken
+from mcore_ckpt.cli.arguments import SIZES, add_json, expanded_path, taken
 from mcore_ckpt.cli.progress import progress_of_bytes
+from mcore_ckpt.cli.results import is_terminal, result_console, show_result
 from mcore_ckpt.cli.signals import cleaning_up_at_sigterm
-from mcore_ckpt.cli.tables import is_terminal, result_console, table_of
+from mcore_ckpt.cli.tables import table_of
 from mcore_ckpt.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from mcore_ckpt.tools.maintain.bench.size import SaveSize, Training
     from mcore_ckpt.tools.maintain.bench.speeds import Speeds
 
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
-
+HELP = "measure this machine and predict how long saves take"
 DESCRIPTION = """\
 Measures how fast this machine copies memory and writes to and reads from the file system of PATH, by real saves of
 random bytes in a hidden folder below PATH, which it removes. With --model it predicts how long saves and a load of that
@@ -46,75 +45,37 @@ _PARAMETER_UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 # Beyond this spread of trial saves, predictions cannot be within a fifth.
 _UNSTEADY = 0.4
 
-_SIZES = (
-    ("tp", "tensor-parallel size"),
-    ("pp", "pipeline-parallel size"),
-    ("vpp", "virtual stages per pipeline rank"),
-    ("cp", "context-parallel size"),
-    ("dp", "data-parallel size"),
-    ("ep", "expert-parallel size"),
-    ("etp", "tensor-parallel size of experts (that of --tp if not given)"),
-)
+_SIZES = {**SIZES, "etp": f"{SIZES['etp']} (that of --tp if not given)"}
 
 
-def add_to(subparsers: Subparsers) -> None:
-    """Adds the parser of `bench`."""
-    parser = subparsers.add_parser(
-        "bench",
-        help="measure this machine and predict how long saves take",
-        description=DESCRIPTION,
-    )
-    parser.add_argument(
-        "path",
-        type=expanded_path,
-        nargs="?",
-        default=Path(),
-        metavar="PATH",
-        help="folder to measure, such as that of the steps (the current one if not given)",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    text = "folder to measure, such as that of the steps (the current one if not given)"
+    parser.add_argument("path", type=expanded_path, nargs="?", default=Path(), metavar="PATH", help=text)
     parser.add_argument(
         "--model", metavar="MODEL", help="folder with a config.json, or a number of parameters, such as 8B or 8e9"
     )
-    for name, what in _SIZES:
+    for name, what in _SIZES.items():
         parser.add_argument(f"--{name}", type=int, metavar="N", help=f"{what}; with --model")
-    parser.add_argument(
-        "--ranks-per-node",
-        type=int,
-        metavar="N",
-        help="ranks that share this machine (8, or all if they are fewer, with --model; otherwise 1)",
-    )
+    text = "ranks that share this machine (8, or all if they are fewer, with --model; otherwise 1)"
+    parser.add_argument("--ranks-per-node", type=int, metavar="N", help=text)
     parser.add_argument("--dtype", default="bf16", help="dtype of the model: bf16, fp16 or fp32 (bf16 if not given)")
     parser.add_argument(
         "--optimizer", default="adam", help="adam, sgd, lion or muon, all distributed (adam if not given)"
     )
-    parser.add_argument(
-        "--contents",
-        default="model,optimizer",
-        metavar="WORDS",
-        help="what is saved: model, optimizer, or both with a comma between them (both if not given)",
+    text = "what is saved: model, optimizer, or both with a comma between them (both if not given)"
+    parser.add_argument("--contents", default="model,optimizer", metavar="WORDS", help=text)
+    text = (
+        "size of the saves that are measured, of all ranks together (if not given: 256, or 64 for each rank if "
+        "that is more); larger ones predict large models better"
     )
-    parser.add_argument(
-        "--megabytes",
-        type=float,
-        metavar="N",
-        help="size of the saves that are measured, of all ranks together (if not given: 256, or 64 for each rank if "
-        "that is more); larger ones predict large models better",
-    )
-    parser.add_argument(
-        "--real",
-        type=float,
-        action="append",
-        default=[],
-        metavar="MEGABYTES",
-        help="also make real saves of this size, and compare them with their prediction; may be repeated",
-    )
+    parser.add_argument("--megabytes", type=float, metavar="N", help=text)
+    text = "also make real saves of this size, and compare them with their prediction; may be repeated"
+    parser.add_argument("--real", type=float, action="append", default=[], metavar="MEGABYTES", help=text)
     add_json(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measures and predicts. Returns 0."""
-    # `--help` must not wait for the import of torch, which takes a second.
     from mcore_ckpt.tools.maintain.bench.bench import bench, saved_bytes
 
     root = args.path.absolute()
@@ -128,10 +89,7 @@ def run(args: argparse.Namespace) -> int:
         report = bench(
             root, nbytes, ranks, size, real, lambda what, done: bar.update(task, description=what, advance=done)
         )
-    if args.json:
-        print(json.dumps(as_json(report)))
-    else:
-        _show(report)
+    show_result(report, as_json, _show, args.json)
     return 0
 
 
@@ -144,7 +102,7 @@ def _bytes(megabytes: float, flag: str) -> int:
 def _size(args: argparse.Namespace) -> SaveSize | None:
     training = _training(args)
     if args.model is None:
-        given = [f"--{name}" for name, _ in _SIZES if getattr(args, name) is not None]
+        given = [f"--{name}" for name in _SIZES if getattr(args, name) is not None]
         if given:
             raise InvalidArgumentError(
                 f"{given[0]} is given without --model, so there is nothing to predict: give both"
@@ -178,7 +136,7 @@ def _training(args: argparse.Namespace) -> Training:
     from mcore_ckpt.tools.maintain.bench.size import Training
 
     return Training(
-        WantedLayout(**{name: getattr(args, name) for name, _ in _SIZES}),
+        WantedLayout(**{name: getattr(args, name) for name in _SIZES}),
         args.dtype,
         args.optimizer,
         tuple(args.contents.split(",")),
@@ -186,11 +144,7 @@ def _training(args: argparse.Namespace) -> Training:
     )
 
 
-# -- JSON -------------------------------------------------------------------------------------------------------
-
-
 def as_json(report: Report) -> dict[str, Any]:
-    """Returns the report as JSON values."""
     return {
         "root": str(report.root),
         "mount": None if report.mount is None else asdict(report.mount),
@@ -199,7 +153,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "prediction": None if report.prediction is None else _prediction_as_json(report.prediction, report.speeds),
         "fitting_saves": report.fitting_saves,
         "real": [
-            {"bytes": real.nbytes} | {name: _comparison_as_json(getattr(real, name)) for name, _ in _COMPARED}
+            {"bytes": real.nbytes} | {name: _comparison_as_json(getattr(real, name)) for name in _COMPARED}
             for real in report.real
         ],
     }
@@ -210,7 +164,7 @@ def _prediction_as_json(prediction: Prediction, speeds: Speeds) -> dict[str, Any
 
     estimates = {
         name: {"seconds": each.seconds, "parts": dict(each.parts), "bottleneck": bottleneck(each, speeds)}
-        for name, each in ((name, getattr(prediction, name)) for name, _ in _PREDICTED)
+        for name, each in ((name, getattr(prediction, name)) for name in _PREDICTED)
     }
     return estimates | {
         "prepared_after_s": prediction.prepared_after_s,
@@ -222,39 +176,33 @@ def _comparison_as_json(comparison: Comparison) -> dict[str, float]:
     return asdict(comparison) | {"ratio": comparison.ratio}
 
 
-# -- tables -----------------------------------------------------------------------------------------------------
-
-_PREDICTED = (
-    ("stall", "async save: stall"),
-    ("first_stall", "first async save at once: stall"),
-    ("async_save", "async save: until durable"),
-    ("sync_save", "synchronous save"),
-    ("load", "load, same layout"),
-)
-_COMPARED = (
-    ("stall", "async save: stall"),
-    ("async_save", "async save: until durable"),
-    ("sync_save", "synchronous save"),
-)
+_PREDICTED = {
+    "stall": "async save: stall",
+    "first_stall": "first async save at once: stall",
+    "async_save": "async save: until durable",
+    "sync_save": "synchronous save",
+    "load": "load, same layout",
+}
+_COMPARED = ("stall", "async_save", "sync_save")
 
 
 def _show(report: Report) -> None:
     console = result_console()
     where = "" if report.mount is None else f" ({report.mount.kind} on {report.mount.point})"
-    console.print(f"{report.root}{where}", markup=False)
+    console.print(f"{report.root}{where}")
     speeds = report.speeds
     ranks = "1 rank" if speeds.ranks == 1 else f"{speeds.ranks} ranks at once"
-    console.print(f"{ranks}, {size_text(speeds.trial_bytes)}", markup=False)
+    console.print(f"{ranks}, {size_text(speeds.trial_bytes)}")
     _show_table(console, ("measured", "speed>"), _speed_rows(speeds))
     least, most = report.speeds.spread
     if most - least > _UNSTEADY:
         text = f"busy: trial saves took {least:.2f} to {most:.2f} times their median, and so will others"
         console.print(text, style="yellow")
     if report.prediction is not None and report.size is not None:
-        console.print(_size_line(report.size, report.fitting_saves), markup=False)
+        console.print(_size_line(report.size, report.fitting_saves))
         _show_table(console, ("predicted", "time>", "bottleneck"), _predicted_rows(report.prediction, report.speeds))
         for line in _notes(report.prediction, report.size):
-            console.print(line, markup=False)
+            console.print(line)
     if report.real:
         _show_table(console, ("real saves", "size>", "predicted>", "measured>", "ratio>"), _real_rows(report))
 
@@ -269,7 +217,7 @@ def _show_table(console: Console, headings: Sequence[str], rows: Sequence[Sequen
     for row in rows:
         first, *others = (heading.removesuffix(">") for heading in headings)
         named = "  ".join(f"{name} {cell}" for name, cell in zip(others, row[1:], strict=True))
-        console.print(f"{first}  {row[0]}  {named}", markup=False)
+        console.print(f"{first}  {row[0]}  {named}")
 
 
 def _speed_rows(speeds: Speeds) -> list[tuple[str, str]]:
@@ -294,7 +242,7 @@ def _speed_rows(speeds: Speeds) -> list[tuple[str, str]]:
     )
     limit = speeds.write_limit
     return [
-        *((name, f"{rate / 1e9:.2f} GB/s") for name, rate in rates),
+        *((name, f"{size_text(rate)}/s") for name, rate in rates),
         *((name, _time(seconds)) for name, seconds in times),
         ("limit of writing", f"the {limit}" if limit else "neither file system nor processors"),
     ]
@@ -311,7 +259,7 @@ def _size_line(size: SaveSize, fitting: int | None) -> str:
 def _predicted_rows(prediction: Prediction, speeds: Speeds) -> list[tuple[str, str, str]]:
     from mcore_ckpt.tools.maintain.bench.predict import bottleneck
 
-    estimates: list[tuple[str, Estimate]] = [(words, getattr(prediction, name)) for name, words in _PREDICTED]
+    estimates: list[tuple[str, Estimate]] = [(words, getattr(prediction, name)) for name, words in _PREDICTED.items()]
     return [(words, _time(estimate.seconds), bottleneck(estimate, speeds)) for words, estimate in estimates]
 
 
@@ -323,9 +271,9 @@ def _notes(prediction: Prediction, size: SaveSize) -> list[str]:
             "construction on, when host memory is prepared"
         )
     if size.nodes > 1:
-        rate = prediction.file_system_bytes_per_s / 1e9
+        rate = size_text(prediction.file_system_bytes_per_s)
         lines.append(
-            f"this holds if {size.nodes} nodes at once write as fast as this one: {rate:.3g} GB/s into one file system"
+            f"this holds if {size.nodes} nodes at once write as fast as this one: {rate}/s into one file system"
         )
     return lines
 
@@ -333,10 +281,10 @@ def _notes(prediction: Prediction, size: SaveSize) -> list[str]:
 def _real_rows(report: Report) -> list[tuple[str, str, str, str, str]]:
     rows = []
     for real in report.real:
-        for name, words in _COMPARED:
+        for name in _COMPARED:
             found: Comparison = getattr(real, name)
             times = _time(found.predicted_s), _time(found.measured_s)
-            rows.append((words, size_text(real.nbytes), *times, f"{found.ratio:.2f}"))
+            rows.append((_PREDICTED[name], size_text(real.nbytes), *times, f"{found.ratio:.2f}"))
     return rows
 
 

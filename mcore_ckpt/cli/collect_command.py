@@ -13,13 +13,12 @@ from rich.console import Console
 from mcore_ckpt.amounts import moved_text
 from mcore_ckpt.cli.arguments import add_force, add_json, check_can_be_folder, expanded_path, step_number, taken
 from mcore_ckpt.cli.progress import progress_in, progress_of_bytes
-from mcore_ckpt.cli.tables import result_console
+from mcore_ckpt.cli.results import result_console
 
 if TYPE_CHECKING:
     from mcore_ckpt.tools.maintain.collect import CollectReport, FoundStep
 
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
-
+HELP = "put the folders of the fast tier's nodes together"
 DESCRIPTION = """\
 Puts the folders of several nodes of the fast tier together into an ordinary checkpoint. The folders are copied or
 mounted to this machine. All roles of the newest step that is whole are taken, and every CRC is checked; a file that is
@@ -35,11 +34,7 @@ EXAMPLES = (
 _MOST_LINES = 50
 
 
-def add_to(subparsers: Subparsers) -> None:
-    """Adds the parser of `collect`."""
-    parser = subparsers.add_parser(
-        "collect", help="put the folders of the fast tier's nodes together", description=DESCRIPTION
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "folders", type=expanded_path, nargs="+", metavar="NODEFOLDER", help="the fast tier's folder of one node"
     )
@@ -49,12 +44,10 @@ def add_to(subparsers: Subparsers) -> None:
     )
     add_force(parser, "the step in DST")
     add_json(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Collects a step. Returns 0 when it is in place, and 1 if no step is whole."""
-    # `--help` must not wait for the import of torch, which takes a second.
     from mcore_ckpt.tools.maintain.collect import choose, collect, find_steps
 
     check_can_be_folder("DST", args.root)
@@ -75,26 +68,26 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show_lacking(steps: Sequence[FoundStep]) -> None:
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     for step in steps:
-        console.print(f"step {step.step} is not whole:", style="red", markup=False)
+        console.print(f"step {step.step} is not whole:", style="red")
         lines = [*step.problems]
         for lacks in step.missing:
             lines.append(f"{lacks.role}: {len(lacks.files)} files that were on {', '.join(lacks.nodes)}:")
             lines += [f"  {path}" for path in lacks.files]
         for line in lines[:_MOST_LINES]:
-            console.print(f"  {line}", markup=False)
+            console.print(f"  {line}")
         if len(lines) > _MOST_LINES:
-            console.print(f"  and {len(lines) - _MOST_LINES} more lines: see --json", markup=False)
+            console.print(f"  and {len(lines) - _MOST_LINES} more lines: see --json")
 
 
 def _show(report: CollectReport) -> None:
     console = result_console()
     for role in report.roles:
-        console.print(f"{role.path}: {role.files} files", markup=False)
+        console.print(f"{role.path}: {role.files} files")
         for reason in role.damaged:
-            console.print(f"  another node's copy was taken: {reason}", markup=False)
-    console.print(moved_text(report.nbytes, report.seconds), markup=False)
+            console.print(f"  another node's copy was taken: {reason}")
+    console.print(moved_text(report.nbytes, report.seconds))
 
 
 def as_json(report: CollectReport | None, lacking: Sequence[FoundStep]) -> dict[str, Any]:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
 
 from mcore_ckpt.cli.arguments import expanded_path, folder_or_model
 from mcore_ckpt.errors import InvalidArgumentError
 
-if TYPE_CHECKING:
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
-
+HELP = "print a script for a shell's completion"
 DESCRIPTION = """\
 Prints a script for the completion of commands, options and folders. It knows all options by itself, so completing does
 not start Python. Needs shtab: pip install 'mcore_ckpt[completion]'."""
@@ -21,13 +18,8 @@ EXAMPLES = (
 )
 
 
-def add_to(subparsers: Subparsers) -> None:
-    """Adds the parser of `completion`."""
-    parser = subparsers.add_parser(
-        "completion", help="print a script for a shell's completion", description=DESCRIPTION
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("shell", choices=("bash", "zsh"), help="the shell")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 from collections.abc import Callable
@@ -11,18 +10,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mcore_ckpt.cli.arguments import add_json, command_agreement, expanded_path, number_in, taken
+from mcore_ckpt.cli.arguments import add_json, at_least, command_agreement, expanded_path, taken
 from mcore_ckpt.cli.progress import progress_in, progress_of_bytes
+from mcore_ckpt.cli.results import result_console, show_result
 from mcore_ckpt.cli.signals import cleaning_up_at_sigterm
-from mcore_ckpt.cli.tables import result_console
 from mcore_ckpt.errors import AgreementError, InvalidArgumentError
 
 if TYPE_CHECKING:
     from mcore_ckpt.tools.examine.doctor.examine import Report
     from mcore_ckpt.tools.examine.doctor.findings import Finding
 
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
-
+HELP = "try what a folder's file system can do"
 DESCRIPTION = """\
 Tries what saving and loading rely on, in a hidden folder below ROOT that it removes, and measures speed and free space.
 Shows what works, what is emulated and at what cost, and what to change. Under torchrun all ranks take part, and show
@@ -38,34 +36,15 @@ EXAMPLES = (
 _STYLES = {"fine": "", "emulated": "yellow", "slow": "yellow", "risk": "yellow", "bad": "red"}
 
 
-def add_to(subparsers: Subparsers) -> None:
-    """Adds the parser of `doctor`."""
-    parser = subparsers.add_parser("doctor", help="try what a folder's file system can do", description=DESCRIPTION)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("root", type=expanded_path, metavar="ROOT", help="folder of steps")
-    parser.add_argument(
-        "--megabytes",
-        type=_megabytes,
-        default=256,
-        metavar="N",
-        help="size of the two files that measure the speed; less if little space is free; 0: not measured (256 if not "
-        "given)",
+    text = (
+        "size of the two files that measure the speed; less if little space is free; 0: not measured (256 if not given)"
     )
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        default=60.0,
-        metavar="SECONDS",
-        help="how long ranks wait for each other (60 if not given)",
-    )
+    parser.add_argument("--megabytes", type=at_least(0), default=256, metavar="N", help=text)
+    text = "how long ranks wait for each other (60 if not given)"
+    parser.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help=text)
     add_json(parser)
-    parser.set_defaults(run=run)
-
-
-def _megabytes(text: str) -> int:
-    number = number_in(text)
-    if number is None or number < 0:
-        raise argparse.ArgumentTypeError(f"{text}: use 0 or more")
-    return number
 
 
 def run(args: argparse.Namespace) -> int:
@@ -77,10 +56,7 @@ def run(args: argparse.Namespace) -> int:
         report = _examine(args.root.absolute(), args, progress_in(bar, "measure"))
     if report is None:
         return 0  # rank 0 reports
-    if args.json:
-        print(json.dumps(_as_json(report)))
-    else:
-        _show(report)
+    show_result(report, _as_json, _show, args.json)
     return 0 if report.is_usable else 1
 
 
@@ -105,20 +81,20 @@ def _examine(root: Path, args: argparse.Namespace, progress: Callable[[int, int]
 def _show(report: Report) -> None:
     console = result_console()
     width = max(len(finding.topic) for finding in report.findings)
-    console.print(str(report.root), markup=False)
+    console.print(str(report.root))
     for finding in report.findings:
         line = f"{finding.severity:8}  {finding.topic:{width}}  {_where(report, finding)}{finding.fact}"
-        console.print(line, style=_STYLES[finding.severity], markup=False)
+        console.print(line, style=_STYLES[finding.severity])
         for word, text in (("cost", finding.cost), ("change", finding.advice)):
             if text:
-                console.print(f"{'':8}  {'':{width}}  {word}: {text}", markup=False)
+                console.print(f"{'':8}  {'':{width}}  {word}: {text}")
     counts = [
         f"{sum(finding.severity == name for finding in report.findings)} {name}"
         for name in _STYLES
         if any(finding.severity == name for finding in report.findings)
     ]
     verdict = "checkpoints can be saved here" if report.is_usable else "checkpoints CANNOT be saved here"
-    console.print(f"{verdict}: {', '.join(counts)}", markup=False)
+    console.print(f"{verdict}: {', '.join(counts)}")
 
 
 def _where(report: Report, finding: Finding) -> str:
@@ -131,7 +107,6 @@ def _where(report: Report, finding: Finding) -> str:
 
 
 def _as_json(report: Report) -> dict[str, Any]:
-    """Returns the report as JSON values."""
     return {
         "root": str(report.root),
         "usable": report.is_usable,

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from mcore_ckpt.amounts import size_text
-from mcore_ckpt.cli.arguments import add_json, check_can_be_file, check_patterns, expanded_path, step_number, taken
+from mcore_ckpt.cli.arguments import add_json, add_step, check_can_be_file, check_patterns, expanded_path, taken
 from mcore_ckpt.cli.inspect_tables import model_facts, node_facts, origin_facts, show_tables
 from mcore_ckpt.cli.list_command import node_files_as_json
 from mcore_ckpt.cli.progress import progress_in, progress_of_bytes
-from mcore_ckpt.cli.tables import is_terminal, result_console
+from mcore_ckpt.cli.results import is_terminal, result_console
 from mcore_ckpt.cli.tensor_view import read_tensor, show_tensor, tensor_as_json
 from mcore_ckpt.errors import InvalidArgumentError
 
@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from mcore_ckpt.tools.examine.overview import Overview
     from mcore_ckpt.tools.examine.select import Selection
 
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
-
+HELP = "show what a checkpoint holds"
 DESCRIPTION = """\
 Shows what a checkpoint holds: which program saved it under which layout, its files by kind, and with --tensors the
 name, dtype, global shape and kinds of optimizer state of each tensor. With --html it writes a page that shows how each
@@ -42,42 +41,28 @@ EXAMPLES = (
 )
 
 
-def add_to(subparsers: Subparsers) -> None:
-    """Adds the parser of `inspect`."""
-    parser = subparsers.add_parser("inspect", help="show what a checkpoint holds", description=DESCRIPTION)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", type=expanded_path, metavar="PATH", help="folder of a role, of a step, or of the steps")
-    parser.add_argument(
-        "--step", type=step_number, metavar="N", help="step in a folder of steps (the newest complete one if not given)"
-    )
+    add_step(parser)
     parser.add_argument("--role", metavar="NAME", help="show only this role of the step")
-    parser.add_argument(
-        "--tensors",
-        metavar="REGEX",
-        nargs="?",
-        const="",
-        help="also list the tensors: all, or those whose name contains a match",
-    )
+    text = "also list the tensors: all, or those whose name contains a match"
+    parser.add_argument("--tensors", metavar="REGEX", nargs="?", const="", help=text)
     parser.add_argument(
         "--tensor",
         metavar="NAME",
         help="read this tensor, and show statistics of its values and which rank's file holds which part",
     )
-    parser.add_argument(
-        "--html",
-        type=expanded_path,
-        metavar="FILE",
-        help="also write all of it as one page for a browser, which needs no network; replaces "
-        "such a page in FILE (*.html), and no other file",
+    text = (
+        "also write all of it as one page for a browser, which needs no network; replaces "
+        "such a page in FILE (*.html), and no other file"
     )
-    parser.add_argument(
-        "--diff",
-        type=expanded_path,
-        metavar="OTHER",
-        help="with --html: also compare with this checkpoint, as `mcore-ckpt diff PATH OTHER` does, and show on the "
-        "page what differs (folder of a role, of a step, or of the steps)",
+    parser.add_argument("--html", type=expanded_path, metavar="FILE", help=text)
+    text = (
+        "with --html: also compare with this checkpoint, as `mcore-ckpt diff PATH OTHER` does, and show on the "
+        "page what differs (folder of a role, of a step, or of the steps)"
     )
+    parser.add_argument("--diff", type=expanded_path, metavar="OTHER", help=text)
     add_json(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -114,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
     if not details:
         _show_roles(console, chosen, args.tensors)
     if args.html is not None:
-        console.print(f"page: {args.html}", markup=False)
+        console.print(f"page: {args.html}")
     return 0
 
 
@@ -189,7 +174,7 @@ def _show_roles(console: Console, manifests: Mapping[Path, Manifest], pattern: s
 
 
 def _show(console: Console, role_dir: Path, manifest: Manifest, pattern: str | None) -> None:
-    console.print(f"{role_dir}: step {manifest.step} of {manifest.role}", style="bold", markup=False)
+    console.print(f"{role_dir}: step {manifest.step} of {manifest.role}", style="bold")
     versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
     lines = (
         f"saved {manifest.created} with {versions}",
@@ -203,10 +188,10 @@ def _show(console: Console, role_dir: Path, manifest: Manifest, pattern: str | N
         *(f"{what}: {fact}" for what, fact in node_facts(role_dir, manifest)),
     )
     for line in lines:
-        console.print(f"  {line}", markup=False)
+        console.print(f"  {line}")
     for tensor in _tensors(role_dir, pattern):
         state = f"  {', '.join(tensor['optimizer'])}" if tensor["optimizer"] else ""
-        console.print(f"  {tensor['name']}  {tensor['dtype']} {list(tensor['shape'] or ())}{state}", markup=False)
+        console.print(f"  {tensor['name']}  {tensor['dtype']} {list(tensor['shape'] or ())}{state}")
 
 
 def _kinds(manifest: Manifest) -> dict[str, tuple[int, int]]:
@@ -224,7 +209,6 @@ def _tensors(role_dir: Path, pattern: str | None) -> list[dict[str, Any]]:
 
 
 def _as_json(role_dir: Path, manifest: Manifest, pattern: str | None) -> dict[str, Any]:
-    """Returns a role as JSON values."""
     from mcore_ckpt.steps import files_of_node
 
     held = files_of_node(role_dir, manifest)

@@ -23,16 +23,8 @@ def show_tables(
     kinds: Mapping[str, tuple[int, int]],
     tensors: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Shows one role.
-
-    Args:
-        console: where to.
-        role_dir: the role's folder.
-        manifest: its manifest.
-        kinds: the number of files of each kind, and their size in bytes.
-        tensors: the tensors to list, as JSON values; may be empty.
-    """
-    console.print(f"{role_dir}: step {manifest.step} of {manifest.role}", style="bold", markup=False)
+    """Shows one role and the given `tensors`. `kinds` has the number of files of each kind and their size in bytes."""
+    console.print(f"{role_dir}: step {manifest.step} of {manifest.role}", style="bold")
     facts = [
         ("saved", f"{manifest.created} {_age(manifest.created)}"),
         ("with", ", ".join(f"{name} {version}" for name, version in manifest.versions.items())),

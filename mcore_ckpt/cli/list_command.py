@@ -12,15 +12,15 @@ from rich.text import Text
 
 from mcore_ckpt.amounts import age_text, size_text
 from mcore_ckpt.cli.arguments import add_json, expanded_path, taken
-from mcore_ckpt.cli.tables import Cell, is_terminal, result_console, table_of
+from mcore_ckpt.cli.results import is_terminal, result_console
+from mcore_ckpt.cli.tables import Cell, table_of
 from mcore_ckpt.errors import CheckpointError
 
 if TYPE_CHECKING:
     from mcore_ckpt.steps import NodeFiles, RunningSave
     from mcore_ckpt.tools.examine.step_list import ListedStep, StepList
 
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
-
+HELP = "show which steps there are"
 DESCRIPTION = """\
 Lists the steps below a folder, the oldest first, and the step that the tracker names. Reads only the manifests, and
 looks whether the files that they list are here in their full size; use `mcore-ckpt verify` to check the bytes. If ROOT
@@ -39,15 +39,12 @@ STEP_HEADINGS = ("step", "roles", "size>", "age>", "state", "place")
 _STYLES = {"complete": "green", "partial": "green", "saving": "yellow", "damaged": "red", "incomplete": "red"}
 
 
-def add_to(subparsers: Subparsers) -> None:
-    """Adds the parser of `list`."""
-    parser = subparsers.add_parser("list", help="show which steps there are", description=DESCRIPTION)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("root", type=expanded_path, metavar="ROOT", help="folder of steps")
     parser.add_argument(
         "--remote", metavar="URL", help="also list the steps in this remote store, such as s3://bucket/prefix"
     )
     add_json(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -71,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     if last is not None and last.state == "partial":
         newest += f", of which this node has {last.reason}"
     tracked = "none" if found.tracker is None else found.tracker
-    console.print(f"{newest}; the tracker names {tracked}", markup=False)
+    console.print(f"{newest}; the tracker names {tracked}")
     return 0
 
 
@@ -79,14 +76,18 @@ def _show_lines(console: Console, found: StepList) -> None:
     for step in found.steps:
         if step.counts:
             roles = ", ".join(step.roles)
-            marks = "".join(f"  {mark}" for mark in (*_marks(step), *_elsewhere(step), *_of_nodes(step)))
-            line = f"{step.name}  {size_text(step.nbytes):>10}  {step.created}  {roles}{marks}"
-            console.print(line, markup=False)
+            marks = _marks(step)
+            if "remote" in step.places:
+                marks.append("also remote" if "local" in step.places else "only remote")
+            if step.of_nodes is not None:
+                marks.append(str(step.of_nodes))
+            line = f"{step.name}  {size_text(step.nbytes):>10}  {step.created}  {'  '.join((roles, *marks))}"
+            console.print(line)
         elif step.state == "saving":
-            console.print(f"{step.name}  is being saved{_savers(step)}", style="yellow", markup=False)
+            console.print(f"{step.name}  is being saved{_savers(step)}", style="yellow")
         else:
             what = "is damaged" if step.state == "damaged" else "is not complete"
-            console.print(f"{step.name}  {what}: {step.reason}{_deaths(step)}", style="red", markup=False)
+            console.print(f"{step.name}  {what}: {step.reason}{_deaths(step)}", style="red")
 
 
 def _show_table(console: Console, found: StepList) -> None:
@@ -130,14 +131,6 @@ def _marks(step: ListedStep) -> list[str]:
     return [mark for mark, holds in marks.items() if holds]
 
 
-def _elsewhere(step: ListedStep) -> list[str]:
-    return ["also remote" if "local" in step.places else "only remote"] if "remote" in step.places else []
-
-
-def _of_nodes(step: ListedStep) -> list[str]:
-    return [] if step.of_nodes is None else [str(step.of_nodes)]
-
-
 def _savers(step: ListedStep) -> str:
     names = dict.fromkeys(save.by for save in step.saves if _may_be_alive(save))
     return f" by {', '.join(names)}" if names else ""
@@ -153,7 +146,6 @@ def _may_be_alive(save: RunningSave) -> bool:
 
 
 def step_as_json(step: ListedStep) -> dict[str, Any]:
-    """Returns a step as JSON values."""
     return {
         "step": step.step,
         "path": str(step.path),

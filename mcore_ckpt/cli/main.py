@@ -1,8 +1,8 @@
 """Runs `mcore-ckpt`: parses the arguments, runs one subcommand and turns its errors into an exit status.
 
-Each subcommand is a module, with `add_to(subparsers)`, which adds the subcommand's parser and sets `run`, a function
-that accepts the parsed arguments and returns the exit status, and with `EXAMPLES`, command lines for its `--help`. To
-add a subcommand, write such a module and list it in `COMMANDS`.
+Each subcommand is a module with `HELP` and `DESCRIPTION`, `EXAMPLES` (command lines for its `--help`),
+`add_arguments(parser)`, and `run(args)`, which returns the exit status. `run` imports torch and what needs torch, so
+that `--help` does not wait a second for it. To add a subcommand, write such a module and list it in `COMMANDS`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from mcore_ckpt import __version__
-from mcore_ckpt.cli.examples import add_examples
-from mcore_ckpt.cli.parsers import CommandParser, TopParser
+from mcore_ckpt.cli.parsers import CommandParser, TopParser, add_examples
 from mcore_ckpt.errors import CheckpointError, InvalidArgumentError
 from mcore_ckpt.redaction import redacted
 
@@ -114,8 +113,10 @@ def build_parser(commands: Iterable[str] = COMMANDS) -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(metavar="command", required=True, parser_class=CommandParser)
     for name in commands:
         module = command_module(name)
-        module.add_to(subparsers)
-        add_examples(subparsers.choices[name], module.EXAMPLES)
+        command = subparsers.add_parser(name, help=module.HELP, description=module.DESCRIPTION)
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+        add_examples(command, module.EXAMPLES)
     return parser
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from contextlib import suppress
 from dataclasses import replace
@@ -12,31 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mcore_ckpt.amounts import rate_text, size_text
-from mcore_ckpt.cli.arguments import (
-    add_force,
-    add_ignore,
-    add_ignored_flags,
-    add_json,
-    add_revision,
-    check_can_be_folder,
-    check_is_folder_or_model,
-    check_patterns,
-    command_agreement,
-    expanded_path,
-    folder_or_model,
-    step_number,
-    taken,
-)
-from mcore_ckpt.cli.progress import progress_of_bytes
-from mcore_ckpt.cli.tables import result_console
+from mcore_ckpt.cli import arguments
+from mcore_ckpt.cli.progress import progress_in, progress_of_bytes
+from mcore_ckpt.cli.results import result_console, show_result
 from mcore_ckpt.config import MERGE_TIMEOUT_S
 from mcore_ckpt.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from mcore_ckpt.tools.convert.merge import MergeReport, MergeRequest
 
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
-
+HELP = "make a HuggingFace model of a checkpoint"
 DESCRIPTION = """\
 Writes a committed checkpoint as a HuggingFace model, on one machine and without GPUs. The model need not fit into
 memory. The folder appears once it is complete. Under torchrun the ranks share the work."""
@@ -52,29 +36,22 @@ _HOW = {"merge": "adapters merged", "beside": "adapters in lora_adapter/", "only
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
-def add_to(subparsers: Subparsers) -> None:
-    """Adds the parser of `merge`."""
-    parser = subparsers.add_parser("merge", help="make a HuggingFace model of a checkpoint", description=DESCRIPTION)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     # Each argument can also be given with the flag that verl's merger has for it.
     for name, flag, kind, what in (
-        ("source", "--local_dir", expanded_path, "folder of a role, of a step, or of the steps"),
-        ("target", "--target_dir", expanded_path, "folder to make; it may exist if it is empty"),
+        ("source", "--local_dir", arguments.expanded_path, "folder of a role, of a step, or of the steps"),
+        ("target", "--target_dir", arguments.expanded_path, "folder to make; it may exist if it is empty"),
     ):
         parser.add_argument(name, type=kind, nargs="?", help=what)
         parser.add_argument(flag, type=kind, dest=f"{name}_flag", metavar="DIR", help=f"the same as {name}")
-    parser.add_argument(
-        "--step", type=step_number, metavar="N", help="step in a folder of steps (the newest complete one if not given)"
-    )
+    arguments.add_step(parser)
     parser.add_argument("--role", metavar="NAME", help="role to merge, if the step has several")
     parser.add_argument("--backend", choices=("megatron", "fsdp"), default="megatron", help="what trained the model")
-    parser.add_argument(
-        "--hf_model_path",
-        type=folder_or_model,
-        metavar="MODEL",
-        help="folder with config.json and tokenizer, or a model on the hub that has them (the checkpoint's own if not "
-        "given)",
+    text = (
+        "folder with config.json and tokenizer, or a model on the hub that has them (the checkpoint's own if not given)"
     )
-    add_revision(parser, "--hf_model_path")
+    parser.add_argument("--hf_model_path", type=arguments.folder_or_model, metavar="MODEL", help=text)
+    arguments.add_revision(parser, "--hf_model_path")
     parser.add_argument("--dtype", choices=_DTYPES, help="dtype of the weights (as saved if not given)")
     parser.add_argument(
         "--quantize",
@@ -84,7 +61,7 @@ def add_to(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--max-shard-size", type=_size, metavar="SIZE", help="largest size of a file, such as 500MiB (5GB if not given)"
     )
-    add_ignore(parser, "tensors of the checkpoint")
+    arguments.add_ignore(parser, "tensors of the checkpoint")
     parser.add_argument("--allow-nan", action="store_true", help="write weights that are NaN instead of refusing them")
     parser.add_argument(
         "--tie-word-embedding",
@@ -110,19 +87,17 @@ def add_to(subparsers: Subparsers) -> None:
     visibility = parser.add_mutually_exclusive_group()
     visibility.add_argument("--public", action="store_true", help="if the repository is new, let everybody see it")
     visibility.add_argument("--private", action="store_true", help="if the repository is new, hide it (the default)")
-    add_force(parser, "a HuggingFace model in target, or in REPO,")
-    add_json(parser)
-    add_ignored_flags(parser)
-    parser.set_defaults(run=run)
+    arguments.add_force(parser, "a HuggingFace model in target, or in REPO,")
+    arguments.add_json(parser)
+    arguments.add_ignored_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Merges a checkpoint. Returns 0 when the folder is in place and, with `--hf_upload_path`, uploaded."""
-    # `--help` must not wait for the import of torch, which takes a second.
     from mcore_ckpt.tools.convert.merge import merge
     from mcore_ckpt.tools.convert.push_to_hub import can_push_to_hub, check_has_no_model, push_to_hub
 
-    check_patterns("--ignore", args.ignore)
+    arguments.check_patterns("--ignore", args.ignore)
     request = _request(args)
     if (args.public or args.private) and args.hf_upload_path is None:
         flag = "--public" if args.public else "--private"
@@ -132,20 +107,15 @@ def run(args: argparse.Namespace) -> int:
     if args.hf_upload_path is not None and not args.force:
         check_has_no_model(args.hf_upload_path)
     with (
-        command_agreement("merge", MERGE_TIMEOUT_S) as ranks,
+        arguments.command_agreement("merge", MERGE_TIMEOUT_S) as ranks,
         progress_of_bytes(args.json or not ranks.is_coordinator) as bar,
     ):
-        task = bar.add_task("merge", total=None)
-        several = ranks if ranks.world_size > 1 else None
-        report = merge(request, lambda done, total: bar.update(task, completed=done, total=total), several)
+        report = merge(request, progress_in(bar, "merge"), ranks if ranks.world_size > 1 else None)
     if not ranks.is_coordinator:
         return 0
     if args.hf_upload_path is not None:
         push_to_hub(report.target, args.hf_upload_path, private=not args.public)
-    if args.json:
-        print(json.dumps(as_json(report)))
-    else:
-        _show(report)
+    show_result(report, as_json, _show, args.json)
     return 0
 
 
@@ -158,11 +128,11 @@ def _request(args: argparse.Namespace) -> MergeRequest:
     if args.revision is not None and args.hf_model_path is None:
         raise InvalidArgumentError("--revision is that of a model on the hub: give --hf_model_path, too")
     if args.hf_model_path is not None:
-        check_is_folder_or_model(args.hf_model_path, "--hf_model_path", "merge --hf_model_path")
+        arguments.check_is_folder_or_model(args.hf_model_path, "--hf_model_path", "merge --hf_model_path")
     source, target = _one_of(args, "source", "--local_dir"), _one_of(args, "target", "--target_dir")
-    check_can_be_folder("target", target)
+    arguments.check_can_be_folder("target", target)
     request = MergeRequest(
-        source=taken(source, "merge"),
+        source=arguments.taken(source, "merge"),
         target=target,
         step=args.step,
         role=args.role,
@@ -208,20 +178,18 @@ def _size(text: str) -> int:
 def _show(report: MergeReport) -> None:
     console = result_console()
     how = "" if report.adapters is None else f", {_HOW[report.adapters]}"
-    console.print(f"{report.target}: {report.model}, {str(report.dtype).removeprefix('torch.')}{how}", markup=False)
+    console.print(f"{report.target}: {report.model}, {str(report.dtype).removeprefix('torch.')}{how}")
     console.print(
         f"{size_text(report.nbytes)} in {report.files} files, {report.seconds:.1f} s "
         f"({rate_text(report.nbytes, report.seconds)})",
-        markup=False,
     )
     for each in report.left_out:
-        console.print(f"  {each.text}", markup=False)
+        console.print(f"  {each.text}")
     for different in report.other_model:
-        console.print(f"  transformers computes something else: {different}", markup=False)
+        console.print(f"  transformers computes something else: {different}")
 
 
 def as_json(report: MergeReport) -> dict[str, Any]:
-    """Returns the report as JSON values."""
     return {
         "source": str(report.source),
         "target": str(report.target),

@@ -1,4 +1,7 @@
-"""Parses the command line: says what an unknown word may mean, and takes options with `-` as well as with `_`."""
+"""Parses the command line: says what an unknown word may mean, and takes options with `-` as well as with `_`.
+
+The help of a command ends with examples.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ from itertools import takewhile
 from typing import Any, NoReturn
 
 from mcore_ckpt.redaction import redacted
+
+_EXAMPLES = "examples:"
 
 
 class Parser(argparse.ArgumentParser):
@@ -84,3 +89,19 @@ def _alike(word: str, known: Sequence[str]) -> list[str]:
 
 def _did_you_mean(word: str) -> str:
     return f": did you mean {word}?"
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    """Folds descriptions to the width of the terminal, but leaves examples as they are, so that they can be copied."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if text.startswith(_EXAMPLES) else super()._fill_text(text, width, indent)
+
+
+def add_examples(parser: argparse.ArgumentParser, examples: Sequence[str]) -> None:
+    """Ends a command's help with examples. In each, the text after " # " is an explanation."""
+    lines = [example.partition(" # ") for example in examples]
+    width = max(len(line) for line, _, _ in lines)
+    shown = [f"  mcore-ckpt {line:{width}}  # {what}" if what else f"  mcore-ckpt {line}" for line, _, what in lines]
+    parser.epilog = "\n".join((_EXAMPLES, *shown))
+    parser.formatter_class = _HelpFormatter

@@ -9,16 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mcore_ckpt.amounts import size_text
-from mcore_ckpt.cli.arguments import add_json, expanded_path, number_in, step_number, taken
+from mcore_ckpt.cli.arguments import add_json, at_least, expanded_path, step_number, taken
 from mcore_ckpt.cli.progress import progress_in, progress_of_bytes
-from mcore_ckpt.cli.tables import result_console
+from mcore_ckpt.cli.results import result_console
 from mcore_ckpt.errors import CheckpointError, InvalidArgumentError
 
 if TYPE_CHECKING:
     from mcore_ckpt.tools.maintain.prune import PrunedFolder
 
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
-
+HELP = "delete old steps and the leftovers of crashes"
 DESCRIPTION = """\
 Deletes old steps like a trainer with the same max_to_keep and keep_every, and the leftovers of processes that died.
 Without --max-to-keep every step stays. These always stay: pinned steps, the newest complete step, steps that a process
@@ -32,39 +31,22 @@ EXAMPLES = (
 )
 
 
-def add_to(subparsers: Subparsers) -> None:
-    """Adds the parser of `prune`."""
-    parser = subparsers.add_parser(
-        "prune", help="delete old steps and the leftovers of crashes", description=DESCRIPTION
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("root", type=expanded_path, metavar="ROOT", help="folder of steps")
-    parser.add_argument("--max-to-keep", type=_count, metavar="N", help="keep the N newest complete steps of each role")
-    parser.add_argument("--keep-every", type=_count, metavar="N", help="also keep steps that are multiples of N")
-    parser.add_argument("--role", help="delete only steps that have this role; they are deleted with all their roles")
     parser.add_argument(
-        "--pin",
-        type=step_number,
-        metavar="STEP",
-        action="append",
-        default=[],
-        help="never delete this step from now on",
+        "--max-to-keep", type=at_least(1), metavar="N", help="keep the N newest complete steps of each role"
     )
+    parser.add_argument("--keep-every", type=at_least(1), metavar="N", help="also keep steps that are multiples of N")
+    parser.add_argument("--role", help="delete only steps that have this role; they are deleted with all their roles")
+    text = "never delete this step from now on"
+    parser.add_argument("--pin", type=step_number, metavar="STEP", action="append", default=[], help=text)
     parser.add_argument("--unpin", type=step_number, metavar="STEP", action="append", default=[], help="undo --pin")
     parser.add_argument("--dry-run", action="store_true", help="show what would be deleted, but delete nothing")
     add_json(parser)
-    parser.set_defaults(run=run)
-
-
-def _count(text: str) -> int:
-    number = number_in(text)
-    if number is None or number < 1:
-        raise argparse.ArgumentTypeError(f"{text}: use 1 or more")
-    return number
 
 
 def run(args: argparse.Namespace) -> int:
     """Deletes steps, or shows what would be deleted. Returns 1 if one of them cannot be deleted, otherwise 0."""
-    # `--help` needs none of it, and must not wait for it.
     from mcore_ckpt import pin, unpin
     from mcore_ckpt.steps import PreservationPolicy
     from mcore_ckpt.tools.maintain.prune import prune
@@ -101,7 +83,7 @@ def _show(folders: Sequence[PrunedFolder], root: Path, dry_run: bool) -> None:
     for folder in folders:
         word = "keep  " if folder.stays else "delete"
         line = f"{word}  {size_text(folder.nbytes):>10}  {folder.path.relative_to(root)}: {folder.reason}"
-        console.print(line, markup=False)
+        console.print(line)
     gone = [folder for folder in folders if not folder.stays]
     word = "would be deleted" if dry_run else "deleted"
     console.print(
@@ -115,7 +97,6 @@ def _nbytes(folders: Sequence[PrunedFolder]) -> int:
 
 
 def _as_json(folders: Sequence[PrunedFolder], dry_run: bool) -> dict[str, Any]:
-    """Returns the result as JSON values."""
     return {
         "dry_run": dry_run,
         "deleted_bytes": _nbytes([folder for folder in folders if not folder.stays]),

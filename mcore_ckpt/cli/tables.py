@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 from rich.console import Console, Group, JustifyMethod, RenderableType
@@ -17,31 +16,11 @@ _GAP = 2
 _LONGEST_WORD = 14
 
 
-def is_terminal() -> bool:
-    """True if stdout is a terminal. Elsewhere, commands print plain lines that a program can search."""
-    return sys.stdout.isatty()
-
-
-def result_console() -> Console:
-    """Returns the console for a command's result. In a pipe or a log it folds no line, so that programs can read it."""
-    return _ResultConsole(highlight=False, soft_wrap=not is_terminal())
-
-
-class _ResultConsole(Console):
-    def on_broken_pipe(self) -> None:
-        """Leaves the error to `main`: rich would end the process with status 1, which means a bad checkpoint."""
-        raise
-
-
 def table_of(console: Console, headings: Sequence[str], rows: Sequence[Sequence[Cell]]) -> RenderableType:
     """Returns a table, or, if the terminal is too narrow for it, a few lines for each row.
 
-    No word is cut: a cell that does not fit continues in the next line.
-
-    Args:
-        console: where it will be shown.
-        headings: the headings of the columns. Columns whose headings end in ">" are aligned to the right.
-        rows: the cells. The first one names the row. Square brackets in them are plain text.
+    No word is cut: a cell that does not fit continues in the next line. Columns whose headings end in ">" are aligned
+    to the right. The first cell of a row names it. Square brackets in cells are plain text.
     """
     texts = [[_text(cell) for cell in row] for row in rows]
     names = [heading.removesuffix(">") for heading in headings]

@@ -11,7 +11,8 @@ from rich.console import Console
 
 from mcore_ckpt.amounts import size_text
 from mcore_ckpt.cli.progress import progress_in, progress_of_bytes
-from mcore_ckpt.cli.tables import is_terminal, table_of
+from mcore_ckpt.cli.results import is_terminal
+from mcore_ckpt.cli.tables import table_of
 
 if TYPE_CHECKING:
     from mcore_ckpt.tools.examine.tensor_details import KindDetails, StoredPart, TensorDetails, Values
@@ -35,7 +36,7 @@ def read_tensor(role_dirs: Sequence[Path], name: str, quiet: bool) -> dict[Path,
 
 def show_tensor(console: Console, role_dir: Path, tensor: TensorDetails) -> None:
     """Shows a tensor: in tables on a terminal, otherwise in lines that begin with the kind."""
-    console.print(f"{role_dir}: tensor {tensor.name}", style="bold", markup=False)
+    console.print(f"{role_dir}: tensor {tensor.name}", style="bold")
     if is_terminal():
         console.print(table_of(console, ("kind", "dtype", "shape", *_headings()), [_row(of) for of in tensor.kinds]))
         console.print()
@@ -44,10 +45,10 @@ def show_tensor(console: Console, role_dir: Path, tensor: TensorDetails) -> None
         return
     for of in tensor.kinds:
         facts = f"the same bytes as {of.same_as}" if of.same_as else _facts(of.values)
-        console.print(f"{of.kind}  {of.dtype} {list(of.shape)}  {facts}".rstrip(), markup=False)
+        console.print(f"{of.kind}  {of.dtype} {list(of.shape)}  {facts}".rstrip())
         for part in of.parts:
             where = f"{part.file}  bytes [{part.offset}, {part.offset + part.nbytes})"
-            console.print(f"{of.kind}  rank {part.rank} ({_place(part)})  {_boxes(of, part)}  {where}", markup=False)
+            console.print(f"{of.kind}  rank {part.rank} ({_place(part)})  {_boxes(of, part)}  {where}")
 
 
 def _headings() -> list[str]:

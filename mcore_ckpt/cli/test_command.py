@@ -3,35 +3,23 @@
 from __future__ import annotations
 
 import argparse
-import json
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from mcore_ckpt.amounts import size_text
-from mcore_ckpt.cli.arguments import (
-    add_ignore,
-    add_ignored_flags,
-    add_json,
-    add_revision,
-    check_is_folder_or_model,
-    check_not_given,
-    expanded_path,
-    folder_or_model,
-    step_number,
-    taken,
-)
-from mcore_ckpt.cli.comparison_options import check_comparison
-from mcore_ckpt.cli.progress import progress_of_bytes
-from mcore_ckpt.cli.tables import is_terminal, result_console, table_of
+from mcore_ckpt.cli import arguments
+from mcore_ckpt.cli.comparisons import NUMBERS, check_comparison, info_as_json, numbers_in_line, numbers_of
+from mcore_ckpt.cli.progress import progress_in, progress_of_bytes
+from mcore_ckpt.cli.results import is_terminal, result_console, show_result
+from mcore_ckpt.cli.tables import table_of
 from mcore_ckpt.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from mcore_ckpt.formats import TensorInfo
     from mcore_ckpt.tools.examine.compare import ComparedTensor, Comparison, Weights
 
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
-
+HELP = "compare a merged model with a reference"
 DESCRIPTION = """\
 Compares the folder of a HuggingFace model with a reference: missing tensors, extra tensors, shapes, dtypes and values.
 With --local_dir it compares a checkpoint, as a merge would write it. The exit status is 0 if the two are the same, and
@@ -56,92 +44,60 @@ _OF_CHECKPOINTS = (
 )
 
 
-def add_to(subparsers: Subparsers) -> None:
-    """Adds the parser of `test`."""
-    parser = subparsers.add_parser("test", help="compare a merged model with a reference", description=DESCRIPTION)
-    parser.add_argument(
-        "merged",
-        type=folder_or_model,
-        nargs="?",
-        help="folder of the model to check, or the name of a model on the hub",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    text = "folder of the model to check, or the name of a model on the hub"
+    parser.add_argument("merged", type=arguments.folder_or_model, nargs="?", help=text)
+    text = (
+        "the model to compare with: a folder with safetensors or pytorch_model.bin, in one file or several, or "
+        "the name of a model on the hub (owner/name, owner/name@revision)"
     )
     parser.add_argument(
-        "--reference",
-        "--test_hf_dir",
-        type=folder_or_model,
-        metavar="MODEL",
-        required=True,
-        help="the model to compare with: a folder with safetensors or pytorch_model.bin, in one file or several, or "
-        "the name of a model on the hub (owner/name, owner/name@revision)",
+        "--reference", "--test_hf_dir", type=arguments.folder_or_model, metavar="MODEL", required=True, help=text
     )
-    add_revision(parser, "--reference")
-    parser.add_argument(
-        "--atol",
-        type=float,
-        default=0.0,
-        metavar="X",
-        help="allowed absolute difference of a value (with --atol 0 and --rtol 0, the default, all bits must be equal)",
-    )
-    parser.add_argument(
-        "--rtol",
-        type=float,
-        default=0.0,
-        metavar="X",
-        help="allowed difference relative to the reference's value, in addition to --atol",
-    )
+    arguments.add_revision(parser, "--reference")
+    text = "allowed absolute difference of a value (with --atol 0 and --rtol 0, the default, all bits must be equal)"
+    parser.add_argument("--atol", type=float, default=0.0, metavar="X", help=text)
+    text = "allowed difference relative to the reference's value, in addition to --atol"
+    parser.add_argument("--rtol", type=float, default=0.0, metavar="X", help=text)
     parser.add_argument("--any-dtype", action="store_true", help="compare only values, and accept other dtypes")
-    add_ignore(parser)
+    arguments.add_ignore(parser)
     parser.add_argument("--most", type=int, default=10, metavar="N", help="show at most the N worst tensors (10)")
-    add_json(parser)
+    arguments.add_json(parser)
     checkpoint = parser.add_argument_group("to compare a checkpoint instead of a merged model")
     checkpoint.add_argument(
-        "--local_dir", type=expanded_path, metavar="DIR", help="folder of a role, of a step, or of the steps"
+        "--local_dir", type=arguments.expanded_path, metavar="DIR", help="folder of a role, of a step, or of the steps"
     )
     checkpoint.add_argument(
         "--backend", choices=("megatron", "fsdp"), help="what trained the model (megatron if not given)"
     )
-    checkpoint.add_argument(
-        "--step", type=step_number, metavar="N", help="step in a folder of steps (the newest complete one if not given)"
-    )
+    arguments.add_step(checkpoint)
     checkpoint.add_argument("--role", metavar="NAME", help="role to compare, if the step has several")
-    checkpoint.add_argument(
-        "--hf_model_path",
-        type=folder_or_model,
-        metavar="MODEL",
-        help="folder with config.json, or a model on the hub that has it (the checkpoint's own if not given)",
-    )
+    text = "folder with config.json, or a model on the hub that has it (the checkpoint's own if not given)"
+    checkpoint.add_argument("--hf_model_path", type=arguments.folder_or_model, metavar="MODEL", help=text)
     checkpoint.add_argument("--dtype", choices=_DTYPES, help="dtype to convert the weights to (as saved if not given)")
     checkpoint.add_argument(
         "--lora-alpha", type=float, metavar="X", help="alpha of the adapters, if the checkpoint does not say it"
     )
     checkpoint.add_argument("--tie-word-embedding", action="store_true", help="state that the embeddings are tied")
     checkpoint.add_argument("--is-value-model", action="store_true", help="state that the model is a critic")
-    add_ignored_flags(parser)
-    parser.set_defaults(run=run)
+    arguments.add_ignored_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Compares two models. Returns 0 if they are the same, otherwise 1."""
     _check(args)
-    # `--help` must not wait for the import of torch, which takes a second.
     from mcore_ckpt.formats import with_revision
     from mcore_ckpt.tools.examine.compare import compare, open_folder
     from mcore_ckpt.tools.examine.differences import Tolerance
 
     if args.merged is not None:
-        check_is_folder_or_model(args.merged, "", "test")
-    check_is_folder_or_model(args.reference, "--reference", "test --reference")
+        arguments.check_is_folder_or_model(args.merged, "", "test")
+    arguments.check_is_folder_or_model(args.reference, "--reference", "test --reference")
     tolerance = Tolerance(args.atol, args.rtol, args.any_dtype)
     ours, reference = _ours(args), open_folder(with_revision(args.reference, args.revision))
     with progress_of_bytes(args.json) as bar:
-        task = bar.add_task("compare", total=None)
-        comparison = compare(
-            ours, reference, tolerance, args.ignore, lambda done, total: bar.update(task, completed=done, total=total)
-        )
-    if args.json:
-        print(json.dumps(as_json(comparison)))
-    else:
-        _show(comparison, args.most)
+        comparison = compare(ours, reference, tolerance, args.ignore, progress_in(bar, "compare"))
+    show_result(comparison, as_json, partial(_show, most=args.most), args.json)
     return 0 if comparison.is_same else 1
 
 
@@ -149,7 +105,7 @@ def _check(args: argparse.Namespace) -> None:
     if (args.merged is None) == (args.local_dir is None):
         raise InvalidArgumentError("give either the folder of a merged model or, with --local_dir, a checkpoint")
     if args.local_dir is None:
-        check_not_given(args, _OF_CHECKPOINTS, "because only --local_dir has a checkpoint")
+        arguments.check_not_given(args, _OF_CHECKPOINTS, "because only --local_dir has a checkpoint")
     check_comparison(args)
 
 
@@ -162,7 +118,7 @@ def _ours(args: argparse.Namespace) -> Weights:
     if args.merged is not None:
         return open_folder(args.merged)
     request = MergeRequest(
-        source=taken(args.local_dir, "test --local_dir", "--local_dir"),
+        source=arguments.taken(args.local_dir, "test --local_dir", "--local_dir"),
         target=args.local_dir,
         step=args.step,
         role=args.role,
@@ -181,33 +137,30 @@ def _show(comparison: Comparison, most: int) -> None:
     worst = comparison.worst()
     _show_tensors(console, [_row(tensor) for tensor in worst[:most]])
     if len(worst) > most:
-        console.print(f"and {len(worst) - most} more (--most)", markup=False)
+        console.print(f"and {len(worst) - most} more (--most)")
     wrong = sum(not tensor.is_same for tensor in comparison.tensors)
     verdict = "the same" if comparison.is_same else f"not the same: {wrong} differ"
     ignored = f", {len(comparison.ignored)} ignored" if comparison.ignored else ""
     console.print(
         f"{comparison.ours} and {comparison.reference}: {verdict}; {len(comparison.tensors)} tensors{ignored}, "
         f"{size_text(comparison.nbytes)} in {comparison.seconds:.1f} s",
-        markup=False,
     )
 
 
 def _show_tensors(console: Console, rows: list[list[str]]) -> None:
-    headings = ("tensor", "problem", "ours", "reference", "differing>", "max abs>", "max rel>", "remark")
+    headings = ("tensor", "problem", "ours", "reference", *NUMBERS, "remark")
     if rows and is_terminal():
         console.print(table_of(console, headings, rows))
         return
     for name, problem, ours, reference, *numbers, remark in rows:
-        amounts = zip(("differing", "max abs", "max rel"), numbers, strict=True)
-        shown = "".join(f"  {what} {number}" for what, number in amounts if number)
-        words = f"{problem or 'the same'}  {name}  ours {ours}  reference {reference}{shown}"
-        console.print(f"{words}  {remark}".rstrip(), markup=False)
+        words = f"{problem or 'the same'}  {name}  ours {ours}  reference {reference}{numbers_in_line(numbers)}"
+        console.print(f"{words}  {remark}".rstrip())
 
 
 def _row(tensor: ComparedTensor) -> list[str]:
     sides = ("-" if info is None else info.text for info in (tensor.ours, tensor.reference))
-    amounts = [f"{amount:.3g}" if amount else "" for amount in (tensor.max_abs, tensor.max_rel)]
-    return [tensor.name, tensor.problem, *sides, str(tensor.differing or ""), *amounts, tensor.remark]
+    numbers = numbers_of(str(tensor.differing or ""), tensor.max_abs, tensor.max_rel)
+    return [tensor.name, tensor.problem, *sides, *numbers, tensor.remark]
 
 
 def as_json(comparison: Comparison) -> dict[str, Any]:
@@ -226,8 +179,8 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
             {
                 "name": tensor.name,
                 "problem": tensor.problem,
-                "ours": _as_json(tensor.ours),
-                "reference": _as_json(tensor.reference),
+                "ours": info_as_json(tensor.ours),
+                "reference": info_as_json(tensor.reference),
                 "differing": tensor.differing,
                 "max_abs": finite_or_none(tensor.max_abs),
                 "max_rel": finite_or_none(tensor.max_rel),
@@ -236,7 +189,3 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
             for tensor in comparison.worst()
         ],
     }
-
-
-def _as_json(info: TensorInfo | None) -> dict[str, Any] | None:
-    return None if info is None else {"shape": list(info.shape), "dtype": info.dtype_name}

@@ -18,14 +18,14 @@ from rich.text import Text
 from mcore_ckpt.amounts import duration_text, size_text
 from mcore_ckpt.cli.arguments import add_json, expanded_path, step_number, taken
 from mcore_ckpt.cli.list_command import STEP_HEADINGS, save_as_json, step_as_json, step_row
-from mcore_ckpt.cli.tables import is_terminal, result_console, table_of
+from mcore_ckpt.cli.results import is_terminal, result_console
+from mcore_ckpt.cli.tables import table_of
 from mcore_ckpt.errors import CheckpointError, InvalidArgumentError
 
 if TYPE_CHECKING:
     from mcore_ckpt.tools.examine.watch import Change, Look, SaveProgress
 
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
-
+HELP = "show live what is being saved"
 DESCRIPTION = """\
 Shows live what trainers on any host save below a folder: which step and role, by which process, how much is written,
 how fast, and about how long it still takes; and the newest steps. It only reads. On a terminal it redraws a table,
@@ -39,9 +39,7 @@ EXAMPLES = (
 )
 
 
-def add_to(subparsers: Subparsers) -> None:
-    """Adds the parser of `watch`."""
-    parser = subparsers.add_parser("watch", help="show live what is being saved", description=DESCRIPTION)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("root", type=expanded_path, metavar="ROOT", help="folder of steps")
     parser.add_argument("--last", type=int, default=5, metavar="N", help="show the N newest steps (5)")
     parser.add_argument("--interval", type=float, default=2.0, metavar="SECONDS", help="how often to look (2)")
@@ -50,7 +48,6 @@ def add_to(subparsers: Subparsers) -> None:
         "--until", type=step_number, metavar="STEP", help="end once this step, or a newer one, is complete"
     )
     add_json(parser, "print a JSON object in one line for each change, and nothing else")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -65,12 +62,13 @@ def run(args: argparse.Namespace) -> int:
     try:
         if args.json or not is_terminal():
             _follow(watch.look, _Lines(args.json).show, args)
-        elif args.once:
-            console = result_console()
+            return 0
+        console = result_console()
+        if args.once:
             console.print(_tables(console, watch.look()))
-        else:
-            with _Screen() as screen:
-                _follow(watch.look, screen.show, args)
+            return 0
+        with Live(console=console, auto_refresh=False, vertical_overflow="visible") as live:
+            _follow(watch.look, lambda found: live.update(_tables(console, found), refresh=True), args)
     except OSError as error:
         raise CheckpointError(f"{args.root}: {error}") from error
     return 0
@@ -85,24 +83,6 @@ def _follow(look: Callable[[], Look], show: Callable[[Look], None], args: argpar
         if args.once or is_reached:
             return
         time.sleep(args.interval)
-
-
-class _Screen:
-    """Redraws tables on the terminal."""
-
-    def __init__(self) -> None:
-        self._console = result_console()
-        self._live = Live(console=self._console, auto_refresh=False, vertical_overflow="visible")
-
-    def __enter__(self) -> _Screen:
-        self._live.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._live.stop()
-
-    def show(self, found: Look) -> None:
-        self._live.update(_tables(self._console, found), refresh=True)
 
 
 def _tables(console: Console, found: Look) -> RenderableType:
@@ -195,7 +175,6 @@ def _line(change: Change) -> str:
 
 
 def _as_json(found: Look, new: list[Change]) -> dict[str, Any]:
-    """Returns a look as JSON values."""
     return {
         "newest": found.newest,
         "steps": [step_as_json(step) for step in found.steps],

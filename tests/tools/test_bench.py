@@ -99,7 +99,7 @@ def test_more_ranks_than_were_measured_commit_later() -> None:
 @pytest.mark.parametrize(
     ("speeds", "words"),
     [
-        (SPEEDS, "writing in place, 1 GB/s: the processors are the limit"),
+        (SPEEDS, "writing in place, 1.0 GB/s: the processors are the limit"),
         (
             replace(SPEEDS, write_in_place_bytes_per_s=1.5 * GB),
             "writing in place, 1.5 GB/s: the file system is the limit",
@@ -115,9 +115,9 @@ def test_what_a_synchronous_save_waits_for(speeds: Speeds, words: str) -> None:
 @pytest.mark.parametrize(
     ("limit", "words"),
     [
-        (FILE_SYSTEM, "writing, 2 GB/s: the file system is the limit"),
-        (PROCESSORS, "writing, 2 GB/s: the processors are the limit"),
-        ("", "writing, 2 GB/s: neither the file system nor the processors are the limit"),
+        (FILE_SYSTEM, "writing, 2.0 GB/s: the file system is the limit"),
+        (PROCESSORS, "writing, 2.0 GB/s: the processors are the limit"),
+        ("", "writing, 2.0 GB/s: neither the file system nor the processors are the limit"),
     ],
 )
 def test_what_an_async_save_waits_for(limit: str, words: str) -> None:
@@ -127,10 +127,11 @@ def test_what_an_async_save_waits_for(limit: str, words: str) -> None:
 
 def test_what_stalls_and_loads_wait_for() -> None:
     found = predict(SIZE, SPEEDS)
-    assert bottleneck(found.stall, SPEEDS) == "copying in host memory, 10 GB/s"
-    assert bottleneck(found.load, SPEEDS) == "reading, 4 GB/s"
+    assert bottleneck(found.stall, SPEEDS) == "copying in host memory, 10.0 GB/s"
+    assert bottleneck(found.load, SPEEDS) == "reading, 4.0 GB/s"
+    assert bottleneck(found.load, replace(SPEEDS, read_bytes_per_s=340_000)) == "reading, 340.0 kB/s"
     speeds = replace(SPEEDS, gpu=GpuSpeeds("a GPU", 5 * GB, GB))
-    assert bottleneck(predict(SIZE, speeds).stall, speeds) == "copying from a GPU, 5 GB/s"
+    assert bottleneck(predict(SIZE, speeds).stall, speeds) == "copying from a GPU, 5.0 GB/s"
 
 
 # -- sizes ------------------------------------------------------------------------------------------------------

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import argparse
-import json
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mcore_ckpt.cli.arguments import add_json, expanded_path
-from mcore_ckpt.cli.demo.report import LiveReport, NoReport, show_outcome, show_plan
-from mcore_ckpt.cli.demo.runner import SAVE_EVERY, Outcome, Plan, perform, prepare_directory, removed_if_interrupted
+from mcore_ckpt.cli.demo.report import LiveReport, show_outcome, show_plan
+from mcore_ckpt.cli.demo.runner import (
+    SAVE_EVERY,
+    Outcome,
+    Plan,
+    Report,
+    perform,
+    prepare_directory,
+    removed_if_interrupted,
+)
+from mcore_ckpt.cli.results import result_console, show_result
 from mcore_ckpt.cli.signals import cleaning_up_at_sigterm
-from mcore_ckpt.cli.tables import result_console
 from mcore_ckpt.errors import InvalidArgumentError
 
-if TYPE_CHECKING:
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
-
+HELP = "kill a training and watch it resume"
 DESCRIPTION = """\
 Trains a small Qwen-like decoder with Megatron-core on four ranks (tensor parallel 2 x pipeline parallel 2), kills
 all of them in the middle, resumes from the newest checkpoint, and compares every loss with an uninterrupted run.
@@ -29,16 +34,13 @@ EXAMPLES = (
 )
 
 
-def add_to(subparsers: Subparsers) -> None:
-    """Adds the parser of `demo`."""
-    parser = subparsers.add_parser("demo", help="kill a training and watch it resume", description=DESCRIPTION)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dir", type=expanded_path, default=Path("demo_checkpoints"), help="where to write (%(default)s)"
     )
     parser.add_argument("--steps", type=int, default=20, help="steps to train (%(default)s)")
     parser.add_argument("--kill-after", type=int, metavar="K", help="kill after step K, which must be between saves")
     add_json(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -46,17 +48,14 @@ def run(args: argparse.Namespace) -> int:
     plan = make_plan(args.dir, args.steps, args.kill_after)
     with cleaning_up_at_sigterm(), removed_if_interrupted(plan.directory):
         prepare_directory(plan.directory)
+        console = result_console(markup=True)
         if args.json:
-            outcome = perform(plan, NoReport())
+            outcome = perform(plan, Report())
         else:
-            console = result_console()
             show_plan(console, plan)
             with LiveReport(console, plan) as report:
                 outcome = perform(plan, report)
-    if args.json:
-        print(json.dumps(as_json(outcome)))
-    else:
-        show_outcome(console, outcome)
+    show_result(outcome, as_json, partial(show_outcome, console), args.json)
     return 0 if outcome.identical and outcome.is_exported else 1
 
 

@@ -19,12 +19,7 @@ _NEW_TOKENS = 60
 
 @dataclass(frozen=True)
 class Generated:
-    """The results of transformers, which does not know this package, for an exported model.
-
-    Attributes:
-        loss: the loss on the held-out text, computed in the same way as Megatron's.
-        text: the prompt and the text that the model generated after it.
-    """
+    """What transformers makes of an exported model: its loss on held-out text, and the prompt with a continuation."""
 
     loss: float
     text: str

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from types import TracebackType
 
 from rich.console import Console
 from rich.markup import escape
@@ -14,25 +13,12 @@ from rich.text import Text
 from rich.tree import Tree
 
 from mcore_ckpt.amounts import size_text
-from mcore_ckpt.cli.demo.runner import RANKS, SAVE_EVERY, Outcome, Plan, Training, folder_bytes
+from mcore_ckpt.cli.demo.runner import RANKS, SAVE_EVERY, Outcome, Plan, Report, Training, folder_bytes
 
 TITLES = {"uninterrupted": "uninterrupted", "killed": "to be killed", "resumed": "resumed"}
 
 
-class NoReport:
-    """A Report that shows nothing while the demo runs, because `--json` prints only the result."""
-
-    def update(self, training: Training) -> None:
-        """Shows nothing."""
-
-    def ended(self, training: Training) -> None:
-        """Shows nothing."""
-
-    def exporting(self) -> None:
-        """Shows nothing."""
-
-
-class LiveReport:
+class LiveReport(Report):
     """A Report that shows one bar for each training, with its newest loss and the time left.
 
     In a pipe or a log it shows a line when a training has ended.
@@ -59,9 +45,7 @@ class LiveReport:
         self.progress.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.progress.stop()
 
     def update(self, training: Training) -> None:

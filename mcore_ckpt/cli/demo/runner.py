@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from mcore_ckpt.checkpoint import HUGGINGFACE_DIR, TRACKER_FILE, parse_tracker, step_dir
 from mcore_ckpt.errors import CheckpointError, InvalidArgumentError
@@ -117,14 +117,17 @@ class Outcome:
         return folder_bytes(self.checkpoint)
 
 
-class Report(Protocol):
-    """Receives events while the trainings run."""
+class Report:
+    """Receives events while the trainings run. This one shows nothing, because `--json` prints only the result."""
 
-    def update(self, training: Training) -> None: ...
+    def update(self, training: Training) -> None:
+        """Called when a training has reported something."""
 
-    def ended(self, training: Training) -> None: ...
+    def ended(self, training: Training) -> None:
+        """Called when a training has ended or was killed."""
 
-    def exporting(self) -> None: ...
+    def exporting(self) -> None:
+        """Called before transformers loads the exported model."""
 
 
 def prepare_directory(directory: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,18 +30,12 @@ from mcore_ckpt.steps.node_steps import (
     in_order_of_saves,
 )
 from mcore_ckpt.steps.runs import Ownership, elsewhere
-from mcore_ckpt.tools.examine.progress import Progress
+from mcore_ckpt.tools.examine.progress import Progress, no_progress, summed
 
 
 @dataclass(frozen=True)
 class MissingFiles:
-    """Files of a role that are in none of the folders.
-
-    Attributes:
-        role: the role.
-        nodes: the names of the nodes that have these files, or had them.
-        files: their paths below the role's folder.
-    """
+    """Files of a role that are in none of the folders, and the nodes that have these files, or had them."""
 
     role: str
     nodes: tuple[str, ...]
@@ -52,9 +46,7 @@ class MissingFiles:
 class RoleSource:
     """One role of a step, and where its files are.
 
-    Attributes:
-        manifest: its manifest.
-        folders: the role's folders on the nodes, each with the positions of the files that it has.
+    `folders` are the role's folders on the nodes, each with the positions of the files that it has.
     """
 
     manifest: Manifest
@@ -69,11 +61,7 @@ class RoleSource:
 class FoundStep:
     """One step, put together from all folders.
 
-    Attributes:
-        step: the step.
-        roles: its roles.
-        missing: the files that are in none of the folders.
-        problems: what else keeps the step from being whole.
+    `missing` are the files that are in none of the folders; `problems` is what else keeps the step from being whole.
     """
 
     step: int
@@ -89,13 +77,9 @@ class FoundStep:
 
 @dataclass(frozen=True)
 class CollectedRole:
-    """The report of one role.
+    """The report of one role: where it was written, number and size of its files.
 
-    Attributes:
-        role: the role.
-        path: the folder that was written.
-        files, nbytes: number and size of its files.
-        damaged: why files were taken from another node than the first one that has them.
+    `damaged` says why files were taken from another node than the first one that has them.
     """
 
     role: str
@@ -107,7 +91,7 @@ class CollectedRole:
 
 @dataclass(frozen=True)
 class CollectReport:
-    """The report of `collect`: the step, its roles, and how long it took."""
+    """The report of `collect`."""
 
     step: int
     roles: tuple[CollectedRole, ...]
@@ -115,7 +99,6 @@ class CollectReport:
 
     @property
     def nbytes(self) -> int:
-        """The size of all written files in bytes."""
         return sum(role.nbytes for role in self.roles)
 
 
@@ -212,9 +195,7 @@ def _missing(manifest: Manifest, found: FastCheckpoint) -> Iterator[MissingFiles
         yield MissingFiles(found.role, nodes, tuple(file.path for file in files))
 
 
-def collect(
-    found: FoundStep, root: Path, progress: Progress = lambda done, total: None, force: bool = False
-) -> CollectReport:
+def collect(found: FoundStep, root: Path, progress: Progress = no_progress, force: bool = False) -> CollectReport:
     """Copies a whole step into a folder of steps, as the ordinary checkpoint that a save to a root would have written.
 
     Each file is read once, and its CRC is checked. If it is damaged in one folder, it is taken from the next one that
@@ -223,7 +204,6 @@ def collect(
     Args:
         found: the step, which is whole.
         root: the folder of steps to write into.
-        progress: called, on several threads, with the number of bytes written so far and the number in all.
         force: True to replace the step in `root`, once the new one is written. A pinned step stays.
 
     Raises:
@@ -238,10 +218,8 @@ def collect(
     """
     started = time.monotonic()
     root = root.absolute()
-    for source in found.roles:
-        for folder, _ in source.folders:
-            if root.resolve() == folder.parent.parent.resolve():
-                raise InvalidArgumentError(f"{root}: is the folder of a node: name another folder to write to")
+    if root.resolve() in {folder.parent.parent.resolve() for source in found.roles for folder, _ in source.folders}:
+        raise InvalidArgumentError(f"{root}: is the folder of a node: name another folder to write to")
     try:
         roles = _write(found, root, force, progress)
     except OSError as error:
@@ -251,7 +229,7 @@ def collect(
 
 def _write(found: FoundStep, root: Path, force: bool, progress: Progress) -> list[CollectedRole]:
     files = [file for source in found.roles for file in source.manifest.files]
-    counter = _Counter(sum(file.size for file in files), progress)
+    count = summed(progress, sum(file.size for file in files))
     reports = []
     roles, run = [source.manifest.role for source in found.roles], found.roles[0].manifest.run
     mode = mode_as(*(folder for source in found.roles for folder, _ in source.folders))
@@ -259,7 +237,7 @@ def _write(found: FoundStep, root: Path, force: bool, progress: Progress) -> lis
         new.check_space(file.size for file in files)
         for source in found.roles:
             staging = new.open(source.manifest.role)
-            damaged = _copy_all(source, staging, counter)
+            damaged = _copy_all(source, staging, count)
             sync_folders_below(staging)
             manifest = replace(source.manifest, placement=None)
             new.write_manifest(manifest)
@@ -269,44 +247,32 @@ def _write(found: FoundStep, root: Path, force: bool, progress: Progress) -> lis
     return reports
 
 
-class _Counter:
-    """Counts the bytes that several threads write, and ends their copying after an interruption."""
-
-    def __init__(self, total: int, progress: Progress) -> None:
-        self._total, self._progress = total, progress
-        self._done = 0
-        self._lock = threading.Lock()
-        self.is_stopped = threading.Event()
-
-    def add(self, nbytes: int) -> None:
-        """Adds bytes; removes some if the number is negative. Raises _Stopped after an interruption."""
-        if self.is_stopped.is_set():
-            raise _Stopped
-        with self._lock:
-            self._done += nbytes
-            done = self._done
-        self._progress(done, self._total)
-
-
 class _Stopped(Exception):
     """Ends a thread that copies, because another one has failed or the process was interrupted."""
 
 
-def _copy_all(source: RoleSource, staging: Path, counter: _Counter) -> list[str]:
+def _copy_all(source: RoleSource, staging: Path, count: Callable[[int], None]) -> list[str]:
     """Copies all files of a role on several threads. Returns what was damaged."""
+    is_stopped = threading.Event()
+
+    def count_or_stop(nbytes: int) -> None:
+        if is_stopped.is_set():
+            raise _Stopped
+        count(nbytes)
+
     numbers = range(len(source.manifest.files))
     with ThreadPoolExecutor(tuning.PEER_THREADS, "mcore_ckpt collect") as pool:
         try:
-            copies = [pool.submit(_copy, source, number, staging, counter) for number in numbers]
+            copies = [pool.submit(_copy, source, number, staging, count_or_stop) for number in numbers]
             return [damage for copy in as_completed(copies) for damage in copy.result()]
         except BaseException:
             # The threads must have ended before the caller removes the staging folder.
-            counter.is_stopped.set()
+            is_stopped.set()
             pool.shutdown(cancel_futures=True)
             raise
 
 
-def _copy(source: RoleSource, number: int, staging: Path, counter: _Counter) -> list[str]:
+def _copy(source: RoleSource, number: int, staging: Path, count: Callable[[int], None]) -> list[str]:
     """Copies one file from the first folder in which it is intact. Returns why earlier folders were passed over."""
     file = source.manifest.files[number]
     target = staging / file.path
@@ -314,7 +280,7 @@ def _copy(source: RoleSource, number: int, staging: Path, counter: _Counter) -> 
     damaged: list[str] = []
     for folder in source.folders_of(number):
         try:
-            _copy_from(folder, file, target, counter)
+            _copy_from(folder, file, target, count)
             return damaged
         except (CheckpointCorruptError, OSError) as error:
             if isinstance(error, OSError) and str(error.filename) == str(target):
@@ -328,16 +294,16 @@ def _copy(source: RoleSource, number: int, staging: Path, counter: _Counter) -> 
     )
 
 
-def _copy_from(folder: Path, file: FileRecord, target: Path, counter: _Counter) -> None:
+def _copy_from(folder: Path, file: FileRecord, target: Path, count: Callable[[int], None]) -> None:
     copied = 0
 
-    def count(nbytes: int) -> None:
+    def count_copied(nbytes: int) -> None:
         nonlocal copied
         copied += nbytes
-        counter.add(nbytes)
+        count(nbytes)
 
     try:
-        copy_checked(inside(folder, file.path), target, file.size, file.crc32, count)
+        copy_checked(inside(folder, file.path), target, file.size, file.crc32, count_copied)
     except (CheckpointCorruptError, OSError):
-        counter.add(-copied)
+        count(-copied)
         raise

@@ -15,7 +15,7 @@ from mcore_ckpt.steps.listing import StepStatus, list_steps, read_tracker
 from mcore_ckpt.steps.node_files import as_in_folder
 from mcore_ckpt.steps.retention import PreservationPolicy, RetentionDecision, delete_or_raise, judge, obstacle_to
 from mcore_ckpt.steps.runs import read_root_run
-from mcore_ckpt.tools.examine.progress import Progress
+from mcore_ckpt.tools.examine.progress import Progress, no_progress
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,6 @@ class PrunedFolder:
     """A step or a leftover of a dead process, and what happened to it.
 
     Attributes:
-        path: its folder.
         step: the step's number; None for a leftover.
         stays: True if the folder is still there; in a dry run, True if it would still be there.
         reason: why the folder stays or is deleted.
@@ -45,20 +44,18 @@ def prune(
     *,
     role: str | None = None,
     dry_run: bool = False,
-    progress: Progress = lambda done, total: None,
+    progress: Progress = no_progress,
 ) -> list[PrunedFolder]:
     """Deletes the steps that a trainer with this policy would delete, and the leftovers of dead processes.
 
     Args:
-        root: the folder of the steps.
         policy: which steps stay. The newest complete step and the tracker's step always stay.
         role: only steps and leftovers of this role may be deleted; None for all roles. A step is deleted with all its
             roles.
         dry_run: True to delete nothing and to return what would be deleted.
         progress: called after each deleted step, with the number of bytes of the deleted steps and of all.
 
-    Returns:
-        One entry for each step and each leftover.
+    Returns one entry for each step and each leftover.
 
     Raises OSError: the steps cannot be listed.
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mcore_ckpt.amounts import size_text
 from mcore_ckpt.errors import CheckpointError, InvalidArgumentError, NoRoomError
 from mcore_ckpt.io.disk_space import Need, space_of
 from mcore_ckpt.io.mounts import Mount, mount_of
@@ -40,11 +41,7 @@ class Comparison:
 class RealSaves:
     """Real saves of one size, predicted and measured. The measured times are medians.
 
-    Attributes:
-        nbytes: the size of each save, of all ranks of the node together.
-        stall: the stall of async saves.
-        async_save: the time until an async save is durable.
-        sync_save: the time of synchronous saves.
+    `nbytes` is the size of each save, of all ranks of the node together. `async_save` is the time until one is durable.
     """
 
     nbytes: int
@@ -55,16 +52,11 @@ class RealSaves:
 
 @dataclass(frozen=True)
 class Report:
-    """What a bench has found.
+    """What a bench has found. `mount` is None if the system does not tell.
 
     Attributes:
-        root: the folder that was measured.
-        mount: its file system; None if the system does not tell.
-        speeds: what was measured.
-        size: what the training saves; None if no model was given.
-        prediction: how long it will take; None if no model was given.
+        size, prediction: what the training saves, and how long it will take; None if no model was given.
         fitting_saves: how many such saves fit below the root; None without a model, or if the system does not tell.
-        real: the real saves that were asked for.
     """
 
     root: Path
@@ -84,10 +76,9 @@ def bench(
     real: Sequence[int] = (),
     progress: Progress = lambda what, nbytes: None,
 ) -> Report:
-    """Measures in a hidden folder below a root, which is removed at the end.
+    """Measures in a hidden folder below an existing root. The folder is removed at the end.
 
     Args:
-        root: an existing folder.
         nbytes: how many bytes a trial save has.
         ranks: how many ranks of a node save at once.
         size: what a training saves, to predict its saves; None predicts nothing.
@@ -115,15 +106,8 @@ def bench(
     except OSError as error:
         finding = unusable(root, error)
         raise CheckpointError(f"{root}: {finding.fact}: {finding.advice}") from error
-    return Report(
-        root=root,
-        mount=mount_of(root),
-        speeds=speeds,
-        size=size,
-        prediction=None if size is None else predict(size, speeds),
-        fitting_saves=None if size is None else _fitting(root, size),
-        real=compared,
-    )
+    prediction, fitting = (None, None) if size is None else (predict(size, speeds), _fitting(root, size))
+    return Report(root, mount_of(root), speeds, size, prediction, fitting, compared)
 
 
 def saved_bytes(nbytes: int, real: Sequence[int]) -> int:
@@ -157,8 +141,8 @@ def _check_size(nbytes: int) -> None:
     free = free_memory()
     if free is not None and 2 * nbytes > free:
         raise InvalidArgumentError(
-            f"a save of {nbytes / 1e9:.3g} GB needs twice as much memory, but {free / 1e9:.3g} GB are free: use a "
-            "smaller size"
+            f"a save of {size_text(nbytes)} needs twice as much memory, but {size_text(free)} are free: use a smaller "
+            "size"
         )
 
 

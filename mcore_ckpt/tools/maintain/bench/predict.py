@@ -1,15 +1,8 @@
 """Predicts how long saves and a load take, from what was measured and from how much there is to save.
 
-The model follows `save/save.py`. A node's ranks share its memory and its disk, so what they save together counts:
-
-    stall of an async save    = opening + planning + copying
-    async save until durable  = stall + writing from images + commit
-    synchronous save          = opening + planning + writing in place + commit
-    first async save          = as later ones if host memory is prepared by then; otherwise it writes in place
-    load                      = planning + reading
-
-With the state on a GPU, each rank copies over a separate bus, and writing overlaps with copying, so the slower of the
-two counts. A first save then waits until its memory is pinned.
+The model follows `save/save.py`; docs/bench.md has it as a table. A node's ranks share its memory and its disk, so what
+they save together counts. With the state on a GPU, each rank copies over a separate bus, and writing overlaps with
+copying, so the slower of the two counts. A first save then waits until its memory is pinned.
 
 Opening, the commit, and writing without bytes were measured directly. The time of planning, and the time that further
 ranks and tensors add to a commit, are constants from other measurements.
@@ -20,9 +13,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from mcore_ckpt.amounts import size_text
 from mcore_ckpt.tools.examine.doctor.speed import FILE_SYSTEM, PROCESSORS
 from mcore_ckpt.tools.maintain.bench.size import SaveSize
-from mcore_ckpt.tools.maintain.bench.speeds import GpuSpeeds, Speeds
+from mcore_ckpt.tools.maintain.bench.speeds import Speeds
 
 OPEN, PLAN, COPY, PIN = "opening", "planning", "copying", "pinning"
 WRITE, WRITE_IN_PLACE, COMMIT, READ = "writing", "writing in place", "committing", "reading"
@@ -69,7 +63,6 @@ class Prediction:
         prepared_after_s: how long after its construction a manager has prepared the host memory, so that the first save
             is like later ones; 0 with a GPU, whose first save waits until then.
         async_save: the time until an async save is durable.
-        sync_save: the time of a synchronous save.
         load: the time of a load under the same layout.
         file_system_bytes_per_s: what the file system must take from all nodes together while they write.
     """
@@ -84,21 +77,19 @@ class Prediction:
 
 
 def predict(size: SaveSize, speeds: Speeds) -> Prediction:
-    """Predicts the saves and the load of a training on nodes like this one.
-
-    Args:
-        size: what the training saves.
-        speeds: what was measured here, with as many ranks as a node has.
-    """
+    """Predicts saves and the load of a training on nodes like this one, measured with as many ranks as a node has."""
     begin = {OPEN: speeds.open_s, PLAN: PLAN_S + size.tensors * PLAN_S_PER_TENSOR}
-    commit = {COMMIT: _commit_s(size, speeds)}
+    further = max(0, size.ranks - speeds.ranks)
+    commit = {COMMIT: speeds.commit_s + further * COMMIT_S_PER_RANK + size.tensors * COMMIT_S_PER_TENSOR}
     written = {WRITE: speeds.small_write_s + size.node_bytes / speeds.write_bytes_per_s}
     in_place = {WRITE_IN_PLACE: speeds.small_write_s + size.node_bytes / speeds.write_in_place_bytes_per_s}
     load = {PLAN: size.tensors * LOAD_PLAN_S_PER_TENSOR, READ: size.node_load_bytes / speeds.read_bytes_per_s}
     rate = size.total_bytes / written[WRITE]
     if speeds.gpu is not None:
         copy_s = size.rank_bytes / speeds.gpu.copy_bytes_per_s
-        save = Estimate(begin | _slower(copy_s, written[WRITE]) | commit)
+        # Copying and writing go on at once, so a save waits for the slower one.
+        slower = {COPY: copy_s} if copy_s > written[WRITE] else written
+        save = Estimate(begin | slower | commit)
         pin = {PIN: size.rank_bytes / speeds.gpu.pin_bytes_per_s}
         stall, first = Estimate(begin | {COPY: copy_s}), Estimate(begin | pin | {COPY: copy_s})
         return Prediction(stall, first, 0.0, save, save, Estimate(load), rate)
@@ -112,16 +103,6 @@ def predict(size: SaveSize, speeds: Speeds) -> Prediction:
         load=Estimate(load),
         file_system_bytes_per_s=rate,
     )
-
-
-def _commit_s(size: SaveSize, speeds: Speeds) -> float:
-    further = max(0, size.ranks - speeds.ranks)
-    return speeds.commit_s + further * COMMIT_S_PER_RANK + size.tensors * COMMIT_S_PER_TENSOR
-
-
-def _slower(copy_s: float, write_s: float) -> dict[str, float]:
-    """Returns the part that a save on a GPU waits for, because it copies and writes at once."""
-    return {COPY: copy_s} if copy_s > write_s else {WRITE: write_s}
 
 
 def bottleneck(estimate: Estimate, speeds: Speeds) -> str:
@@ -139,8 +120,10 @@ def bottleneck(estimate: Estimate, speeds: Speeds) -> str:
         is_alike = speeds.write_in_place_bytes_per_s >= _ALIKE * speeds.write_bytes_per_s
         limit = speeds.write_limit if is_alike else PROCESSORS
         return f"writing in place, {_rate(speeds.write_in_place_bytes_per_s)}: {_limit(limit)}"
+    if longest == COPY and speeds.gpu is not None:
+        return f"copying from {speeds.gpu.name}, {_rate(speeds.gpu.copy_bytes_per_s)}"
     if longest == COPY:
-        return _copying(speeds.gpu) or f"copying in host memory, {_rate(speeds.copies[-1][1])}"
+        return f"copying in host memory, {_rate(speeds.copies[-1][1])}"
     if longest == READ:
         return f"reading, {_rate(speeds.read_bytes_per_s)}"
     if longest == COMMIT:
@@ -152,9 +135,5 @@ def _limit(limit: str) -> str:
     return f"the {limit} is the limit" if limit == FILE_SYSTEM else f"the {limit} are the limit" if limit else _NEITHER
 
 
-def _copying(gpu: GpuSpeeds | None) -> str:
-    return "" if gpu is None else f"copying from {gpu.name}, {_rate(gpu.copy_bytes_per_s)}"
-
-
 def _rate(bytes_per_s: float) -> str:
-    return f"{bytes_per_s / 1e9:.3g} GB/s"
+    return f"{size_text(bytes_per_s)}/s"

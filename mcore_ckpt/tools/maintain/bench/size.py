@@ -33,7 +33,6 @@ class Training:
     """The settings of a training that decide the size of its checkpoints.
 
     Attributes:
-        layout: the parallel layout.
         dtype: the dtype of the model, one of `MODEL_BYTES`. With "fp32" the main parameters are the model's own.
         optimizer: "adam", "sgd", "lion" or "muon", all sharded over the data-parallel ranks, with moments in fp32.
         contents: which of "model" and "optimizer" are saved.
@@ -83,8 +82,6 @@ class SaveSize:
     """What the ranks of a layout save and load. All sizes are in bytes, without headers and small files.
 
     Attributes:
-        topology: the layout.
-        ranks_per_node: how many ranks are on a node.
         parameters: the number of parameters of the whole model.
         total_bytes: the size of the checkpoint.
         node_bytes: how many bytes the ranks of a node write together, on the node with the most to write.
@@ -136,10 +133,8 @@ class _Stage:
 def size_of_model(folder: Path, training: Training) -> SaveSize:
     """Returns what the ranks save of the model that a folder's `config.json` describes. Reads no weights.
 
-    Raises:
-        CheckpointNotFoundError: the folder has no `config.json`.
-        UnsupportedError: the architecture is not known, or the file cannot be read.
-        InvalidArgumentError: the sizes of the layout contradict each other, or do not fit the model.
+    Raises CheckpointNotFoundError if there is none, UnsupportedError if the architecture is not known or the file
+    cannot be read, and InvalidArgumentError if the sizes of the layout contradict each other, or do not fit the model.
     """
     model = model_from_config(read_config(folder))
     numels: dict[str, int] = {}
@@ -148,8 +143,7 @@ def size_of_model(folder: Path, training: Training) -> SaveSize:
             for slab in tensor.slabs:
                 numels[slab.mcore] = numels.get(slab.mcore, 0) + slab.numel
     numels.pop("", None)  # zeros, which no mcore tensor has
-    layers = len(model.layers), model.mtp_depths
-    topology, stages = _resolved(training.layout, layers, any(map(is_expert, numels)))
+    topology, stages = _resolved(training.layout, len(model.layers), model.mtp_depths, any(map(is_expert, numels)))
     placement = PipelineAssignment(stages)
     held: list[list[tuple[str, int]]] = [[] for _ in range(topology.pp)]
     for name, numel in numels.items():
@@ -165,14 +159,13 @@ def size_of_parameters(parameters: int, training: Training) -> SaveSize:
     if parameters < 1:
         raise InvalidArgumentError(f"a model of {parameters} parameters: use 1 or more")
     virtual = (training.layout.pp or 1) * (training.layout.vpp or 1)
-    topology, _ = _resolved(training.layout, (virtual, 0), has_experts=False)
+    topology, _ = _resolved(training.layout, virtual, 0, has_experts=False)
     share, rest = divmod(parameters, topology.pp)
     stages = [_Stage(share + (number < rest), 0, 0) for number in range(topology.pp)]
     return _size(training, topology, stages)
 
 
-def _resolved(wanted: WantedLayout, layers: tuple[int, int], has_experts: bool) -> tuple[Topology, Stages]:
-    decoder, mtp = layers
+def _resolved(wanted: WantedLayout, decoder: int, mtp: int, has_experts: bool) -> tuple[Topology, Stages]:
     saved = SavedLayout(Topology(), (StageRecord(0, 0, tuple(range(decoder)), tuple(range(mtp))),))
     try:
         target = resolve(wanted, saved, has_experts)

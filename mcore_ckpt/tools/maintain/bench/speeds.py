@@ -19,7 +19,7 @@ from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.io import _native
 from mcore_ckpt.io.mounts import mount_of
 from mcore_ckpt.tools.examine.doctor import speed
-from mcore_ckpt.tools.examine.doctor.findings import Finding, Severity
+from mcore_ckpt.tools.examine.doctor.findings import Severity
 from mcore_ckpt.tools.examine.doctor.probes import has_direct, try_all
 from mcore_ckpt.tools.maintain.bench.trial_saves import BYTES_PER_PARAMETER, SaveTimes, TrialSaves
 
@@ -36,13 +36,7 @@ _LARGER = 4
 
 @dataclass(frozen=True)
 class GpuSpeeds:
-    """Speeds of one GPU.
-
-    Attributes:
-        name: the GPU's name.
-        copy_bytes_per_s: the speed of copies from the GPU to pinned memory.
-        pin_bytes_per_s: how fast new host memory is made and pinned.
-    """
+    """Speeds of one GPU: of copies to pinned memory, and how fast new host memory is made and pinned."""
 
     name: str
     copy_bytes_per_s: float
@@ -54,8 +48,6 @@ class Speeds:
     """What was measured. Speeds are in bytes per second, of all ranks of the node together unless said otherwise.
 
     Attributes:
-        ranks: how many ranks saved at once.
-        trial_bytes: how many bytes they saved together.
         copies: copying in host memory, to memory that has its pages: (bytes, bytes per second), the smaller size first.
         fetch_bytes_per_s: the speed at which one thread gets new pages of host memory.
         write_bytes_per_s: writing from images, checksums included.
@@ -66,9 +58,7 @@ class Speeds:
         open_s: the time from the call of a save until its folder is there.
         small_write_s: the time to write all files of a save that has hardly any bytes.
         commit_s: the time to commit such a save.
-        sync_s: the time until a small file is durable.
         spread: the shortest and the longest trial save that copied, divided by their median.
-        gpu: the GPU, or None if there is none.
     """
 
     ranks: int
@@ -104,11 +94,8 @@ class Speeds:
 def measure(folder: Path, nbytes: int, ranks: int, progress: Progress = lambda nbytes: None) -> Speeds:
     """Measures in an empty folder. Uses `2 * nbytes` of disk space, and `8 * nbytes` of memory, or what is free.
 
-    Args:
-        folder: where to write.
-        nbytes: how many bytes a trial save has; at least 1 MiB.
-        ranks: how many ranks save at once.
-        progress: called after each save.
+    `nbytes` is how many bytes a trial save has, at least 1 MiB; `ranks` is how many ranks save at once. `progress` is
+    called after each save.
 
     Raises:
         NoRoomError: the files do not fit on the disk.
@@ -201,11 +188,7 @@ def _ask_doctor(folder: Path, nbytes: int) -> Mapping[str, Mapping[str, float]]:
             f"{folder.parent}: no checkpoint can be saved here: {bad.topic}: {bad.fact}: `mcore-ckpt doctor "
             f"{folder.parent}` says what to change"
         )
-    return _by_topic(speed.measure(own, nbytes, has_direct(tried)))
-
-
-def _by_topic(findings: Sequence[Finding]) -> dict[str, Mapping[str, float]]:
-    return {finding.topic: finding.values for finding in findings}
+    return {finding.topic: finding.values for finding in speed.measure(own, nbytes, has_direct(tried))}
 
 
 def _fetch_speed(nbytes: int) -> float:

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
@@ -97,13 +96,9 @@ class _Rank:
 class TrialSaves:
     """Saves the same random bytes as often as asked, each time as a new step, and deletes each step afterwards.
 
-    Args:
-        root: a folder for the steps; it is made. Its removal is up to the caller.
-        nbytes: the size of the tensors of all ranks together.
-        ranks: how many ranks save.
+    `root` is made; its removal is up to the caller. `nbytes` is the size of the tensors of all ranks together.
 
-    Raises:
-        MemoryError: there is not enough memory for the tensors.
+    Raises MemoryError: there is not enough memory for the tensors.
 
     Example:
         >>> with TrialSaves(folder, 1 << 30, ranks=1) as saves:  # doctest: +SKIP
@@ -119,11 +114,9 @@ class TrialSaves:
         self._state = _random_bytes(page_ceil(parameters * BYTES_PER_PARAMETER) * ranks)
         self._ranks = tuple(self._plan(rank, parameters) for rank in range(ranks))
         self.nbytes = sum(plan.nbytes for rank in self._ranks for plan in rank.plans)
-        self._need = Need.of(
-            (path, size)
-            for rank in self._ranks
-            for path, size in (*((plan.path, plan.least_size) for plan in rank.plans), _sized(*rank.random_states))
-        )
+        sizes = [(plan.path, plan.least_size) for rank in self._ranks for plan in rank.plans]
+        sizes += [(path, len(data)) for path, data in (rank.random_states for rank in self._ranks)]
+        self._need = Need.of(sizes)
         self._opening, self._commits = (single_process_agreement(name, TIMEOUT_S) for name in ("opening", "commits"))
         self._lock = TrainerLock(root, ROLE)
         self._space = SpaceWatch(root, lambda: False)
@@ -133,16 +126,15 @@ class TrialSaves:
     def __enter__(self) -> TrialSaves:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *exc: object) -> None:
         self._images.release()
         self._lock.release()
 
     def save(self, copied: bool) -> SaveTimes:
         """Makes one save and deletes it.
 
-        Args:
-            copied: True to copy the tensors into images first, as an async save does; False to write them in place, as
-                a synchronous save of a state in host memory does.
+        If `copied`, it copies the tensors into images first, as an async save does. Otherwise it writes them in place,
+        as a synchronous save of a state in host memory does.
 
         Raises:
             NoRoomError: the files do not fit on the disk.
@@ -185,8 +177,6 @@ class TrialSaves:
         ended = time.perf_counter()
         return saving.role_dir, SaveTimes(opened - began, captured - opened, written - captured, ended - written)
 
-    # -- plan -------------------------------------------------------------------------------------------------
-
     def _plan(self, rank: int, parameters: int) -> _Rank:
         """Plans a model file and an optimizer file, with tensors at consecutive places of the random bytes."""
         place, model, optimizer = coordinates_of(rank, self._topology).place, [], []
@@ -207,28 +197,19 @@ class TrialSaves:
         return _Rank(
             tuple(plan_file(request, 0, StructureCache()) for request in requests),
             tuple(tuple(itertools.islice(starts, len(of_file))) for of_file in sizes),
-            (file_names.rng_file(*place), _random_states()),
+            (file_names.rng_file(*place), pickle_plain({"torch": torch.zeros(_RANDOM_STATE_BYTES, dtype=torch.uint8)})),
         )
 
     def _arena_bytes(self) -> int:
         return sum(page_ceil(plan.nbytes) for rank in self._ranks for plan in rank.plans)
 
-    # -- capture ----------------------------------------------------------------------------------------------
-
     def _write_from_state(self) -> list[list[FileWrite]]:
-        return [
-            [
-                FileWrite(plan, list(sources), owner=self._state)
-                for plan, sources in zip(rank.plans, rank.sources, strict=True)
-            ]
-            for rank in self._ranks
-        ]
+        files = (zip(rank.plans, rank.sources, strict=True) for rank in self._ranks)
+        return [[FileWrite(plan, list(sources), owner=self._state) for plan, sources in each] for each in files]
 
     def _copy(self, buffer: _native.HostBuffer) -> list[list[FileWrite]]:
         writes, place = [], 0
-        destinations: list[int] = []
-        addresses: list[int] = []
-        sizes: list[int] = []
+        destinations, addresses, sizes = list[int](), list[int](), list[int]()
         for rank in self._ranks:
             of_rank = []
             for plan, sources in zip(rank.plans, rank.sources, strict=True):
@@ -241,8 +222,6 @@ class TrialSaves:
             writes.append(of_rank)
         _native.copy_host(destinations, addresses, sizes, self._threads)
         return writes
-
-    # -- write and commit -------------------------------------------------------------------------------------
 
     def _take_place(self, saving: Saving, need: Need) -> None:
         """Does what `CheckpointManager` does on rank 0 before a save."""
@@ -301,14 +280,6 @@ class TrialSaves:
 def _tensor(path: tuple[str, ...], key: ShardKey, region: Region, dtype: torch.dtype) -> TensorWrite:
     stand_in = torch.empty(region.local_shape, dtype=dtype, device="meta")
     return TensorWrite(path, key, region, stand_in, region.local_shape)
-
-
-def _sized(path: str, data: bytes) -> tuple[str, int]:
-    return path, len(data)
-
-
-def _random_states() -> bytes:
-    return pickle_plain({"torch": torch.zeros(_RANDOM_STATE_BYTES, dtype=torch.uint8)})
 
 
 def _random_bytes(nbytes: int) -> torch.Tensor:
