@@ -109,8 +109,6 @@ class MergeReport:
     """The report of a merge.
 
     Attributes:
-        source, target: the folders of the checkpoint and of the new model.
-        model: a description of the model.
         dtype: the dtype of most elements.
         files, nbytes: the number of weight files, and the size of all weights in bytes.
         has_mtp: True if the model has weights of multi-token prediction.

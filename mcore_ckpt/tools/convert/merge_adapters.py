@@ -59,11 +59,8 @@ _WEIGHT = re.compile(r".*weight\d*")
 class AdaptedPlan:
     """The planned files of a merge of a checkpoint that has adapters.
 
-    Attributes:
-        reader: reads the checkpoint, and the base model if it is in a separate folder.
-        plan: the files of the model; the adapter's files if only the adapter is written.
-        adapter: the folder of the adapter. None if the adapters are merged.
-        left_out: what is not written of the checkpoint, by reason.
+    `reader` also reads the base model, if it is in a separate folder. `plan` has the adapter's files if only the
+    adapter is written. `adapter` is None if the adapters are merged.
     """
 
     reader: CheckpointReader

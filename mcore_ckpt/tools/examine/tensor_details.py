@@ -53,13 +53,9 @@ class Values:
 
 @dataclass(frozen=True)
 class StoredPart:
-    """A part of a tensor in one file.
+    """A part of a tensor: its region, its file below the role's folder, and the place in the file in bytes.
 
-    Attributes:
-        rank: the world rank that wrote the file.
-        coordinates: where this rank stood.
-        file: the path below the role's folder.
-        offset, nbytes: where the part is in the file.
+    `rank` is the world rank that wrote the file, and `coordinates` where this rank stood.
     """
 
     rank: int

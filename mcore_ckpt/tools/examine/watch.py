@@ -41,13 +41,10 @@ _WINDOW_S = 10.0
 
 @dataclass(frozen=True)
 class SaveProgress:
-    """A save that has not committed, and how far it is.
+    """A save that has not committed: about how many bytes it has written, and how many seconds it has been running.
 
-    Attributes:
-        written: about how many bytes have been written.
-        total: how many bytes it will write: as many as the role's previous checkpoint has; None if there is none.
-        seconds: how long it has been running.
-        rate: bytes per second, lately; None if that is not known yet.
+    `total` is how many bytes it will write, as many as the role's previous checkpoint has; None if there is none.
+    `rate` is in bytes per second, lately; None if that is not known yet.
     """
 
     save: RunningSave

@@ -20,14 +20,10 @@ from mcore_ckpt.tools.examine.progress import Progress, no_progress
 
 @dataclass(frozen=True)
 class PrunedFolder:
-    """A step or a leftover of a dead process, and what happened to it.
+    """A step or a leftover of a dead process, and what happened to it. A leftover has no `step`.
 
-    Attributes:
-        step: the step's number; None for a leftover.
-        stays: True if the folder is still there; in a dry run, True if it would still be there.
-        reason: why the folder stays or is deleted.
-        nbytes: the size of its files in bytes.
-        failed: True if it stays because it cannot be deleted.
+    `stays` is True if the folder is still there; in a dry run, if it would still be there. `failed` is True if it stays
+    because it cannot be deleted. `nbytes` is the size of its files in bytes.
     """
 
     path: Path

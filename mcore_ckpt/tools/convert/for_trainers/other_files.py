@@ -15,13 +15,10 @@ from mcore_ckpt.io.files import inside, make_folders, write_file
 
 @dataclass(frozen=True, eq=False)
 class OtherFiles:
-    """Copies files and writes texts. It satisfies `formats.contract.CheckpointWriter`.
+    """Copies files of the step `source` to the same paths, and writes texts. It satisfies
+    `formats.contract.CheckpointWriter`.
 
-    Attributes:
-        source: the folder of the step to copy from.
-        copies: the files to copy, by their paths in both steps.
-        texts: the texts to write, by path.
-        files: none, because the coordinator writes all of them in `finish`.
+    `files` has none, because the coordinator writes all of them in `finish`.
     """
 
     source: Path

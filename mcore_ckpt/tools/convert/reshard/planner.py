@@ -151,12 +151,7 @@ class _Experts:
 
 
 class Planner:
-    """Plans the files of a new layout.
-
-    Args:
-        contents: the contents to write: `model`, `optimizer`, ...
-        target: the layout to write.
-        wanted: gives the size of the vocabulary.
+    """Plans the files of a new layout. `wanted` gives the size of the vocabulary.
 
     Raises CheckpointMismatchError: the experts or the vocabulary do not fit the layout, or the pipeline rank of a
     tensor is not known.

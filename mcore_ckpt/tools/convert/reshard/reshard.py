@@ -33,13 +33,9 @@ from mcore_ckpt.tools.examine.select import Selection
 
 @dataclass(frozen=True)
 class RoleReport:
-    """The report of one role.
+    """The report of one role: its folder and its layout before (`source`, `saved`) and after (`path`, `written`).
 
-    Attributes:
-        source, path: the folder that was read, and the folder that was written.
-        saved, written: the layout of the checkpoint that was read, and that of the new one.
-        nbytes, files: the size of all written files in bytes, and their number.
-        reseeded: True if the random number generators start from the saved seed instead of their saved states.
+    `reseeded` is True if the random number generators start from the saved seed instead of their saved states.
     """
 
     role: str

@@ -50,8 +50,6 @@ class RoleWriter:
 
     Attributes:
         read: fills tensors with ranges of the source: the reader's `read`, or one that checks more.
-        planned: the files with tensors.
-        step: where the role is written.
         copies: the files to copy from `source`, the folder of the saved role.
         write_others: writes other small files durably into the folder that it is given. It returns each with the rank
             that the manifest records as its writer.

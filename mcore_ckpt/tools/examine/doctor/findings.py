@@ -25,15 +25,10 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that the doctor has found out.
+    """One thing that the doctor has found out. Without a cost or an advice, these are empty.
 
-    Attributes:
-        topic: what was examined, in a few words; the same in all runs, so that programs can look for it.
-        fact: what was found.
-        cost: what it costs; empty if nothing.
-        advice: what to change; empty if nothing.
-        values: measured numbers.
-        ranks: the ranks that it is true for; empty for all.
+    `topic`, what was examined, is the same in all runs, so that programs can look for it. `values` are measured
+    numbers. `ranks` are the ranks that it is true for; empty for all.
     """
 
     topic: str

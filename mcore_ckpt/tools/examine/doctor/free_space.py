@@ -18,13 +18,9 @@ FREE_SPACE = "free room"  # scripts of users look for this name
 
 @dataclass(frozen=True)
 class FreeSpace:
-    """The free space below a root.
+    """The free space below a root, and the newest complete step; None if there is none.
 
-    Attributes:
-        disk: what can still be written.
-        step: the newest complete step; None if there is none.
-        taken: what a save like this step takes here.
-        passing: how many bytes such a save takes in addition, until it is committed.
+    A save like this step takes `taken` here, and `passing` bytes in addition until it is committed.
     """
 
     disk: DiskSpace
