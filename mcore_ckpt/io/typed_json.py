@@ -14,6 +14,7 @@ them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
@@ -128,8 +129,7 @@ class LongList(Generic[T]):
 
     def read(self, data: bytes, place: Place) -> Iterator[T]:
         """Yields the values in the list at a place, without members that the type lacks. Raises FieldError."""
-        for piece in self._pieces.read(data, place):
-            yield from piece
+        return chain.from_iterable(self._pieces.read(data, place))
 
 
 class LongObject(Generic[T]):

@@ -1,8 +1,8 @@
 """Builds the report that each rank sends to rank 0 when the rank's files are on the disk.
 
-The names of tensors, and the members of each param group, are sent once. Later reports have only their digests. Every
-rank lists its groups by key, because other ranks may have the groups in another order (ms-swift), and with other
-members.
+The names of tensors, and the members of each param group, are sent once, as short lists (`sharding.name_lists`). Later
+reports have only their digests. Every rank lists its groups by key, because other ranks may have the groups in another
+order (ms-swift), and with other members.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import base64
 import hashlib
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from functools import cached_property
 
@@ -27,18 +28,21 @@ from mcore_ckpt.ranks.key_value_store import unzip
 from mcore_ckpt.ranks.rounds import Record
 from mcore_ckpt.save.replica_check import ReplicaReport
 from mcore_ckpt.save.save_times import TimesRecord
-from mcore_ckpt.sharding.name_lists import fold, join
-from mcore_ckpt.sharding.names import natural_order
-from mcore_ckpt.sharding.plan import runs
+from mcore_ckpt.sharding.name_lists import OrderedNames, fold, join
 from mcore_ckpt.state.optimizers.chain import optimizer_parts
 from mcore_ckpt.state.param_groups import group_keys
 from mcore_ckpt.state.shards import ParameterState
 from mcore_ckpt.state.trainer import Trainer
 
-# The least average length of the names of many tensors, in characters.
-_LEAST_NAME = 8
+# The least average length of many entries, in characters.
+_LEAST_ENTRY = 8
+# Lists of more characters are compressed. Decompressing takes longer than reading a short list, and rank 0 reads those
+# of thousands of ranks.
+_LONG_LIST = 1024
+_PLAIN, _COMPRESSED = "-", "z"
 # Begins the line of a group. No entry of names begins with it.
 _GROUP = "\t"
+_NO_NAMES = "a rank has sent a list of names that no tensors have"
 # A chained optimizer's number, and the key of a group in it.
 GroupId = tuple[int, str]
 
@@ -100,19 +104,19 @@ def keys_to_save(trainer: Trainer) -> tuple[tuple[str, ...], ...]:
     return group_keys(optimizer_parts(trainer.optimizer), trainer.group_keys)
 
 
-def join_groups(lists: Iterable[Sequence[str]]) -> dict[GroupId, list[str]]:
-    """Joins the lines of all ranks. Returns the entries of each group's members."""
-    found: dict[GroupId, list[list[str]]] = {}
-    for lines in lists:
-        entries: list[str] = []
-        for line in lines:
-            if line.startswith(_GROUP):
-                _, part, key = line.split(_GROUP)
-                entries = []
-                found.setdefault((int(part), key), []).append(entries)
-            else:
-                entries.append(line)
-    return {group: join(every) for group, every in found.items()}
+def join_groups(lists: Iterable[str]) -> dict[GroupId, list[str]]:
+    """Joins the lines of all ranks. Returns the entries of each group's members. Raises ValueError, see `join`."""
+    found: dict[str, set[str]] = {}
+    for text in lists:
+        for group in text.removeprefix(_GROUP).split(f"\n{_GROUP}"):
+            group_id, *entries = group.split("\n")
+            found.setdefault(group_id, set()).update(entries)
+    return {_group_id(text): join([entries]) for text, entries in found.items()}
+
+
+def _group_id(text: str) -> GroupId:
+    part, key = text.split(_GROUP)
+    return int(part), key
 
 
 class TensorNames:
@@ -123,9 +127,8 @@ class TensorNames:
 
     def __init__(self) -> None:
         self._sent: set[str] = set()
-        self._received: dict[str, tuple[str, ...]] = {}
-        # One object for each name, because the files of all ranks name each tensor several times.
-        self._known: dict[str, str] = {}
+        # The lines of each list. One text takes less memory than its lines, of which thousands of ranks send many.
+        self._received: dict[str, str] = {}
         self._groups: tuple[frozenset[str], dict[GroupId, list[str]]] = (frozenset(), {})
         self._order: tuple[frozenset[str], tuple[str, ...], dict[str, Holds]] | None = None
 
@@ -134,9 +137,11 @@ class TensorNames:
 
         If several ranks write a file, only its owner sends the names. `groups` are this rank's param groups.
         """
-        own: list[FilePlan | GroupList] = [plan for plan in plans if plan.share.owner == rank]
-        own += [groups] if groups.names else []
-        return {each.holds: _packed(each.names) for each in own if each.holds not in self._sent}
+        own = {plan.holds: plan for plan in plans if plan.share.owner == rank and plan.holds not in self._sent}
+        found = {digest: _packed(fold(plan.names)) for digest, plan in own.items()}
+        if groups.names and groups.holds not in self._sent:
+            found[groups.holds] = _packed(groups.names)
+        return found
 
     def mark_sent(self, lists: Iterable[FilePlan | GroupList]) -> None:
         """Records that rank 0 has received the names of these lists. Call it when their save is committed."""
@@ -147,34 +152,35 @@ class TensorNames:
         for digest, text in names.items():
             # Tensor-parallel ranks send the same names.
             if digest not in self._received:
-                unpacked = _unpacked(text)
-                self._received[digest] = tuple(map(self._known.setdefault, unpacked, unpacked))
+                self._received[digest] = _unpacked(text)
 
     def groups(self, digests: Iterable[str]) -> dict[GroupId, list[str]]:
         """Returns the members of each param group on all ranks. Each rank has sent one digest, or "" without groups.
 
         Raises:
-            CommitError: rank 0 has not received the list of a digest.
+            CommitError: rank 0 has not received the list of a digest, or a list that no tensors can have.
         """
         wanted = frozenset(digests) - {""}
         if self._groups[0] != wanted:
             self._refuse_missing(wanted)
-            self._groups = (wanted, join_groups(self._received[digest] for digest in wanted))
+            with _names_refused():
+                self._groups = (wanted, join_groups(self._received[digest] for digest in wanted))
         return self._groups[1]
 
     def in_order(self, digests: Iterable[str]) -> tuple[tuple[str, ...], dict[str, Holds]]:
         """Returns all names in the manifest's order and, for each digest, the positions of its names as runs.
 
         Raises:
-            CommitError: rank 0 has not received the names of a digest.
+            CommitError: rank 0 has not received the names of a digest, or names that no tensors can have.
         """
         wanted = frozenset(digests)
         if self._order is None or self._order[0] != wanted:
             self._refuse_missing(wanted)
-            names = sorted(set().union(*(self._received[digest] for digest in wanted)), key=natural_order)
-            position = {name: number for number, name in enumerate(names)}
-            holds = {digest: Holds(runs(map(position.__getitem__, self._received[digest]))) for digest in wanted}
-            self._order = (wanted, tuple(names), holds)
+            lists = {digest: _lines(self._received[digest]) for digest in wanted}
+            with _names_refused():
+                ordered = OrderedNames(lists.values())
+            holds = {digest: Holds(ordered.runs_of(entries)) for digest, entries in lists.items()}
+            self._order = (wanted, ordered.names, holds)
         return self._order[1], self._order[2]
 
     def _refuse_missing(self, wanted: frozenset[str]) -> None:
@@ -185,20 +191,37 @@ class TensorNames:
             )
 
 
-def _packed(names: Sequence[str]) -> str:
-    """Returns names as short text. The names of a large model's tensors are alike.
+def _packed(lines: Sequence[str]) -> str:
+    """Returns lines as short text.
 
     Base 85 would be 6 % shorter, but Python decodes it byte by byte: a quarter of a second for the names of 4,096
     ranks.
     """
-    return base64.b64encode(zlib.compress("\n".join(names).encode(), 1)).decode()
+    text = "\n".join(lines)
+    if len(text) <= _LONG_LIST:
+        return _PLAIN + text
+    return _COMPRESSED + base64.b64encode(zlib.compress(text.encode(), 1)).decode()
 
 
-def _unpacked(text: str) -> list[str]:
-    names = unzip(base64.b64decode(text)).decode()
-    if names.count("\n") * _LEAST_NAME > max(len(names), json_bounds.SMALL_BYTES):
-        raise CommitError("a rank has sent a list of names that no tensors have")
-    return names.split("\n") if names else []
+def _unpacked(packed: str) -> str:
+    how, text = packed[:1], packed[1:]
+    if how == _COMPRESSED:
+        text = unzip(base64.b64decode(text)).decode()
+    if text.count("\n") * _LEAST_ENTRY > max(len(text), json_bounds.SMALL_BYTES):
+        raise CommitError(_NO_NAMES)
+    return text
+
+
+def _lines(text: str) -> list[str]:
+    return text.split("\n") if text else []
+
+
+@contextmanager
+def _names_refused() -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise CommitError(f"{_NO_NAMES}: {error}") from None
 
 
 class FileReport(msgspec.Struct, array_like=True, frozen=True, gc=False):

@@ -7,22 +7,34 @@ twenty entries, whatever the ranks own. Each number of a name can be a range, an
 from __future__ import annotations
 
 import re
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import product
+from itertools import chain, islice, product
+from math import prod
+
+from mcore_ckpt.sharding.names import natural_order
+from mcore_ckpt.sharding.plan import runs
 
 # A number in a name. Digits that begin with a zero, and very long ones, count as text, so that no name changes.
 _NUMBER = re.compile(r"(?<![0-9])(0|[1-9][0-9]{0,8})(?![0-9])")
-_NUMBERS = re.compile(r"\[([0-9,-]+)\]|(?<![0-9])(0|[1-9][0-9]{0,8})(?![0-9])")
+_NUMBERS = re.compile(r"(\[[0-9,-]+\]|(?<![0-9])(?:0|[1-9][0-9]{0,8})(?![0-9]))")
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 # Takes the place of a number in a pattern.
 _ANY = "\0"
 # Begins the entry of a name that contains a bracket, because the bracket would be read as a range otherwise.
 _AS_IT_IS = "="
+# The most names that lists may stand for together. A manifest has room for a sixth of them. Without a limit, a few
+# characters could stand for any number of names.
+_MOST_NAMES = 1 << 24
+# Stands for the last number of a name without numbers.
+_NONE = "0"
 
 Numbers = tuple[int, ...]
 # By pattern: the last numbers of names, by the numbers before them.
 _Found = dict[str, dict[Numbers, set[int]]]
+# By pattern and ranges before the last one: the entries, with their last ranges.
+_Alike = dict[tuple[str, tuple[str, ...]], dict[str, str]]
 Ranges = tuple[tuple[int, int], ...]
 
 
@@ -39,22 +51,54 @@ def fold(names: Iterable[str]) -> list[str]:
     return _entries(found)
 
 
-def join(lists: Iterable[Sequence[str]]) -> list[str]:
-    """Returns one list of all the names that several lists stand for. The lists must be our own.
+def join(lists: Iterable[Iterable[str]]) -> list[str]:
+    """Returns one list of all the names that several lists stand for.
+
+    Raises ValueError if an entry is malformed, or if the lists stand for too many names.
 
     Example:
         >>> join([["layers.[0-1].w"], ["layers.1.w", "layers.2.w"]])
         ['layers.[0-2].w']
     """
-    found: _Found = {}
-    # Thousands of ranks have hundreds of thousands of names. So equal entries are read once, and steps over the last
-    # number, an expert's, run in C.
-    for entry in set().union(*lists):
-        pattern, texts = _texts(entry)
-        of_pattern, *last = found.setdefault(pattern, {}), *map(_numbers, texts[-1:])
-        for before in product(*map(_numbers, texts[:-1])):
-            of_pattern.setdefault(before, set()).update(*last)
-    return _entries(found)
+    return _entries(_found(_alike(lists)))
+
+
+class OrderedNames:
+    """All the names that several lists stand for, in natural order.
+
+    Example:
+        >>> ordered = OrderedNames([["layers.[0-1].w"], ["layers.1.w", "head.w"]])
+        >>> ordered.names
+        ('head.w', 'layers.0.w', 'layers.1.w')
+        >>> ordered.runs_of(["layers.1.w", "head.w"])
+        [(0, 0), (2, 2)]
+    """
+
+    def __init__(self, lists: Iterable[Iterable[str]]) -> None:
+        """Raises ValueError if an entry is malformed, or if the lists stand for too many names."""
+        alike = _alike(lists)
+        found = _found(alike)
+        names = list(chain.from_iterable(map(_names, found, found.values())))
+        self.names = tuple(sorted(set(names), key=natural_order))
+        position = {name: number for number, name in enumerate(self.names)}
+        positions = map(position.__getitem__, names)
+        places = {
+            pattern: {
+                before: dict(zip(last, islice(positions, len(last)), strict=True)) for before, last in rows.items()
+            }
+            for pattern, rows in found.items()
+        }
+        # Python's garbage collector need not look at arrays.
+        self._positions: dict[str, array[int]] = {}
+        for (pattern, firsts), entries in alike.items():
+            rows = [places[pattern][before] for before in product(*map(_numbers, firsts))]
+            for entry, last in entries.items():
+                numbers = _numbers(last)
+                self._positions[entry] = array("I", [row[number] for row in rows for number in numbers])
+
+    def runs_of(self, entries: Iterable[str]) -> list[tuple[int, int]]:
+        """Returns the positions of the names in one of the lists, as runs (`plan.runs`)."""
+        return runs(chain.from_iterable(map(self._positions.__getitem__, entries)))
 
 
 class NameLists:
@@ -104,12 +148,51 @@ def _read(entry: str) -> tuple[str, tuple[Ranges, ...]]:
     return pattern, tuple(map(_ranges, texts))
 
 
-def _texts(entry: str) -> tuple[str, list[str]]:
+# A rank's files and its param groups have the same entries.
+@lru_cache(maxsize=1 << 15)
+def _texts(entry: str) -> tuple[str, tuple[str, ...]]:
     """Returns the pattern of an entry, and the text of the numbers in each place."""
     if entry.startswith(_AS_IT_IS):
-        return entry, []
+        return entry, ()
     parts = _NUMBERS.split(entry)
-    return _ANY.join(parts[::3]), [ranges or number for ranges, number in zip(parts[1::3], parts[2::3], strict=True)]
+    return _ANY.join(parts[::2]), tuple(parts[1::2])
+
+
+def _alike(lists: Iterable[Iterable[str]]) -> _Alike:
+    """Groups entries that differ in their last ranges alone, so that the numbers before are combined once for all.
+
+    Most entries of thousands of ranks differ in the numbers of experts. Raises ValueError, see `join`.
+    """
+    found: _Alike = {}
+    for entry in set().union(*lists):
+        pattern, texts = _texts(entry)
+        found.setdefault((pattern, texts[:-1]), {})[entry] = texts[-1] if texts else _NONE
+    count = sum(
+        prod(map(_count, firsts)) * sum(map(_count, entries.values())) for (_, firsts), entries in found.items()
+    )
+    if count > _MOST_NAMES:
+        raise ValueError(f"lists stand for {count} names, more than {_MOST_NAMES}")
+    return found
+
+
+def _found(alike: _Alike) -> _Found:
+    found: _Found = {}
+    for (pattern, firsts), entries in alike.items():
+        of_pattern, last = found.setdefault(pattern, {}), set().union(*map(_numbers, entries.values()))
+        for before in product(*map(_numbers, firsts)):
+            of_pattern.setdefault(before, set()).update(last)
+    return found
+
+
+def _names(pattern: str, rows: Mapping[Numbers, Iterable[int]]) -> Iterator[str]:
+    """Yields the names of a pattern, in the order of the numbers in `rows`."""
+    if pattern.startswith(_AS_IT_IS) or _ANY not in pattern:
+        yield pattern.removeprefix(_AS_IT_IS)
+        return
+    *parts, before_last, end = pattern.split(_ANY)
+    for before, last in rows.items():
+        start = "".join(f"{part}{number}" for part, number in zip(parts, before, strict=True)) + before_last
+        yield from [f"{start}{number}{end}" for number in last]
 
 
 @lru_cache(maxsize=1 << 14)
@@ -118,8 +201,13 @@ def _numbers(text: str) -> list[int]:
 
 
 @lru_cache(maxsize=1 << 14)
+def _count(text: str) -> int:
+    return sum(max(0, last + 1 - first) for first, last in _ranges(text))
+
+
+@lru_cache(maxsize=1 << 14)
 def _ranges(text: str) -> Ranges:
-    found = [_RANGE.fullmatch(part) for part in text.split(",")]
+    found = [_RANGE.fullmatch(part) for part in text.strip("[]").split(",")]
     if None in found:
         raise ValueError(f"no range of numbers: {text}")
     return tuple((int(match[1]), int(match[2] or match[1])) for match in found if match is not None)

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from operator import sub
 
 from mcore_ckpt.sharding.overlap import Rows, overlap
 from mcore_ckpt.sharding.regions import Region
@@ -122,10 +120,14 @@ def runs(positions: Iterable[int]) -> list[tuple[int, int]]:
         >>> runs([3, 1, 2, 7])
         [(1, 3), (7, 7)]
     """
-    in_order = sorted(set(positions))
+    in_order = sorted(positions)
     if not in_order:
         return []
-    # A commit joins half a million positions of 4,096 ranks, so there is no step for each but this one.
-    steps = map(sub, in_order[1:], in_order)
-    starts = [0, *(number for number, step in enumerate(steps, 1) if step != 1), len(in_order)]
-    return [(in_order[start], in_order[stop - 1]) for start, stop in pairwise(starts)]
+    found = []
+    first = last = in_order[0]
+    for position in in_order:
+        if position - last > 1:
+            found.append((first, last))
+            first = position
+        last = position
+    return [*found, (first, last)]

@@ -9,7 +9,8 @@ import pytest
 from mcore_ckpt.checkpoint.manifest import IndexPlace, WrittenFile
 from mcore_ckpt.checkpoint.timeline import SaveTimeline
 from mcore_ckpt.errors import CommitError
-from mcore_ckpt.save.rank_reports import FileReport, RankReport
+from mcore_ckpt.save import rank_reports
+from mcore_ckpt.save.rank_reports import FileReport, GroupMembers, RankReport, TensorNames
 from mcore_ckpt.save.replica_check import DifferentReplicas, ReplicaReport, compare_replicas
 from mcore_ckpt.save.save_times import TimesRecord, timeline_of
 
@@ -78,3 +79,31 @@ def test_replicas_are_compared_by_list_and_tensor() -> None:
     assert compare_replicas([same, drifted])[0].tensor == "number 1"
     mended = ReplicaReport(mended=(("d", 5, 3),))
     assert compare_replicas([mended]) == (DifferentReplicas("d", ((3,), (5,))),)
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 200])
+def test_lists_arrive_as_they_were_sent(count: int) -> None:
+    """Short ones as they are, long ones compressed."""
+    lines = [f"decoder.layers.{number}.é.weight" for number in range(count)]
+    packed = rank_reports._packed(lines)
+    assert rank_reports._lines(rank_reports._unpacked(packed)) == lines
+    assert len(packed) < 1500
+
+
+@pytest.mark.parametrize("entry", ["w[0-999999999]", "w[1-]"])
+def test_names_that_no_tensors_have_are_refused(entry: str) -> None:
+    names = TensorNames()
+    names.receive({"file": rank_reports._packed([entry]), "groups": rank_reports._packed(["\t0\tkey", entry])})
+    for ask in (lambda: names.in_order(["file"]), lambda: names.groups(["groups"])):
+        with pytest.raises(CommitError, match="a rank has sent a list of names that no tensors have: "):
+            ask()
+
+
+def test_groups_of_all_ranks_are_joined() -> None:
+    names, digests = TensorNames(), []
+    for rank in range(3):
+        groups = GroupMembers(({0: [f"layers.{rank}.w"], 1: []}, {0: ["head.w"]})).listed([["decay", "none"], ["b"]])
+        names.receive(TensorNames().to_send([], rank, groups))
+        digests.append(groups.holds)
+    wanted = {(0, "decay"): ["layers.[0-2].w"], (0, "none"): [], (1, "b"): ["head.w"]}
+    assert names.groups([*digests, ""]) == wanted

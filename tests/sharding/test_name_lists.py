@@ -4,7 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_ckpt.sharding.name_lists import NameLists, fold, join
+from mcore_ckpt.sharding.name_lists import NameLists, OrderedNames, fold, join
+from mcore_ckpt.sharding.names import natural_order
+from mcore_ckpt.sharding.plan import runs
 
 NAMES = st.one_of(
     st.builds("decoder.layers.{}.mlp.experts.linear_fc{}.weight{}".format, *[st.integers(0, 12)] * 3),
@@ -26,6 +28,22 @@ def test_what_several_ranks_have_folded_is_what_one_would_have(by_rank: list[lis
     assert join(map(fold, by_rank)) == fold(name for names in by_rank for name in reversed(names))
 
 
+@given(st.lists(st.lists(NAMES, max_size=20), max_size=4))
+def test_folded_names_have_the_places_of_the_names(by_rank: list[list[str]]) -> None:
+    lists = list(map(fold, by_rank))
+    ordered = OrderedNames(lists)
+    wanted = sorted(set().union(*by_rank), key=natural_order)
+    assert list(ordered.names) == wanted
+    for names, entries in zip(by_rank, lists, strict=True):
+        assert ordered.runs_of(entries) == runs(map(wanted.index, names))
+
+
+def test_a_name_that_is_told_in_two_ways_is_one_name() -> None:
+    ordered = OrderedNames([["=head.w"], ["head.w"]])
+    assert ordered.names == ("head.w",)
+    assert ordered.runs_of(["=head.w", "head.w"]) == [(0, 0)]
+
+
 def test_a_large_model_is_a_few_lines() -> None:
     names = [f"layers.{n}.experts.fc{k}.weight{e}" for n in range(61) for k in (1, 2) for e in range(64)]
     assert fold(names) == ["layers.[0-60].experts.fc[1-2].weight[0-63]"]
@@ -40,6 +58,13 @@ def test_a_large_model_is_a_few_lines() -> None:
 def test_another_form_is_refused(entry: object) -> None:
     with pytest.raises(ValueError, match=r"range|name"):
         NameLists([[entry]])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("entries", [["w[0-999999999]"], ["w[1-].x"], [f"a{n}.[0-9999].[0-9999]" for n in range(9)]])
+def test_a_list_that_stands_for_too_many_names_is_refused(entries: list[str]) -> None:
+    for read in (join, OrderedNames):
+        with pytest.raises(ValueError, match=r"stand for \d+ names|no range of numbers"):
+            read([entries])
 
 
 def test_a_range_costs_no_memory_whatever_it_says() -> None:

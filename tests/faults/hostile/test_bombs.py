@@ -317,7 +317,7 @@ def test_a_message_is_not_decompressed_to_any_size() -> None:
 
 
 def test_names_are_not_decompressed_to_any_size() -> None:
-    sent = b64encode(zipped(bytes(64 << 20))).decode()
+    sent = rank_reports._COMPRESSED + b64encode(zipped(bytes(64 << 20))).decode()
     taken = peak(lambda: refused(lambda: rank_reports._unpacked(sent)))
     assert taken < 2 * key_value_store._ANY_UNPACKED
 
@@ -327,6 +327,15 @@ def test_names_of_one_character_are_refused() -> None:
     sent = rank_reports._packed(digits.split("\n"))
     taken = peak(lambda: refused(lambda: rank_reports._unpacked(sent)))
     assert taken < MOST * len(digits)
+
+
+@pytest.mark.parametrize("entry", ["w[0-999999999]", "w[0-9999].[0-9999]", "w[0-]", "[0-99999999].w[1-999999999]"])
+def test_ranges_are_not_expanded_to_any_number_of_names(entry: str) -> None:
+    names = rank_reports.TensorNames()
+    names.receive({"file": rank_reports._packed([entry]), "groups": rank_reports._packed(["\t0\tkey", entry])})
+    for ask in (lambda: names.in_order(["file"]), lambda: names.groups(["groups"])):
+        taken = peak(lambda ask=ask: refused(ask))
+        assert taken < MOST * NBYTES
 
 
 @pytest.mark.parametrize("value", ["[]", "{}", '""', "0", "[0]", '{"":0}'])
