@@ -127,9 +127,13 @@ def publish_folder(staging: Path, path: Path, attempt: str, replaceable: Replace
         except OSError:
             os.rename(replaced, path)
             raise
-    sync_dir(path.parent)
-    with suppress(PermissionError):  # the folder above belongs to another user, and this process may not open it
-        sync_dir(path.parent.parent)
+    # The new folder is in place, so a failed sync is only logged.
+    try:
+        sync_dir(path.parent)
+        with suppress(PermissionError):  # the folder above belongs to another user, and this process may not open it
+            sync_dir(path.parent.parent)
+    except OSError as error:
+        logger.warning("%s is in place, but a power loss might undo that: %s", path, error)
     # Other runs remove staging folders of dead processes. Until the rename, this file marked this process as alive.
     (path / file_names.OWNER_FILE).unlink(missing_ok=True)
     for old in (staging, file_names.replaced_dir(path, attempt)):

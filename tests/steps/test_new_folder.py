@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_ckpt.steps import commit
+from mcore_ckpt.steps import commit, new_folder
 from mcore_ckpt.steps.new_folder import Replaceable, publish_folder
 
 ATTEMPT = "a" * 32
@@ -46,3 +46,22 @@ def test_a_folder_that_is_replaced_stays_if_the_new_one_cannot_come(
         publish_folder(staging, path, ATTEMPT, replaceable)
         assert (path / "file").read_text() == staging.name
         assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_folder_in_place_whose_name_is_not_synced_is_told(
+    is_replaced: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The new folder is there, so nothing may say that the target is as it was."""
+    path, staging = tmp_path / "model", tmp_path / f".staging-{ATTEMPT}"
+    for folder in (path, staging) if is_replaced else (staging,):
+        folder.mkdir()
+        (folder / "file").write_text(folder.name)
+
+    def fail(_: Path) -> None:
+        raise OSError(errno.EIO, "no")
+
+    monkeypatch.setattr(new_folder, "sync_dir", fail)
+    publish_folder(staging, path, ATTEMPT, Replaceable(True, "a folder", lambda folder: True))
+    assert (path / "file").read_text() == staging.name
+    assert caplog.messages == [f"{path} is in place, but a power loss might undo that: [Errno 5] no"]
