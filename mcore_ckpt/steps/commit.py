@@ -72,7 +72,7 @@ def open_staging(role_dir: Path, attempt: str, mode: int | None = None) -> Path:
 
 
 class SizedFile(Protocol):
-    """A file with its path below the staging folder and its size in bytes, such as a `WrittenFile`."""
+    """A file with its path below the staging folder and its size in bytes."""
 
     @property
     def path(self) -> str: ...

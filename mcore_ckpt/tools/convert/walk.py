@@ -16,9 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
-from mcore_ckpt.checkpoint.manifest import WrittenFile
 from mcore_ckpt.errors import CommitError
 from mcore_ckpt.formats.contract import CheckpointWriter, FileReport
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide, same_everywhere
@@ -162,10 +161,15 @@ def _write_own(
     return writer.write(numbers, folder, wrote)
 
 
+class _SizedFile(NamedTuple):
+    path: str
+    size: int
+
+
 def _check_files(writer: CheckpointWriter, by_rank: Sequence[Sequence[FileReport]], folder: Path) -> None:
     names = [file.name for file in writer.files]
     written = (
-        (rank, WrittenFile(names[report.number], "", report.size, crc32=0))
+        (rank, _SizedFile(names[report.number], report.size))
         for rank, reports in enumerate(by_rank)
         for report in reports
     )
