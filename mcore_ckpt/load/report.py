@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mcore_ckpt.formats.native.folder import Folder
 from mcore_ckpt.load.plan import LoadPlan
 from mcore_ckpt.load.same_model import warn_of_other_model
 from mcore_ckpt.ranks.topology import Topology
@@ -70,8 +71,7 @@ def native_result(trainer: Trainer, plan: LoadPlan, nbytes: int, skipped: Sequen
     _warn_of_new_layout(trainer, plan)
     warn_of_other_model(trainer, plan.folder, plan.other_model)
     rounded = Counter(fill.rounding for fill in plan.fills if fill.rounding is not None)
-    if rounded and trainer.agreement.is_coordinator:
-        logger.warning("%s: values were rounded: %s", plan.folder, ", ".join(sorted(rounded)))
+    _warn_of_roundings(trainer, plan.folder, rounded)
     groups = NO_CHANGES if plan.common is None else plan.common.changes
     report = LoadReport(
         path=plan.folder.place,
@@ -88,8 +88,9 @@ def native_result(trainer: Trainer, plan: LoadPlan, nbytes: int, skipped: Sequen
 
 
 def foreign_result(trainer: Trainer, path: Path, loaded: ForeignLoad, started: float) -> LoadResult:
-    """Returns the result of loading another program's checkpoint, and warns of what else its model computes."""
+    """Returns the result of loading another program's checkpoint, and warns of what the training should know."""
     warn_of_other_model(trainer, path, loaded.other_model)
+    _warn_of_roundings(trainer, path, loaded.rounded)
     report = LoadReport(
         path=path,
         nbytes=loaded.nbytes,
@@ -109,6 +110,11 @@ def _tell(trainer: Trainer, step: int, report: LoadReport, groups: GroupChanges)
     groups.warn(report.path)
     contents = ", ".join(trainer.config.load_contents)
     logger.info("loaded step %d of %s from %s in %.1f s: %s", step, trainer.role, report.path, report.seconds, contents)
+
+
+def _warn_of_roundings(trainer: Trainer, place: Folder | Path, rounded: Mapping[str, int]) -> None:
+    if rounded and trainer.agreement.is_coordinator:
+        logger.warning("%s: values were rounded: %s", place, ", ".join(sorted(rounded)))
 
 
 def _warn_of_new_layout(trainer: Trainer, plan: LoadPlan) -> None:

@@ -65,7 +65,7 @@ def test_its_weights_load_under_any_layout(shape: Shape, shared_path: Path) -> N
 
 
 @pytest.mark.world(2)
-def test_a_training_takes_the_weights_and_begins_anew(shared_path: Path) -> None:
+def test_a_training_takes_the_weights_and_begins_anew(shared_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with parallel(BF16):
         training = build(BF16, seed=1)
         shards = {shard.key.name: shard.tensor for shard in model_shards(training.model)}
@@ -85,6 +85,9 @@ def test_a_training_takes_the_weights_and_begins_anew(shared_path: Path) -> None
             result = manager.load(path=shared_path / "toy")
         with everywhere():
             assert sum(result.report.rounded.values()) == len(tensors)
+            told = [line for line in caplog.messages if "values were rounded" in line]
+            warning = f"{shared_path / 'toy'}: values were rounded: model: float32 to bfloat16"
+            assert told == ([] if dist.get_rank() else [warning])
             for shard in model_shards(other.model):
                 if shard.key.name in tensors:
                     assert torch.equal(shard.tensor, tensors[shard.key.name].to(shard.tensor.dtype)), shard.key.name
