@@ -26,6 +26,7 @@ class CheckpointKind(Protocol):
         what: a description of a folder of this kind for people, such as "a folder of FSDP shards".
         backend: the training framework, as `merge --backend` names it, that writes this kind. None: `merge` does not
             read this kind, because it is a HuggingFace model already.
+        needs_writers: True if `open_state` needs `LiveTraining.writers`.
         has_hf_names: True if its reader lists tensors by HuggingFace's names, so that a merge only copies them.
         may_permute_adapters: True if Megatron-Bridge writes this kind, with the rows of some adapters in another order.
     """
@@ -33,6 +34,7 @@ class CheckpointKind(Protocol):
     name: ClassVar[str]
     what: ClassVar[str]
     backend: ClassVar[Backend | None] = "megatron"
+    needs_writers: ClassVar[bool] = False
     has_hf_names: ClassVar[bool] = False
     may_permute_adapters: ClassVar[bool] = False
 

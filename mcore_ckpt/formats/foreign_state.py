@@ -96,7 +96,6 @@ class OwnedRange:
 
     Attributes:
         has_bound_state: whether the optimizer also has state of another shape than the parameter's.
-        bucket: the place in megatron's buffers; None unless the optimizer is a DistributedOptimizer.
     """
 
     name: str
@@ -104,7 +103,6 @@ class OwnedRange:
     start: int
     stop: int
     has_bound_state: bool
-    bucket: BucketRange | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,6 +117,7 @@ class LivePart:
         is_empty: whether it has no parameters.
         group_index: megatron's `data_parallel_group_idx`; None unless it is a DistributedOptimizer.
         ranges: the ranges that this rank owns.
+        bucket_ranges: returns the place of each of `ranges` in megatron's buffers, if it is a DistributedOptimizer.
     """
 
     class_name: str
@@ -130,6 +129,7 @@ class LivePart:
     group_index: int | None
     param_groups: Sequence[Mapping[str, Any]]
     ranges: Sequence[OwnedRange]
+    bucket_ranges: Callable[[], Sequence[BucketRange]]
 
     @property
     def is_of_experts(self) -> bool:
@@ -158,7 +158,7 @@ class LiveTraining:
     Attributes:
         contents: the words of `load_contents`.
         position: the layout, and this rank's place in it.
-        writers: the ranks that write what this rank loads.
+        writers: the ranks that write what this rank loads; None unless the kind has `needs_writers`.
         parts: the chained optimizers; empty unless the optimizer is loaded.
         assumed_step: the config's `assume_optimizer_step`.
         state_dicts: returns the state dict of each virtual chunk, with live tensors.
@@ -168,7 +168,7 @@ class LiveTraining:
 
     contents: Collection[str]
     position: RankPosition
-    writers: Writers
+    writers: Writers | None
     layers: Layers
     parts: Sequence[LivePart]
     assumed_step: int | None

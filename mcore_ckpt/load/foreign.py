@@ -104,7 +104,8 @@ def load_foreign(trainer: Trainer, kind_name: str, path: Path) -> ForeignLoad:
         UnsupportedError: the state is stored in an unsupported form. As above.
     """
     kind = kinds_by_name()[kind_name]
-    writers = find_writers(trainer)
+    # A round of all ranks, which all know the kind from rank 0.
+    writers = find_writers(trainer) if kind.needs_writers else None
 
     def plan() -> tuple[_Plan, Record]:
         training = describe_training(trainer, path, writers)

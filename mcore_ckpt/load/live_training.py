@@ -54,7 +54,7 @@ def find_writers(trainer: Trainer) -> Writers:
     return Writers(tuple(dense), tuple(experts), frozenset((tp, pp, ep) for tp, pp, ep in ranks["model"]))
 
 
-def describe_training(trainer: Trainer, path: Path, writers: Writers) -> LiveTraining:
+def describe_training(trainer: Trainer, path: Path, writers: Writers | None) -> LiveTraining:
     """Describes what this rank loads into. `path` is the checkpoint, for messages."""
 
     def chosen(tensors: Sequence[ModelTensor], stored: Collection[str]) -> list[ModelTensor]:
@@ -148,7 +148,12 @@ def _live_part(part: OptimizerPart, names: Mapping[int, str]) -> LivePart:
     kind, is_empty = part.kind, part.inner is None
     assert kind is not None or is_empty, "an optimizer with parameters has a kind"
     is_cut = part.is_distributed and not is_empty
-    buckets = dict(_bucket_ranges(part.megatron)) if is_cut else {}
+    mains = list(part.mains())
+
+    def bucket_ranges() -> list[BucketRange]:
+        buckets = dict(_bucket_ranges(part.megatron)) if is_cut else {}
+        return [buckets[id(each.parameter)] for each in mains]
+
     return LivePart(
         class_name=type(part.megatron).__name__,
         kind_name="" if is_empty else part.kind_name,
@@ -164,13 +169,13 @@ def _live_part(part: OptimizerPart, names: Mapping[int, str]) -> LivePart:
                 each.parameter,
                 *each.flat,
                 bool(part.bound_shapes(each.main)),
-                buckets.get(id(each.parameter)),
                 part,
                 each.key,
                 each.main,
             )
-            for each in part.mains()
+            for each in mains
         ],
+        bucket_ranges=bucket_ranges,
     )
 
 

@@ -3,6 +3,7 @@
 import os
 import pickle
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from mcore_ckpt.errors import (
     CheckpointNotFoundError,
     UnsupportedError,
 )
+from mcore_ckpt.load import foreign, live_training
 from tests.distributed import refusals
 from tests.distributed.agreement import everywhere, gather
 from tests.distributed.checkpointing import manager_of
@@ -142,6 +144,30 @@ def test_resumed_training_is_bit_identical(name: str, form: str, shared_path: Pa
         with everywhere():
             assert resumed == reference
             assert_same(finally_, at_end)
+
+
+@pytest.mark.world(1)
+@pytest.mark.parametrize(
+    ("form", "wanted"),
+    [("verl_ranks", {"writers", "buckets"}), ("dp_reshardable", {"buckets"}), ("fully_reshardable", set())],
+)
+def test_only_what_a_form_needs_is_looked_for(
+    form: str, wanted: set[str], shared_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = set()
+
+    def noting(word: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *arguments: asked.add(word) or function(*arguments)
+
+    monkeypatch.setattr(foreign, "find_writers", noting("writers", foreign.find_writers))
+    monkeypatch.setattr(live_training, "_bucket_ranges", noting("buckets", live_training._bucket_ranges))
+    folder = shared_path / f"global_step_{STEP}" / "actor"
+    with parallel(LAYOUTS["plain"]):
+        training = build(LAYOUTS["plain"], seed=1)
+        train(training, 0, STEP)
+        write(form, training, folder)
+        load(training, folder, assume_optimizer_step=STEP)
+    assert asked == wanted
 
 
 def steps_done(entries: Snapshot) -> float:

@@ -19,6 +19,7 @@ import torch
 from mcore_ckpt.errors import CheckpointMismatchError, UnsupportedError
 from mcore_ckpt.formats.foreign_state import (
     ADAM_KINDS,
+    BucketRange,
     FoundPart,
     FoundWeight,
     LivePart,
@@ -186,7 +187,8 @@ class _Buckets:
         prefix = f"chained_{number}." if len(self.training.parts) > 1 else ""
         # For this rank's combination of pipeline, tensor and expert ranks.
         group_key = f"{prefix}optimizer.distributed.dp_group_idx_{part.group_index}"
-        tensors = [self._read_range(group_key, owned) for owned in part.ranges]
+        places = part.bucket_ranges()
+        tensors = [self._read_range(group_key, *each) for each in zip(part.ranges, places, strict=True)]
         if part.is_empty:
             return FoundPart(tensors, step=0)
         optimizer = self.files.read_object(f"{group_key}.optimizer/shard_0_1")
@@ -195,9 +197,7 @@ class _Buckets:
         saved = [{"optimizer": optimizer, "grad_scaler": scaler}]
         return _found_part(self.training, self.files, saved, tensors, _groups_of(saved))
 
-    def _read_range(self, group_key: str, owned: OwnedRange) -> dict[str, torch.Tensor]:
-        where = owned.bucket
-        assert where is not None, "require_distributed has asked"
+    def _read_range(self, group_key: str, owned: OwnedRange, where: BucketRange) -> dict[str, torch.Tensor]:
         key = f"{group_key}.gbuf_idx_{where.buffer}.dtype_{where.dtype}.bucket_idx_{where.bucket}"
         tensors = {}
         inner = (_INNER,) if self.files.dtype_of(f"{key}.{_INNER}") is not None else ()

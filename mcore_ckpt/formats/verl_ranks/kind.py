@@ -27,6 +27,7 @@ class VerlRanks(CheckpointKind):
 
     name = "verl_ranks"
     what = "a checkpoint with a file for each rank, as verl wrote it"
+    needs_writers = True
 
     def recognizes(self, folder: Path) -> bool:
         first = next(iter(rank_dirs(folder)), None)

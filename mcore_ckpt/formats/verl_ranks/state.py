@@ -22,12 +22,14 @@ from mcore_ckpt.errors import CheckpointMismatchError
 from mcore_ckpt.formats.foreign_pickles import load_safely
 from mcore_ckpt.formats.foreign_state import (
     ADAM_KINDS,
+    BucketRange,
     ForeignState,
     FoundPart,
     FoundWeight,
     LivePart,
     LiveTraining,
     OwnedRange,
+    Writers,
 )
 from mcore_ckpt.formats.random_states import random_states_of
 from mcore_ckpt.formats.step_folders import step_of
@@ -85,11 +87,11 @@ class VerlRanksState(ForeignState):
     def _read_part(self, number: int, part: LivePart) -> Iterator[dict[str, torch.Tensor]]:
         if not part.ranges:
             return
-        writers = self._training.writers
+        writers = _writers_of(self._training)
         file = self._path / file_names.optimizer_file(*(writers.experts if part.is_of_experts else writers.dense))
         buffers = _buffers_of_part(file, number, len(self._training.parts))
-        for owned in part.ranges:
-            yield _read_range(file, buffers, owned)
+        for owned, where in zip(part.ranges, part.bucket_ranges(), strict=True):
+            yield _read_range(file, buffers, owned, where)
 
     def scheduler(self) -> dict[str, Any] | None:
         file = self._path / _SCHEDULER_FILE
@@ -112,6 +114,11 @@ class VerlRanksState(ForeignState):
         return random_states_of(load_safely(file, str(file)), self._at.dp, str(file))
 
 
+def _writers_of(training: LiveTraining) -> Writers:
+    assert training.writers is not None, "this kind has needs_writers"
+    return training.writers
+
+
 def _rank_dir(ranks: tuple[int, int, int], topology: Topology) -> str:
     """Returns the folder name that megatron's `get_checkpoint_name` gives a rank. It omits pp and ep of size 1."""
     tp, pp, ep = ranks
@@ -120,7 +127,7 @@ def _rank_dir(ranks: tuple[int, int, int], topology: Topology) -> str:
 
 def _check_ranks(training: LiveTraining, path: Path) -> None:
     topology, found = training.position.topology, rank_dirs(path)
-    expected = {_rank_dir(ranks, topology) for ranks in training.writers.model}
+    expected = {_rank_dir(ranks, topology) for ranks in _writers_of(training).model}
     if set(found) == expected:
         return
     raise CheckpointMismatchError(
@@ -190,9 +197,9 @@ def _buffers_of_part(file: Path, number: int, parts: int) -> Mapping[Any, Any]:
     return buffers
 
 
-def _read_range(file: Path, buffers: Mapping[Any, Any], owned: OwnedRange) -> dict[str, torch.Tensor]:
-    where = owned.bucket
-    assert where is not None, "require_distributed has asked"
+def _read_range(
+    file: Path, buffers: Mapping[Any, Any], owned: OwnedRange, where: BucketRange
+) -> dict[str, torch.Tensor]:
     tensors = buffers.get(where.buffer, {}).get(where.dtype)
     if not isinstance(tensors, Mapping) or any(not isinstance(tensors.get(kind), torch.Tensor) for kind in ADAM_KINDS):
         raise CheckpointMismatchError(
