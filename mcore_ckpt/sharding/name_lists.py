@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain, islice, product
 from math import prod
 
-from mcore_ckpt.sharding.names import natural_order
+from mcore_ckpt.sharding.names import natural_order, natural_orders
 from mcore_ckpt.sharding.plan import runs
 
 # A number in a name. Digits that begin with a zero, and very long ones, count as text, so that no name changes.
@@ -78,8 +78,10 @@ class OrderedNames:
         """Raises ValueError if an entry is malformed, or if the lists stand for too many names."""
         alike = _alike(lists)
         found = _found(alike)
-        names = list(chain.from_iterable(map(_names, found, found.values())))
-        self.names = tuple(sorted(set(names), key=natural_order))
+        named = [row for pattern, rows in found.items() for row in _named(pattern, rows)]
+        names = list(chain.from_iterable(of_row for of_row, _ in named))
+        key_of = dict(zip(names, chain.from_iterable(keys for _, keys in named), strict=True))
+        self.names = tuple(sorted(key_of, key=key_of.__getitem__))
         position = {name: number for number, name in enumerate(self.names)}
         positions = map(position.__getitem__, names)
         places = {
@@ -91,10 +93,10 @@ class OrderedNames:
         # Python's garbage collector need not look at arrays.
         self._positions: dict[str, array[int]] = {}
         for (pattern, firsts), entries in alike.items():
-            rows = [places[pattern][before] for before in product(*map(_numbers, firsts))]
+            in_rows = [places[pattern][before] for before in product(*map(_numbers, firsts))]
             for entry, last in entries.items():
                 numbers = _numbers(last)
-                self._positions[entry] = array("I", [row[number] for row in rows for number in numbers])
+                self._positions[entry] = array("I", [row[number] for row in in_rows for number in numbers])
 
     def runs_of(self, entries: Iterable[str]) -> list[tuple[int, int]]:
         """Returns the positions of the names in one of the lists, as runs (`plan.runs`)."""
@@ -184,15 +186,16 @@ def _found(alike: _Alike) -> _Found:
     return found
 
 
-def _names(pattern: str, rows: Mapping[Numbers, Iterable[int]]) -> Iterator[str]:
-    """Yields the names of a pattern, in the order of the numbers in `rows`."""
-    if pattern.startswith(_AS_IT_IS) or _ANY not in pattern:
-        yield pattern.removeprefix(_AS_IT_IS)
+def _named(pattern: str, rows: Mapping[Numbers, Collection[int]]) -> Iterator[tuple[list[str], list[str]]]:
+    """Yields the names in each row of a pattern, and their keys of natural order."""
+    if _ANY not in pattern or pattern.startswith(_AS_IT_IS):
+        name = pattern.removeprefix(_AS_IT_IS)
+        yield [name], [natural_order(name)]
         return
     *parts, before_last, end = pattern.split(_ANY)
     for before, last in rows.items():
         start = "".join(f"{part}{number}" for part, number in zip(parts, before, strict=True)) + before_last
-        yield from [f"{start}{number}{end}" for number in last]
+        yield [f"{start}{number}{end}" for number in last], natural_orders(start, last, end)
 
 
 @lru_cache(maxsize=1 << 14)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -126,6 +127,13 @@ def natural_order(name: str) -> str:
     # No number has a dot, so the keys of both parts can be joined. Most names of a model share both with others.
     key = ".".join(map(_key_of, name.rsplit(".", 1)))
     return _HIGHEST + key if key.startswith(_LOWEST) else key
+
+
+def natural_orders(start: str, numbers: Iterable[int], end: str) -> list[str]:
+    """Returns `natural_order` of names that differ in one number alone, which follows `start`."""
+    before, after = natural_order(f"{start}0"), _key_of(end)
+    before = before.removesuffix(_key_of("0"))
+    return [f"{before}{_key_of(str(number))}{after}" for number in numbers]
 
 
 @lru_cache(maxsize=1 << 14)

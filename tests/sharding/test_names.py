@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_ckpt.sharding.names import ChunkNames, ExpertNumbers, LayerNumber, is_expert, natural_order
+from mcore_ckpt.sharding.names import ChunkNames, ExpertNumbers, LayerNumber, is_expert, natural_order, natural_orders
 
 TAILS = ("self_attention.linear_qkv.weight", "mlp.linear_fc1.weight", "mlp.router.expert_bias", "mlp._extra_state")
 SEQUENTIAL = ("local_experts.{}.linear_fc1.weight", "local_experts.{}.linear_fc2.bias")
@@ -79,3 +79,10 @@ def test_natural_order_puts_any_two_names_in_one_order(a: str, b: str) -> None:
     first, second = natural_order(a), natural_order(b)
     assert (first < second) + (second < first) + (first == second) == 1
     assert first != second or a == b or "0" in a + b, "only leading zeros are alike"
+
+
+@pytest.mark.parametrize("start", ["", "a.", "layers.7.w", "1.x"])
+@pytest.mark.parametrize("end", ["", ".w", "_b.8"])
+def test_the_keys_of_many_names_are_those_of_each(start: str, end: str) -> None:
+    numbers = [0, 7, 10, 12345]
+    assert natural_orders(start, numbers, end) == [natural_order(f"{start}{number}{end}") for number in numbers]
