@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from mcore_ckpt.checkpoint import file_names
-from mcore_ckpt.checkpoint.manifest import Manifest
+from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest
 from mcore_ckpt.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -106,24 +106,24 @@ def load_state(
                 # Plan, and check together. Nothing changes before all ranks know that the checkpoint fits.
                 if verify == "full":
                     _verify_together(trainer, folder)
-                plan = _plan_together(trainer, folder)
-                # Fill.
-                changed = True
+                plan = _plan_together(trainer, folder, verify)
+                # Fill. The weights in huggingface/ have a check of their own before they are loaded.
+                changed = changed or trainer.config.load_contents != ("hf_model",)
                 fill = partial(fill_tensors, read=partial(plan.reader.read, check=verify != "off"))
                 apply, topic = partial(_apply_small_state, trainer, plan), f"loading {folder}"
                 with _naming(folder):
                     nbytes = fill_together(trainer.agreement, trainer.replicas, topic, plan.fills, fill, apply)
                     _make_consistent(trainer)
+                    nbytes += _load_hf_model(trainer, plan)
             except CheckpointError as error:
-                damaged = isinstance(error, CheckpointCorruptError)
-                if not damaged and not changed:
+                is_damaged, is_first = isinstance(error, CheckpointCorruptError), number == 0
+                if not is_damaged and is_first and not changed:
                     raise
-                if not damaged or trainer.config.strict or number == len(folders) - 1:
-                    raise _final(error, skipped, changed) from error
+                if not is_damaged or trainer.config.strict or number == len(folders) - 1:
+                    raise _final(error, skipped, changed, is_first) from error
                 logger.warning("step %d cannot be loaded, taking the next older one: %s", saved_step, error)
                 skipped.append(str(error))
                 continue
-            nbytes += _load_hf_model(trainer, plan)
         # Report.
         loaded(plan.manifest, folder.place)
         return native_result(trainer, plan, nbytes, skipped, started)
@@ -193,7 +193,6 @@ def _load_hf_model(trainer: Trainer, plan: LoadPlan) -> int:
     if not _takes_hf_weights(trainer):
         return 0
     assert isinstance(plan.folder, LocalFolder), "_plan_together has refused a remote folder"
-    plan.folder.check(plan.manifest.files_of("huggingface"))
     # If this load has filled the main parameters, keep them, because they are more precise than the exported weights.
     optimizer = None if "optimizer" in contents else trainer.optimizer
     weights = plan.folder.place / file_names.HUGGINGFACE_DIR
@@ -224,16 +223,16 @@ def _changes_model(trainer: Trainer) -> bool:
     return optimizer_state.changes_model(trainer.optimizer)
 
 
-def _final(error: CheckpointError, skipped: Sequence[str], changed: bool) -> CheckpointError:
+def _final(error: CheckpointError, skipped: Sequence[str], changed: bool, is_first: bool) -> CheckpointError:
     state = (
         "Model and optimizer are now undefined: load another checkpoint before training continues"
         if changed
         else "Nothing has been changed: load another checkpoint"
     )
     newer = "".join(f"\n  newer, but not loaded either: {text}" for text in skipped)
-    # This older checkpoint was tried because a newer one is damaged. So report the damage, even if the older one is
-    # intact and does not fit.
-    after_damage = isinstance(error, (CheckpointMismatchError, CheckpointNotFoundError))
+    # An older checkpoint is tried only if a newer one is damaged. So report the damage, even if the older one is intact
+    # and does not fit.
+    after_damage = not is_first and isinstance(error, (CheckpointMismatchError, CheckpointNotFoundError))
     message = f"{error}. {state}{newer}"
     return CheckpointCorruptError(message) if after_damage else reworded(error, message)
 
@@ -243,11 +242,7 @@ def _verify_together(trainer: Trainer, folder: Folder) -> None:
 
     def work() -> Record:
         manifest = folder.manifest()
-        largest_first = sorted(manifest.files, key=lambda file: (-file.size, file.path))
-        mine = largest_first[trainer.agreement.rank :: trainer.topology.world_size]
-        if damages := folder.verify(mine):
-            more = f" (and {len(damages) - 1} more: see mcore-ckpt verify)" if len(damages) > 1 else ""
-            raise CheckpointCorruptError(damages[0].problem + more)
+        _verify_share(trainer, folder, manifest.files)
         return {"attempt": manifest.attempt}
 
     def combine(records: Sequence[Record]) -> Record:
@@ -256,7 +251,15 @@ def _verify_together(trainer: Trainer, folder: Folder) -> None:
     decide(trainer.agreement, f"verifying {folder}", work, combine)
 
 
-def _plan_together(trainer: Trainer, folder: Folder) -> LoadPlan:
+def _verify_share(trainer: Trainer, folder: Folder, files: Sequence[FileRecord]) -> None:
+    """Verifies this rank's share of some files. Raises CheckpointCorruptError."""
+    largest_first = sorted(files, key=lambda file: (-file.size, file.path))
+    if damages := folder.verify(largest_first[trainer.agreement.rank :: trainer.topology.world_size]):
+        more = f" (and {len(damages) - 1} more: see mcore-ckpt verify)" if len(damages) > 1 else ""
+        raise CheckpointCorruptError(damages[0].problem + more)
+
+
+def _plan_together(trainer: Trainer, folder: Folder, verify: str) -> LoadPlan:
     def plan() -> tuple[LoadPlan, Record]:
         if trainer.config.load_replicas == "broadcast":
             refuse_broadcast(trainer.chunks, trainer.replicas, "load_replicas='broadcast'")
@@ -272,6 +275,11 @@ def _plan_together(trainer: Trainer, folder: Folder) -> LoadPlan:
                 "load_contents"
             )
         own = plan_load(trainer, folder)
+        if _takes_hf_weights(trainer):
+            exported = own.manifest.files_of("huggingface")
+            folder.check(exported)
+            if verify == "read":  # nothing checks these bytes while they are loaded
+                _verify_share(trainer, folder, exported)
         groups = None if own.common is None else own.common.groups.to_record()
         report = {"attempt": own.manifest.attempt, "used": own.used, "new_moments": own.new_moments, "groups": groups}
         return own, report

@@ -10,7 +10,6 @@ from mcore_ckpt.formats.native.file_plan import FilePlan
 from mcore_ckpt.io import _native, tuning
 from mcore_ckpt.io.device_waits import as_checkpoint_errors
 from mcore_ckpt.io.host_memory import HostMemory
-from mcore_ckpt.io.pages import page_ceil
 from mcore_ckpt.save.capture import Capture, FileTensors, WeightCopies, arena_bytes, capture_copies
 from mcore_ckpt.save.device_copies import DeviceCopies
 from mcore_ckpt.state.main_weights import MainWeights
@@ -154,7 +153,7 @@ def _largest_that_fit(files: Sequence[FilePlan], nbytes: int) -> tuple[int, ...]
     """Chooses files whose images fit together into `nbytes` bytes, large files first, and returns their numbers."""
     fitting: list[int] = []
     for number in sorted(range(len(files)), key=lambda number: -files[number].nbytes):
-        size = page_ceil(files[number].nbytes)
+        size = arena_bytes([files[number]])
         if size <= nbytes:
             fitting.append(number)
             nbytes -= size

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager, FastTier
 from mcore_ckpt.checkpoint.reading import read_manifest
-from mcore_ckpt.errors import CheckpointMismatchError, CommitError
+from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError, CommitError
 from mcore_ckpt.io import tuning
 from mcore_ckpt.models import (
     HfModel,
@@ -28,6 +28,7 @@ from tests.distributed.global_state import GlobalState, assert_same_state, globa
 from tests.distributed.hf_words import hf_config
 from tests.distributed.layouts import LAYOUTS
 from tests.distributed.refusals import assert_names, refused
+from tests.distributed.test_fallback import flip
 from tests.distributed.tiers import marks
 from tests.distributed.training import VOCAB_SIZE, Layout, Training, build, parallel, train
 
@@ -227,6 +228,35 @@ def test_the_export_alone_can_be_loaded(layout: Layout, shared_path: Path) -> No
         copy_main_to_model(training.optimizer)
         gather_parameters(training.model)
         assert_same_state(model_alone(global_state(training)), wanted)
+        manager.close()
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("contents", [("hf_model",), ("hf_model", "optimizer")])
+def test_a_flipped_bit_of_the_export_is_never_loaded(contents: tuple[str, ...], shared_path: Path) -> None:
+    layout = LAYOUTS["dp2-bf16"]
+    with parallel(layout):
+        training = build(layout, seed=1)
+        words = {"save_contents": contents, "load_contents": contents}
+        manager = manager_of(training, shared_path, hf_config=hf_config(layout), **words)
+        states = []
+        for step in (1, 2):
+            train(training, step - 1, step)
+            manager.save(step).wait()
+            states.append(model_alone(global_state(training)))
+        dist.barrier()
+        if dist.get_rank() == 0:
+            (weights,) = shared_path.glob("global_steps_2/actor/huggingface/*.safetensors")
+            flip(weights, 8 * weights.stat().st_size - 77)
+        dist.barrier()
+        before = model_alone(global_state(training))
+        for message in raised_everywhere(CheckpointCorruptError, error_of(lambda: manager.load(step=2))):
+            assert "safetensors: has a wrong CRC" in message
+            assert "Nothing has been changed" in message
+        assert_same_state(model_alone(global_state(training)), before)
+        with everywhere():
+            assert manager.load().step == 1
+        assert_same_state(model_alone(global_state(training)), states[0])
         manager.close()
 
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from mcore_ckpt.errors import CheckpointCorruptError
 from tests.distributed.agreement import error_of, everywhere, gather, raised_everywhere
-from tests.distributed.checkpointing import manager_of, position
+from tests.distributed.checkpointing import manager_of, position, save
 from tests.distributed.layouts import LAYOUTS
 from tests.distributed.snapshot import assert_same, poison, snapshot
 from tests.distributed.training import Training, build, parallel, train
@@ -81,6 +81,24 @@ def test_nothing_else_to_take(how: str, shared_path: Path) -> None:
             assert "wrong CRC" in message
             assert "undefined" in message
             assert "rank 1" in message
+
+
+@pytest.mark.world(2)
+def test_damage_is_told_even_if_the_older_step_does_not_fit(shared_path: Path) -> None:
+    with parallel(DP2):
+        training = build(DP2, seed=1)
+        for step, contents in ((1, ("model", "extra")), (2, ("model", "optimizer", "extra"))):
+            save(training, shared_path, step, save_contents=contents)
+        with everywhere():
+            if dist.get_rank() == 0:
+                flip_a_bit(shared_path / "global_steps_2" / "actor/optim/common.pt")
+        manager = manager_of(training, shared_path)
+        error = error_of(manager.load)
+        manager.close()
+        for message in raised_everywhere(CheckpointCorruptError, error):
+            assert "Nothing has been changed" in message
+            assert "newer, but not loaded either" in message
+            assert "common.pt" in message
 
 
 @pytest.mark.world(2)
