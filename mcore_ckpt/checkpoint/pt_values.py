@@ -1,7 +1,7 @@
 """Reads the values in a file of `torch.save`: containers, numbers, strings and tensors, and nothing else.
 
-`torch.load` opens these files, too, but it is not safe for files that somebody else may have written. `unpickling`
-gives reasons. Another reason is that `torch.load` decompresses records, however large they become.
+`torch.load` opens these files, too, but it is not safe for files that somebody else may have written: see the module
+`unpickling`. Besides, `torch.load` decompresses records, however large they become.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def copied_from(data: bytes) -> Storage:
 
 
 def load_pt(read_at: ReadAt, size: int, storage: Storage, find: Find = find_plain, build: Build = refuse_state) -> Any:
-    """Reads the value in an archive of `size` bytes. `find` and `build` are passed to `Unpickler`, for all but tensors.
+    """Reads the value in an archive of `size` bytes.
+
+    `Unpickler` uses `find` and `build` for everything but tensors, which this function makes itself.
 
     Raises ValueError if the archive is damaged, or contains something that `find` or `build` refuses.
     """

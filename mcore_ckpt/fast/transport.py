@@ -21,17 +21,17 @@ class Server(Protocol):
         """The address by which other nodes find this server."""
 
     def publish(self, name: str, data: bytes, instead_of: str | None = None) -> None:
-        """Serves bytes under a name until the server is closed, or until another note takes their place."""
+        """Serves bytes under a name until the server is closed. Stops serving those under the name `instead_of`."""
 
     def close(self) -> None:
         """Stops serving. Does nothing in a forked child."""
 
 
 class Peer(Protocol):
-    """Another node, as this one reads from it. No call waits without a deadline. All raise PeerError."""
+    """Another node, from which this node reads. Every request has a deadline, and can raise PeerError."""
 
     def url_of(self, key: str) -> str:
-        """Returns the name of a file of this node in messages."""
+        """Returns the name that messages use for a file of this node."""
 
     def read(self, key: str, start: int, stop: int) -> bytearray:
         """Reads bytes `[start, stop)` of a file. Raises FileNotFoundError if there is none."""

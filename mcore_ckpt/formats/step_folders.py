@@ -1,4 +1,4 @@
-"""Finds the folders of steps of any program, and the step in a folder's name."""
+"""Finds step folders, whichever program wrote them, and the step in a folder's name."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _LEGACY_FILE = "model_optim_rng.pt"
 
 
 def is_legacy(path: Path) -> bool:
-    """Returns True if a folder has the files of Megatron's format before torch_dist, which this package cannot read."""
+    """Returns True if a folder has the files of Megatron's legacy format. This package cannot read that format."""
     return any(
         RANK_DIR.fullmatch(name) and os.path.exists(path / name / _LEGACY_FILE) for name in sorted(names_in(path))
     )
 
 
 def step_folders(path: Path) -> list[Path]:
-    """Returns the folders in a folder that any program has named after steps, sorted by step.
+    """Returns the step folders in a folder, sorted by step, whichever program named them.
 
     Megatron's `release` folder comes first, because a training begins with it.
     """

@@ -41,13 +41,13 @@ from mcore_ckpt.steps.upload_queue import UploadHandle
 
 logger = logging.getLogger(__name__)
 
-# Writes and commits a save. The argument is how long the trainer was held up, in seconds; None: until this returns.
-# Raises CheckpointError if the save failed.
+# Writes and commits a save. The argument is how long the trainer was held up, in seconds; None if the trainer waits
+# until this function returns. Raises CheckpointError if the save failed.
 Finish = Callable[[float | None], tuple[SaveReport, Following]]
 
 
 class Writing(Protocol):
-    """What this rank writes; `rank_files.RankFiles` implements it."""
+    """The files that this rank writes in one save. `rank_files.RankFiles` implements this protocol."""
 
     def progress(self) -> tuple[int, int]: ...
     def limit_device_wait(self, seconds: float) -> None: ...
@@ -89,20 +89,21 @@ class SaveHandle(Handle[SaveReport]):
     def upload(self) -> UploadHandle | None:
         """The upload of the checkpoint to the remote store. None until the checkpoint is committed.
 
-        Always None on all ranks except rank 0, without a remote store, and if the checkpoint is not part of a step.
+        Always None on ranks other than rank 0, in a run without a remote store, and for a checkpoint that is not part
+        of a step.
         """
         return self._following.upload
 
     @property
     def copies(self) -> CopyHandle | None:
-        """The copies of the step on other nodes. None until it is committed, and without a fast tier."""
+        """The copies of the step on other nodes. None until the step is committed. Always None without a fast tier."""
         return self._following.copies
 
     @property
     def drain(self) -> DrainHandle | None:
         """The copy of a durable step to the root.
 
-        None until the step is committed, if the step is not durable, and without a fast tier.
+        None until the step is committed. Always None for a step that is not durable, and without a fast tier.
         """
         return self._following.drain
 
@@ -132,7 +133,7 @@ class SaveHandle(Handle[SaveReport]):
     def run(self, stall_s: float | None) -> Following | None:
         """Finishes the save on the calling thread. If the save fails, only `wait` raises the error.
 
-        Returns what follows the commit; the caller deletes the old steps. Returns None if the save failed.
+        Returns the `Following` of the commit, whose `delete` the caller must call. Returns None if the save failed.
         """
         assert self._writing is not None
         assert self._finish is not None
@@ -145,7 +146,8 @@ class SaveHandle(Handle[SaveReport]):
             self._exception = error
         except BaseException as error:
             self._exception = CommitError(f"{type(error).__name__}: {error}")
-            self._exception.__cause__ = error  # the caller gets the cause, if a signal handler has raised it
+            # `Agreement.call` looks for exceptions of signal handlers among the causes, and raises them unchanged.
+            self._exception.__cause__ = error
             if is_interrupt(error):
                 raise
             logger.error("a save has failed with an unexpected error\n%s", ErrorText.of(error).stacktrace)
@@ -164,8 +166,8 @@ class SaveHandle(Handle[SaveReport]):
 class BackgroundSaves:
     """Runs the saves of one manager in the background, at most one at a time.
 
-    Old steps are deleted on a second thread, so that a new save need not wait for the deletion. If it `warns`, failures
-    are only logged, and not raised by the manager's next call.
+    Old steps are deleted on a second thread, so that a new save need not wait for the deletion. With `warns`, failures
+    are only logged; the manager's next call does not raise them.
     """
 
     def __init__(self, commits: Agreement, warns: bool, is_async: bool = True) -> None:
@@ -188,13 +190,13 @@ class BackgroundSaves:
 
     @property
     def is_deleting(self) -> bool:
-        """True if old steps are being deleted, or will be after a commit. Most commits have no steps to delete."""
+        """True while old steps are being deleted, or wait to be deleted. Most commits have no steps to delete."""
         return bool(self._deleting)
 
     def finish(self, handle: SaveHandle, called: float) -> SaveHandle:
         """Finishes a save after the capture: in the background, or before this returns. Returns the handle.
 
-        No other save may be under way. The trainer has `called` save at this time (time.perf_counter()). Old steps are
+        No other save may be under way. `called` is when the trainer called `save` (time.perf_counter()). Old steps are
         deleted on the deletion's thread in both cases.
 
         Raises CheckpointError if the save has failed before this returns.
@@ -221,9 +223,9 @@ class BackgroundSaves:
         return handle
 
     def earlier_save(self, waits: bool) -> tuple[bool, Record | None]:
-        """Returns whether an earlier save is under way, and otherwise the last one's error that no call has raised.
+        """Returns whether an earlier save is under way. If none is, also returns the last save's `failure`.
 
-        With `waits`, it waits for the end of that save first.
+        With `waits`, it first waits until no save is under way.
         """
         if not waits and self.busy:
             return True, None
@@ -231,7 +233,10 @@ class BackgroundSaves:
         return False, self.failure()
 
     def wait_for_deletion_of(self, step: int, root: Path) -> None:
-        """Waits until old steps are deleted, if `step` could be one: its new staging folder would be deleted, too."""
+        """Waits until old steps are deleted, if the root has a folder of `step`.
+
+        If `step` is one of these old steps, the deletion would delete its new staging folder, too.
+        """
         if self.is_deleting and step in self._commits.runner.run(lambda: file_names.step_dirs(root)):
             self.wait_for_deletions()
 
@@ -278,7 +283,7 @@ class BackgroundSaves:
             raise from_record(record, CommitError)
 
     def shorten(self) -> None:
-        """Shortens the waits for other ranks, which may be dead when this interpreter exits, and for a GPU."""
+        """Shortens the waits for a GPU, and for other ranks, which may be dead when this interpreter exits."""
         self._commits.limit_waits(deadlines.EXIT_WAIT_S)
         writing = None if self._handle is None else self._handle._writing
         if writing is not None:
@@ -339,4 +344,4 @@ def _finish_all() -> None:
         try:
             worker.wait(deadlines.EXIT_WAIT_S)
         except HungDiskError as error:
-            logger.error("the interpreter ends before this: %s", error)
+            logger.error("the interpreter exits before all work is done: %s", error)

@@ -142,7 +142,7 @@ def test_adapters_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 def test_what_cannot_be_merged_is_refused(tmp_path: Path) -> None:
     model = adapted()
     plain, alone, half = (save(tmp_path / only, model, only=only) for only in ("base_layer", "lora_", "lora_B"))
-    with pytest.raises(CheckpointMismatchError, match="has no adapters to merge"):
+    with pytest.raises(CheckpointMismatchError, match="has no adapters, but --adapters is merge"):
         merge(MergeRequest(plain, tmp_path / "a", backend="fsdp", adapters="merge"))
     with pytest.raises(InvalidArgumentError, match="no weights to write them beside"):
         merge(MergeRequest(alone, tmp_path / "a", backend="fsdp", adapters="beside"))

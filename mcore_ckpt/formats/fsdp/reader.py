@@ -1,8 +1,7 @@
 """Reads FSDP shards as verl writes them: one file of DTensors per rank, under HuggingFace names.
 
-The names are HuggingFace's own, and each tensor has a `DTensor`'s placements. The pickles are read with stand-ins for
-torch's classes (`dtensors.py`), since the real ones need a process group. Only the wanted bytes are read, never a whole
-file.
+The placements of a DTensor say which part of the tensor is in the file. The pickles are read with stand-ins for torch's
+classes (`dtensors.py`), since the real ones need a process group. Only the wanted bytes are read, never a whole file.
 """
 
 from __future__ import annotations
@@ -46,12 +45,12 @@ from mcore_ckpt.models.table import Table
 from mcore_ckpt.sharding.plan import StoredShard
 from mcore_ckpt.sharding.regions import Region, Shape
 
-# The attribute of nearly every transformers model that holds the model without its head.
+# In nearly every transformers model, the attribute that holds the model without its head.
 _ROOT = "model"
 _CONFIG_FILE = "fsdp_config.json"
 # The prefixes that wrappers add to the names of the model's modules: FSDP1, torch.compile, activation checkpointing.
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module)\.")
-# Names that show an adapter of another kind, even in a file without the base model's tensors.
+# Names that show an adapter that is neither LoRA nor DoRA, even in a file without the base model's tensors.
 _OTHER_ADAPTERS = re.compile(r".*\.(?:lora_|ia3_|modules_to_save\.).*")
 
 _MOST_RANKS = 1_000_000
@@ -163,7 +162,8 @@ def fsdp_tensors(reader: CheckpointReader, model: HfModel) -> tuple[list[HfTenso
 def _name_in_files(name: str, table: Table) -> str:
     """Returns the name that `save_pretrained` gives a tensor.
 
-    transformers 5 calls "model" in memory what the files of Nemotron-H call "backbone" (`conversion_mapping.py`).
+    The names of Nemotron-H begin with "backbone" in files, but with "model" in the memory of transformers 5
+    (`conversion_mapping.py`).
     """
     root = table.hf.partition(".")[0]
     return name if root == _ROOT or not name.startswith(f"{_ROOT}.") else f"{root}.{name.removeprefix(f'{_ROOT}.')}"

@@ -1,4 +1,4 @@
-"""Recognizes the per-rank folders that verl up to 0.4 wrote, by their names and the directory of a zip file."""
+"""Recognizes the per-rank folders that verl up to 0.4 wrote, by their names and by the records of a model file."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ class VerlRanks(CheckpointKind):
 
         if config is None:
             raise CheckpointNotFoundError(f"{folder}: has no config.json, without which the model's shapes are unknown")
-        # The checkpoint's names are not known yet. It does no harm here if it has no multi-token prediction.
+        # The checkpoint's names are not known yet, so assume that it has multi-token prediction. If it has none, this
+        # assumption does no harm here.
         model = with_mtp_of(model_from_config(config), ["mtp.layers.0."])
         slabs = [slab for tensor in hf_tensors(model) for slab in tensor.slabs if slab.mcore]
         return open_verl_ranks(
@@ -81,7 +82,7 @@ def model_file(folder: Path) -> Path | None:
 
 
 def _has_our_index(file: Path) -> bool:
-    """Returns True if this package wrote the file. Without a manifest, its folder is no checkpoint, and not verl's."""
+    """Returns True if this package wrote the file. The folder is then a checkpoint of ours that lacks a manifest."""
     try:
         with opened(file) as (descriptor, size):
             archive = PtArchive(lambda at, nbytes: read_exact(descriptor, nbytes, at, file), size)

@@ -45,8 +45,8 @@ class CheckpointedEngine(_Engine):
 
     def _create_optimizer(self, ft_spec: FinetuneSpec) -> None:
         super()._create_optimizer(ft_spec)
-        # Like AReaL, make no checkpointer for an engine without an optimizer (the reference model). With adapters AReaL
-        # makes none either, because its own needs a distributed optimizer.
+        # Like AReaL, make no checkpointer for an engine without an optimizer (the reference model). AReaL makes none
+        # for an engine with adapters either, because AReaL's checkpointer needs a distributed optimizer. Ours does not.
         has_adapters = self.config.use_lora and self.optimizer is not None
         if self.checkpointer is not None or has_adapters:
             config = dataclasses.replace(self.checkpoint_config, async_save=self.mcore_config.async_save)
@@ -76,7 +76,9 @@ class CheckpointedEngine(_Engine):
             with self._offload_aware_context():
                 self.checkpointer.export(meta.path, meta.processor or meta.tokenizer, wait=wait)
         except UnsupportedError as error:
-            logger.warning("AReaL's own engine exports, and its folder is visible before it is complete: %s", error)
+            logger.warning(
+                "AReaL's own engine exports this model, so the folder is visible before it is complete: %s", error
+            )
             super().save(stock)
 
     def wait_async_saves(self) -> None:

@@ -36,7 +36,8 @@ class Saver(areal.Saver):
     appears once it is complete.
 
     With `mode` "sync", `save` returns when the folder is there. With "async" and "auto" it returns once the weights are
-    copied, but exports engines that are not ours synchronously, like AReaL's Saver. "async" then logs a warning.
+    copied. An engine that is not one of ours is exported synchronously, as AReaL's Saver does; "async" then logs a
+    warning.
     """
 
     def __init__(self, config: SaverConfig, ft_spec: FinetuneSpec, timeout_s: float = TIMEOUT_S) -> None:

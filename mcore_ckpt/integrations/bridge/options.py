@@ -1,7 +1,7 @@
 """Translates Megatron-Bridge's CheckpointConfig, and keeps the settings that it has no options for.
 
-Every field of Bridge's is honoured, has no effect here, or is refused: tests/bridge/with_bridge/test_bridge_options.py
-lists the first two.
+Every field of Bridge's is honoured, has no effect here, or is refused. The lists of the honoured fields and of those
+without effect are in tests/bridge/with_bridge/test_bridge_options.py.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def overridden_config(checkpoint: Any, config: CheckpointConfig, has_adapters: b
         config,
         save_contents=contents,
         max_to_keep=config.max_to_keep if kept is None else kept,
-        # Bridge saves a run with adapters without the base model, which it fills from `pretrained_checkpoint`.
+        # In a run with adapters, Bridge does not save the base model, but fills it from `pretrained_checkpoint`.
         skip_frozen=config.skip_frozen or has_adapters,
     )
 
@@ -106,7 +106,8 @@ def arguments(cfg: Any) -> Arguments:
             **{name: getattr(checkpoint, name) for name in _SAME},
             **{f"no_{name}": not getattr(checkpoint, name) for name in _OPPOSITE},
             verify_integrity=getattr(checkpoint, "verify_integrity", False),
-            # For a step for Megatron-LM, which compares these with its own arguments.
+            # `mcore-ckpt convert` needs these to make a checkpoint for Megatron-LM, which compares them with its own
+            # arguments.
             num_layers=model.num_layers,
             hidden_size=model.hidden_size,
             num_attention_heads=model.num_attention_heads,
@@ -129,12 +130,14 @@ def configure(
     """Sets our options. Call it once on every rank, before `pretrain`. It need not be called.
 
     Args:
-        config: the options of this package. Bridge's own override `async_save`, `max_to_keep` and `keep_every`, can
-            take the optimizer out of the contents and add `hf_model`, and set `skip_frozen` for a run with adapters.
+        config: the options of this package. Bridge's options override `async_save`, `max_to_keep` and `keep_every`.
+            They can also remove the optimizer from the contents, add `hf_model` to the contents, and set `skip_frozen`
+            (in a run with adapters).
         role: see CheckpointManager.
-        hf_config: the transformers config to write into the checkpoints. None: with `also_save_hf_checkpoint`, that of
-            the model that Bridge names.
-        processing_class: the tokenizer to write into the checkpoints. None: with `save_tokenizer_assets`, Bridge's.
+        hf_config: the transformers config to write into the checkpoints. None: the config of the model that Bridge
+            names, if `also_save_hf_checkpoint` is set.
+        processing_class: the tokenizer to write into the checkpoints. None: Bridge's, if `save_tokenizer_assets` is
+            set.
 
     Raises UnsupportedError: `config` has a remote store or a fast tier.
 

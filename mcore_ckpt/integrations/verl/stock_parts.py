@@ -22,9 +22,9 @@ from mcore_ckpt.state import process_groups_of
 
 # The folder that `get_hf_model_checkpoint_path` returns in verl 0.9, and the one in 0.5 to 0.8.
 _WEIGHTS = ("model/huggingface", "huggingface")
-_ADAPTERS = "adapter_checkpoint"  # of `save_adapter_checkpoint`
+_ADAPTERS = "adapter_checkpoint"  # the folder that `save_adapter_checkpoint` fills
 _HEAD = "lm_head.weight"
-# The tensors of a critic that `load_hf` ignores: the folder's head, and the model's.
+# The names of a critic's head in a HuggingFace folder and in megatron's model. `load_hf` ignores both tensors.
 HEADS = (_HEAD, "output_layer.weight")
 
 _Pairs = Iterable[tuple[torch.Tensor, torch.Tensor]]
@@ -70,7 +70,7 @@ def value_head_file(folder: Path) -> Path | None:
 def fill_adapters(manager: CheckpointManager, chunks: Sequence[Any], optimizer: Any, folder: Path) -> None:
     """Fills the model's adapters from an `adapter_folder`, under the layout that they were saved with.
 
-    Every rank calls it. The optimizer's main parameters are set from the adapters; None leaves them.
+    Every rank calls it. Also sets the optimizer's main parameters from the adapters, unless `optimizer` is None.
 
     Raises:
         CheckpointMismatchError: a file does not fit the model. Nothing has changed.
@@ -92,7 +92,7 @@ def fill_adapters(manager: CheckpointManager, chunks: Sequence[Any], optimizer: 
 def fill_value_head(manager: CheckpointManager, chunks: Sequence[Any], optimizer: Any, file: Path) -> None:
     """Fills the model's head from a `value_head_file`. The ranks of the last stage have a head.
 
-    Every rank calls it. The optimizer's main parameter is set from the head; None leaves it.
+    Every rank calls it. Also sets the optimizer's main parameter from the head, unless `optimizer` is None.
 
     Raises CheckpointMismatchError: the head does not fit the model. The head has not changed.
     """
@@ -126,8 +126,8 @@ def _read_adapters(chunk: Any, file: Path) -> _Pairs:
     if not isinstance(saved, Mapping) or saved.keys() != live.keys():
         names = sorted(map(str, live.keys() ^ (saved.keys() if isinstance(saved, Mapping) else set())))
         raise CheckpointMismatchError(
-            f"{file}: the adapters are not what the model trains: only one of the two has {', '.join(names[:3])} (verl "
-            "0.7 saves nothing but adapters)"
+            f"{file}: has adapters other than those that the model trains: the file or the model lacks "
+            f"{', '.join(names[:3])} (verl 0.7 saves nothing but adapters): build the model with the file's adapters"
         )
     for name, tensor in saved.items():
         if not isinstance(tensor, torch.Tensor) or (tensor.shape, tensor.dtype) != (live[name].shape, live[name].dtype):

@@ -114,7 +114,7 @@ class MergeReport:
         has_mtp: True if the model has weights of multi-token prediction.
         adapters: what has become of LoRA adapters: "merge", "beside" or "only"; None if the checkpoint has none.
         left_out: what the checkpoint has and the new model lacks, by reason.
-        other_model: by field of `config.json`, how transformers will compute differently from the trained model.
+        other_model: the fields of `config.json` that make transformers compute differently from the trained model.
     """
 
     source: Path
@@ -247,7 +247,7 @@ def _plan_together(agreement: Agreement, request: MergeRequest, found: FoundChec
 
 
 def _with_side_files(job: MergeJob, target: Path) -> MergeJob:
-    """Adds the assets that are not copied to the report."""
+    """Adds to the report which assets are not copied."""
     if job.adapters == "only":
         return job
     quantized = job.model_writer().quantizes_as_before
@@ -276,10 +276,10 @@ def prepare(request: MergeRequest, found: FoundCheckpoint, ranks: int = 1) -> Me
         read = read_copied_model if found.has_hf_names else model_from_config
         adapters = adapters_in(found, tensors)
         if request.adapters is not None and not adapters:
-            raise CheckpointMismatchError(f"has no adapters to {request.adapters}: leave out --adapters")
+            raise CheckpointMismatchError(f"has no adapters, but --adapters is {request.adapters}: leave it out")
         model = _reconciled(read, config, _weights(found, config_dir, tensors), request)
         model = _with_vocabulary(model, found, config_dir, tensors)
-        # Tensors with HuggingFace's names are copied, so nothing cuts their rows.
+        # Tensors with HuggingFace's names are copied whole, so the order of their rows need not be checked.
         compared = other_facts if found.has_hf_names else check_rows
         others = compared(facts_of_checkpoint(found, reader), model)
         other_model = tuple(described([each], live=IN_CONFIG) for each in others)
@@ -310,7 +310,7 @@ def prepare(request: MergeRequest, found: FoundCheckpoint, ranks: int = 1) -> Me
 
 
 def _weights(found: FoundCheckpoint, config_dir: Path, tensors: Mapping[str, TensorInfo]) -> Mapping[str, TensorInfo]:
-    """Returns the tensors without adapters; the base model's if the checkpoint has only adapters."""
+    """Returns the tensors that are not adapters; those of the base model if the checkpoint has only adapters."""
     adapters = adapters_in(found, tensors)
     if has_base(found, tensors) or not adapters:
         return {name: info for name, info in tensors.items() if name not in adapters}
@@ -331,8 +331,8 @@ def _weights_to_write(
 
     def without_values(names: list[str]) -> CheckpointMismatchError:
         return CheckpointMismatchError(
-            f"has no values of {names[0]} ({len(names)} such tensors): it was saved without the model, and the "
-            "optimizer has no main parameter of a tensor that it does not step: merge a checkpoint with the model"
+            f"has no values of {names[0]} ({len(names)} such tensors): the checkpoint lacks the model, and its "
+            "optimizer has main parameters only of the tensors that it steps: merge a checkpoint that has the model"
         )
 
     copies = [LeftOut(COPIES, names)] if (names := getattr(reader, "copies", ())) else []

@@ -50,7 +50,7 @@ class _FileRange:
 class _OwnExchange:
     """Passes records from the writers of a file to the owner of the file. This process acts for all of them.
 
-    `rank` is the number of the writer that it acts for.
+    `rank` is the number of the writer whose records are passed next.
     """
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ def _ranges(file: PlannedFile) -> list[_FileRange]:
 
 
 def _reads_of(placed: Placed[_FileRange]) -> Iterator[tuple[ReadRange, torch.Tensor]]:
-    """Yields the stored ranges that fill a range, each with its memory."""
+    """Yields the stored ranges that fill a range, each with the memory to read it into."""
     file_range, plan = placed.part, placed.part.plan
     for number, skip, at, nbytes in zip(*plan.parts, strict=True):
         located = file_range.file.located[number]

@@ -34,7 +34,7 @@ _TOPIC = "examining the file system"
 
 @dataclass(frozen=True)
 class Report:
-    """What the doctor has found out about a root, in the order in which it was examined.
+    """The findings of the doctor about a root, in the order of the examination.
 
     `mount` is the file system of rank 0; None if the system does not tell. `hosts` has the host of each rank; only rank
     0's if the ranks did not meet.
@@ -65,7 +65,7 @@ def examine(
         megabytes: the size of the files with which the speed is measured; 0 to measure only small files. It is reduced
             if little space is free.
         missing: why the other ranks of the job do not take part; None if they do, or if there are none.
-        progress: called while this rank measures the speed, with the number of bytes done and of all.
+        progress: called while this rank measures the speed, with the number of bytes done and the number in all.
 
     Returns the report on rank 0, None on the other ranks. A rank that is missing or fails is in the report.
 
@@ -147,8 +147,11 @@ class _Examination:
         if len(self._seats) < 2:
             return []
         views = len({repr(seat["view"]) for seat in self._seats})
-        text = "which all see it through one mount" if views == 1 else f"which see it through {views} mounts or hosts"
-        return [fine(RANKS, f"{len(self._seats)} ranks, {text}; one rank for each has tried it")]
+        if views == 1:
+            text = "which all see the root through one mount; one of them has tried the root"
+        else:
+            text = f"which see the root through {views} mounts or hosts; one rank for each has tried the root"
+        return [fine(RANKS, f"{len(self._seats)} ranks, {text}")]
 
     def _meet(self) -> Record:
         """Tells all ranks the name of rank 0's trial folder and which ranks try the file system for their hosts."""
@@ -214,7 +217,8 @@ class _Examination:
         try:
             return [finding_of_space(free_space(self._root))]
         except OSError as error:
-            return [Finding(FREE_SPACE, Severity.BAD, f"cannot be asked for: {error}", "", "look at the file system")]
+            advice = "check that `ls` and `df` work on this folder"
+            return [Finding(FREE_SPACE, Severity.BAD, f"cannot be asked for: {error}", "", advice)]
 
     def _measured_bytes(self) -> int:
         """Returns the size of the files to measure with: two of them take at most an eighth of the free space."""
