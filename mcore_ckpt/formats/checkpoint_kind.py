@@ -18,16 +18,16 @@ Backend = Literal["megatron", "fsdp"]
 class CheckpointKind(Protocol):
     """A kind of checkpoint: how its folders are recognized, and how they are opened.
 
-    Each kind is one class in `formats/<kind>/kind.py`, which derives from this one, and one object in `kinds.KINDS`.
+    Each kind is one class in `formats/<kind>/kind.py`, which derives from this class, and one object in `kinds.KINDS`.
     These modules import neither torch nor NumPy: `open`, `open_state` and `facts` import what they need when called.
 
     Attributes:
         name: the word for the kind in messages and in JSON.
         what: a description of a folder of this kind for people, such as "a folder of FSDP shards".
-        backend: the training framework, as `merge --backend` names it, that writes this kind. None: `merge` does not
-            read this kind, because it is a HuggingFace model already.
+        backend: what `merge --backend` calls the training framework that writes this kind. None: the kind is a
+            HuggingFace model already, so `merge` does not read it.
         needs_writers: True if `open_state` needs `LiveTraining.writers`.
-        has_hf_names: True if its reader lists tensors by HuggingFace's names, so that a merge only copies them.
+        has_hf_names: True if the kind's reader lists tensors by HuggingFace's names, so that a merge only copies them.
         may_permute_adapters: True if Megatron-Bridge writes this kind, with the rows of some adapters in another order.
     """
 
@@ -41,7 +41,7 @@ class CheckpointKind(Protocol):
     def recognizes(self, folder: Path) -> bool:
         """Returns True if a folder is a checkpoint of this kind.
 
-        It looks at names and small files, and never opens a pickle, because anybody may have written the folder.
+        The method looks at names and small files. It never opens a pickle, because anybody may have written the folder.
 
         Raises:
             CheckpointError: this process may not read the file that tells the kind.
@@ -51,14 +51,14 @@ class CheckpointKind(Protocol):
         """Opens the reader of a checkpoint.
 
         Args:
-            config: the `config.json` of its model; None if it is unknown.
+            config: the `config.json` of the checkpoint's model; None if it is unknown.
 
         Raises:
             CheckpointError: the checkpoint is damaged, belongs to another model, or needs the `config`.
         """
 
     def open_state(self, folder: Path, training: LiveTraining) -> ForeignState | None:
-        """Opens the state from which `training` can go on. Returns None if only this kind's weights can be loaded.
+        """Opens the state from which `training` can go on. Returns None if only weights can be loaded from this kind.
 
         Raises:
             CheckpointError: the checkpoint is damaged, or does not fit the training.
@@ -76,5 +76,5 @@ class CheckpointKind(Protocol):
         return read_lora_meta(folder)
 
     def facts(self, reader: CheckpointReader) -> Facts:
-        """Returns the facts that the checkpoint opened by `reader` states about its model. There may be none."""
+        """Returns the facts that a checkpoint, opened as `reader`, states about its model. They may be empty."""
         return {}

@@ -1,9 +1,10 @@
 """Finds the files that a trainer keeps in a step next to the roles, and checks that none is missing or truncated.
 
-verl's trainers write `data.pt` (PPO) or `data_{dp}.pt` (SFT), and, since 0.9 in its asynchronous modes, the folder
-`transfer_queue` with the prompts in flight. Other programs and later versions write other files, and users add some,
-too. So no list of names decides: a file belongs to a step if the last complete steps have it. If there is only one such
-step, its files may be a user's. They count only if the caller knows that the trainer writes them.
+verl's trainers write `data.pt` (PPO) or `data_{dp}.pt` (SFT). Since verl 0.9, its asynchronous modes also write the
+folder `transfer_queue` with the prompts in flight. Other programs and later versions write other files, and users add
+some, too. So a list of names cannot tell which files belong to a step. A file belongs to a step if the last complete
+steps have it, too. If there is only one such step, its files may be a user's. They count only if the caller knows that
+the trainer writes them.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ logger = logging.getLogger(__name__)
 
 # Numbers and ids, which differ between steps and between ranks.
 _VARIES = re.compile(r"[0-9a-fA-F]{6,}|\d+")
-# If this many complete steps have a file, it is the trainer's.
+# If this many complete steps have a file, the file is the trainer's.
 _STEPS = 2
-# How many bytes are read to find the first or last bracket of a file of JSON.
+# How many bytes are read to find the first or last bracket of a JSON file.
 _BLANKS = 4096
 
 
@@ -55,7 +56,7 @@ def _is_role(folder: Path) -> bool:
 
 
 def what_is_missing(step_path: Path, others: Sequence[Path], known: Collection[str] = ()) -> str | None:
-    """Describes a file that a step lacks and other steps have, or a truncated file; None if nothing is missing.
+    """Describes a file that a step lacks and other steps have, or a truncated file; None if there is no such file.
 
     A missing file that may be a user's is only logged.
 
@@ -97,7 +98,7 @@ def _is_known(form: str, known: Collection[str]) -> bool:
 
 
 def _sound_forms(step_path: Path) -> dict[str, str]:
-    """Returns the forms of entries that are not truncated, each with the first relative path of this form."""
+    """Returns the forms of entries that are not truncated, each with the relative path of its first entry."""
     found: dict[str, str] = {}
     for form, name, path in _entries(step_path):
         if _is_sound(path):
@@ -106,7 +107,7 @@ def _sound_forms(step_path: Path) -> dict[str, str]:
 
 
 def _entries(step_path: Path) -> Iterator[tuple[str, str, Path]]:
-    """Yields form, relative path and path of each entry, and of each file inside it if truncation can be recognized.
+    """Yields the form, the relative path and the path of each entry, and of each file in it that `_CHECKS` can check.
 
     Other files inside are skipped, because there may be any number of them: a queue has one for each prompt.
     """

@@ -1,11 +1,12 @@
 """Defines the read contract and the write contract.
 
-A reader lists a checkpoint's tensors, locates their shards, and reads ranges of them. A writer knows the files of the
-checkpoint or model that it is to write, and writes some of them at a time.
+A reader lists a checkpoint's tensors, locates their shards, and reads ranges of them. A writer lists the files of the
+checkpoint or model that it will write, and each call of `write` writes some of them.
 
 Each kind of checkpoint has one reader, in `native/`, `huggingface/`, `torch_dist/`, `verl_ranks/` or `fsdp/`. Through
-this contract `merge` and `test` read every kind, `load` and `reshard` read native checkpoints, and `load_hf` and
-`convert` also read HuggingFace folders. `locate.py` uses it to find the stored ranges that make up a wanted region.
+this contract `merge` and `test` read every kind, `load` and `reshard` read native checkpoints, `load_hf` reads
+HuggingFace folders, and `convert` reads both. `locate.py` uses it to find the stored ranges that make up a wanted
+region.
 """
 
 from __future__ import annotations
@@ -92,11 +93,11 @@ class CheckpointReader(Protocol):
 
     @property
     def names(self) -> Mapping[str, int]:
-        """The names of all tensors, and for each its position in a list that is the same on all ranks."""
+        """Maps the name of each tensor to its position in a list of all tensors, which is the same on all ranks."""
 
     @property
     def weight_kind(self) -> str:
-        """The kind that has the weights: MODEL, or PARAM if the optimizer was saved without the model."""
+        """The kind of shards that holds the weights: MODEL, or PARAM if the optimizer was saved without the model."""
 
     def info(self, key: ShardKey) -> TensorInfo | None:
         """Returns the dtype and the global shape of a tensor, or None if the checkpoint does not have the tensor.
@@ -112,7 +113,8 @@ class CheckpointReader(Protocol):
         """Yields sets of the tensor's stored shards. Each set contains the previous one.
 
         The first set comes from the files of the ranks nearest to `position`, the last set from the files of all ranks.
-        A caller stops at the first set that covers its region, so that only few of a thousand ranks' files are opened.
+        A caller stops at the first set that covers its region, so it opens only a few files, even if a thousand ranks
+        saved.
 
         Raises:
             CheckpointCorruptError: an index is missing, truncated or damaged.
@@ -152,8 +154,8 @@ class FileToWrite:
     """A file that a writer will write.
 
     Attributes:
-        name: its path, relative to the folder that the writer writes.
-        nbytes: the number of bytes that it holds of tensors or other data. The file itself may be larger.
+        name: the file's path, relative to the folder that the writer writes.
+        nbytes: the number of bytes of tensors or other data in the file. The file itself may be larger.
     """
 
     name: str
@@ -178,20 +180,20 @@ class FileReport:
 class CheckpointWriter(Protocol):
     """Writes one checkpoint or model into a folder, with the bytes that a reader gives it.
 
-    Several processes can share the work. Each has such a writer with the same `files`, and calls `write` for some of
-    them. When all files are there, one process calls `finish`. Then each process can `check` a part.
+    Several processes can share the work. Each process has a writer with the same `files`, and calls `write` for some of
+    these files. When all files are there, one process calls `finish`. Then each process can `check` a part.
     """
 
     @property
     def files(self) -> Sequence[FileToWrite]:
-        """The files to write. `finish` adds some small ones."""
+        """The files to write. `finish` adds some small files."""
 
     def write(self, numbers: Sequence[int], folder: Path, progress: Callable[[int], None]) -> Sequence[FileReport]:
         """Writes some of the files durably; their names need not be durable yet. Memory does not grow with the files.
 
         Args:
             folder: the folder to write into. It exists, and has none of these files.
-            progress: called with the number of bytes written since the last call.
+            progress: a function that is called with the number of bytes written since the last call.
 
         Raises:
             CheckpointError: the source is damaged, or writing was stopped.
@@ -199,7 +201,7 @@ class CheckpointWriter(Protocol):
         """
 
     def finish(self, reports: Sequence[FileReport], folder: Path) -> None:
-        """Completes the folder (with an index, a manifest, a configuration) when all files are there.
+        """Adds the files that complete the folder: an index, a manifest, a configuration. All of `files` must be there.
 
         Args:
             reports: what `write` has returned on all processes, in the order of the processes.

@@ -58,10 +58,11 @@ def load_safely(source: Path | bytes, name: str, mmap: bool = False) -> Any:
     Args:
         source: the path of the file, or the bytes of the file.
         name: the name of the source in error messages.
-        mmap: whether to map the tensors of a file into memory instead of reading them. Required above PLAIN_BYTES.
+        mmap: whether to map the tensors of a file into memory instead of reading them. Required for files larger than
+            PLAIN_BYTES.
 
     Raises:
-        CheckpointCorruptError: the file is missing, damaged or too large, or contains anything else.
+        CheckpointCorruptError: the file is missing, damaged or too large, or contains other objects.
     """
     try:
         if isinstance(source, bytes):
@@ -78,7 +79,7 @@ def load_safely(source: Path | bytes, name: str, mmap: bool = False) -> Any:
 def _load_file(path: Path, mmap: bool) -> Any:
     with opened(path) as (descriptor, size):
         if not mmap and size > limits.PLAIN_BYTES:
-            raise CheckpointCorruptError(f"{path}: has {size} bytes, but a small file has at most {limits.PLAIN_BYTES}")
+            raise CheckpointCorruptError(f"{path}: has {size} bytes, but only {limits.PLAIN_BYTES} can be read at once")
 
         def read_at(offset: int, nbytes: int) -> bytes:
             return read_exact(descriptor, nbytes, offset, path)
@@ -237,7 +238,8 @@ _DATA: dict[tuple[str, str], Any] = {
     ("torch", "device"): Call(_device),
     ("numpy", "ndarray"): "numpy.ndarray",
     ("numpy", "dtype"): Call(_number_type),
-    # The param groups of HybridDeviceOptimizer contain the classes of its inner optimizers. Their names are enough.
+    # The param groups of HybridDeviceOptimizer contain the classes of its inner optimizers. The names of these classes
+    # are enough.
     **{
         (module, name): f"{module}.{name}"
         for module, name in (

@@ -1,8 +1,8 @@
-"""Defines how a load reads a training's state from another program's checkpoint: its request and the answer.
+"""Defines what a load asks for a training's state in another program's checkpoint, and what it gets.
 
 A load describes what its rank trains (`LiveTraining`). The `ForeignState` of a kind, in `torch_dist/state.py` or
-`verl_ranks/state.py`, answers with CPU tensors and plain values. It knows its format, but no object of a trainer, and
-it changes nothing.
+`verl_ranks/state.py`, answers with CPU tensors and plain values. It knows the format of its kind, but none of the
+trainer's objects, and it changes nothing.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from mcore_ckpt.sharding.plan import PARAM
 ADAM_KINDS = (PARAM, "exp_avg", "exp_avg_sq")
 
 Place = tuple[int, int, int, int]
-"""(pp, tp, cp, dp)"""
+"""The coordinates of a rank: (pp, tp, cp, dp)."""
 
 
 class MegatronShard(Protocol):
-    """The fields of megatron's ShardedTensor that name the stored tensor and its box that fill `data`."""
+    """The fields of megatron's ShardedTensor that say which box of which stored tensor fills `data`."""
 
     key: str
     data: torch.Tensor
@@ -55,21 +55,22 @@ class ModelTensor(Protocol):
 
     @property
     def is_quantized(self) -> bool:
-        """True if the bytes of the live tensor must not be read."""
+        """True if the live tensor is quantized, so that its bytes must not be read."""
 
     def keys(self, key: str) -> list[str]:
-        """Returns the keys of the tensor's parts, given the key of the whole; only `key` if there are no parts."""
+        """Returns the keys of the parts of the tensor whose key is `key`, or only `key` if there are no parts."""
 
     def fill(self, key: str, memory: torch.Tensor, read: Callable[[MegatronShard], torch.Tensor]) -> torch.Tensor:
         """Reads each part with `read`, and returns a filled CPU tensor of the live tensor's shape.
 
-        It fills and returns `memory`, or returns another tensor if the parts are copies of parts of `memory`.
+        `read` fills parts of `memory`, or copies of them. With copies, the method joins these in a new tensor, and
+        returns that; otherwise it returns `memory`.
         """
 
 
 @dataclass(frozen=True)
 class BucketRange:
-    """Place of an owned range in megatron's gradient buffers, in elements. Padding at the ends of buckets is left out.
+    """The place of an owned range in megatron's gradient buffers, in elements. Padding at bucket ends is not counted.
 
     Attributes:
         buffer: the buffer's index in the optimizer's `gbuf_ranges`.
@@ -115,9 +116,10 @@ class LivePart:
         moments: the moments that it keeps of each parameter.
         has_step: whether it counts steps.
         is_empty: whether it has no parameters.
-        group_index: megatron's `data_parallel_group_idx`; None unless it is a DistributedOptimizer.
+        group_index: megatron's `data_parallel_group_idx`; None unless the optimizer is a DistributedOptimizer.
         ranges: the ranges that this rank owns.
-        bucket_ranges: returns the place of each of `ranges` in megatron's buffers, if it is a DistributedOptimizer.
+        bucket_ranges: a function that returns the place of each of `ranges` in megatron's buffers, if the optimizer is
+            a DistributedOptimizer.
     """
 
     class_name: str
@@ -161,9 +163,10 @@ class LiveTraining:
         writers: the ranks that write what this rank loads; None unless the kind has `needs_writers`.
         parts: the chained optimizers; empty unless the optimizer is loaded.
         assumed_step: the config's `assume_optimizer_step`.
-        state_dicts: returns the state dict of each virtual chunk, with live tensors.
-        sharded: returns the model's tensors as `sharded_state_dict` describes them with the given flags as metadata.
-        chosen: returns the model's tensors to load, given the names in the checkpoint.
+        state_dicts: a function that returns the state dict of each chunk, with live tensors.
+        sharded: a function that returns the model's tensors as `sharded_state_dict` describes them with the given flags
+            as metadata.
+        chosen: a function that selects the tensors to load from the model's tensors, given the names in the checkpoint.
     """
 
     contents: Collection[str]
@@ -217,8 +220,8 @@ class FoundPart:
 
     Attributes:
         tensors: for each owned range, flat CPU tensors by kind: the main parameter (PARAM) and the moments.
-        param_groups: the stored param groups; None if none are stored.
-        step: the number of steps; None if the optimizer counts none.
+        param_groups: the stored param groups; None if no param groups are stored.
+        step: the number of steps; None if the optimizer counts no steps.
         grad_scaler: the gradient scaler's state, or None.
     """
 
@@ -231,15 +234,16 @@ class FoundPart:
 class ForeignState:
     """The state of a training in one checkpoint. Each rank reads its part into host memory.
 
-    Each kind that has such a state derives from this class. Every method raises CheckpointMismatchError if the
-    checkpoint does not fit, CheckpointCorruptError if a file is missing, is damaged or contains something other than
-    data, and UnsupportedError if the state has an unsupported form.
+    Each kind that has such a state has a class that derives from this class. Every method raises
+    CheckpointMismatchError if the checkpoint does not fit, CheckpointCorruptError if a file is missing, is damaged or
+    contains something other than data, and UnsupportedError if the state has an unsupported form.
 
     Attributes:
         step: the training step at which the checkpoint was saved.
         nbytes: the bytes of tensors that this rank has read so far.
         facts: the facts about the model that the checkpoint's own files state.
-        was_quantized: whether the checkpoint says that matrices were quantized, so that it stores dequantized values.
+        was_quantized: whether the checkpoint says that matrices were quantized in the training. It then stores their
+            dequantized values.
     """
 
     step: int
@@ -264,7 +268,7 @@ class ForeignState:
         raise NotImplementedError
 
     def rng(self) -> dict[str, Any]:
-        """Returns this rank's random states, as `state.rng.read_rng` does."""
+        """Returns this rank's random states, in the form in which `state.rng.read_rng` returns them."""
         raise NotImplementedError
 
     def report(self) -> Record:

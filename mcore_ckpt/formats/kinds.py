@@ -21,7 +21,7 @@ KINDS: tuple[CheckpointKind, ...] = (NATIVE, TorchDist(), VerlRanks(), Fsdp(), H
 
 
 def recognize(folder: Path, backend: Backend | None = None) -> CheckpointKind | None:
-    """Returns the kind of a folder; None if it is no checkpoint of a known kind, or of another `backend`.
+    """Returns the kind of a folder; None if the folder has no checkpoint of a known kind that `backend` writes.
 
     Raises CheckpointError: this process may not read the file that tells the kind.
     """
@@ -36,7 +36,7 @@ def kinds_by_name() -> dict[str, CheckpointKind]:
 def kind_of(path: Path) -> str | None:
     """Returns the kind of a folder that another program's megatron training wrote, such as "torch_dist".
 
-    It is None if this package or an unknown program wrote the folder.
+    Returns None if this package or an unknown program wrote the folder.
 
     Raises CheckpointError: this process may not read the file that tells the kind.
 

@@ -54,8 +54,8 @@ class Locator:
         position: the position of the reading rank. If it is None, the locator looks into the files of all ranks, and
             accepts any number of vocabulary rows. In this case the caller must have compared the vocabulary sizes.
         vocab_size: the number of tokens without padding; None if it is unknown.
-        layers: all layers of the model to load. The checkpoint may have the same parts in other layers (a GPTModel's in
-            a HybridModel). None: the checkpoint's layers have the same numbers.
+        layers: all layers of the model to load. The checkpoint may have the same parts in other layers, if one of the
+            two models is a GPTModel and the other a HybridModel. None: the checkpoint's layers have the same numbers.
     """
 
     def __init__(

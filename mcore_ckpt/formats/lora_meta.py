@@ -10,15 +10,15 @@ from mcore_ckpt.io import json_fields as fields
 from mcore_ckpt.io import limits
 from mcore_ckpt.io.files import read_small
 
-# verl (0.5 to 0.9) writes alpha and the rank here: FSDP's manager writes it next to the shards, and the SFT trainer
-# into the step.
+# verl (0.5 to 0.9) writes alpha and the rank into this file. Its checkpoint manager for FSDP puts the file next to the
+# shards, its SFT trainer into the step's folder.
 _LORA_META = "lora_train_meta.json"
 
 
 def read_lora_meta(folder: Path) -> AdapterSettings | None:
-    """Returns the settings of the adapters in a folder of verl's. None if there is no note, or it lacks alpha.
+    """Returns the settings of the adapters in a folder that verl wrote. None if there is no note, or its alpha is 0.
 
-    Raises CheckpointCorruptError if the note cannot be read.
+    Raises CheckpointCorruptError if the note cannot be read or has no alpha.
     """
     for path in (folder / _LORA_META, folder.parent / _LORA_META):
         try:

@@ -11,7 +11,7 @@ from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError
 
 
 def random_states_of(stored: Any, dp: int, where: str) -> dict[str, Any]:
-    """Returns the random states of one data-parallel rank, as `state.rng.read_rng` does.
+    """Returns the random states of one data-parallel rank, in the form in which `state.rng.read_rng` returns them.
 
     Args:
         stored: the states, or a list of them. The list has one entry, unless `data_parallel_random_init` gave each

@@ -1,4 +1,4 @@
-"""Reads shards from files without CRCs. The readers in `torch_dist/`, `verl_ranks/` and `fsdp/` build on it."""
+"""Reads shards from files without CRCs. The reader of every kind except native builds on it."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ class ShardReader:
 
     Args:
         tensors: the dtype and the global shape of each tensor.
-        shards: returns the shards of a tensor. If shards overlap, an element is read from the first shard that has it.
+        shards: a function that returns the shards of a tensor. If shards overlap, an element is read from the first
+            shard that has it.
 
     Attributes:
-        copies: the names of tensors of the checkpoint that are left out because they are equal to others.
+        copies: the names of tensors of the checkpoint that are left out because they are equal to other tensors.
     """
 
     weight_kind = MODEL
@@ -62,7 +63,7 @@ class ShardReader:
         return read_stored(Path("/"), wanted) if wanted else 0
 
     def without(self, names: Sequence[str]) -> ShardReader:
-        """Returns a reader of the same checkpoint that leaves out the tensors `names`, which are equal to others."""
+        """Returns a reader of the same checkpoint that leaves out the tensors `names`. They are equal to others."""
         kept = {name: info for name, info in self._tensors.items() if name not in names}
         other = ShardReader(self.place, kept, self._shards)
         other.copies = (*self.copies, *names)
@@ -72,7 +73,8 @@ class ShardReader:
 def stored_shard(name: str, tensor: PtTensor, region: Region, number: int = 0, key: str = "") -> StoredShard:
     """Describes a tensor of a `.pt` file as the shard that holds `region` of the global tensor `name`.
 
-    The file may hold several such shards one after the other, all under one `key`. The shard is the one with `number`.
+    The file may hold several such shards one after the other, all under one `key`. `number` says which of them is
+    meant.
 
     Raises UnsupportedError: the tensor is not stored row by row.
     """

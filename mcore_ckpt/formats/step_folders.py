@@ -36,7 +36,7 @@ def step_folders(path: Path) -> list[Path]:
 
 
 def step_of(path: Path) -> int:
-    """Returns the step in the name of the folder, or of its nearest parent with a step in its name; 0 if none has one.
+    """Returns the step in the name of the folder, or of its nearest parent that has one; 0 if no name has a step.
 
     Example:
         >>> step_of(Path("global_step_12/actor")), step_of(Path("iter_0000012"))

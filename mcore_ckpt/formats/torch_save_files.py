@@ -3,8 +3,8 @@
 `read_pt` reads no tensor's bytes, and it imports or executes nothing that the file names.
 
 `torch.load(weights_only=True)` cannot load the files that FSDP training saves, because a `DTensor` contains a
-`DeviceMesh`, which needs process groups (torch 2.13). Here a stand-in replaces each object of such a class, and keeps
-the object's constructor arguments and fields.
+`DeviceMesh`, which needs process groups (torch 2.13). Here a `PickledObject` replaces each object of such a class, and
+keeps its constructor arguments and fields.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class PtDTensor:
     Attributes:
         local: the tensor that the rank stored.
         shape: the shape of the global tensor.
-        spec: the stand-in for the `DTensorSpec`, which has the mesh and the placements.
+        spec: what replaces the `DTensorSpec`, which has the mesh and the placements.
     """
 
     local: PtTensor
@@ -79,7 +79,7 @@ class PtDTensor:
 
 
 class PickledObject:
-    """A stand-in for a pickled object: it keeps the object's constructor arguments and its fields."""
+    """Replaces a pickled object, and keeps the object's constructor arguments and its fields."""
 
     def __init__(self, *args: Any) -> None:
         self.args = args

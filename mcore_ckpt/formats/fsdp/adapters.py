@@ -23,7 +23,7 @@ SAVED_MODULE, ORIGINAL_MODULE, BASE_LAYER = ".modules_to_save.", ".original_modu
 
 
 def adapter_name_of(name: str) -> tuple[str, str] | None:
-    """Splits the name of a LoRA or DoRA tensor: returns it without PEFT's name of the adapter, and that name.
+    """Splits the name of a LoRA or DoRA tensor into the name without the adapter's name, and the adapter's name.
 
     Modules that are trained as a whole (`modules_to_save`) belong to an adapter, too. Returns None for any other
     tensor.
@@ -39,7 +39,7 @@ def adapter_name_of(name: str) -> tuple[str, str] | None:
 
 
 def other_adapters(names: Sequence[str]) -> list[str]:
-    """Returns the names of PEFT's tensors in a file that belong to none of LoRA, DoRA and `modules_to_save`.
+    """Returns the names of a file's tensors that come from PEFT, but not from LoRA, DoRA or `modules_to_save`.
 
     There are too many kinds of adapters to list their names. Three habits of PEFT show them: it keeps the replaced
     module of the base model (`base_layer`, `original_module`), it adds tensors outside of the model, and it puts the
@@ -80,24 +80,25 @@ def with_peft_adapters(wanted: Sequence[HfTensor], tensors: Mapping[str, TensorI
 
     `tensors` are all tensors of the reader from `open_fsdp`. An adapter of rank r is scaled by alpha / r.
 
-    Raises CheckpointMismatchError: an adapter is incomplete, or there is no tensor of its shape.
+    Raises CheckpointMismatchError: an adapter is incomplete, or fits none of the wanted tensors.
     """
     found = _low_ranks(tensors, alpha)
-    # Adapters have the names of the source. The tables of some architectures spell these names in another way.
+    # Adapters are named after the tensors of the source. The tables of some architectures spell these names in another
+    # way.
     own = {tensor.name: tensor.slabs[0].mcore for tensor in wanted}
     shapes = {own[tensor.name]: tensor.shape for tensor in wanted}
     for name, low_rank in found.items():
         if shapes.get(name) != (low_rank.rows, low_rank.columns):
             raise CheckpointMismatchError(
                 f"there is an adapter of tensor {name} of shape {[low_rank.rows, low_rank.columns]}, but "
-                f"{'no such tensor' if name not in shapes else f'the tensor has shape {list(shapes[name])}'}: adapters "
-                "of linear layers are supported"
+                f"{'no such tensor' if name not in shapes else f'the tensor has shape {list(shapes[name])}'}: only "
+                "adapters of linear layers are supported"
             )
     saved = saved_modules(tensors)
     if lost := sorted(saved.keys() - {*own.values()}):
         raise CheckpointMismatchError(
-            f"there is a trained {lost[0]} (modules_to_save), but the checkpoint has no such tensor beside it: save "
-            "the whole model"
+            f"there is a trained {lost[0]} (modules_to_save), but the checkpoint lacks the base model's tensor "
+            "of this name: save the whole model"
         )
     return [
         replace(saved[own[tensor.name]], name=tensor.name)
@@ -140,14 +141,14 @@ def _low_rank(name: str, parts: Mapping[str, Factor], alpha: float) -> LowRank:
     shapes = a.region.local_shape, b.region.local_shape
     if any(len(shape) != 2 for shape in shapes) or shapes[0][0] != shapes[1][1]:
         raise CheckpointMismatchError(
-            f"the adapter of tensor {name} has matrices of shapes {list(shapes[0])} and {list(shapes[1])}: adapters of "
-            "linear layers are supported"
+            f"the adapter of tensor {name} has matrices of shapes {list(shapes[0])} and {list(shapes[1])}: only "
+            "adapters of linear layers are supported"
         )
     magnitude = parts.get("lora_magnitude_vector")
     if magnitude is not None and magnitude.region.local_shape != (shapes[1][0],):
         raise CheckpointMismatchError(
             f"the adapter of tensor {name} has magnitudes of shape {list(magnitude.region.local_shape)} for "
-            f"{shapes[1][0]} rows: adapters of linear layers are supported"
+            f"{shapes[1][0]} rows: only adapters of linear layers are supported"
         )
     return LowRank(a, b, alpha / shapes[0][0], magnitude)
 

@@ -1,4 +1,4 @@
-"""Computes the region of the global tensor that a rank has, from the `DTensor` that the rank saved in FSDP training."""
+"""Computes which region of a global tensor a rank has, from the `DTensor` that the rank saved in FSDP training."""
 
 from __future__ import annotations
 

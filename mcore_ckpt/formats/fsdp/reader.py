@@ -1,7 +1,7 @@
 """Reads FSDP shards as verl writes them: one file of DTensors per rank, under HuggingFace names.
 
-The placements of a DTensor say which part of the tensor is in the file. The pickles are read with stand-ins for torch's
-classes (`dtensors.py`), since the real ones need a process group. Only the wanted bytes are read, never a whole file.
+The placements of a DTensor say which part of the tensor is in the file. `torch_save_files.py` reads the pickles without
+torch's classes, because these need a process group. Only the wanted bytes are read, never a whole file.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from mcore_ckpt.models.table import Table
 from mcore_ckpt.sharding.plan import StoredShard
 from mcore_ckpt.sharding.regions import Region, Shape
 
-# In nearly every transformers model, the attribute that holds the model without its head.
+# The attribute in which nearly every transformers model holds the model without its head.
 _ROOT = "model"
 _CONFIG_FILE = "fsdp_config.json"
 # The prefixes that wrappers add to the names of the model's modules: FSDP1, torch.compile, activation checkpointing.
@@ -61,7 +61,7 @@ _OF_TOKENS = (".embed_tokens.weight", ".lm_head.weight")
 
 @dataclass(frozen=True)
 class _Found:
-    """A tensor in one rank's file; `placement` is None if the tensor is not cut. Only `local` differs between ranks."""
+    """A tensor in one rank's file. `placement` is None if the tensor is not cut. Only `local` differs between ranks."""
 
     dtype: torch.dtype
     shape: Shape
@@ -86,7 +86,7 @@ def open_fsdp(folder: Path) -> ShardReader:
         _check_same(paths[0], first, path, found)
         for name, tensor in found.items():
             region = _region(path, name, tensor, rank)
-            # Keep the first of several equal replicas, and one empty shard of a tensor without elements.
+            # Keep the first of several replicas of a region, and one empty shard of a tensor without elements.
             if region.numel or 0 in tensor.shape:
                 shards[name].setdefault(region, stored_shard(name, tensor.local, region))
     held = {name: tuple(by_region.values()) for name, by_region in shards.items()}
@@ -102,7 +102,7 @@ def read_copied_model(config: HfConfig) -> HfModel:
 
     Raises:
         UnsupportedError: the architecture has a table and the config cannot be read, or the config describes quantized
-            weights, because FSDP shards are never quantized.
+            weights, which FSDP shards never are.
     """
     if quantization_of(config) is not None:
         raise UnsupportedError(
@@ -128,8 +128,9 @@ def read_copied_model(config: HfConfig) -> HfModel:
 def fsdp_tensors(reader: CheckpointReader, model: HfModel) -> tuple[list[HfTensor], tuple[LeftOut, ...]]:
     """Lists the tensors to export, in the reader's order, with unchanged values and the names that files use.
 
-    The list has no ignored tensors, no tied head and no adapters. Also returns which weights it leaves out. If the
-    architecture of `model` (from `read_copied_model`) has a table, the tensors must have its names and shapes.
+    The list has no ignored tensors, no tied head and no adapters. The second result says which weights the list leaves
+    out. If the architecture of `model` (from `read_copied_model`) has a table, the tensors must have its names and
+    shapes.
 
     Raises:
         CheckpointMismatchError: a tensor is missing, is unknown or has another shape, or a tied head differs from the
@@ -182,7 +183,8 @@ def _check_table(model: HfModel, infos: Mapping[str, TensorInfo], copies: Contai
 
 
 def _check_tied(reader: CheckpointReader, head: str, embedding: str, field: str) -> None:
-    # A tied model's state dict has the embedding under both names, so the head, which is left out, must be equal.
+    # A tied model's state dict has the embedding under both names. The head is left out, so it must equal the
+    # embedding.
     if not same_bytes(reader, head, embedding):
         raise CheckpointMismatchError(
             f"config.json declares tied embeddings ({field}), but {head} differs from "
@@ -211,8 +213,8 @@ def _rank_files(folder: Path) -> list[Path]:
         described = ", ".join(f"{len(each)} files of world size {size}" for size, each in sorted(found.items()))
         raise CheckpointCorruptError(
             f"{folder}: wanted model_world_size_{world}_rank_0.pt to ..._{world - 1}.pt, but the files of ranks "
-            f"{missing[:8]} of {world} are missing; found {described}. If they are on other nodes' disks, copy them "
-            "here"
+            f"{missing[:8]} of {world} are missing; found {described}. If other nodes' disks have the missing "
+            "files, copy these here"
         )
     if max(ranks) >= world:
         raise CheckpointCorruptError(

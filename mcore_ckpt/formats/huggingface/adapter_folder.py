@@ -1,9 +1,9 @@
 """Writes the folder of an adapter in PEFT's form: `adapter_model.safetensors` and `adapter_config.json`.
 
-The folder also has the weights that were trained in full (embedding, head, norms, routers): as `modules_to_save` if a
-module is whole, otherwise under the base model's names, which PEFT reads into the base model. The optimizer's state and
-the manifest (`adapters.trained`) show which weights were trained. PEFT has no place for trained experts, biases of
-adapted layers and multi-token prediction, so an adapter that would lose them is refused.
+The folder also has the weights that were trained in full (embedding, head, norms, routers). A module whose tensors are
+all among them is one of `modules_to_save`. Other weights have the base model's names, and PEFT reads them into the base
+model. The optimizer's state and the manifest (`adapters.trained`) show which weights were trained. PEFT has no place
+for trained experts, biases of adapted layers and multi-token prediction, so an adapter that would lose them is refused.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from mcore_ckpt.models.peft_adapters import peft_tensors, with_adapters
 from mcore_ckpt.models.quantization import without_quantization
 from mcore_ckpt.sharding.regions import Shape
 
-# What an `adapter_config.json` may say. Anything else would change what the adapter computes.
+# The allowed values of fields in `adapter_config.json`. Other values would change what the adapter computes.
 _ALLOWED: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
@@ -39,7 +39,7 @@ _ALLOWED: Mapping[str, tuple[Any, ...]] = {
     "alpha_pattern": (None, {}),
     "layer_replication": (None, []),
     "trainable_token_indices": (None, []),
-    # Other initializations subtract the first adapter from the weights (PiSSA, OLoRA), or change the weights.
+    # Other initializations change the base model's weights. PiSSA and OLoRA, for example, subtract the initial adapter.
     "init_lora_weights": (None, True, False, "gaussian", "orthogonal", "eva"),
     **dict.fromkeys(
         (
@@ -63,8 +63,8 @@ def read_adapter_contents(folder: Path, base: Path | None = None) -> FolderConte
 
     Args:
         folder: the folder with `adapter_config.json` and `adapter_model.safetensors`.
-        base: the folder with the `config.json` of the base model. None: the folder of the adapter, or the folder that
-            `adapter_config.json` names as `base_model_name_or_path`.
+        base: the folder with the `config.json` of the base model. None: the adapter's folder if it has a `config.json`,
+            otherwise the folder that `adapter_config.json` names as `base_model_name_or_path`.
 
     Raises:
         CheckpointNotFoundError: there is no `config.json` of the base model.
@@ -88,7 +88,7 @@ def read_adapter_contents(folder: Path, base: Path | None = None) -> FolderConte
 
 
 def _with_plain_name(tensor: HfStored) -> HfStored:
-    """Removes PEFT's name of the adapter from a tensor's name. Files of other programs can contain it."""
+    """Removes PEFT's name of the adapter from a tensor's name. In files of other programs, names can contain it."""
     found = adapter_name_of(tensor.name)
     return tensor if found is None else replace(tensor, name=found[0])
 
@@ -101,8 +101,8 @@ def _base_config(folder: Path, adapter: Mapping[str, Any], base: Path | None) ->
     found = folder if base is None else base
     if not (found / CONFIG_FILE).is_file():
         raise CheckpointNotFoundError(
-            f"{found / CONFIG_FILE}: missing, so the architecture of the adapter's base model is not known: name the "
-            "base model with base=, a folder that has this file or a model on the hub"
+            f"{found / CONFIG_FILE}: missing, so the architecture of the adapter's base model is not known: set base= "
+            "to a folder that has this file, or to the name of a model on the hub"
         )
     return without_quantization(read_config(found))  # adapters are not quantized
 
@@ -126,13 +126,15 @@ def effective_alpha(adapter: Mapping[str, Any], path: Path) -> float:
 class AdapterReader(HuggingFaceReader):
     """Reads an adapter in PEFT's form under the names of Megatron-Bridge's adapters.
 
-    Megatron's adapter of a fused layer has one A for several HuggingFace layers. The folder has a copy for each.
+    Megatron's adapter of a fused layer has one A for several HuggingFace layers. The folder has a copy of A for each of
+    them.
 
     Args:
         adapters: the global shapes of all tensors of the model's adapters, by name.
 
     Raises:
-        CheckpointMismatchError: the folder lacks an adapter, has an unknown one, or a shape differs.
+        CheckpointMismatchError: the folder lacks an adapter, has an unknown adapter, or has an adapter of another
+            shape.
         UnsupportedError: the architecture is not supported, or PEFT has no names for the model's adapters.
     """
 
@@ -167,9 +169,9 @@ class AdapterReader(HuggingFaceReader):
         )
 
     def check_left_out(self) -> None:
-        """Checks that all copies of a tensor that Megatron has only once are equal, and that its zeros are zeros.
+        """Checks that copies of one Megatron tensor are equal, and that tensors without a place in Megatron are zero.
 
-        Raises CheckpointMismatchError: they differ, so the model cannot hold them.
+        Raises CheckpointMismatchError: copies differ or a tensor is not zero, so the model cannot hold the values.
         """
         self._check_zeros()
         stored = DequantizingReader(self.place, self.contents.config, self.contents.tensors)

@@ -43,13 +43,13 @@ TOKENIZER = Unwanted(
         *("tokenizer.json", "vocab*", "merges*.txt", "*.tiktoken", "added_tokens.json", _SPECIAL_TOKENS_FILE),
         *("*.model", "*.model.v*", "tekken.json"),
     ),
-    "They are other forms of the tokenizer, without the tokens that the trainer has added. They are left out if it has "
-    "added any.",
+    "They are other forms of the tokenizer, without the tokens that the trainer has added. They are left out if the "
+    "trainer has added any.",
 )
 
 SourceFiles = MutableMapping[str, bytes]
-"""The assets of the model that a training started from, by path. The first save fills it, because the source may be
-gone later: it may be an older checkpoint that retention deletes."""
+"""The assets of the model that a training started from, by path. The first save fills the mapping, because the source
+can be a checkpoint that retention deletes later."""
 
 
 def save_assets(
@@ -65,7 +65,7 @@ def save_assets(
         folder: the folder to write into. It is created if it is missing.
         hf_config: a transformers PretrainedConfig, or None.
         processing_class: a transformers tokenizer or processor, or None.
-        source: the files of the source. It is filled if it is empty.
+        source: the files of the source. This function fills the mapping if it is empty.
         is_export: True if weights that are not quantized are written into the same folder.
 
     Returns:
@@ -105,7 +105,7 @@ def _save_objects(folder: Path, hf_config: Any, processing_class: Any, source: M
 
 
 def _generation_text(hf_config: Any) -> str | None:
-    """Returns the file contents for `hf_config.generation_config`; None if it is not set, or can only write itself.
+    """Returns `hf_config.generation_config` as text; None if it is not set, or has only `save_pretrained`.
 
     Raises UnsupportedError if JSON cannot express it.
     """
@@ -134,7 +134,7 @@ def _generation_text(hf_config: Any) -> str | None:
 
 
 def check_assets(hf_config: Any) -> None:
-    """Checks that `save_assets` can write a config, so that no save fails because of it. None means no config.
+    """Checks that `save_assets` can write a config, so that no save fails because of it. `hf_config` can be None.
 
     Raises UnsupportedError, which names the field, if JSON cannot express a value.
     """
@@ -146,7 +146,7 @@ def check_assets(hf_config: Any) -> None:
 def unknown_fields(hf_config: Any, source: Mapping[str, bytes]) -> dict[str, Any]:
     """Returns the fields of the source's `config.json` that transformers has dropped.
 
-    Fields that transformers knows under another name are left out, because their values may have changed there.
+    Fields that transformers knows under another name are left out, because `hf_config` may have other values for them.
     """
     try:
         published = json_bounds.loads(source.get(CONFIG_FILE, b"{}"))
@@ -161,8 +161,8 @@ def unknown_fields(hf_config: Any, source: Mapping[str, bytes]) -> dict[str, Any
     }
 
 
-# transformers 5 keeps the first four in `rope_parameters` and `dtype`. `auto_map`, which names code, may be left out on
-# purpose.
+# transformers 5 keeps the first four in `rope_parameters` and `dtype`. `auto_map` names code, which a trainer may leave
+# out on purpose.
 _RENAMED = ("rope_theta", "rope_scaling", "partial_rotary_factor", "torch_dtype", "transformers_version", "auto_map")
 
 
@@ -179,7 +179,7 @@ def _read_source(hf_config: Any, processing_class: Any, destination: Path, files
 
 
 def _source_folder(hf_config: Any, processing_class: Any) -> Path | None:
-    """Returns the folder that the objects were loaded from; None if it is gone, or they were not loaded from one."""
+    """Returns the folder that the objects were loaded from; None if it is gone, or the objects name none."""
     for loaded in (hf_config, processing_class, getattr(processing_class, "tokenizer", None)):
         name = getattr(loaded, "name_or_path", None)
         if not isinstance(name, str) or not name:
@@ -239,7 +239,7 @@ def _tokenizer_for_both_versions(config: dict[str, Any]) -> dict[str, Any]:
     """Rewrites a `tokenizer_config.json` of transformers 5 so that transformers 4 can read it, too.
 
     A file of transformers 4 stays as it is, because transformers 5 can read it. AutoTokenizer of 4.57 fails on a file
-    of transformers 5, because it has no class TokenizersBackend and expects extra_special_tokens to be a mapping. In
+    of transformers 5, because 4.57 has no class TokenizersBackend and expects extra_special_tokens to be a mapping. In
     transformers 5 PreTrainedTokenizerFast is another name of TokenizersBackend (tokenization_utils_tokenizers, 5.23),
     and the list of extra_special_tokens is also read from additional_special_tokens
     (PreTrainedTokenizerBase._from_pretrained).
@@ -260,13 +260,14 @@ def write_config(
     quantization: Mapping[str, Any] | None = None,
     more: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Writes the `config.json` that belongs to the weights, durably. It replaces an existing one.
+    """Writes the `config.json` that belongs to the weights, durably. An existing file is replaced.
 
     See `config_of_weights` for the contents. `quantization` is the `quantization_config` of quantized weights, and
     `more` are fields to add.
 
     Raises:
-        UnsupportedError: the model is a value model, and transformers has no such class for its architecture.
+        UnsupportedError: the model is a value model, and transformers has no class of value models for its
+            architecture.
         OSError: the file cannot be written.
     """
     path = folder / CONFIG_FILE
@@ -292,7 +293,7 @@ def config_of(hf_config: Any) -> dict[str, Any]:
 
 
 def _without_generation(hf_config: Any) -> Any:
-    """Returns the config without `generation_config`, which frameworks add to it. Another file holds that field."""
+    """Returns the config without `generation_config`, which frameworks add to it. Another file has that field."""
     if getattr(hf_config, "generation_config", None) is None:
         return hf_config
     plain = copy.copy(hf_config)

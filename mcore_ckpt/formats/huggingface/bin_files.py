@@ -20,7 +20,7 @@ def open_bins(folder: Path) -> ShardReader:
     """Opens the `pytorch_model*.bin` of a folder.
 
     Raises:
-        CheckpointNotFoundError: the folder has none.
+        CheckpointNotFoundError: the folder has no such file.
         CheckpointCorruptError: a file is missing or damaged, or holds values that are not tensors.
     """
     shards = _read_bins(folder)

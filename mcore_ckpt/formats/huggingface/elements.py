@@ -30,7 +30,7 @@ _AT_ONCE = 1 << 20
 
 
 class Elements(NamedTuple):
-    """Elements of a tensor to read: from element `first` on, as many as the flat `memory` (of the same dtype) has."""
+    """The elements of a tensor, from element `first` on, that fill the flat `memory`. It has the tensor's dtype."""
 
     tensor: FileTensor
     first: int
@@ -57,7 +57,8 @@ class Scratch:
 class _Change:
     """Elements `[start, stop)` of a slab that are read into scratch memory, converted, and copied to `memory`.
 
-    If the slab has a `change` of values, all of it is read. If it has an adapter, whole rows and their part of it.
+    A slab with a `change` of values is read whole. Of a slab with an adapter, whole rows are read, and what the adapter
+    adds to these rows.
     """
 
     slab: Slab
@@ -67,7 +68,7 @@ class _Change:
 
     @property
     def _first_and_last(self) -> tuple[int, int]:
-        """The elements of the slab that are read."""
+        """The range of the slab's elements that is read: its start and its stop."""
         if self.slab.change is not None:
             return 0, self.slab.numel
         if self.slab.low_rank is None:
@@ -76,7 +77,7 @@ class _Change:
         return self.start // columns * columns, -(-self.stop // columns) * columns
 
     def parts(self) -> list[tuple[str, Region]]:
-        """Returns the names and the regions of the tensors to read: the weight, and the adapter's A, B and m."""
+        """Returns names and regions of the tensors to read: the weight, and the adapter's A, B and magnitudes."""
         first, last = self._first_and_last
         parts = [(self.slab.mcore, _part(self.slab.region, first, last))]
         if (adapter := self.slab.low_rank) is not None:
@@ -97,7 +98,7 @@ class _Change:
                 self._refuse_overflow(memory, converted)
 
     def _converted(self, values: torch.Tensor, *adapter: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yields converted elements, each time with the position of the first in the slab."""
+        """Yields converted elements in parts, each with the position of its first element in the slab."""
         first, _ = self._first_and_last
         change, low_rank = self.slab.change, self.slab.low_rank
         if change is not None:
@@ -149,7 +150,9 @@ def _adapted(
 def fill(reader: CheckpointReader, wanted: Iterable[Elements], scratch: Scratch) -> None:
     """Reads all wanted elements into their memory.
 
-    Raises CheckpointCorruptError: the source is damaged, CheckpointMismatchError: the wanted dtype cannot hold a value.
+    Raises:
+        CheckpointCorruptError: the source is damaged.
+        CheckpointMismatchError: the wanted dtype cannot hold a value.
     """
     reads: list[RegionRead] = []
     changes: list[_Change] = []

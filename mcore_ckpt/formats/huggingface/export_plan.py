@@ -1,11 +1,11 @@
 """Plans an export: the files of a HuggingFace model, and the source of each tensor's bytes.
 
 Only the vocabulary rows after the tokenizer's last token are padding. If the tokenizer has more tokens than
-`config.json` says, the export has a row for each token, and a `config.json` with their number
+`config.json` says, the export has a row for each token, and its `config.json` states the number of tokens
 (`reconcile.with_tokens`). The checkpoint's own tokenizer counts even if `--hf_model_path` names another folder. A
-tokenizer with more tokens than rows is refused, because it is then unknown which rows belong to tokens. `plan_tensors`
-checks every planned tensor against its source's shape, so no other rows are cut, also not of weights that were trained
-in full next to adapters.
+tokenizer with more tokens than the embedding has rows is refused, because it is then unknown which rows belong to
+tokens. `plan_tensors` checks every planned tensor against its source's shape, so no other rows are cut, not even rows
+of weights that were trained in full next to adapters.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class FileTensor:
 
     Attributes:
         tensor: the tensor's name, shape and slabs. `mcore` in the slabs is the tensor's name in the source.
-        quantized: which part of the quantized tensor it is. None if the file has the tensor's values.
+        quantized: which part of the quantized tensor the file has. None if the file has the tensor's values.
     """
 
     tensor: HfTensor
@@ -105,7 +105,8 @@ class ExportPlan:
     Attributes:
         files: the files, in the order of HuggingFace's tensors.
         dtype: the dtype of most elements before some are quantized, to be written into `config.json`.
-        has_mtp: True if the files have layers of multi-token prediction. If not, `config.json` must not mention any.
+        has_mtp: True if the files have layers of multi-token prediction. If not, `config.json` must not mention such
+            layers.
         quantization: the `quantization_config` of the files; None if no tensor is quantized.
         left_out: what the source has and the files lack, by reason.
     """
@@ -208,7 +209,8 @@ def plan_tensors(
 
     Raises:
         CheckpointMismatchError: a tensor has another shape in the source, or its parts have several dtypes.
-        UnsupportedError: safetensors files cannot store a tensor's dtype, or no tensor would be quantized.
+        UnsupportedError: safetensors files cannot store a tensor's dtype, or `blocks` is given and no tensor would be
+            quantized.
         ValueError: there are no tensors, or `max_shard_bytes` or `least_files` is below 1.
     """
     if not wanted or max_shard_bytes < 1 or least_files < 1:
@@ -254,12 +256,12 @@ def _stored(tensor: HfTensor, dtype: torch.dtype, blocks: Fp8Blocks | None) -> l
 def _resolve(
     model: HfModel, wanted: Iterable[HfTensor], tensors: Mapping[str, TensorInfo]
 ) -> tuple[dict[str, str], tuple[LeftOut, ...]]:
-    """Maps each mcore tensor to its name in the source, and accounts for the others. Refuses missing and unknown ones.
+    """Maps each mcore tensor to its name in the source. Refuses missing tensors, and unknown tensors of the source.
 
-    Returns the names, and what is left out of the source.
+    Returns the names, and which other tensors of the source are left out.
     """
     needed = dict.fromkeys(slab.mcore for tensor in wanted for slab in tensor.slabs if slab.mcore)
-    # A HybridModel has the same parts in other layers.
+    # If one of the two models is a HybridModel and the other is not, the same parts are in other layers.
     counterparts = find_counterparts(layers_of(needed), layers_of(tensors))
     why = "" if counterparts.layer_mismatch is None else f" ({counterparts.layer_mismatch})"
     found = {name: found_as(counterparts.stored_name(name), tensors) for name in needed}

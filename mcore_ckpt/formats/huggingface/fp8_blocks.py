@@ -4,10 +4,10 @@ A weight `X` becomes `X` in float8_e4m3fn and `X_scale_inv`. A value is about it
 
 The fields of the model's `quantization_config` decide the blocks, the form of the scales and which modules are left
 out. The names of linear layers decide the rest. Codes and scales are two tensors of a file, and each needs whole rows
-of blocks, so the source is read twice. One process would have to write all files to keep the scales from the first
-reading. The largest value of a block gets the largest code. So a published model gets its codes back bit for bit, and
-its scales within the rounding of bfloat16. Adapters that the same command merges are added first, so the result is the
-same as quantizing the merged model in its dtype.
+of blocks, so the source is read twice. To keep the scales from the first reading, one process would have to write all
+files. The largest value of a block gets the largest code. So a published model that is dequantized and quantized again
+gets the same codes bit for bit, and the same scales within the rounding of bfloat16. Adapters that the same command
+merges are added first, so the result is the same as quantizing the merged model in its dtype.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ from mcore_ckpt.sharding.regions import Shape
 SCALE_SUFFIX = "_scale_inv"
 CODES = torch.float8_e4m3fn
 _LARGEST = torch.finfo(CODES).max
-# A block is padded to its whole size before it is quantized.
+# The limit for the rows and the columns of a block, which is padded to its whole size before it is quantized.
 _LARGEST_BLOCK = 1 << 16
 
-# The linear layers of attention and experts, by the ends of their HuggingFace names. Publishers leave out the matrix of
-# multi-token prediction (eh_proj), and the matrix that weighs the heads of a sparse attention's indexer (weights_proj).
+# The linear layers of attention and experts, by the ends of their HuggingFace names. Publishers do not quantize the
+# matrix of multi-token prediction (eh_proj), nor the matrix that weighs the heads of a sparse attention's indexer
+# (weights_proj).
 _LINEAR = re.compile(r".*\.layers\.\d+\..*\b(?!eh_proj|weights_proj)(\w+_proj|kv_a_proj_with_mqa|w[123])\.weight")
 
 
@@ -46,7 +47,8 @@ class Fp8Blocks:
 
     Attributes:
         block: the rows and columns that share a scale. Blocks at the edges of a weight are smaller.
-        powers_of_two: True if scales are powers of two, stored as float8_e8m0fnu, False if they are any float32.
+        powers_of_two: True if scales are powers of two, stored as float8_e8m0fnu. False if they are any numbers, stored
+            as float32.
         kept: names of modules that are not quantized, as in `modules_to_not_convert` of a `config.json`.
         fields: the `quantization_config` of the published model; empty if there is none.
     """
@@ -69,7 +71,7 @@ class Fp8Blocks:
         block = fields.get("weight_block_size") or DEFAULT_BLOCK
         kept = fields.get("modules_to_not_convert") or fields.get("ignored_layers") or []
         if not is_block(block) or max(block) > _LARGEST_BLOCK:
-            raise UnsupportedError(f"config.json: weight_block_size is {shown(block)}, which is no size of a block")
+            raise UnsupportedError(f"config.json: weight_block_size is {shown(block)}, not the size of a block")
         if not isinstance(kept, list) or not all(isinstance(name, str) for name in kept):
             raise UnsupportedError(f"config.json: modules_to_not_convert is {shown(kept)}, not a list of names")
         return Fp8Blocks((block[0], block[1]), fields.get("scale_fmt") == "ue8m0", tuple(kept), fields)
@@ -101,7 +103,7 @@ class Fp8Blocks:
         return torch.float8_e8m0fnu if self.powers_of_two else torch.float32
 
     def config(self, plain: Iterable[HfTensor]) -> dict[str, Any]:
-        """Returns the `quantization_config` of a model. `plain` are its tensors that are not quantized."""
+        """Returns the `quantization_config` of a model. `plain` are the model's tensors that are not quantized."""
         matrices = (each.name for each in plain if len(each.shape) == 2 and each.name != HF_EMBEDDING)
         own = {name.removesuffix(".weight") for name in matrices}
         kept = [*self.kept, *sorted(own - {*self.kept})]

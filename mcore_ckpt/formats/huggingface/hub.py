@@ -1,7 +1,7 @@
 """Finds the folder of a HuggingFace model: a local folder, or the copy of a model of the hub in the hub's cache.
 
 Everything that takes such a folder also takes the name of a model on the hub, as `owner/name` or `owner/name@revision`.
-If a folder of that name exists, the folder is taken. huggingface_hub downloads the model, so its environment variables
+If a folder of that name exists, the folder is used. huggingface_hub downloads the model, so its environment variables
 count: HF_HOME and HF_HUB_CACHE (the place of the cache), HF_HUB_OFFLINE, HF_ENDPOINT and HF_TOKEN.
 
 Only files that the caller reads or copies are downloaded: `config.json` and the `.safetensors` files that the index
@@ -9,12 +9,12 @@ lists, or the assets, or both.
 
 The hub is never asked for a name that can only be a path: `name`, `./owner/name`, `/owner/name`.
 `consolidated.safetensors`, `*.bin` and folders such as `original/` hold the same weights once more, so they are not
-downloaded. huggingface_hub has no pattern for "in no folder", so `_in_other_folders` makes patterns that match all
-other folders. One rank of each node downloads: the first rank with the same host (`ranks/hosts.py`) and the same cache.
-The others wait in the same round, with a deadline of hours (`DOWNLOAD_TIMEOUT_S`), and then open the cache without the
-network. A branch can move between two nodes' downloads, so rank 0 compares the commits. For a branch, each call asks
-the hub for the branch's commit, as transformers does. For a commit that is in the cache, huggingface_hub 2 asks
-nothing.
+downloaded. huggingface_hub has no pattern for files that are in no folder, so `_in_other_folders` makes patterns that
+match all other folders. One rank of each node downloads: the first rank with the same host (`ranks/hosts.py`) and the
+same cache. The other ranks of the node wait in the same round, with a deadline of hours (`DOWNLOAD_TIMEOUT_S`), and
+then open the cache without the network. A branch can move between two nodes' downloads, so rank 0 compares the commits.
+For a branch, each call asks the hub for the branch's commit, as transformers does. For a commit that is in the cache,
+huggingface_hub 2 asks nothing.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ from mcore_ckpt.redaction import redacted
 logger = logging.getLogger(__name__)
 
 Needs = Literal["model", "assets", "all", "config"]
-"""What a caller reads: `config.json` and the weights, everything but the weights, both, or `config.json` alone."""
+"""What a caller reads: "config" is `config.json`, "model" is `config.json` and the weights, "assets" is everything but
+the weights, and "all" is everything."""
 
 # An adapter in PEFT's form has these instead of a model's files.
 _ADAPTER_CONFIG, _ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -64,8 +65,8 @@ def find_folder(name: str | os.PathLike[str], needs: Needs) -> Path:
 
     Raises:
         CheckpointNotFoundError: there is neither such a folder nor such a model or revision, the model has no weights
-            in safetensors files, it is not in the cache and HF_HUB_OFFLINE is set, or there is no such folder and
-            huggingface_hub is not installed.
+            in safetensors files, the model is not in the cache and HF_HUB_OFFLINE is set, or there is no such folder
+            and huggingface_hub is not installed.
         RemoteError: the hub does not answer, refuses access, or answers with an error.
         InvalidArgumentError: the hub cannot have a model of this name.
         CheckpointError: the cache cannot be written.
@@ -79,7 +80,7 @@ def find_folder(name: str | os.PathLike[str], needs: Needs) -> Path:
 
 
 def cached_folder(name: str, commit: str | None) -> Path | None:
-    """Returns the folder of a model in the hub's cache, which can be partial, or None. The hub is not asked."""
+    """Returns a model's folder in the hub's cache, or None. The folder can lack files. The hub is not asked."""
     model = HubModel.parse(name)
     try:
         from huggingface_hub import try_to_load_from_cache
@@ -90,7 +91,8 @@ def cached_folder(name: str, commit: str | None) -> Path | None:
     found = try_to_load_from_cache(model.repository, CONFIG_FILE, revision=commit or model.revision)
     if not isinstance(found, str):
         return None
-    # Once anybody has asked for a file that the model lacks, the cache records that the model lacks it.
+    # The cache also records that a model lacks a file. None means that nobody has asked for this file, so the cache may
+    # lack other files, too.
     if try_to_load_from_cache(model.repository, GENERATION_CONFIG_FILE, revision=commit or model.revision) is None:
         logger.warning(
             "%s: the cache has only a part of this model, so saves may lack files beside the weights, such as %s: run "
@@ -105,7 +107,7 @@ def find_folder_together(
 ) -> Path:
     """Does the same as `find_folder` on all ranks. One rank of each node downloads, and the others wait for it.
 
-    Rank 0 decides whether the name is a folder's. Ranks with the same host and the same cache count as one node.
+    Rank 0 decides whether the name means a folder. Ranks with the same host and the same cache count as one node.
 
     Args:
         agreement: connects this rank with the other ranks.
@@ -115,8 +117,8 @@ def find_folder_together(
             the folder has on rank 0. Rank 0's value counts for all ranks.
 
     Raises:
-        CheckpointError: what `find_folder` raises on any rank, and CheckpointMismatchError if nodes have different
-            commits of the model. All ranks raise it.
+        CheckpointError: `find_folder` has failed on a rank, or nodes have different commits of the model
+            (CheckpointMismatchError). All ranks raise the same error.
     """
     model = HubModel.parse(name)
 
@@ -146,8 +148,8 @@ def find_folder_together(
         for rank in found:
             if records[rank]["commit"] != records[0]["commit"]:
                 raise CheckpointMismatchError(
-                    f"{name}: the node of rank 0 has commit {records[0]['commit']}, and that of rank {rank} has "
-                    f"{records[rank]['commit']}: name the one to use ({str(name).partition('@')[0]}@COMMIT)"
+                    f"{name}: the node of rank 0 has commit {records[0]['commit']}, but the node of rank {rank} "
+                    f"has {records[rank]['commit']}: name the one to use ({str(name).partition('@')[0]}@COMMIT)"
                 )
         return records[0]
 
@@ -168,7 +170,7 @@ def find_folder_together(
 
 @dataclass(frozen=True)
 class _HubFiles:
-    """The files of a model that a caller needs. With `cached_only` they are only found in the cache."""
+    """The files of a model that a caller needs. With `cached_only` they are not downloaded."""
 
     model: HubModel
     needs: Needs
@@ -192,8 +194,9 @@ class _HubFiles:
         return folder
 
     def _download_others(self, folder: Path) -> None:
-        """Downloads the other assets, also in subfolders."""
-        # A pattern cannot limit the size of a file, so weights of other modules are not downloaded.
+        """Downloads the other assets, also those in subfolders."""
+        # Small weights of other modules are assets, too, but a pattern cannot limit the size of a file, so none are
+        # downloaded.
         names = (*(name for each in LEFT_OUT for name in each.names), "*.safetensors", "*.bin")
         left_out = [prefix + name for name in names for prefix in ("", "*/")]
         try:
@@ -202,7 +205,7 @@ class _HubFiles:
             logger.warning("some files beside the weights are left out: %s", error)
 
     def _download_listed(self, folder: Path) -> None:
-        """Downloads the weights that the index lists, or an adapter's. Other files can repeat the same weights."""
+        """Downloads the weights of the model or adapter. For a model these are the files that the index lists."""
         if (folder / INDEX_FILE).exists():
             files = sorted(set(read_weight_map(folder / INDEX_FILE).values()))
         elif (folder / _ADAPTER_CONFIG).exists():
@@ -215,12 +218,12 @@ class _HubFiles:
         missing = [file for file in files if not (folder / file).exists()]
         lacks = f"{folder / missing[0]} is missing" if missing else ""
         self._download(folder.name, [escape(file) for file in files], [], lacks)
-        # huggingface_hub 0.36 takes a part of a model in the cache for the whole if it cannot ask the hub.
+        # huggingface_hub 0.36 takes a part of a model in the cache for the whole model if it cannot ask the hub.
         if not all((folder / file).exists() for file in missing):
             raise CheckpointNotFoundError(_incomplete(self.model, lacks))
 
     def _download(self, revision: str | None, wanted: Sequence[str], left_out: Sequence[str], lacks: str = "") -> Path:
-        """Downloads files. `lacks` says, for messages, which of them are not in the cache although others are."""
+        """Downloads files. `lacks` says, for messages, which of the files the cache lacks although it has others."""
         try:
             from huggingface_hub import snapshot_download
         except ImportError as error:
@@ -270,7 +273,7 @@ def _incomplete(model: HubModel, what: str, why: str = "the hub was not asked") 
 
 
 def _explain(model: HubModel, error: Exception, lacks: str) -> CheckpointError:
-    """Makes the error that says what to do. See `_HubFiles._download` for `lacks`."""
+    """Returns an error that says what to do. See `_HubFiles._download` for `lacks`."""
     from huggingface_hub import constants, errors
 
     hub = str(constants.ENDPOINT)
@@ -315,7 +318,7 @@ def _explain_not_cached(model: HubModel, error: Exception, lacks: str, hub: str)
     if cause is None:
         kind, why, advice = CheckpointNotFoundError, "the hub was not asked", ""
     elif isinstance(cause, errors.OfflineModeIsEnabled):
-        kind, why = CheckpointNotFoundError, "HF_HUB_OFFLINE forbids to ask the hub"
+        kind, why = CheckpointNotFoundError, "HF_HUB_OFFLINE forbids asking the hub"
         advice = f"unset HF_HUB_OFFLINE, or fill the cache (hf download {model.repository})"
     elif isinstance(cause, errors.HfHubHTTPError):
         why, advice = _answer(hub, cause), _advice(cause)

@@ -26,7 +26,7 @@ class HubModel:
 
     @staticmethod
     def parse(name: str | os.PathLike[str]) -> HubModel | None:
-        """Returns the model that a name stands for if there is no such folder; None if the name can only be a path.
+        """Returns the model that a name stands for, without looking for a folder; None if it can only be a path.
 
         Example:
             >>> HubModel.parse("Qwen/Qwen3-0.6B@main"), HubModel.parse("./Qwen/Qwen3-0.6B")

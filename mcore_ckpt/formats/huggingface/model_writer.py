@@ -57,7 +57,7 @@ class ModelWriter(_WeightsWriter):
 
     @property
     def quantizes_as_before(self) -> bool:
-        """True if the weights are quantized by the method in `config_dir`, so that the files there describe them."""
+        """True if the weights are quantized by the method that `config_dir` states, so that its files describe them."""
         before = quantization_of(read_config(self.config_dir))
         return before is not None and (self.plan.quantization or {}).get("quant_method") == before.method
 
@@ -78,7 +78,7 @@ class AdapterWriter(_WeightsWriter):
 
 
 def _check_weights(plan: ExportPlan, numbers: Iterable[int], reader: CheckpointReader, folder: Path) -> None:
-    """Compares the planned files with these numbers, bit for bit. It needs memory for a few times SCATTER_BYTES.
+    """Compares some of the planned files with the source, bit for bit. It needs a few times SCATTER_BYTES of memory.
 
     Raises:
         CheckpointMismatchError: the bits of a tensor differ.

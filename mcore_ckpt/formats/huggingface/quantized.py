@@ -3,7 +3,7 @@
 Three forms are known, under the names that `quant_method` of `config.json` gives them:
 
 - `fp8`: `X` in float8 and `X_scale_inv`, one scale for each block (DeepSeek-V3, Kimi-K2, MiniMax-M2, Qwen3);
-- `mxfp4`: `X_blocks` and `X_scales`, one power of two for 32 codes of 4 bits (gpt-oss). `X` is stored transposed;
+- `mxfp4`: `X_blocks` and `X_scales`, one power of two for each 32 codes of 4 bits (gpt-oss). `X` is stored transposed;
 - `compressed-tensors`: `X_packed` and `X_scale`, integers of 4 or 8 bits in int32 (Kimi-K2.5), or `X` in float8 or int8
   and `X_scale`.
 
@@ -40,7 +40,7 @@ _KINDS: Mapping[torch.dtype, CodeKind] = {
 _PACKED: Mapping[int, CodeKind] = {4: "packed_int4", 8: "packed_int8"}
 _MXFP4_BLOCK = 32
 DEFAULT_BLOCK = (128, 128)
-"""The rows and columns that share a scale in block FP8, unless `config.json` states others."""
+"""The rows and columns that share a scale in block FP8, unless `config.json` states other numbers."""
 
 _SCALES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu, torch.uint8)
 
@@ -49,7 +49,7 @@ ACTIVATION_SCALES = (
     *(".input_scale", ".input_zero_point", ".activation_scale"),
     *(".k_scale", ".v_scale", ".q_scale", ".k_zero_point", ".v_zero_point"),
 )
-# What is added to a tensor's name for its codes, and for the shape that packed codes have without padding.
+# The suffixes of a tensor's name for its codes, and for the shape that packed codes have without padding.
 _OF_CODES = ("", "_packed", "_blocks", "_shape")
 # Forms of compressed-tensors in which codes and scales alone do not determine the values.
 _NOT_READ = ("_zero_point", "_g_idx", "_global_scale", ".bitmask", ".compressed")
@@ -204,7 +204,7 @@ def _by_blocks(values: HfStored, kind: CodeKind, scales: HfStored, block: Any, e
     """Describes a tensor with one scale for each block.
 
     The shape of the scales must fit blocks of the size `block`, which the config states, or one scale for each matrix,
-    or one scale for each row. With `equal_parts` it may also fit equal parts of rows.
+    or one scale for each row. With `equal_parts` it may also fit any other blocks of equal size.
     """
     if len(values.shape) < 2:
         raise _not_together(values, scales)
@@ -235,7 +235,7 @@ def is_block(block: Any) -> bool:
 
 def _not_together(codes: HfStored, scales: HfStored) -> CheckpointMismatchError:
     return CheckpointMismatchError(
-        f"{codes.path}: tensor {codes.name}: its shape {list(codes.shape)} and that of its scales {scales.name}, "
+        f"{codes.path}: tensor {codes.name}: its shape {list(codes.shape)} and the shape of its scales {scales.name}, "
         f"{list(scales.shape)} of {NAMES[scales.dtype]}, do not fit together by the blocks that quantization_config "
-        "states: the folder mixes files of two models, or config.json is that of another"
+        "states: the folder mixes files of two models, or config.json belongs to another model"
     )

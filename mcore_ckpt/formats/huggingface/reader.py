@@ -1,4 +1,4 @@
-"""Reads a HuggingFace folder as Megatron's tensors, which are made up of HuggingFace tensors or slices of them."""
+"""Reads a HuggingFace folder as Megatron's tensors, which consist of whole HuggingFace tensors or slices of them."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ _Tensor = TypeVar("_Tensor")
 
 @dataclass(frozen=True)
 class FolderContents:
-    """The contents of `config.json` and of the files' headers. Ranks that cannot see the folder can plan with them.
+    """The contents of `config.json` and of the files' headers. Ranks that cannot see the folder plan with these.
 
     Attributes:
-        config: the parsed `config.json`, with an adapter that of the base model.
+        config: the parsed `config.json`; of the base model if the folder has an adapter.
         tensors: all tensors by name.
         sizes: the size of each file in bytes, by name.
         adapter: the parsed `adapter_config.json` if the folder has an adapter in PEFT's form; None for a model.
@@ -114,7 +114,7 @@ def without_doubles(spelled: Callable[[str], str], names: Iterable[str]) -> dict
 
 @dataclass(frozen=True)
 class _Changed:
-    """A stored tensor of this shape. `change` converts its values to Megatron's."""
+    """The shape of a stored tensor, and the change that converts its values to Megatron's."""
 
     change: ValueChange
     shape: Shape
@@ -129,13 +129,13 @@ class HuggingFaceReader(ShardReader):
     Args:
         ignore: regular expressions of HuggingFace names to leave out.
         dtype: the dtype of the values of quantized tensors; None takes the dtype in `config.json`.
-        tower_of: the names of the live model's tensors. They show which modules its vision tower consists of. Without
-            them, the tower has the modules that Megatron-Bridge gives this architecture.
+        tower_of: the names of the live model's tensors, which show the modules of its vision tower. Without names, the
+            tower has the modules that Megatron-Bridge gives this architecture.
 
     Raises:
         CheckpointMismatchError: names or shapes differ from the configuration.
-        UnsupportedError: the architecture is not supported, weights are quantized in an unknown form, or they are not
-            floating-point numbers.
+        UnsupportedError: the architecture is not supported, weights are quantized in an unknown form, or weights are
+            not floating-point numbers.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class HuggingFaceReader(ShardReader):
         super().__init__(contents.folder, infos, self._held.__getitem__)
 
     def _list_tensors(self) -> list[HfTensor]:
-        """Lists the tensors to read, with their places in Megatron's tensors. Accounts for the others (`left_out`)."""
+        """Lists the tensors to read, with their places in Megatron's tensors. Accounts for all others (`left_out`)."""
         there, model = self._weights.tensors, self.model
         tensors = [tensor for tensor in hf_tensors_in(model, there) if not model.ignores(tensor.name)]
         copies = {copy for copy, _ in _copies(model, self.contents)}

@@ -1,11 +1,11 @@
-"""Reads and encodes headers and indexes of `.safetensors` files, which list the tensors and where their bytes are.
+"""Reads and encodes headers and indexes of `.safetensors` files, which list the tensors and the places of their bytes.
 
 A file has three parts: 8 bytes with the length of the header (little-endian), the header (JSON: dtype, shape and place
 of each tensor), and the bytes of the tensors.
 
-The native writer and reader of our own format handle these files, too. Their header is the first gap of the file
-layout. The `safetensors` library has no bounded, unbuffered, multi-threaded reads, and no writes in parts. The parser
-of the header is as strict as the library's, and the tests read every file with the library.
+The native writer and reader of our own format handle these files, too. To them, a header is the first gap of the file
+layout. They are used because the `safetensors` library has no bounded, unbuffered, multi-threaded reads, and no writes
+in parts. The parser of the header is as strict as the library's, and the tests read every file with the library.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ DTYPES = {
     "F8_E8M0": torch.float8_e8m0fnu,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-"""The format's name of each dtype that it can store. It has no complex numbers."""
+"""The format's name of each dtype that it can store. The format has no complex numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ def read_file(path: Path) -> list[HfStored]:
         if _SPACE.search(header) is not None:
             header = typed_json.without_spaces(header)
         tensors = _tensors(path, header, 8 + length)
-        del header  # it is as large as what was made of it
+        del header  # a header takes as much memory as its tensors
         if len({tensor.name for tensor in tensors}) < len(tensors):
             raise fields.FieldError("a tensor occurs twice")
     except FileNotFoundError:
@@ -134,14 +134,14 @@ def read_file(path: Path) -> list[HfStored]:
 
 
 class _Entry(msgspec.Struct, gc=False, omit_defaults=True):
-    """A header's entry for a tensor. The entry `__metadata__` has only texts, under any names."""
+    """A header's entry for a tensor. The entry `__metadata__` has texts, which can have the same names."""
 
     data_offsets: tuple[Natural, Natural] | str | msgspec.UnsetType = msgspec.UNSET
     dtype: str | msgspec.UnsetType = msgspec.UNSET
     shape: tuple[Natural, ...] | str | msgspec.UnsetType = msgspec.UNSET
 
 
-# A space between two values, or in a string.
+# White space between two values. A string can contain such a text, too.
 _SPACE = re.compile(rb"[\[{,:]\s|\s[\]},:]")
 _ENTRIES: LongObject[_Entry] = LongObject(_Entry, b'},"')
 
@@ -171,7 +171,7 @@ def _tensor(path: Path, name: str, entry: _Entry, start: int, same: dict[Shape, 
 
 
 def read_weight_map(path: Path) -> dict[str, str]:
-    """Reads an index: the name of the file of each tensor. Raises CheckpointCorruptError."""
+    """Reads an index, which maps each tensor to the name of its file. Raises CheckpointCorruptError."""
     try:
         pairs = _weight_map(read_small(path, limits.HF_JSON_BYTES))
     except (OSError, fields.FieldError) as error:
@@ -201,8 +201,8 @@ def _weight_map(data: bytes) -> dict[str, str]:
 def encode_header(tensors: Iterable[tuple[str, torch.dtype, Shape]]) -> bytes:
     """Encodes the beginning of a file with these tensors: the length of the header, and the header.
 
-    The tensors' bytes must follow, one tensor after the other. They begin at a multiple of 8, which is also what the
-    safetensors library does. transformers requires the entry `format`.
+    The tensors' bytes must follow, one tensor after the other. They begin at a multiple of 8, as in files of the
+    safetensors library. transformers requires the entry `format`.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
@@ -216,7 +216,7 @@ def encode_header(tensors: Iterable[tuple[str, torch.dtype, Shape]]) -> bytes:
 
 
 def file_name(number: int, count: int) -> str:
-    """Returns the name of file `number` (counted from 0) of `count`."""
+    """Returns the name of file `number` (counted from 0) of `count` files."""
     return SINGLE_FILE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
 

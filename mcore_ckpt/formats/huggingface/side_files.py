@@ -39,7 +39,8 @@ class Unwanted:
         names: patterns of names in lower case.
         told: what reports say about them. Empty if nobody misses them, because the new weights replace them or because
             they belong to no model.
-        only_on_top: True if the same names in a subfolder belong to another module, which is copied unchanged.
+        only_on_top: True if only files outside of subfolders are left out. In a subfolder, the same names belong to
+            another module, which is copied unchanged.
     """
 
     names: tuple[str, ...]
@@ -102,7 +103,8 @@ BOOKKEEPING = Unwanted(
 LEFT_OUT = (BOOKKEEPING, WEIGHTS, DESCRIPTIONS, COPIES, OF_TRAINING, NOT_LISTED)
 """Files that are never taken. Exports of other weights also leave out `QUANTIZATION`."""
 
-# Files that show a checkpoint of megatron or of this package. Its folder can also have config.json and a tokenizer.
+# The files that belong to a checkpoint of megatron or of this package. Other files in its folder, such as config.json
+# and a tokenizer, can be assets.
 _OF_CHECKPOINTS = (
     *(file_names.MANIFEST_FILE, "metadata.json", "run_config.yaml", "latest_*.txt", "*.distcp"),
     *_with_suffixes("*"),
@@ -111,8 +113,8 @@ _OF_RANKS = ("mp_rank_*", "*_world_size_*_rank_*.pt")
 _MEGATRON_STEP = re.compile(r"iter_[0-9]{7}")
 _MOST_DEPTH = 8
 _SAME_NAMES = "names that differ from another's only in upper and lower case"
-_UNFIT = "no files that can be copied"
-_TOO_MUCH = "behind the limit of what is copied beside weights"
+_UNFIT = "files that cannot be copied"
+_TOO_MUCH = "beyond the limit of what is copied beside weights"
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ class SideFiles:
     Attributes:
         names: the paths of the files to take, relative to the folder.
         left_out: the other files, by reason, except files that nobody misses.
-        warnings: what is unusual about some of them.
+        warnings: what is unusual about some of the files.
     """
 
     folder: Path
@@ -182,8 +184,8 @@ def side_files(
 ) -> Iterator[tuple[str, bytes]]:
     """Yields the path and the bytes of each file that `find_side_files` finds. It executes no code.
 
-    Links into the hub's cache are followed. If a file cannot be read, it is left out with a warning unless `is_strict`:
-    a save would otherwise be lost.
+    Links into the hub's cache are followed. If `is_strict` is False, a file that cannot be read is left out with a
+    warning, so that a save is not lost.
 
     Raises OSError: a file cannot be read, or a link leads out of the model.
     """
@@ -200,7 +202,7 @@ def side_files(
 
 
 def not_read(folder: Path, read: Container[str]) -> tuple[accounting.LeftOut, ...]:
-    """Returns the safetensors files of a model's folder that were not read, although they may be a part of it."""
+    """Returns the safetensors files of a model's folder that were not read, although they may belong to it."""
     files = sorted(path.name for path in folder.glob("*.safetensors") if path.name not in read and not path.is_dir())
     return (accounting.LeftOut(accounting.NOT_LISTED, tuple(files)),) if files else ()
 
@@ -216,7 +218,7 @@ def copy_side_files(source: Path, folder: Path, without: Collection[str] = (), q
 
 
 def written_side_files(folder: Path, paths: Collection[Path]) -> list[WrittenFile]:
-    """Returns the records for the manifest of files below a role's `huggingface/`."""
+    """Returns what the manifest records about files below a role's `huggingface/`."""
     written = []
     for path in sorted(set(paths)):
         data = path.read_bytes()
@@ -244,16 +246,16 @@ def _listed(folder: Path) -> Collection[str]:
     """Returns the files of weights that the model's index lists."""
     try:
         return read_weight_map(folder / INDEX_FILE).values()
-    except (OSError, CheckpointCorruptError):  # nothing is read from them here
+    except (OSError, CheckpointCorruptError):  # no weights are read here, so the index need not be sound
         return ()
 
 
 def _entries(
     folder: Path, below: str, destination: Path, kinds: Sequence[Unwanted]
 ) -> Iterator[tuple[str, Unwanted | None]]:
-    """Yields the path of each file and why it is left out; None if it is taken. Files in subfolders come last.
+    """Yields the path of each file, and the `Unwanted` that leaves it out, or None. Files in subfolders come last.
 
-    A folder that is left out is one path.
+    A folder that is left out is yielded as one path.
     """
     with os.scandir(folder / below) as found:
         entries = sorted(found, key=lambda entry: (entry.is_dir(follow_symlinks=False), entry.name))
@@ -292,7 +294,7 @@ def _is_checkpoint(names: Collection[str]) -> bool:
 
 
 def _problem(path: Path) -> str | None:
-    """Says why a file cannot be published; None if it can."""
+    """Returns why a file cannot be published; None if it can be published."""
     if "\\" in path.name or not str(path).isprintable():
         return "has no plain name"
     if path.is_symlink() and not path.exists():
@@ -314,7 +316,7 @@ def _size(path: Path) -> int:
 
 
 def _read(folder: Path, name: str) -> bytes:
-    """Reads a file that will be published. Raises OSError, also if a link leads to a file outside of the model."""
+    """Reads a file that will be published. Raises OSError if it cannot be read, or a link leads out of the model."""
     try:
         return read_small(linked_file(folder, name), limits.HF_ASSET_BYTES)
     except CheckpointCorruptError as error:

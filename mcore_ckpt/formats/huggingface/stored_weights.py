@@ -1,12 +1,13 @@
-"""Reads the tensors in the files of a HuggingFace folder, and dequantizes quantized ones.
+"""Reads the tensors in the files of a HuggingFace folder, and dequantizes quantized tensors.
 
 Only the codes of the wanted elements and the scales of their blocks are read, a limited number of bytes at a time.
 
-One formula serves all forms: the value of the code, times the scale of its block, in float32, rounded once to the dtype
-of the model (packed integers: first to the dtype of the scales, as compressed-tensors does). So the bits equal those of
-transformers, except that transformers refuses tensors with smaller blocks at the end. C++ computes the product
-(`csrc/dequantize.cpp`) with a table of 256 values for each block, because torch converts only 0.2 billion float8
-numbers a second to float32, a tenth of what the disk delivers.
+One formula serves all forms: the value of the code times the scale of its block is computed in float32, and rounded
+once to the dtype of the model. In the form `compressed-tensors`, the product is first rounded to the dtype of the
+scales, as that library does. So the values are bit for bit the same as in transformers, except that transformers
+refuses tensors with smaller blocks at the end. C++ computes the product (`csrc/dequantize.cpp`) with a table of 256
+values for each block, because torch converts only 0.2 billion float8 numbers a second to float32, a tenth of what the
+disk delivers.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class StoredWeights:
         tensors: all tensors by name, as if none of them were quantized. The file, offset and size of a quantized tensor
             belong to its codes.
 
-    Arguments and errors are those of `logical_tensors`.
+    See `logical_tensors` for the arguments and errors.
     """
 
     def __init__(
@@ -140,7 +141,7 @@ class _Part:
 
     Attributes:
         matrix: the number of the matrix in the tensor.
-        rows, columns: the first one and the one after the last.
+        rows, columns: the number of the first, and the number after the last.
         destination: the element of `memory` that gets the first value.
         stride: the elements of `memory` from one row of values to the next.
     """
@@ -204,7 +205,8 @@ def _parts(tensor: QuantizedTensor, first: int, read: ReadRange, memory: torch.T
 def _runs(start: int, rows: Rows, width: int) -> Iterator[tuple[int, int, int, int, int]]:
     """Cuts rows of elements at the ends of the matrix's rows.
 
-    Yields the first element of each piece, the length and the number of its rows, and its place in the memory.
+    Yields, for each part, its first element, the length and the number of its rows, its place in the memory, and the
+    distance of its rows there.
     """
     for number in range(rows.rows):
         at, destination = start + number * rows.source_stride, rows.destination + number * rows.destination_stride

@@ -17,7 +17,7 @@ from mcore_ckpt.io.files import linked_file, read_small
 
 
 def tokens_in(folder: Path) -> int | None:
-    """Returns the largest number of a token, plus 1. None if the folder has no file that lists tokens.
+    """Returns 1 plus the largest number of a token. None if the folder has no file that lists tokens.
 
     Added tokens count. A file that cannot be read is passed over, because only the tokenizer itself needs it.
     """
@@ -33,7 +33,7 @@ def tokens_in(folder: Path) -> int | None:
 
 
 def tokens_of(processing_class: Any) -> int | None:
-    """Returns the same number for a tokenizer, or for a processor that has one. None if it does not tell."""
+    """Does the same as `tokens_in` for a tokenizer or a processor. None if the object does not list its tokens."""
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     try:
         return max(tokenizer.get_vocab().values(), default=-1) + 1 or None
@@ -50,7 +50,7 @@ class _Added(msgspec.Struct, gc=False):
 
 
 class _Tokenizer(msgspec.Struct):
-    """The needed fields of `tokenizer.json`. The pairs that make up tokens, a large part of it, are skipped unread."""
+    """The needed fields of `tokenizer.json`. A large part of it, the pairs that make up tokens, is skipped."""
 
     model: _Model = msgspec.field(default_factory=_Model)
     added_tokens: list[_Added] | None = None
@@ -65,10 +65,10 @@ class _Config(msgspec.Struct):
 _TOKENIZER, _CONFIG = msgspec.json.Decoder(_Tokenizer), msgspec.json.Decoder(_Config)
 # A safe lower bound for the bytes of an added token's entry, which in fact has 100 or more.
 _LEAST_ADDED = 24
-# The longest text between two commas that is accepted, without the tokens.
+# The longest accepted text between two commas, not counting the contents of strings.
 _LONGEST_MEMBER = 1 << 20
 _ANY = msgspec.json.Decoder(msgspec.Raw)
-# A token's number. In the searched text, the tokens are removed from their quotes.
+# A token's number. The searched text has no tokens, because the contents of strings are removed from it.
 _NUMBER = re.compile(rb":\s*([0-9]{1,12})(?=\s*[,}])")
 
 
@@ -77,7 +77,7 @@ def _of_tokenizer(data: bytes) -> int:
     found = typed_json.parse(data, _TOKENIZER)
     added = max((token.id for token in found.added_tokens or () if isinstance(token.id, int)), default=-1)
     vocabulary = bytes(memoryview(found.model.vocab))
-    # Unigram lists pairs of a token and its score; other kinds map tokens to numbers.
+    # A Unigram model lists pairs of a token and its score; other models map tokens to numbers.
     is_list = vocabulary.startswith(b"[")
     return max(_count_of(vocabulary) - 1 if is_list else _highest_in(vocabulary), added)
 

@@ -40,14 +40,14 @@ def write_weights(
 ) -> list[WrittenFile]:
     """Writes some of the planned files, durably.
 
-    The memory does not depend on the sizes of the files: two buffers of STREAM_BYTES, the reader's memory, and memory
-    for the tensors of one batch that are converted to other values or another dtype.
+    The function needs two buffers of STREAM_BYTES, the reader's memory, and memory for the tensors of one batch that
+    are converted to other values or another dtype. This does not depend on the sizes of the files.
 
     Args:
         numbers: the indices, in `plan.files`, of the files to write.
         reader: the reader of the tensors. Its `read` is called on another thread, one call at a time.
         folder: the folder to write to. It must not have any of these files yet.
-        progress: called after each part has been written, with the number of bytes of the part.
+        progress: a function that is called after each part has been written, with the number of bytes of the part.
         allow_nan: whether to write NaN instead of refusing it.
 
     Returns:

@@ -1,10 +1,10 @@
 """Decodes coded shards: computes their values from the stored elements and from scales or upper halves.
 
-docs/format.md says how shards are coded. The values are float32, the elements are read into temporary memory.
+docs/format.md says how shards are coded. The values are float32. The elements are read into temporary memory.
 
-Only a load of exactly the same range, into the same form, takes the stored elements and the scale as they are. Lower
-halves are valid only with the weights that they were saved with. So in any other case the load writes weight and
-remainder together, and gathers the weights from their owners afterwards.
+Only a load of exactly the same range, into the same form, takes the stored elements and the scale as they are.
+Remainders are valid only with the weights that they were saved with. So in any other case the load fills a weight
+together with its remainder, and then gathers the weights from their owners.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ class Partners:
     """What is needed, besides a coded shard's elements, to compute its values.
 
     Attributes:
-        scale: the shard of the scale; None if there is none.
-        upper: the ranges with the upper halves of all elements of the shard, in its order; empty if there are none.
+        scale: the shard of the scale; None if the coded shard has no scale.
+        upper: the ranges with the upper halves of all elements of the coded shard, in its order; empty if the shard has
+            a scale instead.
     """
 
     scale: StoredShard | None = None
@@ -38,7 +39,7 @@ class Partners:
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """Rows of a coded shard, the memory for what is read of them, and the tensor that gets their values."""
+    """Rows of a coded shard, the memory that they are read into, and the tensor that gets their values."""
 
     rows: Rows
     target: torch.Tensor
@@ -74,8 +75,8 @@ def decoded(stored: torch.Tensor, scale: torch.Tensor | None, upper: torch.Tenso
 def read_coded(ranges: Sequence[ReadTarget], read: Read, partners: Callable[[StoredShard], Partners]) -> int:
     """Fills float32 tensors with values of coded shards, and returns the number of bytes read.
 
-    The temporary memory is at most CONVERT_BYTES, or what one range needs. `read` reads ranges of stored elements, and
-    `partners` finds the partners of a shard.
+    The temporary memory is at most CONVERT_BYTES, or what one range needs if that is more. `read` reads ranges of
+    stored elements, and `partners` finds the partners of a shard.
     """
     nbytes = 0
     for batch in batches(ranges, lambda one: one[0].rows.numel * one[1].element_size(), tuning.CONVERT_BYTES):
@@ -104,7 +105,7 @@ def _part(range_: ReadRange, target: torch.Tensor, partners: Partners, reads: li
 
 
 def _same_rows(rows: Rows, upper: Sequence[ReadRange]) -> Iterator[ReadRange]:
-    """Yields the ranges with the upper halves of the elements that `rows` takes, without gaps."""
+    """Yields the ranges with the upper halves of the elements in `rows`, to be read into memory without gaps."""
     for number in range(rows.rows):
         start = rows.start + number * rows.source_stride
         for range_ in upper:

@@ -41,16 +41,15 @@ class FilePlan:
     """The plan of one file, and of this rank's range in the file.
 
     Attributes:
-        request: the write request. Its tensors are stand-ins on the `meta` device, so that a plan keeps no training
-            state alive.
-        layout: the file layout of the skeleton, for the native writer.
+        request: the write request. Its tensors are on the `meta` device, so that a plan keeps no training state alive.
+        layout: the file layout of `pt`, for the native writer.
         index: the file's index without CRCs.
         share: all writers of the file, with their ranges.
         start: the first byte of this rank's range.
         stop: the end of this rank's range, exclusive.
-        head: the number of bytes directly before `start` that are the beginning of a tensor; this rank writes the rest
-            of the tensor. It is less than a page. The writer of the previous range writes its own copy of these bytes.
-            If the copy differs from this rank's bytes, the owner replaces it by this rank's bytes.
+        head: the number of bytes directly before `start` that begin a tensor whose rest this rank writes. The number is
+            smaller than a page. The writer of the previous range writes its own copy of these bytes. If the copy
+            differs from this rank's bytes, the owner replaces it by this rank's bytes.
     """
 
     request: WriteRequest
@@ -72,14 +71,14 @@ class FilePlan:
 
     @cached_property
     def least_size(self) -> int:
-        """The size of the whole file in bytes; up to 9 bytes less for each block, because its CRC is not known yet."""
+        """The least size of the file in bytes. Each block's CRC, which is not known yet, can add up to 9 bytes."""
         return self.pt.records_end + len(self.pt.tail([0] * len(self.pt.slots), b"", 0)) + self.index.least_bytes
 
     @cached_property
     def parts(self) -> TensorParts:
         """The byte ranges of tensors in `head` and in this rank's range, in ascending order.
 
-        None is larger than COPY_GROUP_BYTES.
+        No range is larger than COPY_GROUP_BYTES.
         """
         rows = []
         for number, slot in enumerate(self.pt.slots):
@@ -123,7 +122,7 @@ class StructureCache:
     """Keeps the last structure of each file, because building one takes long, and most saves need the same structure.
 
     A structure is reused if the tensors' names, regions, shapes and dtypes are the same. The tensor objects may differ,
-    because a trainer that offloads its optimizer has new ones at each save.
+    because a trainer that offloads its optimizer has new tensor objects at each save.
     """
 
     def __init__(self) -> None:
@@ -148,10 +147,10 @@ class FileWrite:
     Attributes:
         plan: the file, and this rank's range in it.
         sources: the address of each tensor's bytes; None if `buffer` is given.
-        owner: the object that keeps the memory at these addresses alive. If the plan has a `head`, it is the contiguous
-            tensors, beginning with the first one that has bytes in the range.
+        owner: the object that keeps the memory at these addresses alive. If the plan has a `head`, `owner` has the
+            contiguous tensors, beginning with the first that has bytes in the range.
         device: the GPU that some of the tensors are on; None if all are in host memory.
-        on_device: for each tensor, whether it is on that GPU; empty without one.
+        on_device: for each tensor, whether it is on that GPU; empty if `device` is None.
         buffer: the host memory that the bytes are copied to; None if `sources` is given.
         offset: the offset of the range's first byte in the buffer, a multiple of the page size. The bytes of the plan's
             `head` are directly before it.

@@ -20,7 +20,7 @@ from mcore_ckpt.io.node_memory import is_memory
 
 
 class Folder(IndexFolder, Protocol):
-    """The folder of one checkpoint's files. It raises the errors of `checkpoint.reading`."""
+    """The folder of one checkpoint's files. Its methods raise the errors of `checkpoint.reading`."""
 
     def manifest(self) -> Manifest: ...
 
@@ -53,7 +53,7 @@ class LocalFolder(LocalIndexes):
 
     @cached_property
     def _piece_bytes(self) -> int:
-        with suppress(OSError):  # a sandbox without /proc, for instance, does not tell
+        with suppress(OSError):  # a sandbox without /proc, for example, does not tell the type
             if is_memory(self.place):
                 return tuning.READ_MEMORY_BYTES
         return tuning.READ_BYTES

@@ -30,7 +30,7 @@ def read_ranges(
         files: the manifest's records, by path.
         reads: the ranges, each with the tensor to fill: contiguous, of the stored dtype, on the CPU or on a GPU.
         check: whether to check the CRC of each block before its bytes are used.
-        piece_bytes: how much is read at a time.
+        piece_bytes: the number of bytes that one thread reads at a time.
 
     Raises:
         CheckpointCorruptError: a block's CRC is wrong, or a file cannot be read. No byte of the bad block has been

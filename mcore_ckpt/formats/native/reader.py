@@ -45,7 +45,7 @@ class NativeReader(StoredTensors):
 
     def info(self, key: ShardKey) -> TensorInfo | None:
         """See `CheckpointReader.info`."""
-        # One file at a time, because looking into a file means reading its index.
+        # Look into one file at a time, because the index of each file must be read.
         shard = next((shard for file in self.files(key) for shard in self.shards(key, [file])), None)
         if shard is None:
             return None
@@ -93,5 +93,5 @@ class NativeReader(StoredTensors):
                 return Partners(upper=plan.reads)
         raise CheckpointCorruptError(
             f"{self.folder}/{shard.file}: tensor {shard.key}: has the lower 16 bits of each value, but the model's "
-            f"files do not have all of the upper ones as {_UPPER}"
+            f"files do not have all of the upper 16 bits as {_UPPER}"
         )

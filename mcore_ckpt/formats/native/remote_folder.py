@@ -1,4 +1,4 @@
-"""Reads a checkpoint from a remote store. From a tensor it fetches only the blocks that hold wanted elements.
+"""Reads a checkpoint from a remote store. Of each tensor, only the blocks that hold wanted elements are fetched.
 
 Wanted rows become runs of whole CRC blocks. Runs that are close together share a request of at most 8 MiB, and 16
 requests run at a time. Each block is checked before its rows are copied. Nothing is written to a disk. Weights in
@@ -171,7 +171,7 @@ class RemoteFolder:
 
 
 class _Buffers:
-    """Memory for fetches, which threads use in turn. Fresh memory for each fetch would cost more than its CRCs."""
+    """Memory for fetches, which threads use in turn. Fresh memory for each fetch would take longer than its CRCs."""
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes

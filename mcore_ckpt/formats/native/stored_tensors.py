@@ -1,4 +1,4 @@
-"""Finds the files of a native checkpoint that hold a tensor, and its place in them. It reads no tensor.
+"""Finds the files of a native checkpoint that hold a tensor, and the tensor's place in them. Reads no tensor.
 
 It reads a file's index only when it looks for a tensor in that file, because one rank needs only a few of a thousand
 ranks' files. It does not need torch, which takes more than a second to import: commands that show what a checkpoint
@@ -81,7 +81,7 @@ class _Holders:
         self._files = files
         self._of_block = [array("I") for _ in range(0, tensors, _BLOCK)]
         for number, file in enumerate(files):
-            done = -1  # the last block that has the file already, because a block can have several of its runs
+            done = -1  # the last block that has the file already; several of the file's runs can be in one block
             for first, last in file.holds:
                 for block in range(max(first // _BLOCK, done + 1), last // _BLOCK + 1):
                     self._of_block[block].append(number)
@@ -129,7 +129,7 @@ class StoredTensors:
 
     @cached_property
     def names(self) -> Mapping[str, int]:
-        """The names of all tensors, and for each its position in the manifest's list."""
+        """Maps the name of each tensor to its position in the manifest's list."""
         return {name: number for number, name in enumerate(self.manifest.tensors)}
 
     @property
@@ -159,7 +159,7 @@ class StoredTensors:
         return tuple(dict.fromkeys(shard.key.kind for each in opened for shard in each.bound_state.get(key, ())))
 
     def bound_to(self, key: ShardKey, region: Region) -> dict[str, StoredShard] | None:
-        """Returns the bound state of the key's shard of a region: its tensors by kind.
+        """Returns, by kind, the tensors of the bound state that belongs to the key's shard of a region.
 
         Returns None if no such shard is stored, although other shards of the key have bound state.
         """
@@ -226,9 +226,9 @@ class StoredTensors:
         """Returns the sets of files to look into: first the files of the nearest ranks, then the files of all ranks.
 
         Each set is sorted by tensor-parallel rank, so that a tensor that is replicated over these ranks is read from
-        one file. The last set is for tensors that are cut in an unusual way. Under the layout of the checkpoint, the
-        first set is this rank's own optimizer file, because a tensor's state is in the files of many data-parallel
-        ranks.
+        one file. The last set is for tensors that are cut in an unusual way. If the reading rank has the layout of the
+        checkpoint, the first set is its own optimizer file, because a tensor's state is in the files of many
+        data-parallel ranks.
         """
         expert = is_expert(key.name)
         ranks = self.manifest.ranks
@@ -275,7 +275,7 @@ class StoredTensors:
 
 
 def _kinds(shards: Sequence[StoredShard]) -> tuple[str, ...]:
-    """Returns the kinds of a tensor, except bound state, and scales and upper halves of coded shards."""
+    """Returns the kinds of a tensor's shards. Bound state, scales and upper halves of coded shards do not count."""
     codings = [shard.coding for shard in shards if shard.coding is not None]
     partners = {kind for coding in codings for kind in (coding.scale, coding.upper)}
     return tuple(shard.key.kind for shard in shards if shard.key.kind not in partners and shard.beside is None)

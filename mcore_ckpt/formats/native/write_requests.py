@@ -23,10 +23,10 @@ class TensorWrite:
         shape: the tensor's shape in the file.
         is_buffer: True for a tensor that is neither a parameter nor optimizer state. Such a tensor can change at any
             point of a training step.
-        refresh: makes the tensor again at each save, if no live tensor holds the state (`_extra_state`). It returns
-            None if the module no longer has this state.
-        coding: how the values follow from the tensor's elements. None if these are the values.
-        beside: of bound state, the kind of the shard in the same file that this tensor belongs to; see StoredShard.
+        refresh: a function that makes the tensor again at each save, if no live tensor holds the state
+            (`_extra_state`). It returns None if the module no longer has this state.
+        coding: how the values follow from the tensor's elements. None if the elements are the values.
+        beside: for bound state, the kind of the shard to which this tensor belongs, in the same file; see StoredShard.
     """
 
     path: tuple[str, ...]

@@ -28,7 +28,7 @@ class Exchange(Protocol):
 
 
 class Mended(NamedTuple):
-    """A tensor that begins in the range of one rank, `other`, but is stored with the bytes of another one, `stored`."""
+    """A tensor that begins in the range of one rank, `other`, but is stored with the bytes of another, `stored`."""
 
     tensor: str
     other: int
@@ -128,14 +128,14 @@ class FileWriter:
                 shared.append((number, write.plan, _Part(crcs, self._heads[number])))
             else:
                 written.append(self._complete(number, write.plan, [_Part(crcs, b"")]))
-        # Take CRCs only after this rank has given all of its own. Otherwise two ranks would wait for each other forever
-        # if each owns a file in which the other one has a range.
+        # Take CRCs only after this rank has given its own CRCs for all files. Otherwise two ranks would wait for each
+        # other forever if each owns a file in which the other rank has a range.
         for number, plan, own in shared:
             written.append(self._complete(number, plan, [*self._parts_of_others(plan), own]))
         return written
 
     def limit_device_wait(self, seconds: float) -> None:
-        """Limits waits for a GPU to so many seconds from now on."""
+        """Sets how many seconds the writing waits, from this call on, for a GPU that does nothing."""
         self._job.limit_device_wait(seconds)
 
     def progress(self) -> int:
@@ -153,7 +153,7 @@ class FileWriter:
         except RuntimeError as error:
             raise CommitError(f"{self._role_dir}: writing was stopped: {error}") from None
         assert crcs is not None, "wait returns None only after a timeout"
-        # The sources may change as soon as the first wait has ended (`wait_for_sources`).
+        # Copy the head in the first wait, because the sources may change as soon as it has ended (`wait_for_sources`).
         if number not in self._heads:
             self._heads[number] = self._writes[number].head()
         return crcs

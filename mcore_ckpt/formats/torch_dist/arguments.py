@@ -7,7 +7,8 @@ from typing import Any
 
 from mcore_ckpt.checkpoint.model_facts import Facts, config_facts
 
-# Megatron-LM's arguments (`core_transformer_config_from_args`, 0.15 to 0.19) that are not named like their fields.
+# Megatron-LM's arguments (`core_transformer_config_from_args`, 0.15 to 0.19) whose names are not the names of the
+# fields that they set.
 _ARGUMENTS = {
     "norm_epsilon": "layernorm_epsilon",
     "apply_layernorm_1p": "layernorm_zero_centered_gamma",
@@ -15,18 +16,18 @@ _ARGUMENTS = {
     "use_rope_scaling": "rope_scaling",
     "rotary_seq_len_interpolation_factor": "seq_len_interpolation_factor",
 }
-# If the arguments lack these, another program wrote them, and they say nothing about fields that they lack.
+# If one of these is missing, another program wrote the arguments, and missing arguments say nothing about their fields.
 _OF_MEGATRON_LM = {"norm_epsilon", "swiglu", "squared_relu", "position_embedding_type", "group_query_attention"}
 
 
 def arguments_in(common: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the arguments in the state that all ranks share. There are none if another program has stored it."""
+    """Returns the arguments in the state that all ranks share; empty if another program has stored that state."""
     found: Mapping[str, Any] = getattr(common.get("args"), "__dict__", {})
     return found
 
 
 def facts_of_arguments(arguments: Mapping[str, Any]) -> Facts:
-    """Returns the facts that Megatron-LM's arguments state. Returns none if another program has stored them."""
+    """Returns the facts that Megatron-LM's arguments state; empty if another program has stored the arguments."""
     if not arguments.keys() >= _OF_MEGATRON_LM:
         return {}
     fields = {_ARGUMENTS.get(name, name): value for name, value in arguments.items()}

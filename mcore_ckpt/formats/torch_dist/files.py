@@ -163,11 +163,11 @@ class TorchDistFiles:
         return key in self._tensors
 
     def size_of(self, key: str) -> tuple[int, ...]:
-        """Returns the shape of a stored tensor. Raises KeyError if there is none."""
+        """Returns the shape of a stored tensor. Raises KeyError if there is no such tensor."""
         return tuple(self._tensors[key][1].size)
 
     def dtype_of(self, key: str) -> torch.dtype | None:
-        """Returns the dtype of a stored tensor, or None if there is none."""
+        """Returns the dtype of a stored tensor, or None if there is no such tensor."""
         found = self._tensors.get(key)
         return None if found is None else found[1].properties.dtype
 
@@ -226,11 +226,11 @@ class TorchDistFiles:
         self.nbytes += found * wanted.memory.element_size()
 
     def _has_flat_cells(self, wanted: WantedPart) -> bool:
-        """True if the tensor is stored as a grid of equal cells, with one more axis for the elements of a cell.
+        """Returns True if the tensor is stored as a grid of equal cells, with one more axis for the elements of a cell.
 
-        megatron-core stores the optimizer state of `fully_sharded_model_space` in this way, which was the default until
-        0.15 and is gone in 0.16 (`sharded_tensor_to_torch_sharded_tensor`). A cell is the part of one tensor-parallel
-        rank.
+        megatron-core up to 0.15 stores optimizer state in this way (`sharded_tensor_to_torch_sharded_tensor`) if its
+        form is `fully_sharded_model_space`, the default there. 0.16 no longer has this form. A cell is the part of one
+        tensor-parallel rank.
         """
         found = self._tensors.get(wanted.key)
         if found is None or len(found[1].size) != len(wanted.global_shape) + 1:

@@ -18,7 +18,8 @@ from mcore_ckpt.models.table import MCORE_HEAD
 from mcore_ckpt.sharding.regions import Shape
 
 _LAYER = re.compile(r"((?:language_model\.)?decoder\.layers\.)(\d+)\.(.+)")
-# The layers of a vision tower of megatron's modules are alike, and so are the mergers of Qwen3-VL's tower.
+# The layers of a vision tower of megatron's modules are alike, and so are the mergers of Qwen3-VL's tower. So each kind
+# shares keys.
 _IN_TOWER = re.compile(r"(vision_model\.decoder\.(?:layers|deepstack_merger_list)\.)(\d+)\.(.+)")
 _EXPERT = re.compile(r"(.*\.)?mlp\.experts\.local_experts\.(\d+)\.(.+)")
 _IN_LAYER = re.compile(
@@ -113,8 +114,8 @@ class Keys:
         is_latent, is_moe = layer + _LATENT in self._names, layer + _ROUTER in self._names
         module, _, kind = rest.rpartition(".")
         if self._is_hybrid and module in _HYBRID_NORMS:
-            # transformer-engine's spec, which is megatron's only one, fuses the norms of layers without experts. A spec
-            # of local layers keeps them.
+            # megatron's only spec for HybridModel is of transformer-engine, and fuses the norms of layers without
+            # experts. A spec of local layers would keep them.
             return (name,) if is_moe else (name, f"{layer}{_HYBRID_NORMS[module]}.layer_norm_{kind}")
         if module == "input_layernorm" and layer + _LINEAR in self._names:
             # Only transformer-engine has a spec for this module (`get_gated_delta_net_module_spec`).

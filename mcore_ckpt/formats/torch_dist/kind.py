@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 TORCH_DIST_CONFIG = "metadata.json"
 
-# Older versions of verl saved everything into one folder. Newer ones (its layout 2) have a folder for each of these.
+# Older versions of verl saved everything into one folder. Newer versions (layout 2) have a folder for each of these.
 _VERL_TREES = ("model", "optimizer", "extra")
 
 
@@ -56,7 +56,7 @@ class TorchDist(CheckpointKind):
 
 
 def torch_dist_folders(path: Path) -> list[Path]:
-    """Returns the folders that `dist_checkpointing.save` wrote: `path` itself, or the ones that verl puts below it."""
+    """Returns the folders that `dist_checkpointing.save` wrote: `path` itself, or folders that verl puts below it."""
     candidates = (path, path / "dist_ckpt")
     for candidate in candidates:
         if _has_config(candidate):
@@ -76,7 +76,7 @@ def _has_config(folder: Path) -> bool:
     try:
         config = fields.parse(read_small(path, limits.HF_JSON_BYTES))
     except PermissionError as error:
-        # If the folder itself refuses access, it may be anybody's.
+        # If the folder itself refuses access, nothing shows that it has this file.
         if not os.path.lexists(path):
             return False
         raise CheckpointError(f"{path}: cannot be read, so the kind of this folder is not known: {error}") from error

@@ -1,10 +1,10 @@
 """Reads the optimizer's state from a torch_dist checkpoint.
 
-A `fully_reshardable` or `fully_sharded_model_space` optimizer loads under any layout (`fully_sharded_model_space`: with
-the same padding of the vocabulary). For a `dp_reshardable` optimizer, only the data-parallel size may differ from the
-saved one. Other optimizers than DistributedOptimizer (replicated Adam, Muon and its kin, with or without owners) are
-stored tensor by tensor, in the model's shapes, and load under any layout and into a DistributedOptimizer of the same
-kind.
+A `fully_reshardable` or `fully_sharded_model_space` optimizer loads under any layout (`fully_sharded_model_space` only
+with the same padding of the vocabulary). For a `dp_reshardable` optimizer, only the data-parallel size may differ from
+the saved one. Other optimizers than DistributedOptimizer (replicated Adam, Muon and its kin, with or without owners)
+are stored tensor by tensor, in the model's shapes. Their state loads under any layout, also into a DistributedOptimizer
+of the same kind.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ MAIN_NAMES = (PARAM, "fp32_param")
 # The parameter that HybridDeviceOptimizer updates. After a load by megatron it can differ from the stored main
 # parameter, which is only a copy.
 _INNER = "master_param"
-# Adam has the first two settings, Lion the first, Muon the third; SGD, AdaptiveMuon and SOAP have more of them.
+# The settings of param groups that show the kind of an optimizer. Adam has the first two, Lion the first, Muon the
+# third. SGD, AdaptiveMuon and SOAP also have later settings.
 _KIND_SETTINGS = {"betas", "eps", "momentum", "beta2", "nesterov", "dampening", "shampoo_beta"}
 
 Stored = Mapping[str, Any]
@@ -112,9 +113,9 @@ def _are_buckets(path: Path, saved: Sequence[Stored]) -> bool:
     if found == {_DP_RESHARDABLE}:
         return True
     raise UnsupportedError(
-        f"{path}: the optimizer state is stored as {', '.join(sorted(found - {_BY_PARAMETER}))}; of a "
-        f"DistributedOptimizer only {_FULLY_RESHARDABLE} can be read, or {_DP_RESHARDABLE} if it is alone. Save it "
-        "again in one of these forms, or leave 'optimizer' out of load_contents"
+        f"{path}: the optimizer state is stored as {', '.join(sorted(found - {_BY_PARAMETER}))}. For a "
+        f"DistributedOptimizer, only {_FULLY_RESHARDABLE} can be read, or {_DP_RESHARDABLE} if all optimizers are "
+        "stored in this form. Save it again in one of these forms, or leave 'optimizer' out of load_contents"
     )
 
 
@@ -125,8 +126,8 @@ class _Parameters:
     Attributes:
         files, keys, training: see `read_optimizer`.
         saved: the state of each saved optimizer.
-        tensors: the model's tensors by `id` of the live ones.
-        weights: the checkpoint's weights by `id` of the live ones.
+        tensors: the model's tensors, by the `id` of the live tensor.
+        weights: the checkpoint's weights, by the `id` of the live tensor.
     """
 
     files: TorchDistFiles
@@ -147,7 +148,7 @@ class _Parameters:
         """Reads a parameter's state, which has the model's shape, and keeps the range that this rank owns."""
         if owned.has_bound_state:
             raise UnsupportedError(
-                f"optimizer state of {owned.name}: {part.kind_name} has state that has not the parameter's shape, "
+                f"optimizer state of {owned.name}: {part.kind_name} has state whose shape is not the parameter's, "
                 "which megatron cannot store in torch_dist: leave 'optimizer' out of load_contents"
             )
         tensor = self.tensors[id(owned.parameter)]
@@ -169,7 +170,7 @@ class _Parameters:
         """Returns the keys under which a tensor's state can be.
 
         `ChainedOptimizer.sharded_state_dict` (0.16.1) puts the number of the part into the key if there are several
-        parts. Another layout can have other parts, so a tensor may be under every number.
+        parts. Another layout can have other parts, so the tensor can be under any of these numbers.
         """
         prefixes = ["", *(f"chained_{number}." for number in range(len(self.saved)))]
         kinds = MAIN_NAMES if kind == PARAM else (kind,)
@@ -185,7 +186,7 @@ class _Buckets:
 
     def read_part(self, number: int, part: LivePart) -> FoundPart:
         prefix = f"chained_{number}." if len(self.training.parts) > 1 else ""
-        # For this rank's combination of pipeline, tensor and expert ranks.
+        # The key is for this rank's combination of pipeline, tensor and expert ranks.
         group_key = f"{prefix}optimizer.distributed.dp_group_idx_{part.group_index}"
         places = part.bucket_ranges()
         tensors = [self._read_range(group_key, *each) for each in zip(part.ranges, places, strict=True)]
@@ -220,8 +221,9 @@ class _Buckets:
 
 
 def _of_the_same_kind(part: LivePart, saved: Sequence[Stored]) -> Sequence[Stored]:
-    """Returns the saved parts of the same kind of optimizer as this part, which the settings in their param groups
-    show.
+    """Returns the saved parts that have the same kind of optimizer as this part, or all if none has.
+
+    The settings in the param groups show the kind.
     """
     own = _kind_settings(part.param_groups)
     return [state for state in saved if _kind_settings(_stored_groups(state)) == own] or saved
@@ -260,7 +262,7 @@ def _found_part(
     groups: Sequence[Mapping[str, Any]],
     part: LivePart | None = None,
 ) -> FoundPart:
-    """Returns a part with its step and scaler. `part` is the live part; it is given if its kind may count no steps."""
+    """Returns a part with its step and scaler. `part` is the live part. None: the part counts steps."""
     stored = [group for state in saved for group in _stored_groups(state)]
     if not stored:
         raise CheckpointMismatchError(

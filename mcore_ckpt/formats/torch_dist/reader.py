@@ -1,8 +1,8 @@
 """Reads the model's tensors from a torch_dist checkpoint (megatron's `dist_checkpointing`), without a live model.
 
 The checkpoint's keys come from `sharded_state_dict` (megatron-core 0.16.1). Homogeneous layers share one key, and the
-stored tensor has an axis of layers in front (`TransformerBlock`). In the same way experts share one key, and the stored
-tensor has an axis of experts (`SequentialMLP`, `TEGroupedLinear`). With `non_homogeneous_layers` or
+stored tensor has an axis of layers in front (`TransformerBlock`). In the same way, experts share one key, and the
+stored tensor has an axis of experts (`SequentialMLP`, `TEGroupedLinear`). With `non_homogeneous_layers` or
 `singleton_local_shards` each layer or expert has its own key, and gate and up have separate keys
 (`apply_swiglu_sharded_factory`). The sections of a mixer's fused projection always have separate keys
 (`_split_tensor_factory` of GatedDeltaNet and MambaMixer).
@@ -126,7 +126,7 @@ def open_torch_dist(path: Path) -> ShardReader:
 
 
 def _without_other_names(reader: ShardReader) -> ShardReader:
-    """Keeps one of several equal tensors. Convert writes a norm under its names in all layer specs (`keys.py`)."""
+    """Keeps one of several equal tensors. `convert` writes a norm under its names in all specs (`keys.py`)."""
     left_out: set[str] = set()
     for name in reader.names:
         for other in synonyms(name):
@@ -176,7 +176,7 @@ def _rows_of_sections(tensors: Iterable[tuple[_Key, TensorStorageMetadata]]) -> 
 
 
 def _whole(of: _Key, size: Shape, rows: Mapping[str, Mapping[str, int]]) -> tuple[Shape, int]:
-    """Returns a global tensor's shape, and the row at which the key's section begins. The key stores `size`."""
+    """Returns a global tensor's shape, and the row at which the key's section begins. `size` is the stored shape."""
     shape = size[len(of.axes) :]
     if of.section is None:
         return shape, 0

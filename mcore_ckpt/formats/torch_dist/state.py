@@ -5,10 +5,12 @@ itself. It does not call `dist_checkpointing.load` (0.16.1), for two reasons. Fi
 in `.metadata` and in every sharded object (`FileSystemReader.read_metadata` and `DefaultLoadPlanner.load_bytes` of
 torch 2.13). Second, loading the optimizer in this way fails with torch's Adam: `sharded_state_dict(is_loading=True)`
 fails an assertion before the optimizer's first step, and `load_parameter_state_from_fully_reshardable` looks for a
-`step` of each parameter (`_set_main_param_and_optimizer_states`), but the checkpoint stores it in the param groups.
+`step` of each parameter (`_set_main_param_and_optimizer_states`), but the checkpoint stores the step in the param
+groups.
 
-The model loads under any layout, random states under the same tensor- and pipeline-parallel sizes, the optimizer as
-`optimizer_state.py` says. Padding rows of the vocabulary that the checkpoint lacks keep their fresh values.
+The model loads under any layout, and random states load only under the same tensor- and pipeline-parallel sizes.
+`optimizer_state.py` says under which layouts the optimizer's state loads. Padding rows of the vocabulary that the
+checkpoint lacks keep their fresh values.
 """
 
 from __future__ import annotations
@@ -38,9 +40,9 @@ _QUANTIZED = ("fp8_param_gather", "fp8_param", "fp4_param_gather", "fp4_param")
 
 
 class TorchDistState(ForeignState):
-    """One torch_dist folder, or the `dist_ckpt` folders that verl writes below one.
+    """The state in one torch_dist folder, or in the `dist_ckpt` folders that verl writes below a role's folder.
 
-    The step is the checkpoint's `iteration`. Without one, it is the number in the folder's name, or 0.
+    The step is the checkpoint's `iteration`. If that is missing, the step is the number in the folder's name, or 0.
     """
 
     def __init__(self, path: Path, training: LiveTraining) -> None:
@@ -69,8 +71,8 @@ class TorchDistState(ForeignState):
         """The model's tensors that are to be loaded, under the names that the checkpoint uses.
 
         The names depend on flags that newer megatron versions store in the checkpoint (`content_metadata`), and on
-        whether the layers were homogeneous, which not every checkpoint records. So this tries the names of both cases,
-        and takes the names of the case in which fewer are missing.
+        whether the layers were homogeneous, which not every checkpoint records. So this property tries the names of
+        both cases, and takes the names of the case in which fewer are missing.
         """
         saved = self._files.common.get("content_metadata")
         flags = {key: each for key, each in saved.items() if isinstance(each, bool)} if isinstance(saved, dict) else {}
@@ -140,7 +142,7 @@ class TorchDistState(ForeignState):
 
 
 def _numbered(name: str) -> str:
-    """Makes keys of the same tensor comparable: with one name for main parameters, and layer numbers for `synonyms`.
+    """Gives all keys of a tensor one form: one name for main parameters, and a layer number, which `synonyms` needs.
 
     A key that all layers share gets the number 0.
     """

@@ -2,7 +2,7 @@
 
 A GPTModel's checkpoint fits a HybridModel that runs the same parts, and the other way round. The two models number
 their layers differently (`sharding/counterparts.py`), and only GPTModel stores layers that are alike as one tensor with
-an axis of layers. megatron-core 0.19 itself supports only the first direction (`gpt_checkpoint_interop.py`), and
+an axis of layers. megatron-core 0.19 itself supports only the first direction (`gpt_checkpoint_interop.py`), and only
 without multi-token prediction.
 """
 
@@ -66,7 +66,7 @@ class StoredKeys:
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Adds the layers of the checkpoint and of the model to an error of the `with` block, if they differ."""
+        """Adds `layer_mismatch`, unless it is None, to a CheckpointMismatchError of the `with` block."""
         try:
             yield
         except CheckpointMismatchError as error:

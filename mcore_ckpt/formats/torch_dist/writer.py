@@ -6,7 +6,8 @@ and so the whole model, in memory until the file is complete (`_write_files_from
 planner needs the model.
 
 Layer specs name some norms differently, and it is unknown which spec will load the checkpoint. So such a norm is
-written under both names. `_extra_state` has placeholders, because megatron asks for all of them.
+written under both names. A placeholder is written for each module's `_extra_state`, because megatron asks for all of
+them.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class TorchDistWriter:
 
     Attributes:
         contents: everything that the folder is to hold.
-        read: returns the elements of a slice as a tensor of the shape `Slice.sizes`. Two threads call it.
+        read: a function that returns the elements of a slice as a tensor of the shape `Slice.sizes`. Two threads call
+            it.
         place: the folder that `read` reads, for messages.
     """
 
@@ -111,7 +113,7 @@ def _file_name(number: int) -> str:
 
 
 def _write_slices(slices: Sequence[Slice], path: Path, read: Callable[[Slice], torch.Tensor]) -> list[list[int]]:
-    """Writes one file durably, slice by slice. Returns the offset and the length in bytes of each."""
+    """Writes one file durably, slice by slice. Returns the offset and the length of each slice, in bytes."""
     places = []
     with open(open_new(path), "wb") as stream:
         for each in slices:

@@ -72,7 +72,7 @@ def rank_dirs(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def bare_name(name: str) -> str:
-    """Removes the prefix that older versions of DDP and Float16Module added to the names of the module they wrap."""
+    """Removes the prefix that older versions of DDP and Float16Module added to the names of a wrapped module."""
     return re.sub(r"^(?:module\.)+", "", name)
 
 

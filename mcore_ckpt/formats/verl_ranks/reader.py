@@ -1,8 +1,8 @@
 """Reads the model from the per-rank folders of verl up to 0.4, and maps each rank's names to global names.
 
 These folders number layers per chunk, so the global numbers come from the files of the whole pipeline. The cut of a
-tensor is not stored. Of the cuts that its name allows, the reader takes the one that results in the shape of
-`config.json`.
+tensor is not stored. Its name allows some cuts, and the reader takes the cut with which the tensor has the shape that
+`config.json` requires.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def open_verl_ranks(
 def _without_copied_head(
     reader: ShardReader, infos: Mapping[str, TensorInfo], expected: Mapping[str, Shape]
 ) -> ShardReader:
-    """Leaves out the output layer if it is only a copy of the tied embedding, on the last of several pipeline ranks."""
+    """Leaves out the output layer if it is the last pipeline rank's copy of the tied embedding."""
     head = found_as(MCORE_HEAD, infos)
     embedding = found_as(MCORE_EMBEDDING, infos)
     if head is None or found_as(head, expected) or embedding is None or _is_value_head(head, infos[head].shape):
@@ -132,8 +132,8 @@ def _ranks(numbers: tuple[int, ...], is_pipeline: bool) -> _Ranks:
 def _second_is_pipeline(folder: Path, dirs: Mapping[str, tuple[int, ...]], read: Mapping[str, Sequence[Chunk]]) -> bool:
     """Returns True if the second number of `mp_rank_00_001` is a pipeline rank, False if it is an expert rank.
 
-    megatron leaves the pipeline rank out of the name without pipeline parallelism, and the expert rank without expert
-    parallelism. Every expert-parallel rank has the final norm, but only one pipeline rank has it.
+    Without pipeline parallelism, megatron leaves the pipeline rank out of the name; without expert parallelism, it
+    leaves out the expert rank. Every expert-parallel rank has the final norm, but only one pipeline rank has it.
     """
     having = [name for name in dirs if any(found_as(_FINAL_NORM, chunk) for chunk in read[name])]
     seconds, with_norm = {dirs[name][1] for name in dirs}, {dirs[name][1] for name in having}
@@ -190,7 +190,10 @@ def _check_ranks(folder: Path, ranks: Sequence[_Ranks]) -> int:
 
 
 def _by_global_name(folder: Path, chunks: Mapping[_Ranks, Sequence[Chunk]]) -> dict[str, dict[_Ranks, _Held]]:
-    """Groups the ranks' tensors by global name: all ranks' of an expert, else one for each tensor-parallel rank."""
+    """Groups the ranks' tensors by global name.
+
+    An expert's tensor is kept from every rank, any other tensor only once for each tensor-parallel rank.
+    """
     found: dict[str, dict[_Ranks, _Held]] = {}
     for ranks, number, chunk, names in _named_chunks(folder, chunks):
         for local, tensor in chunk.items():

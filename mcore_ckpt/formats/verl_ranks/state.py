@@ -157,7 +157,8 @@ def _read_chunk(where: str, live: Mapping[str, Any], saved: Any) -> Iterator[Fou
 
 
 def _tensors_of(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    # transformer-engine's _extra_state is a pickle. Delayed scaling alone needs it, and begins its history anew.
+    # transformer-engine's _extra_state is a pickle. Only delayed scaling needs it, and delayed scaling begins its
+    # history anew.
     return {
         name: value
         for name, value in state.items()
@@ -174,7 +175,7 @@ def _check_tensor(where: str, name: str, wanted: torch.Tensor | None, found: tor
 
 
 def _buffers_of_part(file: Path, number: int, parts: int) -> Mapping[Any, Any]:
-    """Reads the buffers of one chained optimizer. A list of them has None for those that another rank has written."""
+    """Reads the buffers of chained optimizer `number`. Optimizers that another rank wrote are None in the file."""
     if not file.is_file():
         raise CheckpointMismatchError(
             f"{file}: is missing. verl wrote the optimizer state of a data-parallel group only to the file of the "
