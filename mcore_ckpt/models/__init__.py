@@ -4,7 +4,7 @@ One `Architecture` object describes each HuggingFace architecture. Its main part
 
 - `table`: which HuggingFace tensors make up which Megatron tensor;
 - `read`: a function that reads from `config.json` what the table needs (sizes, features, kinds of layers);
-- `rules`: translate the fields of `config.json` to Megatron's arguments and back.
+- `rules`: objects that translate the fields of `config.json` to Megatron's arguments and back.
 
 To add an architecture to this package, write a module `models/architectures/<name>.py` that exports `ARCHITECTURES`,
 and add the module to `models/architectures/__init__.py`. A program outside the package registers its own architecture:

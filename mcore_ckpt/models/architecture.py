@@ -51,8 +51,8 @@ def language_config(config: HfConfig, section: str) -> HfConfig:
     """Returns the fields of `config.json` that describe the language model, as its own `config.json` would have them.
 
     Early vision-language models (Qwen2.5-VL as published) have these fields in `config.json` itself. Fields of the
-    whole model are in either place. If `config.json` itself has them, those count (transformers 5 reads
-    `tie_word_embeddings` there, and 4.57 in the section). `section` is empty if there is none.
+    whole model (`_OF_BOTH`) can be in both places. Then the values in `config.json` itself count (transformers 5 reads
+    `tie_word_embeddings` there, and 4.57 in the section). `section` is empty if the architecture has no section.
     """
     if not _is_nested(config, section):
         return config
@@ -73,8 +73,8 @@ class Architecture:
         classes: the names of the model classes in transformers. `architectures` in `config.json` contains one of them.
         table: which HuggingFace tensors make up which Megatron tensor.
         read: a function that reads, from a config, the facts on which the table depends.
-        rules: translate the config's fields to Megatron's arguments and back. If two rules set the same argument, the
-            later rule takes precedence.
+        rules: objects that translate the config's fields to Megatron's arguments and back. If two rules set the same
+            argument, the later rule takes precedence.
         section: the field of `config.json` that holds the language model's fields, which `rules` and `read` translate:
             "text_config" in vision-language models. Empty if they are in `config.json` itself.
     """

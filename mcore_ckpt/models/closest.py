@@ -1,9 +1,9 @@
-"""Finds the known table that is closest to a model without one, to tell the user what a new table must contain.
+"""Finds the known table that is closest to a model without a table, to tell users what a new table must contain.
 
-Every known table is laid over the folder, and the error names the table that has places for most tensors, and the
-tensors that are left over. Names are compared with `*` for the numbers of layers and experts, so the size of the model
-does not matter. If there is only a `config.json`, the architecture whose rules read most of its fields counts as
-closest.
+Every known table is compared with the folder's tensors. The error names the table that has places for most of them, and
+the tensors that have no place in it. Names are compared with `*` for the numbers of layers and experts, so the size of
+the model does not matter. If there is only a `config.json`, the architecture whose rules read most of its fields counts
+as closest.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def describe_closest(
 ) -> str:
     """Names the architecture that fits a model best, and the tensors that it has no place for.
 
-    With tensors (their shapes by name), it is the architecture whose table has a place for most of them and whose facts
-    `read` finds in the config. A place needs the name and the shape. Names are shown with `*` in place of the numbers
-    of layers and experts, each once. Without tensors, or if no table has a place for any, it is the architecture whose
-    rules read most fields of the config.
+    `tensors` has the shapes of the model's tensors by name. Of the architectures whose facts `read` finds in the
+    config, the one whose table has a place for most tensors fits best. A tensor has a place if the table has its name
+    with its shape. Each name is shown once, with `*` in place of the numbers of layers and experts. Without tensors, or
+    if no table has a place for any tensor, the architecture whose rules read most fields of the config fits best.
 
     Example:
         >>> describe_closest(known, read, config, shapes)  # doctest: +SKIP
@@ -99,7 +99,7 @@ def _pattern(name: str) -> str:
 
 
 def _shown(tensor: tuple[str, Shape], places: set[tuple[str, Shape]]) -> str:
-    """Returns the tensor's name, with its shape if only the shape keeps it from its place."""
+    """Returns the tensor's name, with both shapes if the table has this name with another shape."""
     pattern, shape = tensor
     wanted = next((other for name, other in places if name == pattern), None)
     return pattern if wanted is None else f"{pattern} of shape {list(shape)} (it has {list(wanted)})"
@@ -122,7 +122,7 @@ class _Watched(dict[str, Any]):
 
 
 def _by_fields(known: Iterable[Architecture], config: HfConfig) -> str:
-    """Compares how many fields the rules read, minus how many fields they need and do not find."""
+    """Names the architecture whose rules read most fields, minus the fields that they need and do not find."""
     tried = [(a.model_type, *_try(a, config)) for a in known if a.rules]
     model_type, read, missing = max(tried, key=lambda each: (each[1] - len(each[2]), each[0]))
     lacking = f"; it needs {some_of(missing)}, which the config lacks" if missing else ""
@@ -130,7 +130,7 @@ def _by_fields(known: Iterable[Architecture], config: HfConfig) -> str:
 
 
 def _try(architecture: Architecture, config: HfConfig) -> tuple[int, list[str]]:
-    """Returns the number of fields that the architecture's rules read, and the fields that they miss."""
+    """Returns how many fields the architecture's rules read, and which fields they need but do not find."""
     watched, missing = _Watched({**config, "model_type": architecture.model_type}), list[str]()
     for rule in architecture.rules:
         try:

@@ -4,7 +4,7 @@ A rule's `to_mcore` reads some fields of a `config.json` and returns Megatron's 
 that express Megatron's values. Megatron's values are in one flat dict, under three kinds of names:
 
 - arguments of `TransformerConfig` under their own names;
-- arguments of `GPTModel` (or of `HybridModel`, if the table is one of it) with the prefix "gpt.";
+- arguments of `GPTModel` (or of `HybridModel`, if `Table.is_hybrid`) with the prefix "gpt.";
 - attributes that megatron-core 0.16.1 reads from the config, although `TransformerConfig` does not declare them as
   fields, with the prefix "attributes.".
 """
@@ -39,7 +39,7 @@ def factor_or_none(factor: float | None) -> float | None:
 class Rule(Protocol):
     """A translation between some fields of `config.json` and Megatron's values.
 
-    A rule of one direction derives from this class, which translates nothing.
+    A rule that translates in only one direction derives from this class, whose methods translate nothing.
     """
 
     def to_mcore(self, hf: HfConfig) -> dict[str, Any]:

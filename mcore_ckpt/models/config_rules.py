@@ -256,7 +256,7 @@ class NormalizedTopk:
             given = "the weights of experts add up to 1" if self.always else "norm_topk_prob is true"
             raise UnsupportedError(
                 f"config.json: {given} with num_experts_per_tok 1: this cannot be converted, because megatron-core "
-                "0.16.1 (TopKRouter) then leaves a single weight as the scores of all experts give it, so it is not 1"
+                "0.16.1 (TopKRouter) does not normalize the weight of a single expert, so it would not be 1"
             )
         return {"moe_router_pre_softmax": not normalized}
 
@@ -311,7 +311,7 @@ class SigmoidScores:
 
 
 class SharedExperts:
-    """The rule for shared experts. HuggingFace has several, and Megatron one that is as large as all of them."""
+    """The rule for shared experts. HuggingFace has several, and Megatron one that is as large as all together."""
 
     def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
         size = (hf.get("n_shared_experts") or 0) * needed(hf, "moe_intermediate_size")
@@ -368,7 +368,7 @@ _SILU: tuple[Rule, ...] = (Silu(), Constant("add_bias_linear", False))
 _FFN = Same("ffn_hidden_size", "intermediate_size")
 
 DECODER: tuple[Rule, ...] = (*_DECODER, _FFN, HeadDim())
-"""The rules of every decoder without latent attention, except those for activation, biases and rotary embeddings."""
+"""The rules of every decoder without latent attention, without rules for activation, biases, rotary embeddings."""
 
 DENSE: tuple[Rule, ...] = (*DECODER, *_SILU)
 """`DECODER` with the SiLU activation and without `add_bias_linear`. Rules for rotary embeddings are not included."""

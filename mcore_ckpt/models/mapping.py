@@ -31,8 +31,8 @@ class Slab:
         start: the range's first element in the row-major HuggingFace tensor.
         mcore: the global name of the mcore tensor in megatron's local layer specs. It is empty if the range contains
             only zeros.
-        region: the elements of the mcore tensor that fill the range, in the order of the range. The global shape of the
-            region is that of the mcore tensor, without padding of the vocabulary.
+        region: the elements of the mcore tensor that fill the range, in the order of the range. The region's global
+            shape is the mcore tensor's shape, without padding of the vocabulary.
         change: the conversion of the values, or None if the values stay as they are. `change.to_hf` converts the
             region's elements, as a tensor of shape `region.local_shape`, to the range's elements.
         sections: the sections of the mcore tensor (see `Row`). Empty for a tensor without sections and for
@@ -70,7 +70,7 @@ class HfTensor:
 
 
 def whole_tensor(name: str, source: str, shape: Shape, low_rank: LowRank | None = None) -> HfTensor:
-    """Returns a tensor that the source has whole, with the same elements, under the name `source`."""
+    """Returns a HuggingFace tensor that equals a whole tensor of the source, which has the name `source` there."""
     return HfTensor(name, shape, (Slab(0, source, Region.whole(shape), low_rank=low_rank),))
 
 
@@ -95,8 +95,9 @@ def hf_tensors_in(model: HfModel, names: Container[str]) -> list[HfTensor]:
 
     `names` are the names of the tensors in the folder, or a mapping of these names to the tensors. If the folder stacks
     the experts of a layer in one tensor, the list has this tensor in place of one tensor per expert. If an architecture
-    has two ways to stack them under one name (Qwen3-VL-MoE), the shapes in the mapping show which one it is. The list
-    contains no copies. It contains the tensors of multi-token prediction only if the folder has at least one of them.
+    stacks experts in two ways under the same names (Qwen3-VL-MoE), the shapes in the mapping show which way the folder
+    has. The list contains no copies. It contains the tensors of multi-token prediction only if the folder has at least
+    one of them.
     """
     found: list[HfTensor] = []
     classic = list(_spelled_out(model, model.architecture.table))
@@ -117,11 +118,11 @@ def hf_tensors_in(model: HfModel, names: Container[str]) -> list[HfTensor]:
 def check_names(
     model: HfModel, wanted: Sequence[HfTensor], found: Iterable[str], where: str, copies: Container[str] = ()
 ) -> tuple[LeftOut, ...]:
-    """Accounts for all tensors of a folder, and returns those that are not wanted, but left out for a reason.
+    """Accounts for all tensors of a folder, and returns the tensors that are left out for a reason.
 
     Args:
         wanted: the tensors that the folder must have, from `hf_tensors_in`.
-        copies: the names of tensors that the caller has found equal to others, or compares later.
+        copies: the names of tensors that the caller has found equal to other tensors, or will compare with them.
 
     Raises CheckpointMismatchError: the folder lacks a wanted tensor, or has an unknown one that is not ignored.
     """
@@ -132,7 +133,8 @@ def check_names(
 
     if missing := [tensor.name for tensor in wanted if tensor.name not in names]:
         raise refusal("lacks", missing)
-    # Experts that are not wanted, because the folder has them stacked, too, would be lost silently.
+    # Here only `is_copy` makes a tensor a copy. If a folder has experts both stacked and one by one, the latter are not
+    # wanted, but no copies either, so that they are refused and not lost silently.
     in_table = {tensor.name for tensor in hf_tensors(model) if tensor.is_copy}
     reasons: list[Reason] = [
         matching(IGNORED, model.ignored_by_user),
@@ -144,10 +146,11 @@ def check_names(
 
 
 def _are_as_stacked(tensors: Sequence[tuple[HfTensor, Shape]], names: Container[str]) -> bool:
-    """Returns True if a folder has the form of `Table.stacked` of tensors that have the same names in both forms.
+    """Returns True if a folder has tensors in the form of `Table.stacked`, although both forms have the same names.
 
-    All tensors decide together, because the shapes of some can be equal in both forms. `tensors` has each with its
-    shape in the other form. `names` has the folder's tensors by name; names alone tell no forms apart.
+    All tensors decide together, because the shapes of some can be equal in both forms. `tensors` has each stacked
+    tensor with its shape in the other form. `names` maps the names in the folder to its tensors. If it has only the
+    names, it does not show the form, and the result is False.
     """
     if not isinstance(names, Mapping):
         return False

@@ -26,8 +26,8 @@ class McoreConfig:
     Attributes:
         transformer: arguments of `TransformerConfig`, or of `MLATransformerConfig` if `multi_latent_attention` is among
             them. Arguments for training and parallelism are not included.
-        gpt: arguments of `GPTModel`, or of `HybridModel` if `hybrid_layer_pattern` is among them. `vocab_size` is that
-            of HuggingFace, without padding. The pattern does not say where pipeline stages end.
+        gpt: arguments of `GPTModel`, or of `HybridModel` if `hybrid_layer_pattern` is among them. `vocab_size` is
+            HuggingFace's, without padding. The pattern does not say where pipeline stages end.
         attributes: attributes to set on the `TransformerConfig`. `GPTModel` reads these attributes, although
             `TransformerConfig` does not declare them as fields (Yarn's parameters, 0.16.1).
     """
@@ -102,8 +102,8 @@ def to_hf_config(
     Args:
         architecture: the HuggingFace architecture of the result.
         transformer: a `TransformerConfig`, or its arguments as a mapping.
-        gpt: the known arguments of `GPTModel`. `gpt_arguments` reads them from a live model. `vocab_size` is that of
-            HuggingFace, without padding.
+        gpt: the known arguments of `GPTModel`. `gpt_arguments` reads them from a live model. `vocab_size` is
+            HuggingFace's, without padding.
         base: the `config.json` to start from. It can be empty if `transformer` and `gpt` describe the model completely.
             They do not describe a vision tower, so its fields (`vision_config`) must be in `base`.
         is_value: whether the model has a value head; None if `base` decides.
@@ -169,7 +169,7 @@ ONE_LABEL = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 def gpt_arguments(model: Any) -> dict[str, Any]:
     """Reads the arguments that a live, unwrapped `GPTModel` or `HybridModel` exposes.
 
-    The padded `vocab_size` is left out. Of a vision-language model, pass the `language_model`.
+    The padded `vocab_size` is left out. If the model is a vision-language model, pass its `language_model`.
     """
     found = {name: getattr(model, name, None) for name in _EXPOSED} | {
         "rope_scaling": getattr(model, "rotary_scaling", None),
@@ -187,12 +187,13 @@ _EXPOSED = (
 )
 
 
-# These fields describe the training, not the model. The last one rotates queries and keys, which changes no product.
+# These fields describe the training, not the model. The last one is for a rotation of queries and keys, which changes
+# none of their products.
 _TRAINING_FIELDS = {"attention_dropout", "hidden_dropout", "dsa_indexer_rotate_activation"}
 
 
 def check_known(names: Iterable[str], config: Any) -> None:
-    """Raises UnsupportedError if a config, or a class of configs, has no field of one of these names."""
+    """Raises UnsupportedError if a config, or a class of configs, lacks a field with one of these names."""
     if missing := [name for name in names if not hasattr(config, name) and name not in getattr(config, _FIELDS, ())]:
         raise UnsupportedError(
             f"this version of megatron-core has no {missing[0]}, which the model needs: install megatron-core 0.19 or "
@@ -280,7 +281,7 @@ def _params_dtype(transformer: Any, dtype: Any) -> Any:
 
 
 # megatron accepts several forms of these values (get_gpt_decoder_layer_specs, is_layer_window_attention, 0.16.1). Rules
-# know only one form of each value. These functions convert the other forms to it before values are compared.
+# know only one form of each value. These functions convert the other forms to this form before values are compared.
 _NORMAL_FORMS: dict[str, Callable[[Any, Any], Any]] = {
     "moe_layer_freq": _moe_layer_freq,
     "linear_attention_freq": _linear_attention_freq,
@@ -305,7 +306,7 @@ def _check_expressed(architecture: Architecture, transformer: Any, gpt: Mapping[
 
 
 def _spell_for_both_versions(architecture: Architecture, config: dict[str, Any]) -> None:
-    """Adds the fields that only transformers 4, or only transformers 5, reads: each would use its default otherwise."""
+    """Adds fields that only transformers 4 or only 5 reads, because each uses a default for a field that is missing."""
     for rule in architecture.rules:
         try:
             if isinstance(rule, Same) and rule.also:

@@ -1,6 +1,6 @@
 """Finds the adapters of HuggingFace tensors by an architecture's table, and gives them PEFT's names.
 
-Megatron fuses layers that are separate in HuggingFace, and so does an adapter: linear_qkv has one A for queries, keys
+Megatron fuses layers that are separate in HuggingFace, and so do its adapters: linear_qkv has one A for queries, keys
 and values, and one B whose rows have the order of linear_qkv's rows. A row of B belongs to the same HuggingFace tensor
 as the same row of the weight, so the table of the weights is the table of the adapters, too.
 """
@@ -36,7 +36,7 @@ def with_adapters(
     """Returns the same tensors, with the adapters of their slabs.
 
     Args:
-        wanted: tensors of the model. `mcore` in their slabs is a name of Megatron's.
+        wanted: tensors of the model. `mcore` in their slabs is Megatron's name.
         adapters: the global shape of each tensor of an adapter, by name.
         alpha: the adapters' alpha; an adapter of rank r is scaled by alpha / r.
 
@@ -97,8 +97,8 @@ def _keys_of(name: str, position: int) -> Iterator[tuple[AdapterKey, int | None]
 def _check_component(key: AdapterKey, tensor: HfTensor, count: int) -> None:
     if key.component and _COMPONENTS[key.component][1] != count:
         raise UnsupportedError(
-            f"the adapter adapter_{key.component} of {key.module} belongs to a part of {tensor.name}, which "
-            "HuggingFace's model does not have apart: train it with LoRA instead of CanonicalLoRA"
+            f"the adapter adapter_{key.component} of {key.module} belongs to a part of {tensor.name}, for which "
+            "HuggingFace's model has no separate tensor: train it with LoRA instead of CanonicalLoRA"
         )
 
 
@@ -133,9 +133,11 @@ def _low_rank(
 
 
 def _factor(name: str, region: Region, shape: Shape, expert: int | None, experts: int) -> Factor:
-    """Returns a part of an adapter. With one more axis than the region, `shape` has one adapter for each expert.
+    """Returns a part of an adapter. If `shape` has one axis more than the region, the tensor stacks adapters of
+    experts.
 
-    If there are fewer adapters than experts, neighbours share one (`share_expert_adapters` of Megatron-Bridge).
+    If there are fewer adapters than experts, neighbouring experts share an adapter (`share_expert_adapters` of
+    Megatron-Bridge).
     """
     if expert is not None and len(shape) == len(region.global_shape) + 1 and experts % shape[0] == 0:
         region = _in_stack(region, expert * shape[0] // experts, shape[0])
@@ -170,7 +172,7 @@ def _in_stack(region: Region, index: int, count: int) -> Region:
 def peft_tensors(adapted: Iterable[HfTensor]) -> list[HfTensor]:
     """Lists the tensors of `adapter_model.safetensors`, as PEFT (0.21) names them.
 
-    `adapted` are tensors from `with_adapters`. Those without an adapter are left out.
+    `adapted` are tensors from `with_adapters`. Tensors without an adapter are left out.
 
     Raises:
         UnsupportedError: PEFT has no name for an adapter, because HuggingFace's model has several layers in one tensor,
@@ -190,8 +192,8 @@ class FullyTrained:
 
     Attributes:
         tensors: the tensors with PEFT's names. `mcore` in their slabs is the name in the source.
-        modules: the modules that are whole among them, for `modules_to_save`. PEFT (0.21) reads other tensors, such as
-            a router's bias alone, straight into the base model.
+        modules: the modules whose tensors are all among them, for `modules_to_save`. PEFT (0.21) reads other tensors,
+            such as a router's bias alone, straight into the base model.
     """
 
     tensors: tuple[HfTensor, ...] = ()
@@ -199,7 +201,7 @@ class FullyTrained:
 
     @property
     def sources(self) -> set[str]:
-        """The names of their tensors in the source."""
+        """The names that these tensors have in the source."""
         return {slab.mcore for tensor in self.tensors for slab in tensor.slabs if slab.mcore}
 
 
@@ -210,7 +212,8 @@ def fully_trained_in_peft(
 
     PEFT has no form for a tensor that also has an adapter, nor for experts and multi-token prediction, because
     transformers has no module for each of their tensors. `FullyTrained.sources` lacks these. `adapted` are all tensors
-    of the model, from `with_adapters`; `changed` and `there` are names of the source's changed tensors, and of all.
+    of the model, from `with_adapters`. `changed` has the names of the source's tensors that training has changed,
+    `there` the names of all its tensors.
     """
     modules: dict[str, dict[str, HfTensor | None]] = defaultdict(dict)
     adapters = {_module_of(tensor.name) for tensor in adapted if has_adapter(tensor)}
@@ -230,7 +233,8 @@ def fully_trained_in_peft(
         has_module = ".experts." not in f"{module}." and not any(is_mtp(model, name) for name in parts)
         if not any(is_changed.values()) or module in adapters or not has_module:
             continue
-        # If the embedding became a module of PEFT's (0.21, modules_to_save), a tied head would keep the base model's.
+        # If the embedding became a module of PEFT's (0.21, modules_to_save), a tied head would keep the base model's
+        # embedding.
         is_embedding = module == _module_of(model.architecture.table.hf_embedding)
         is_whole = None not in parts.values() and not (model.is_tied and is_embedding)
         whole += [module] if is_whole else []
@@ -291,7 +295,7 @@ def peft_config(
 ) -> dict[str, Any]:
     """Returns the contents of the `adapter_config.json` that belongs to `peft_tensors(adapted)`.
 
-    `dropout` is that of the adapters' inputs, `base` the name or folder of the base model, if it is known, and
+    `dropout` is the dropout of the adapters' inputs, `base` the name or folder of the base model, if it is known, and
     `modules_to_save` the modules that are whole in the adapter's file.
     """
     found = {t.name.removesuffix(WEIGHT): slab.low_rank for t in adapted for slab in t.slabs if slab.low_rank}
@@ -318,7 +322,7 @@ def peft_config(
 
 
 def _names_to_save(model: HfModel, modules: Sequence[str]) -> list[str]:
-    """Returns the last part of each module's name, or the whole name if other modules end in the same part."""
+    """Returns the last part of each module's name, or the whole name if modules that are not listed end so, too."""
     every = {_module_of(tensor.name) for tensor in hf_tensors(model)}
     names: dict[str, None] = {}
     for module in modules:
@@ -335,7 +339,7 @@ def _plain(number: float) -> float | int:
 def _target_modules(model: HfModel, adapted: Mapping[str, LowRank]) -> list[str]:
     """Returns short names if every layer of these names has an adapter, else the full names.
 
-    With a short name, PEFT would give adapters to the other layers, too.
+    By a short name, PEFT would give adapters to all layers of this name.
     """
     short = {name.rpartition(".")[2] for name in adapted}
     modules = {

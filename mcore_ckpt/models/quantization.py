@@ -60,7 +60,7 @@ def without_quantization(config: HfConfig) -> dict[str, Any]:
 
 
 def stated_dtype(config: HfConfig) -> torch.dtype:
-    """Returns the dtype that a config states for the model, or bfloat16 if it states none that weights can have."""
+    """Returns the dtype that a config states for the model: bfloat16, float16 or float32. Without one, bfloat16."""
     for part in (config, *(config.get(name) for name in _NESTED)):
         name = (part.get("dtype") or part.get("torch_dtype")) if isinstance(part, Mapping) else None
         dtype = getattr(torch, str(name), None)

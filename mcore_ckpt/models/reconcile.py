@@ -1,8 +1,9 @@
 """Settles from config, tensors and flags whether a model has tied embeddings, a value head, multi-token prediction.
 
-The tensors and `config.json` show each of them, and so do the flags of older tools. Offline, a contradiction is an
-error. In a live save the tensors decide, because a critic is trained with the config of its language model, and
-`config.json` is written to fit (`config_of_weights`, which also spells rope and dtype for both transformers 4 and 5).
+The tensors and `config.json` show each of these facts, and so do the flags of older tools. Offline, a contradiction is
+an error. In a live save the tensors decide, because a critic is trained with the config of its language model. The save
+then writes a `config.json` that fits the tensors (`config_of_weights`, which also spells rope and dtype for both
+transformers 4 and 5).
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ def reconcile(
 
     Args:
         model: the model that `config.json` describes, from `model_from_config`.
-        tensors: the shapes of all tensors by name. The names are those of a HuggingFace folder, or the global names of
-            an mcore checkpoint.
+        tensors: the shapes of all tensors by name. The names are the names in a HuggingFace folder, or the global names
+            of an mcore checkpoint.
         tie_word_embedding: the user's flag, True if the output head is the embedding. None if the flag is not set.
         is_value_model: the user's flag, True if the head gives one value. None if the flag is not set. Trainers save a
             critic with the config of its language model, so a flag that agrees with the tensors overrules the class in
@@ -98,8 +99,8 @@ def with_tokens(model: HfModel, rows: int, tokens: int | None) -> HfModel:
     """Returns the model with as many rows of its vocabulary as a tokenizer has tokens, if `config.json` states fewer.
 
     Training can add tokens, which take rows of megatron's padding, while the configuration still describes the base
-    model. Without this, their rows would be cut off as padding. `rows` are those of the stored embedding, `tokens`
-    those that the tokenizer needs (None if that is unknown).
+    model. Without this function, the rows of these tokens would be cut off as padding. `rows` is the number of rows of
+    the stored embedding, `tokens` the number of the tokenizer's tokens (None if it is unknown).
 
     Raises:
         CheckpointMismatchError: the tokenizer has more tokens than there are rows, and `config.json` states fewer, so
@@ -170,7 +171,7 @@ def _reconcile_tied(model: HfModel, data: bool, user: bool | None) -> bool:
 def _reconcile_mtp(model: HfModel, there: Mapping[str, Shape], is_mcore: bool) -> tuple[frozenset[str], ...]:
     """Returns the model's layers of multi-token prediction; none if the tensors have none.
 
-    A config that announces some does not contradict that, because transformers does not save them.
+    A config may announce such layers although the tensors have none, because transformers does not save them.
     """
     first = model.architecture.table.mcore + "mtp.layers.0." if is_mcore else hf_mtp_prefix(model)
     return model.mtp_layers if any(name.startswith(first) for name in there) else ()

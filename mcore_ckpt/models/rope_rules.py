@@ -34,7 +34,7 @@ class RopeFields:
         return {name: value for name, value in self.fields.items() if name not in _OWN}
 
     def refusal(self, name: str, why: str, value: Any = None) -> UnsupportedError:
-        """Returns the error for a field of `fields`, or for another one with this value."""
+        """Returns the error for a field of `fields`, or for another field, which has the value `value`."""
         value = self.fields.get(name) if value is None else value
         return UnsupportedError(f"config.json: {name} of {self.kind} rotary embeddings is {value!r}: {why}")
 
@@ -94,7 +94,7 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 class Rope:
     """The rule for the rotary embeddings of attention that is not latent.
 
-    Its fields are transformers' defaults for theta and for the rotated fraction of each head.
+    Its attributes are transformers' defaults for theta and for the rotated fraction of each head.
     """
 
     default_theta: float = 10000.0
@@ -141,12 +141,13 @@ class Rope:
             kind, more = "linear", {"factor": mcore["gpt.seq_len_interpolation_factor"]}
         if partial == self.default_partial == 1.0:
             partial = None
-        # How a position's coordinates in images divide the frequencies. GPTModel has text only.
+        # The `mrope_` fields say how the coordinates of a position in an image divide the frequencies. They stay as
+        # they are in `base`, because GPTModel has text only.
         of_images = {name: value for name, value in _fields(base).items() if name.startswith("mrope_")}
         return write_rope(kind, mcore["gpt.rotary_base"], partial, {**more, **of_images})
 
     def spelling(self, hf: HfConfig) -> HfFields:
-        """Returns the config's rotary fields in the spelling of transformers 4 and in that of 5."""
+        """Returns the config's rotary fields in the spellings of transformers 4 and 5."""
         return _both_ropes(read_rope(hf, self.default_theta, self.default_partial), self.default_partial)
 
 
@@ -155,11 +156,11 @@ class MultimodalRope:
     """The rule for rotary embeddings with a part of each head for time, height and width ("mrope" in megatron).
 
     transformers calls them "default" embeddings with an `mrope_section`; published configs say "mrope". Where
-    `mrope_interleaved` is set (Qwen3-VL), the frequencies of the three alternate. GPTModel cannot do that, and
-    Megatron-Bridge exchanges its `rotary_pos_emb`. The field stays as it is in `config.json`.
+    `mrope_interleaved` is set (Qwen3-VL), the frequencies of the three alternate. GPTModel cannot do that, so
+    Megatron-Bridge replaces the `rotary_pos_emb` of GPTModel. The field stays as it is in `config.json`.
 
-    The attributes are transformers' defaults for theta, for the lengths of the three parts (None: it has none), and for
-    the rotated fraction of each head.
+    The attributes are transformers' defaults for theta, for the lengths of the three parts (None: transformers has no
+    default), and for the rotated fraction of each head.
     """
 
     default_theta: float
@@ -189,7 +190,7 @@ class MultimodalRope:
         return _both_multimodal(fields, mcore["gpt.rotary_base"], mcore["gpt.rotary_percent"])
 
     def spelling(self, hf: HfConfig) -> HfFields:
-        """Returns the config's rotary fields in the spelling of transformers 4 and in that of 5."""
+        """Returns the config's rotary fields in the spellings of transformers 4 and 5."""
         rope = read_rope(hf, self.default_theta, self.default_partial)
         return _both_multimodal(rope.others, rope.theta, rope.partial)
 
@@ -280,7 +281,7 @@ class LatentRope:
         return write_rope("yarn", mcore["rotary_base"], None, write_yarn(yarn, cut=False))
 
     def spelling(self, hf: HfConfig) -> HfFields:
-        """Returns the config's rotary fields in the spelling of transformers 4 and in that of 5."""
+        """Returns the config's rotary fields in the spellings of transformers 4 and 5."""
         return _both_ropes(read_rope(hf, 10000.0, 1.0), 1.0)
 
 

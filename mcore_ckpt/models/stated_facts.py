@@ -12,7 +12,8 @@ from mcore_ckpt.models.architecture import HfModel, read_config
 from mcore_ckpt.models.mcore_config import check_known, gpt_arguments, to_mcore_config
 from mcore_ckpt.models.registry import model_from_config
 
-# The facts that decide the order of a tensor's rows, which its shape does not show, with the sizes in the table.
+# The facts that decide the order of a tensor's rows, which its shape does not show. Each fact has the name of its size
+# in the table.
 _ORDER = {
     "num_attention_heads": "heads",
     "num_query_groups": "groups",
@@ -24,7 +25,7 @@ IN_CONFIG = "in config.json"
 
 
 def facts_of_model(model: HfModel) -> Facts:
-    """Returns the facts that `config.json` states; none if it has no rules, or megatron-core cannot build the model."""
+    """Returns the facts that `config.json` states; none if there are no rules, or megatron cannot build the model."""
     try:
         stated = to_mcore_config(model)
     except UnsupportedError:
@@ -38,15 +39,15 @@ def facts_of_folder(path: Path) -> Facts:
     try:
         return {} if folder is None else facts_of_model(model_from_config(read_config(folder)))
     except CheckpointError:
-        return {}  # a checkpoint can be loaded without it
+        return {}  # a checkpoint can be loaded without these facts
 
 
 def other_facts(saved: Facts, model: HfModel) -> list[DifferentFact]:
-    """Returns the facts in which a `config.json` differs from the model that was trained, if no tensor shows them.
+    """Returns the facts that no tensor shows, and in which `config.json` differs from the model that was trained.
 
-    Facts that `saved` (those of the checkpoint or of the live model) lacks are not compared.
+    `saved` has the facts of the checkpoint or of the live model. Facts that it lacks are not compared.
     """
-    towers = {name: value for name, value in saved.items() if "." in name}  # which no rule describes
+    towers = {name: value for name, value in saved.items() if "." in name}  # no rule describes towers
     sizes = {fact: model.sizes[size] for fact, size in _ORDER.items() if size in model.sizes}
     return hidden_differences(saved, {**towers, **(facts_of_model(model) or saved), **sizes})
 
@@ -72,14 +73,14 @@ def check_model(model: Any, hf_model: HfModel, strict: bool = True) -> list[Diff
 
     Args:
         model: an unwrapped `GPTModel` or `HybridModel`, or another module with megatron's `config`. Arguments that this
-            module does not expose are not compared, nor is what tensors show. A model without multi-token prediction is
-            accepted.
+            module does not expose are not compared, nor are facts that tensors show. A model without multi-token
+            prediction is accepted.
         hf_model: the model that the config describes, from `model_from_config`.
-        strict: False to return, and not to refuse, differences that a longer context makes on purpose (the rotary
-            base).
+        strict: False if differences that a longer context makes on purpose (the rotary base) are only returned, not
+            refused.
 
     Returns:
-        The differences. `saved` is the value of the config, `live` that of the model.
+        The differences. `saved` is the config's value, `live` the model's.
     """
     # Megatron-Bridge and mbridge keep the language model in a module that has the vision tower, too.
     model = getattr(model, "language_model", None) or model

@@ -3,9 +3,9 @@
 Both sides are *global* tensors. A table does not know how tensor parallelism cuts an mcore tensor. It uses the names of
 megatron's local layer specs; `sharding.synonyms` translates the names of transformer-engine's specs.
 
-Where megatron keeps several tensors in one, a row names them (`Row.sections`). The row must name them, because a folder
-has no pieces that show them, each is cut separately, and `dist_checkpointing` has each under a separate key. Gate and
-up need no names.
+If megatron fuses several tensors into one, a row names these sections (`Row.sections`). Nothing in a HuggingFace folder
+shows them, but tensor parallelism cuts each section separately, and `dist_checkpointing` stores each under a separate
+key. Gate and up need no names.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Row:
         hf: the names of the HuggingFace tensors, each with its shape in words, such as "heads*head_dim hidden". If the
             mcore name contains `{expert}` and the HuggingFace names do not, each HuggingFace tensor holds all experts,
             stacked along its first axis.
-        transform: determines the order of the HuggingFace rows in the mcore tensor.
+        transform: the function that orders the HuggingFace rows in the mcore tensor.
         when: the words that must be among the facts of the model and of the layer, such as "moe !tied". A word that
             begins with `!` must not be among them.
         change: the conversion of the values, or None if the values stay as they are.
@@ -145,19 +145,18 @@ class Table:
         mtp: the additional rows of a multi-token-prediction layer, which also has all rows of `layer`. Names are
             relative to `{mcore}mtp.layers.{n}.` in mcore and to `hf_mtp_layer` in HuggingFace. If one depth is a stack
             of several layers, the rows can ask for the words "first" and "last", which are true of the stack's ends.
-        stacked: alternative rows for tensors of `layer`, used only on reading. In this form, in which transformers 5
-            keeps a layer in memory, one tensor holds all experts. Names are relative to the same prefixes as in
-            `layer`.
+        stacked: alternative rows for tensors of `layer`, used only on reading. In this form one tensor holds all
+            experts, as in the memory of transformers 5. Names are relative to the same prefixes as in `layer`.
         ignored: regular expressions for the names of HuggingFace tensors that are left out.
         mcore: the beginning of the names of the decoder's tensors in mcore: `language_model.` in vision-language
             models.
-        hf: the same in HuggingFace.
+        hf: the beginning of the same names in HuggingFace.
         hf_layer: the beginning of the HuggingFace names of layer `{layer}`. `{hf}` stands for `hf`.
-        hf_mtp_layer: the beginning of the HuggingFace names of a multi-token-prediction layer. `{mtp}` is its number,
-            and `{layer}` its number if the count of layers goes on after the decoder's.
+        hf_mtp_layer: the beginning of the HuggingFace names of a multi-token-prediction layer. `{mtp}` is the layer's
+            number among these layers, and `{layer}` its number if the decoder's layers are counted first.
         hf_mtp_decoder: the text after `hf_mtp_layer` in the names of the rows of `layer`.
-        spellings: other beginnings of names that folders have, each with the one in the table. The first that fits a
-            name counts.
+        spellings: pairs of a beginning that names can have in folders, and the beginning that the table has instead.
+            The first pair that fits a name counts.
         is_hybrid: True if the mcore model is a HybridModel, whose layers have one mixer each, and whose depths of
             multi-token prediction are stacks of such layers. False if it is a GPTModel.
         gated: True if `linear_fc1` consists of gate and up, which tensor parallelism cuts separately.

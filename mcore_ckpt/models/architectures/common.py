@@ -31,11 +31,11 @@ def attention(hf: str, when: str, queries: str = "heads", order: Transform = qkv
     """Returns the rows of the projections of attention.
 
     Args:
-        hf: the beginning of their HuggingFace names.
+        hf: the beginning of the projections' HuggingFace names.
         when: see `Row`.
         queries: the number of heads in the projection of queries, in words.
-        order: the order of the rows of queries, keys and values.
-        bias: the words of `Row.when` for a bias of queries, keys and values. Empty: there is none.
+        order: a function that orders the rows of queries, keys and values (see `Row.transform`).
+        bias: the words of `Row.when` for a bias of queries, keys and values. Empty: there is no bias.
     """
     lengths = {"q": f"{queries}*head_dim", "k": "groups*head_dim", "v": "groups*head_dim"}
     weights = {f"{hf}.{name}_proj.weight": f"{rows} hidden" for name, rows in lengths.items()}
@@ -119,7 +119,7 @@ def weight_and_bias(mcore: str, hf: str, weight: str, bias: str, **more: Any) ->
 
 
 def below(mcore: str, hf: str, rows: Iterable[Row], **more: Any) -> list[Row]:
-    """Returns rows with these beginnings of their names on both sides, and `more` fields."""
+    """Returns the rows with `mcore` and `hf` put before their names, and with the fields in `more`."""
     return [
         replace(row, mcore=mcore + row.mcore, hf={hf + name: words for name, words in row.hf.items()}, **more)
         for row in rows
@@ -129,7 +129,7 @@ def below(mcore: str, hf: str, rows: Iterable[Row], **more: Any) -> list[Row]:
 def language_model_rows(renamed: Callable[[str], str]) -> tuple[Row, ...]:
     """Returns the rows of `MODEL` for the language model of a vision-language model, which is never a value model.
 
-    `renamed` turns HuggingFace's usual names into those of the model.
+    `renamed` turns HuggingFace's usual names into the model's names.
     """
     return tuple(
         replace(row, mcore=LANGUAGE_MODEL + row.mcore, hf={renamed(name): words for name, words in row.hf.items()})

@@ -1,6 +1,7 @@
 """DeepSeek-V2, V3 and R1, Moonlight and Kimi-K2.
 
-They have latent attention. Their routers choose experts by sigmoid scores with a bias, in V2 by a softmax without one.
+They have latent attention. Their routers choose experts by sigmoid scores with a bias; the router of V2 uses a softmax
+without a bias.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from mcore_ckpt.models.table import Row, Table
 
 
 def read_deepseek_experts(config: HfConfig) -> ModelFacts:
-    """Reads all facts about a DeepSeek model except those of its latent attention."""
+    """Reads all facts about a DeepSeek model except the facts about its latent attention."""
     number, dense = integer(config, "num_hidden_layers"), config.get("first_k_dense_replace") or 0
     layers = moe_layers([layer >= dense for layer in range(number)])
     sizes = sizes_of(config)

@@ -1,7 +1,7 @@
 """DeepSeek-V3.2 and GLM-5: DeepSeek-V3 with sparse attention, in which an indexer chooses the tokens to attend to.
 
-megatron-core has this attention as `experimental_attention_variant="dsa"`. Before 0.19 its indexer rotates the last
-elements of each head, but these models rotate the first ones, so it would choose other tokens.
+megatron-core has this attention as `experimental_attention_variant="dsa"`. Before 0.19, megatron's indexer rotates the
+last elements of each head, but these models rotate the first elements, so megatron would choose other tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FULL, _SHARED = "full", "shared"
 
 
 def _indexers(layers: int, freq: int, offset: int) -> list[str]:
-    """Returns which layers have an indexer (`is_dsa_skip_topk_layer`, 0.19). The others reuse an earlier choice."""
+    """Returns which layers have an indexer (`is_dsa_skip_topk_layer`, 0.19). The others use earlier choices."""
     return [_SHARED if max(layer + 1 - max(offset, 1), 0) % freq else _FULL for layer in range(layers)]
 
 
@@ -39,7 +39,8 @@ def _frequency(config: HfConfig) -> tuple[int, int]:
     if not types:
         return max(config.get("index_topk_freq") or 1, 1), config.get("index_skip_topk_offset", 2)
     found = list(types)
-    # The first layer without an indexer follows the offset, and the next one with an indexer is a frequency later.
+    # `offset` is the number of layers before the first layer without an indexer, which is layer `offset`. The next
+    # layer with an indexer is layer `offset + freq - 1`.
     offset = found.index(_SHARED) if _SHARED in found else layers
     freq = (found.index(_FULL, offset) if _FULL in found[offset:] else len(found)) - offset + 1
     if found == _indexers(layers, freq, offset):
@@ -119,8 +120,8 @@ _RULES = (
     Same("dsa_indexer_n_heads", "index_n_heads"),
     Same("dsa_indexer_head_dim", "index_head_dim"),
     Same("dsa_indexer_topk", "index_topk"),
-    # Both as in transformers (DeepseekV32Indexer). It also leaves out the rotation of queries and keys, which changes
-    # none of their products.
+    # Both values are as in transformers (DeepseekV32Indexer). transformers does not rotate queries and keys, because
+    # that rotation changes none of their products.
     Constant("dsa_indexer_k_norm_epsilon", 1e-6),
     Constant("dsa_indexer_rotate_activation", False),
 )

@@ -16,8 +16,8 @@ class Interleaved:
     """Converts gate and up of gpt-oss's experts, both weights and biases.
 
     HuggingFace interleaves the outputs of an expert: even outputs belong to the gate, odd outputs to `up`. mcore's fc1
-    has all outputs of the gate first, then all outputs of `up`. The first axis of a weight is that of the inputs in
-    HuggingFace, and that of the outputs in mcore.
+    has all outputs of the gate first, then all outputs of `up`. In HuggingFace, the first axis of a weight has the
+    inputs; in mcore it has the outputs.
     """
 
     def to_hf(self, mcore: torch.Tensor) -> torch.Tensor:
@@ -30,7 +30,7 @@ class Interleaved:
 
 
 class Transposed:
-    """Transposes a weight. Its first axis is that of the inputs in HuggingFace, and that of the outputs in mcore."""
+    """Transposes a weight. In HuggingFace, its first axis has the inputs; in mcore it has the outputs."""
 
     def to_hf(self, mcore: torch.Tensor) -> torch.Tensor:
         return mcore.T.contiguous()

@@ -76,7 +76,7 @@ def _read(config: HfConfig) -> ModelFacts:
 
 
 def _tower_sizes(vision: Mapping[str, Any]) -> dict[str, int]:
-    # Each field by its first published name, and by its name in transformers 5.
+    # Each field is read by its first published name, or by its name in transformers 5.
     hidden = first_integer(vision, "vt_hidden_size", "hidden_size")
     kernel = vision.get("merge_kernel_size", (2, 2))
     if not isinstance(kernel, (list, tuple)) or len(kernel) != 2:

@@ -18,7 +18,7 @@ from mcore_ckpt.models.config_rules import DENSE, EXPERT_COUNT, NormalizedTopk
 from mcore_ckpt.models.rope_rules import Rope
 from mcore_ckpt.models.table import Row, Table
 
-# transformers' default (MiniMaxM2Config).
+# transformers' default for theta (MiniMaxM2Config).
 _THETA = 5e6
 
 
@@ -40,7 +40,7 @@ class RotaryDim:
         return Rope(_THETA).to_hf(mcore, base) | {"rotary_dim": rotated}
 
     def spelling(self, hf: HfConfig) -> HfFields:
-        """Returns the config's rotary fields in the spelling of transformers 4 and in that of 5."""
+        """Returns the config's rotary fields in the spellings of transformers 4 and 5."""
         return self._rope(hf).spelling(hf)
 
     def _rope(self, hf: HfConfig) -> Rope:
@@ -49,7 +49,7 @@ class RotaryDim:
 
 
 class FullAttention(Rule):
-    """The rule for the kinds of attention: 1 for each layer. Older models of MiniMax have linear attention, 0."""
+    """The rule for each layer's kind of attention, which must be 1 (full). Older models of MiniMax have 0 (linear)."""
 
     def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
         kinds = hf.get("attn_type_list") or []
@@ -94,7 +94,8 @@ ARCHITECTURES = (
             Constant("moe_router_enable_expert_bias", True),
             *(Constant(f"moe_router_{name}", None) for name in ("topk_scaling_factor", "num_groups", "group_topk")),
             Constant("qk_layernorm", True),
-            # The configs also announce modules for multi-token prediction, which no published folder has.
+            # The configs also announce modules for multi-token prediction. No published folder has these, so no rule
+            # reads the fields.
             *(
                 Refused(name, allowed)
                 for name, allowed in (

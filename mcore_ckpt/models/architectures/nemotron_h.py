@@ -1,7 +1,7 @@
 """Nemotron-H and Nemotron-3, hybrid models: each layer is a Mamba mixer, attention, an MLP or a mixture of experts.
 
-A HybridModel (`Table.is_hybrid`) has one mixer per layer, so its layers are the table's. The rules also translate
-`hybrid_layer_pattern`, but without stages, which are the trainer's choice. A depth of
+A HybridModel (`Table.is_hybrid`) has one mixer per layer, as HuggingFace's model has, so both number their layers
+alike. The rules also translate `hybrid_layer_pattern`, but without stages, which are the trainer's choice. A depth of
 multi-token prediction is a stack of such layers (`ModelFacts.mtp_stack`).
 """
 
@@ -169,7 +169,7 @@ class _TimeSteps(Rule):
 
 @dataclass(frozen=True)
 class _IfExperts:
-    """Rules that count only if there are experts. A `config.json` has sizes of experts even where no layer has any."""
+    """Rules that count only if there are experts. A `config.json` has sizes of experts even if no layer has experts."""
 
     rules: tuple[Rule, ...]
 
@@ -217,7 +217,7 @@ ARCHITECTURES = (
             Same("gpt.vocab_size", "vocab_size"),
             Same("gpt.max_sequence_length", "max_position_embeddings"),
             Same("gpt.share_embeddings_and_output_weights", "tie_word_embeddings", default=False),
-            # Its attention has no rotary embeddings, because Mamba knows the order of tokens.
+            # The attention of these models has no rotary embeddings, because Mamba knows the order of tokens.
             Constant("gpt.position_embedding_type", "none"),
             SquaredRelu(),
             Constant("add_bias_linear", False),

@@ -1,7 +1,8 @@
-"""The language models of Qwen3.5 and Qwen3.6: Qwen3-Next's layers with the projections of linear attention apart.
+"""The language models of Qwen3.5 and Qwen3.6: Qwen3-Next's layers with separate projections in linear attention.
 
-Vision-language models hold such a model in `text_config`, and its tensors under `model.language_model.`; those of
-multi-token prediction have the same names as here. Their tables consist of the rows, facts and rules of this module.
+Vision-language models describe such a model in `text_config`, and have its tensors under `model.language_model.`,
+except the tensors of multi-token prediction, which have the same names as here. Their tables consist of the rows, facts
+and rules of this module.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def _mtp_layers(config: HfConfig, layers: Sequence[frozenset[str]]) -> tuple[fro
             "multi-token prediction each have an fc and norms of their own (MultiTokenPredictionLayer), but Qwen's "
             "share them. Only 1 can be converted"
         )
-    # The layer has full attention, because megatron gives it the spec of the decoder's last layer
+    # Qwen's layer has full attention, but megatron gives it the spec of the decoder's last layer
     # (get_gpt_mtp_block_spec, 0.16.1).
     if number and "linear" in layers[-1]:
         raise UnsupportedError(
@@ -96,7 +97,8 @@ _LAYER = (
     *LINEAR_ATTENTION,
     *GATED_ATTENTION,
 )
-# transformers saves a model that it has taken out of a vision-language model in this way (conversion_mapping.py, 5.23).
+# transformers uses these names for a model that it has taken out of a vision-language model (conversion_mapping.py,
+# 5.23).
 _SPELLINGS = (("model.language_model.", "model."),)
 DENSE_TABLE = Table(
     MODEL, (*_LAYER, *DENSE_MLP), MTP, hf_mtp_layer="mtp.", hf_mtp_decoder="layers.{mtp}.", spellings=_SPELLINGS

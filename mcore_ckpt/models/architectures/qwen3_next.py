@@ -53,8 +53,9 @@ def _read(config: HfConfig) -> ModelFacts:
     sizes["shared_ffn"] = integer(config, "shared_expert_intermediate_size")
     facts = facts_of(config) | {"shared", "shared_gate"}
     layers = mixed_layers(is_linear(config), is_sparse(config))
-    # The layer has full attention, and megatron gives it the spec of the decoder's last layer (get_gpt_mtp_block_spec,
-    # 0.16.1). If that layer has linear attention, this one has no counterpart, and its tensors count as unknown.
+    # The layer of multi-token prediction has full attention, but megatron gives it the spec of the decoder's last layer
+    # (get_gpt_mtp_block_spec, 0.16.1). If the decoder's last layer has linear attention, the layer of multi-token
+    # prediction has no counterpart, and its tensors count as unknown.
     mtp = () if "linear" in layers[-1] else (layers[-1],)
     return ModelFacts(sizes, frozenset(facts), layers, unstated_mtp=mtp)
 
@@ -107,7 +108,8 @@ LINEAR_ATTENTION = (
     ),
     Row("self_attention.dt_bias", {"linear_attn.dt_bias": "value_heads"}, when="linear"),
     Row("self_attention.A_log", {"linear_attn.A_log": "value_heads"}, when="linear"),
-    # mcore centres the weights of all norms around zero. HuggingFace centres those of all norms except this one.
+    # mcore centres the weights of all norms around zero. HuggingFace centres them around zero for all norms except this
+    # one.
     Row(
         "self_attention.out_norm.weight", {"linear_attn.norm.weight": "value_dim"}, when="linear", change=ZeroCentred()
     ),
@@ -127,8 +129,8 @@ MTP = (
 _TABLE = Table(
     MODEL,
     (*NORMS, _IN_PROJ, *LINEAR_ATTENTION, *GATED_ATTENTION, *DENSE_MLP, *EXPERTS, *shared_experts("shared_expert")),
-    # Published models have one such layer, which config.json does not mention and transformers does not read
-    # (Qwen3NextPreTrainedModel).
+    # Published models have one layer of multi-token prediction, which config.json does not mention and transformers
+    # does not read (Qwen3NextPreTrainedModel).
     MTP,
     stacked=STACKED_EXPERTS,
     hf_mtp_layer="mtp.",

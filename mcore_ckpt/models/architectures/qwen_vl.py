@@ -1,8 +1,9 @@
-"""Qwen2.5-VL, Qwen3-VL and Qwen3.5, and the mixtures of the last two: a Qwen decoder with a vision tower.
+"""Qwen2.5-VL, Qwen3-VL and Qwen3.5, the last two also as mixtures of experts: a Qwen decoder and a vision tower.
 
 The language model is in `language_model`. Its fields are in `text_config`, or in `config.json` itself (Qwen2.5-VL as
-published). The tower is either transformers' own, whose tensors are the same on both sides (`visual`; Megatron-Bridge's
-Qwen2.5-VL), or consists of megatron's modules (`vision_model`; mbridge's Qwen2.5-VL, Qwen3-VL of both).
+published). The tower is either transformers' own (`visual`), whose tensors are the same on both sides, or consists of
+megatron's modules (`vision_model`). Megatron-Bridge has the first kind in Qwen2.5-VL; mbridge's Qwen2.5-VL and both
+programs' Qwen3-VL have the second.
 
 The table of a vision-language model has the rows of a decoder, whose names get a prefix on both sides (`Table.mcore`,
 `Table.hf`), and the rows of a tower, which occur once per layer of the tower (`Row.per`). The rules of `config.json`
@@ -16,7 +17,7 @@ no `sharded_state_dict`. megatron assumes that each of their tensors is whole on
 (`sharded_state_dict_default`), which is true.
 
 Qwen3-VL uses rotary frequencies for time, height and width in turn, and adds the tower's inner features within the
-decoder. GPTModel can do neither, so tests compare only the tower's outputs for its images.
+decoder. GPTModel can do neither, so tests compare only the tower's outputs for images.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ _TOWER_3 = (
 
 
 def _tower(rows: Iterable[Row], hf: str) -> tuple[Row, ...]:
-    """Returns the rows of a tower in its two kinds. `hf` is the beginning of the names in HuggingFace."""
+    """Returns the rows of a tower for both kinds. `hf` is the beginning of the names in HuggingFace."""
     found: list[Row] = []
     for row in rows:
         found += below(VISION_MODEL, hf, [row], when="!hf_tower")
@@ -195,14 +196,14 @@ def _reader(
 
 
 _STACKED: dict[str, Any] = {"when": "moe", "change": Transposed()}
-# As published, and as transformers writes a model that it has read. A model that transformers 5 has made from a config
-# has the same names, but stacks experts as other models do.
+# Experts as published, and as transformers writes them in a model that it has read. In a model that transformers 5 has
+# made from a config, experts have the same names, but are stacked as in other models.
 _EXPERTS = (
     *ROUTER,
     Row(EXPERT + "linear_fc1.weight", {"mlp.experts.gate_up_proj": "experts hidden 2*moe_ffn"}, **_STACKED),
     Row(EXPERT + "linear_fc2.weight", {"mlp.experts.down_proj": "experts moe_ffn hidden"}, **_STACKED),
 )
-# Both versions of transformers read and write Qwen2.5-VL under the names of its first release.
+# transformers 4 and 5 read and write Qwen2.5-VL under the names of its first release.
 _SPELLINGS_2_5 = (("model.language_model.", "model."), ("model.visual.", "visual."))
 _DENSE = Table((), (*NORMS, *ATTENTION, *QK_NORMS, *DENSE_MLP))
 _MOE = Table((), (*_DENSE.layer, *_EXPERTS), stacked=STACKED_EXPERTS)
