@@ -17,7 +17,7 @@ from mcore_ckpt.state.shards import LocalShard
 
 
 def own_adapters(chunks: Sequence[torch.nn.Module]) -> list[Record]:
-    """Returns the settings of this rank's adapters as JSON values, each only once.
+    """Returns the settings of this rank's adapters as JSON values, without duplicates.
 
     A pipeline stage may have none. `adapter_settings` joins the settings of all ranks.
     """
@@ -29,7 +29,7 @@ def own_trained(shards: Sequence[LocalShard]) -> list[str]:
     """Returns the names of this rank's parameters that are trained although others are frozen."""
     parameters = [s for s in shards if s.key.kind == MODEL and not s.is_buffer and not is_adapter(s.key.name)]
     trained = [shard.key.name for shard in parameters if not shard.is_frozen]
-    # Without adapters, all parameters of a large model are trained, and nobody needs the list.
+    # A model without adapters and frozen parameters needs no list, because the list would have every parameter.
     is_adapted = any(is_adapter(shard.key.name) for shard in shards)
     return trained if is_adapted or len(trained) < len(parameters) else []
 
@@ -37,9 +37,9 @@ def own_trained(shards: Sequence[LocalShard]) -> list[str]:
 def adapter_settings(
     records: Iterable[Sequence[Record]], trained: Iterable[str] | None = None
 ) -> AdapterSettings | None:
-    """Joins the settings of all adapters, from the `own_adapters` of the ranks. Returns None if there are none.
+    """Joins the settings that each rank has read with `own_adapters`. Returns None if no rank has adapters.
 
-    `trained` has the names of the parameters that are trained in addition to them.
+    `trained` has the names of the parameters that are trained in addition to the adapters.
 
     Raises UnsupportedError: adapters have different settings.
     """
@@ -48,8 +48,8 @@ def adapter_settings(
         first, second, *_ = found
         raise UnsupportedError(
             f"the model has adapters of alpha {first.alpha:g} (dropout {first.dropout:g}) and others of alpha "
-            f"{second.alpha:g} (dropout {second.dropout:g}), but a checkpoint can have only one of each: give all "
-            "adapters the same"
+            f"{second.alpha:g} (dropout {second.dropout:g}), but a checkpoint can have only one alpha and one "
+            "dropout: give all adapters the same"
         )
     settings = next(iter(found), None)
     return settings if settings is None or trained is None else replace(settings, trained=tuple(sorted({*trained})))

@@ -1,6 +1,6 @@
 """The fields of param groups: which fields distinguish groups, and whose value counts after a load.
 
-`FIELDS` is the one list of them. The table in `docs/how_to/resume.md` has the same rows, and what each field means.
+`FIELDS` lists them. The table in `docs/how_to/resume.md` has the same rows, and explains each field.
 """
 
 from __future__ import annotations
@@ -14,29 +14,32 @@ import torch
 Rule = Literal["schedule", "optimizer", "rate", "class", "mark", "structure"]
 """Whose value counts after a load, and whether the field distinguishes groups:
 
-- "schedule": an LR scheduler reads it. Whose value counts follows the scheduler's option (`Option`). Distinguishes
+- "schedule": an LR scheduler reads the field. The scheduler's `Option` says whose value counts. The field distinguishes
   groups.
-- "structure": as "schedule", and groups that differ in it are never counterparts, unless they have the same parameters.
-- "rate": an LR scheduler computes it. Whose value counts follows the option. It changes at every step.
-- "optimizer": the checkpoint's value counts, because moments belong to it. Distinguishes groups if both have it.
+- "structure": as "schedule", and groups that differ in the field are never counterparts, unless they have the same
+  parameters.
+- "rate": an LR scheduler computes the field at every step. The scheduler's `Option` says whose value counts.
+- "optimizer": the checkpoint's value counts, because the moments were made with it. The field distinguishes two groups
+  if both have it.
 - "class": the run's value counts, because the field controls how a class of optimizer works.
 - "mark": the run's value counts, because the field only marks the layout or version of the group.
 """
 
 Option = Literal["run", "checkpoint", "equal"]
-"""Whose schedule counts: the run's (`override_opt_param_scheduler`), the checkpoint's
-(`use_checkpoint_opt_param_scheduler`, or another scheduler than megatron's), or both, which then must be equal."""
+"""Whose schedule counts: the run's (`override_opt_param_scheduler`) or the checkpoint's
+(`use_checkpoint_opt_param_scheduler`, or another scheduler than megatron's). With "equal", both must be equal."""
 
 
 @dataclass(frozen=True)
 class GroupField:
-    """The rule of a field, and its value in a group that lacks it; None if it then has no value."""
+    """The rule of a field, and the value that counts for a group without the field; None if there is no such value."""
 
     rule: Rule
     default: Any = None
 
 
-# Fields that are not listed follow the rule of _OTHER: settings of a kind of optimizer, or of a user's own class.
+# Fields that are not listed follow the rule of _OTHER. They are settings of a kind of optimizer, or of a user's own
+# class.
 FIELDS: dict[str, GroupField] = {
     **dict.fromkeys(("wd_mult", "lr_mult"), GroupField("structure", 1.0)),
     **dict.fromkeys(("default_config", "optimizer"), GroupField("structure")),
@@ -44,7 +47,7 @@ FIELDS: dict[str, GroupField] = {
     **dict.fromkeys(("max_lr", "min_lr", "start_wd", "end_wd"), GroupField("schedule")),
     **dict.fromkeys(("lr", "weight_decay"), GroupField("rate")),
     **dict.fromkeys(("betas", "eps", "momentum"), GroupField("optimizer")),
-    # A group with `decoupled_lr` has its own `max_lr`. Since 0.16 its mark is False nevertheless.
+    # Since 0.16, `is_decoupled_lr` is False even for a group with `decoupled_lr`, which has its own `max_lr`.
     **dict.fromkeys(("is_expert_parallel", "is_decoupled_lr"), GroupField("mark", False)),
     **dict.fromkeys(("amsgrad", "bias_correction", "capturable", "decoupled_weight_decay"), GroupField("class")),
     **dict.fromkeys(("differentiable", "foreach", "fused", "maximize"), GroupField("class")),
@@ -75,9 +78,10 @@ def field_of(key: str) -> GroupField:
 
 
 def settings(group: Group) -> dict[str, Any]:
-    """Returns the fields of a group that are compared, as JSON values: all but those that are particular to each run.
+    """Returns the fields of a group that are compared with other groups, as JSON values.
 
-    Fields that a group lacks, or has as None, have their defaults.
+    Fields with the rule "class" or "mark" are not compared. A field that the group lacks, or has as None, has its
+    default.
     """
     found = {name: field.default for name, field in FIELDS.items() if field.default is not None and name not in _MARKS}
     for key, value in group.items():
@@ -87,12 +91,12 @@ def settings(group: Group) -> dict[str, Any]:
 
 
 def is_of_experts(group: Group) -> bool:
-    """Returns True if the group has experts, which megatron keeps apart from other parameters."""
+    """Returns True if the parameters of the group are experts, which megatron keeps apart from other parameters."""
     return marks(group)[EXPERTS]
 
 
 def marks(group: Group) -> dict[str, bool]:
-    """Returns the marks of a group by name. A mark that it lacks is False."""
+    """Returns the marks of a group by name. A mark that the group lacks is False."""
     return {name: bool(group.get(name, group.get(_PREFIX + name))) for name in _MARKS}
 
 
@@ -111,10 +115,10 @@ def are_same(one: Any, other: Any) -> bool:
 
 
 def differing(one: Group, other: Group, rules: tuple[Rule, ...]) -> list[str]:
-    """Returns the fields with one of these rules in which the settings of two groups differ.
+    """Returns the names of the fields that follow one of `rules` and differ between the settings of two groups.
 
-    A setting of the optimizer, or `default_config`, does not differ if only one of the groups has it, because versions
-    and classes have different fields.
+    A field that only one of the groups has counts as different only under the rule "schedule", because versions and
+    classes have different fields.
     """
     return [
         name
@@ -155,7 +159,10 @@ def _set(group: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _set_default(group: dict[str, Any], key: str) -> None:
-    """Sets a field that the saved group lacks. Without a value, the scheduler's value counts, as it did at the save."""
+    """Sets a live field that the saved group lacks to its default.
+
+    A field of the schedule that has no default is deleted. So the scheduler's value counts, as it did at the save.
+    """
     field = field_of(key)
     if field.default is not None:
         group[key] = field.default

@@ -42,7 +42,7 @@ class LiveGroup:
         settings: its settings (`group_fields.settings`).
         is_of_experts: whether its parameters are experts, which megatron keeps apart.
         found_in: the numbers of the saved groups that have some of its members.
-        has_members: whether any rank has members of it. A group without members has no effect.
+        has_members: whether the group has members on any rank. A group without members has no effect.
         member: the name of one of its members; empty if none is known.
     """
 
@@ -85,7 +85,7 @@ def _shown(known: Group) -> str:
 def live_groups(groups: Iterable[Group]) -> list[LiveGroup]:
     """Describes live groups without their members.
 
-    All ranks give a group the same key, although some make their lists in another order (ms-swift).
+    All ranks give a group the same key, although the ranks may list the groups in different orders (ms-swift).
     """
     found: list[LiveGroup] = []
     seen: Counter[str] = Counter()
@@ -122,7 +122,7 @@ def match(live: Sequence[LiveGroup], saved: Sequence[SavedGroup], by_members: bo
             rest.append(group)
     if by_members:
         choices = _by_settings([group for group in rest if group.has_members], saved, within_members=True)
-        # Groups without members on any rank claim no counterpart.
+        # A group without members on any rank has no effect, so it cannot take a counterpart from another group.
         for group in (group for group in rest if not group.has_members):
             choices |= _by_settings([group], saved, within_members=False)
         return found | {key: choice.number for key, choice in choices.items()}
@@ -133,11 +133,12 @@ def match(live: Sequence[LiveGroup], saved: Sequence[SavedGroup], by_members: bo
 
 @dataclass(frozen=True)
 class _Choice:
-    """The saved group chosen for a live one, or None.
+    """Which saved group is chosen for a live group.
 
     Attributes:
-        number: its number, or None.
-        is_exact: whether both have the same schedule. Settings of the optimizer always come from the checkpoint.
+        number: the number of the saved group; None if none is chosen.
+        is_exact: whether both groups have the same schedule. Their optimizer settings may differ, because the
+            checkpoint's always count.
         open: the saved groups among which the settings leave the choice open.
     """
 
@@ -172,7 +173,8 @@ def _choose(group: LiveGroup, candidates: Sequence[SavedGroup]) -> _Choice:
         left = narrowed
     if not left:
         return _Choice()
-    # Without expert parallelism, megatron keeps experts in the groups of other parameters.
+    # Prefer a group that also has experts, or also has none. The other kind is possible too, because without expert
+    # parallelism megatron keeps experts in the groups of other parameters.
     chosen = min(left, key=lambda each: (each.is_of_experts != group.is_of_experts, each.number))
     return _Choice(chosen.number, not differing(group.settings, chosen.settings, _SCHEDULE))
 
@@ -180,7 +182,10 @@ def _choose(group: LiveGroup, candidates: Sequence[SavedGroup]) -> _Choice:
 def _without_rivals(
     group: LiveGroup, choices: Mapping[str, _Choice], live: Sequence[LiveGroup], saved: Mapping[int, SavedGroup]
 ) -> _Choice:
-    """Returns the choice of a group, without a number if another group has an equal or better claim to it."""
+    """Returns the choice of a group.
+
+    The choice has no number if another live group has an equal or better claim to the saved group.
+    """
     own = choices[group.key]
     if own.number is None or own.is_exact:
         return own
@@ -202,7 +207,7 @@ def _refuse_open(live: Sequence[LiveGroup], saved: Sequence[SavedGroup], choices
     unclaimed = tuple(each for each in saved if not any(_all_equal([each, other]) for other in taken))
     for group in live:
         choice = choices[group.key]
-        # A group is new only if each saved group has another counterpart.
+        # A group is new only if all saved groups are counterparts of other groups.
         if choice.number is None and (unclaimed or not saved):
             raise CheckpointMismatchError(_unmatched(group, saved, choice.open))
 
@@ -220,10 +225,10 @@ def _unmatched(group: LiveGroup, saved: Sequence[SavedGroup], left: Sequence[Sav
 def settings_of_moments(
     live: Sequence[LiveGroup], saved: Mapping[int, SavedGroup], found: Mapping[str, int | None]
 ) -> dict[str, int]:
-    """Returns, for groups without a counterpart, a saved group whose settings of the optimizer count, by key.
+    """Returns the number of a saved group whose optimizer settings count for a group without a counterpart, by key.
 
-    The moments of its members were made with these settings. There is no such group if members come from groups with
-    different settings.
+    The moments of the live group's members were made with these settings. A live group is left out if its members come
+    from saved groups with different settings.
     """
     return {
         group.key: min(group.found_in)
@@ -258,14 +263,14 @@ def check_equal(
     of_run: Group,
     of_checkpoint: Group,
 ) -> None:
-    """Refuses groups whose schedule has changed, as megatron's scheduler refuses its own (`_check_and_set`, 0.16).
+    """Refuses groups whose schedule has changed. Megatron's scheduler does so too (`_check_and_set`, 0.16).
 
-    `of_run` and `of_checkpoint` have the schedulers' values for groups that lack a field.
+    `of_run` and `of_checkpoint` have the values of the two schedulers, which count for groups that lack a field.
     """
     for group, other in _pairs(live, saved, found):
         one, two = {**of_run, **group.settings}, {**of_checkpoint, **other.settings}
         for name in differing(one, two, _SCHEDULE):
-            if one.get(name) != one.get(name):  # the run has not chosen a NaN
+            if one.get(name) != one.get(name):  # NaN: the run has chosen no value
                 continue
             raise CheckpointMismatchError(
                 f"the param group {group.describe()}: {name}: wanted {one.get(name)}, found {two.get(name)}: use the "
@@ -284,7 +289,7 @@ def replacements(
 
 
 def kept(live: Sequence[LiveGroup], saved: Mapping[int, SavedGroup], found: Mapping[str, int | None]) -> list[str]:
-    """Describes the groups that keep the run's rates, although they have members, and why they do."""
+    """Describes the groups with members that keep the run's rates, and tells why they keep them."""
     left = (group for group in live if group.has_members and found[group.key] is None)
     return [f"{group.describe()}{_why_kept(group, _origins(group, saved))}" for group in left]
 
@@ -293,7 +298,7 @@ def _why_kept(group: LiveGroup, origins: Sequence[SavedGroup]) -> str:
     if not origins:
         return ""
     names = {name for each in origins for name in differing(group.settings, each.settings, _SCHEDULE)}
-    differ = f" with another {', '.join(sorted(names))}" if names else " that it cannot be told from"
+    differ = f" with another {', '.join(sorted(names))}" if names else " that its settings do not tell apart"
     return f", whose parameters were in {len(origins)} group{'s' * (len(origins) > 1)}{differ}"
 
 

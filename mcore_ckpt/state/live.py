@@ -114,7 +114,8 @@ class _LiveOptimizer:
             return False
         if [len(group["params"]) for group in self._part.param_groups] != self._sizes:
             return False
-        # The keys of `state` are no substitute, because they can include parameters that are no longer in any group.
+        # Compare `watched()`, and not the keys of `state`, which can include parameters that are no longer in any
+        # group.
         parameters = self._part.watched()
         if list(map(id, parameters)) != self._parameters or self._watch.has_died:
             return False

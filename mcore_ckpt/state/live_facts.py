@@ -1,4 +1,4 @@
-"""Reads from a live model what it computes with its tensors."""
+"""Reads the facts of a live model, which tell how the model computes with its tensors."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from mcore_ckpt.state.model import language_model_of, unwrap
 
 # The number of rotary frequencies to keep, evenly spaced: enough to distinguish any two kinds of scaling.
 _FREQUENCIES = 8
-# The longest wavelength that `RotaryEmbedding._apply_scaling` does not divide by the whole factor (0.16 to 0.19).
+# `RotaryEmbedding._apply_scaling` (0.16 to 0.19) divides the frequencies of longer wavelengths by the whole factor.
 _LLAMA3_WAVELENGTH = 8192
 
 
 def read_facts(chunks: Sequence[torch.nn.Module]) -> Facts:
-    """Returns the facts of a live model: its language model, and its other parts that have a config."""
+    """Returns the facts of a live model's language model, and of its other parts that have a config."""
     found: dict[str, Any] = {}
     for chunk in map(unwrap, chunks):
         whole = getattr(chunk, "thinker", chunk)  # Qwen3-Omni
@@ -40,7 +40,7 @@ def _arguments(model: Any) -> dict[str, Any]:
     names = ("position_embedding_type", "rotary_base", "rotary_percent", "share_embeddings_and_output_weights")
     found = {name: getattr(model, name, None) for name in names}
     found["rope_scaling"] = getattr(model, "rotary_scaling", None)
-    # MambaModel has the second name (0.16).
+    # MambaModel (0.16) uses the second name.
     patterns = (getattr(model, name, None) for name in ("hybrid_layer_pattern", "hybrid_override_pattern"))
     found["hybrid_layer_pattern"] = next((each for each in patterns if each), None)
     found["attn_mask_type"] = _mask_of(model)
@@ -53,14 +53,17 @@ def _arguments(model: Any) -> dict[str, Any]:
 
 
 def _mask_of(model: Any) -> Any:
-    """Returns the kind of mask of the first layer that has attention; None if there is none here."""
+    """Returns the kind of mask of the first layer that has attention; None if this rank has no such layer."""
     layers = getattr(getattr(model, "decoder", None), "layers", ())
     masks = (getattr(getattr(layer, "self_attention", None), "attn_mask_type", None) for layer in layers)
     return next((mask for mask in masks if mask is not None), None)
 
 
 def _of_frequencies(frequencies: Sequence[float], known: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the facts that frequencies show. HybridModel does not keep the base, and no model keeps the scaling."""
+    """Returns the facts that follow from frequencies.
+
+    HybridModel does not keep the base, and no model the scaling factor.
+    """
     count = len(frequencies)
     at = {round(number * (count - 1) / (_FREQUENCIES - 1)) for number in range(_FREQUENCIES)}
     found: dict[str, Any] = {"rotary_frequencies": [_rounded(frequencies[index]) for index in sorted(at)]}

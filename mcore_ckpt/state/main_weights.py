@@ -1,17 +1,18 @@
 """Makes a model's weights from main parameters, where the weights' own memory cannot be saved or loaded.
 
-That is so for quantized weights. With `overlap_param_gather` it is also so for all other weights of such a model:
-megatron (0.16) gathers quantized weights for a save but omits the work that has to follow, and with
+This concerns quantized weights. With `overlap_param_gather` it concerns all weights of a model that has quantized ones:
+when megatron (0.16) gathers quantized weights for a save, it omits the work that has to follow, and with
 `reuse_grad_buf_for_mxfp8_param_ag` it would gather gradients.
 
 Weights are gathered in pieces of 256 MB, because all weights at once would be a second copy of the model on the GPU. A
 piece has the same part of each rank's shard of a bucket. So one `all_gather` makes a piece, however many ranks there
-are, even if a bucket is the whole model. Each piece is copied to its places in the images before the next one takes its
-memory (`save/capture.py`). On a GPU the trainer's stream waits for that copy, and the host does not. In the plan,
-tensors without memory (`meta`) stand for the weights, and the capture skips them. A rank whose copy fails goes on
-gathering, because the others wait for its part. Files without an image are written straight from tensors, so there the
-weights have host memory until they are written. If each rank wrote only its own elements, without gathering, the files
-of a stage would consist of thousands of pieces from all ranks, but a writer has only one range of a file.
+are, even if a bucket is the whole model. Each piece is copied to its places in the images before the next piece
+overwrites its memory (`save/capture.py`). On a GPU the trainer's stream waits for that copy, but the host does not. In
+the plan, tensors without memory (`meta`) stand for the weights, and the capture skips them. A rank whose copy fails
+goes on gathering, because the others wait for its part. Files without an image are written straight from tensors, so
+the weights of such files are kept in host memory until they are written. Without gathering, each rank would write only
+its own elements, and the files of a stage would consist of thousands of pieces from all ranks, but a writer has only
+one range of a file.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class _Bucket:
     @property
     def shard(self) -> int:
         """How many elements each rank owns."""
-        # With its padding, a bucket has as many elements as its gradients. A bucket of packed NVFP4 bytes has fewer.
+        # Count the gradients, because a bucket has as many elements, with padding. Packed NVFP4 bytes would be fewer.
         count: int = self.bucket.grad_data.numel()
         return count // self.group.size()
 
@@ -106,7 +107,7 @@ class _Piece:
         return memory[: self.nbytes].view(self.bucket.dtype)
 
     def inside(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Yields the piece's parts of elements `[start, stop)` of the bucket: (first element, end, place in it)."""
+        """Yields the parts of the bucket's elements `[start, stop)` in this piece: (first, end, place in the piece)."""
         shard = self.bucket.shard
         for rank in range(start // shard, -(-stop // shard)):
             begin = rank * shard + self.first
@@ -152,7 +153,7 @@ def _mains_by_parameter(optimizer: Any) -> dict[int, MainParameter]:
 
 
 class Fragment(NamedTuple):
-    """Elements of a weight, in a row: from element `start` in row-major order.
+    """Consecutive elements of a weight, from element `start` on in row-major order.
 
     `weight` is the weight's tensor in `MainWeights.by_parameter`.
     """
@@ -197,8 +198,8 @@ class MainWeights:
         """Makes all weights: rounds this rank's main parameters, and gathers the rest. All ranks call it.
 
         Args:
-            take: called with the weights' elements in each piece, which the next piece overwrites: on a GPU, in stream
-                order.
+            take: a function that gets the weights' elements in each piece. The next piece overwrites them; on a GPU it
+                does so in stream order.
 
         Raises the error of `take`, but only after the last piece, because the other ranks wait for this rank's
         elements.
@@ -227,8 +228,8 @@ def weights_to_save(chunks: Sequence[torch.nn.Module], optimizer: Any, has_memor
     Args:
         chunks: the model's chunks on this rank.
         optimizer: megatron's optimizer, or None.
-        has_memory: whether to allocate the memory in which they are made. It is allocated here, where a failure reaches
-            all ranks. Later, other ranks would wait for this rank's part of a piece.
+        has_memory: whether to allocate the memory of the pieces. A failure of this allocation reaches all ranks. After
+            a later failure, other ranks would wait for this rank's part of a piece.
     """
     wanted = {id(weight) for chunk in chunks for weight in _taken_from_mains(chunk)}
     buckets = tuple(_buckets(optimizer, wanted))
@@ -273,13 +274,16 @@ def write_weights(chunks: Sequence[torch.nn.Module], optimizer: Any) -> None:
     if quantized:
         from megatron.core.fp8_utils import post_all_gather_processing
 
-        # megatron (0.16) omits this after a gathering that `force_sync` demands, if it overlaps others. Doing it twice
+        # With overlap_param_gather, megatron (0.16) omits this after a gathering with `force_sync`. Doing it twice
         # changes nothing.
         post_all_gather_processing(quantized)
 
 
 def _write_each(chunks: Sequence[torch.nn.Module], optimizer: Any) -> None:
-    """Writes the weights bucket by bucket, without the memory of gradients, in which megatron would gather them."""
+    """Writes the weights bucket by bucket.
+
+    Megatron would gather them in the memory of gradients. This function uses separate memory instead.
+    """
     mains = _mains_by_parameter(optimizer)
     trained = {id(each) for chunk in chunks for each in chunk.parameters() if each.requires_grad}
     with torch.no_grad():
@@ -297,7 +301,7 @@ def _shares_gradients(chunk: torch.nn.Module) -> bool:
 
 
 def write_mains(optimizer: Any, weights: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Sets main parameters from loaded weights, which are pairs of a parameter and its values."""
+    """Sets main parameters from loaded weights: pairs of a model's parameter and its values."""
     mains = _mains_by_parameter(optimizer)
     with torch.no_grad():
         for parameter, values in weights:
@@ -309,6 +313,6 @@ def write_mains(optimizer: Any, weights: Iterable[tuple[torch.Tensor, torch.Tens
 def without_main(name: str) -> UnsupportedError:
     """Returns the error for a quantized weight that a save cannot take from a main parameter."""
     return UnsupportedError(
-        f"parameter {name} is quantized, and has no main parameter to save instead: give the manager the optimizer, a "
-        "DistributedOptimizer; leave out frozen parameters with skip_frozen=True, or keep them in bf16"
+        f"parameter {name} is quantized, and has no main parameter to save instead: give the manager the optimizer, "
+        "which must be a DistributedOptimizer; leave out frozen parameters with skip_frozen=True, or keep them in bf16"
     )

@@ -12,12 +12,12 @@ logger = logging.getLogger(__name__)
 
 # The versions that the tests use, oldest first.
 TESTED = ("0.16", "0.17", "0.18", "0.19")
-# 0.15 is not in TESTED, because only the tests of verl 0.6 use it, which runs with nothing newer.
+# 0.15 is not in TESTED, because only the tests of verl 0.6 use it: verl 0.6 runs with nothing newer.
 _FIRST = (0, 15)
 
 
 def check_megatron() -> None:
-    """Checks the installed megatron-core. An untested version is logged as a warning, once per process.
+    """Checks the installed megatron-core. Logs a warning for an untested version, once per process.
 
     Raises UnsupportedError if the version is known not to work.
     """
@@ -28,7 +28,7 @@ def check_megatron() -> None:
 
 @functools.cache
 def check_version(version: str) -> None:
-    """Checks one version of megatron-core. The warning appears at the first call with this version only."""
+    """Checks one version of megatron-core. Logs the warning only at the first call with this version."""
     match = re.match(r"(\d+)\.(\d+)", version)
     number = (int(match[1]), int(match[2])) if match else None
     if number is not None and number < _FIRST:

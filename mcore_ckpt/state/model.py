@@ -40,7 +40,7 @@ _EMBEDDING = "embedding.word_embeddings.weight"
 def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
     """Returns the model inside wrappers that keep it as `module`, such as DistributedDataParallel and Float16Module.
 
-    HuggingFace's `PeftModel` keeps it elsewhere, and has wrapped some of its layers.
+    HuggingFace's `PeftModel` keeps the model elsewhere, and has wrapped some of the model's layers.
     """
     while (inner := _inside(chunk)) is not None:
         chunk = inner
@@ -50,13 +50,13 @@ def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
 def _inside(wrapper: Any) -> torch.nn.Module | None:
     inner = getattr(wrapper, "module", None)
     if not isinstance(inner, torch.nn.Module) and hasattr(wrapper, "peft_config"):
-        # PEFT writes its settings into the model, too.
+        # The model inside a PeftModel also has `peft_config`, but no `get_base_model`.
         inner = wrapper.get_base_model() if hasattr(wrapper, "get_base_model") else None
     return inner if isinstance(inner, torch.nn.Module) else None
 
 
 def language_model_of(module: Any) -> Any:
-    """Returns the language model inside an unwrapped vision-language model, and any other module itself.
+    """Returns the language model inside an unwrapped vision-language model. Returns any other module unchanged.
 
     Megatron-Bridge and mbridge build a module that has a `vision_model` (or `visual`) and a `language_model`.
     """
@@ -116,8 +116,8 @@ def gather_parameters(chunks: Sequence[torch.nn.Module]) -> None:
     """Gathers the shards of a rank's parameters that other ranks own. All data-parallel ranks must call it together."""
     for chunk in chunks:
         config = getattr(chunk, "ddp_config", None)
-        # Layer-wise optimizers without a parameter layout overlap the gathering without the former since 0.17. 0.16
-        # ignores overlap_param_gather there, and its step gathers by itself.
+        # Since 0.17, layer-wise optimizers without a parameter layout overlap the gathering even without
+        # use_distributed_optimizer. 0.16 ignores overlap_param_gather for them, and their step gathers.
         overlaps = getattr(config, "overlap_param_gather", False) and _gathers_layers(chunk)
         if config is not None and (config.use_distributed_optimizer or overlaps):
             chunk.start_param_sync(force_sync=True)  # type: ignore[operator]
@@ -140,7 +140,7 @@ def gradients_share_memory(chunks: Sequence[torch.nn.Module]) -> bool:
 
 
 def forget_caches(chunks: Sequence[torch.nn.Module]) -> None:
-    """Drops values that modules have computed from the weights before a load.
+    """Drops the values that modules had computed from the weights that a load has replaced.
 
     MambaMixer (0.18) keeps -exp(A_log) for decoding, and computes it anew only after a call of `train()`.
     """
@@ -258,14 +258,15 @@ def _read_chunk(module: torch.nn.Module) -> Iterator[LocalShard]:
 def _in_order_of_weight(shard: LocalShard, sharded: Mapping[str, Any], local_name: str) -> LocalShard:
     """Returns the shard of an adapter's tensor with the region that follows from the layer's weight.
 
-    Megatron-Bridge gives it another region where Bridge permutes rows (see `permuted_in_bridge`). ROLL gives B of
-    `linear_fc1` a region without regard to the halves of the weight (2026-08).
+    Any other shard is returned unchanged. Megatron-Bridge gives an adapter's tensor another region where Bridge
+    permutes rows (see `permuted_in_bridge`). ROLL gives B of `linear_fc1` a region without regard to the halves of the
+    weight (2026-08).
     """
     if (matrix := peft_matrix(local_name)) is not None:
         return _cut_like_weight(shard, sharded, matrix)
     if is_magnitude(local_name):
         return _with_rows_of_weight(shard, sharded, local_name.partition(".adapter.")[0] + ".weight")
-    if permuted_in_bridge(local_name) == "component":  # rows of the gate, or of up, alone: cut into equal parts
+    if permuted_in_bridge(local_name) == "component":  # rows of only the gate or only up, in equal parts
         (first, *_), shape = shard.region.pieces, shard.region.local_shape
         start = 2 * first.global_offset[0] if len(shard.region.pieces) > 1 else first.global_offset[0]
         piece = Piece((0, 0), shape, (start, 0))
@@ -274,7 +275,10 @@ def _in_order_of_weight(shard: LocalShard, sharded: Mapping[str, Any], local_nam
 
 
 def _cut_like_weight(shard: LocalShard, sharded: Mapping[str, Any], matrix: PeftMatrix) -> LocalShard:
-    """Returns the shard of a matrix of PEFT's. B has the rows of the layer's weight, and A has its columns."""
+    """Returns the shard of PEFT's matrix A or B.
+
+    B has the rows of the layer's weight, and A has the weight's columns.
+    """
     weight = _region(matrix.weight, sharded[matrix.weight].data, sharded[matrix.weight])
     axis = 1 if matrix.is_a else 0
     rank = shard.tensor.shape[1 - axis]
@@ -282,7 +286,7 @@ def _cut_like_weight(shard: LocalShard, sharded: Mapping[str, Any], matrix: Peft
     def along(lengths: tuple[int, ...], other: int) -> tuple[int, int]:
         return (other, lengths[1]) if matrix.is_a else (lengths[0], other)
 
-    # The halves of a gated linear unit have the same columns.
+    # The halves of a gated linear unit have the same columns, so A has the same piece for both. Keep this piece once.
     pieces = dict.fromkeys(
         Piece(along(piece.local_offset, 0), along(piece.shape, rank), along(piece.global_offset, 0))
         for piece in weight.pieces
@@ -300,13 +304,13 @@ def _cut_like_weight(shard: LocalShard, sharded: Mapping[str, Any], matrix: Peft
 def _with_rows_of_weight(shard: LocalShard, sharded: Mapping[str, Any], weight: str) -> LocalShard:
     """Returns the shard of a magnitude, which has one element for each row of the weight.
 
-    Raises UnsupportedError: tensor parallelism cuts the weight's columns. Megatron-Bridge (0.6) uses the length of a
-    rank's part of a row as the length of the row, so each rank has other magnitudes.
+    Raises UnsupportedError: tensor parallelism cuts the weight's columns. Megatron-Bridge (0.6) takes the norm of a
+    rank's part of a row for the norm of the row, so the magnitudes of the ranks differ.
     """
     rows = _region(weight, sharded[weight].data, sharded[weight])
     if rows.local_shape[1:] != rows.global_shape[1:]:
         raise UnsupportedError(
-            f"tensor {shard.key}: DoRA of a row-parallel layer has other magnitudes on each tensor-parallel rank "
+            f"tensor {shard.key}: DoRA of a row-parallel layer has different magnitudes on each tensor-parallel rank "
             "(Megatron-Bridge): leave linear_proj and linear_fc2 out of target_modules, or use TP = 1"
         )
     pieces = tuple(Piece(p.local_offset[:1], p.shape[:1], p.global_offset[:1]) for p in rows.pieces)
@@ -346,9 +350,9 @@ def sharded_state_dict(module: torch.nn.Module, **flags: Any) -> dict[str, Any]:
 
 
 def _give_missing_groups(module: torch.nn.Module, groups: ProcessGroups) -> None:
-    """Gives its tensor-parallel group to each module that has none and would ask an uninitialized parallel_state.
+    """Gives the model's tensor-parallel group to modules that have none, if parallel_state is not initialized.
 
-    `MegatronModule.sharded_state_dict` asks if the module's constructor has set no `tp_group`, as in
+    `MegatronModule.sharded_state_dict` asks parallel_state if the module's constructor has set no `tp_group`, as in
     MultiTokenPredictionLayer (0.16).
     """
     from megatron.core import parallel_state
@@ -366,7 +370,8 @@ def _of_tied_model(module: Any, metadata: dict[str, Any]) -> dict[str, Any]:
 
     `LanguageModule.sharded_state_dict` (0.16 to 0.19) fails if a later stage has tied embeddings and either layers of
     multi-token prediction, or its own process groups. The modules know the places of their tensors nevertheless. With
-    multi-token prediction, the stage has an output layer whose weight nothing uses. It counts as another copy.
+    multi-token prediction, the stage has an output layer whose weight nothing uses. This weight counts as another copy
+    of the embedding.
     """
     from megatron.core.transformer.module import MegatronModule
 
@@ -493,7 +498,7 @@ def _factory_region(name: str, shape: tuple[int, ...], factory: Any) -> Region:
 
 
 def _of_first_expert(parts: list[Any]) -> list[Any]:
-    """Returns the parts that a factory places along prepended axes where it places the first part."""
+    """Returns the parts that a factory places at the same indices of prepended axes as the first part."""
     axes = parts[0].prepend_axis_num
     return [part for part in parts if part.global_offset[:axes] == parts[0].global_offset[:axes]]
 

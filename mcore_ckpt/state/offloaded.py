@@ -1,7 +1,7 @@
 """Finds the host copies of parameters whose GPU memory was freed by offloading.
 
-The state is saved from the copy that the framework keeps in host memory, after waiting for the GPU: both verl and
-megatron copy without waiting. A parameter's view has its place in the copy by its offset in the storage.
+A save takes the state from the copy that the framework keeps in host memory. It first waits for the GPU, because verl
+and megatron copy without waiting. A parameter's offset in the freed storage gives its place in the copy.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Turns optimizers into named shards, and writes saved state back.
 
-Names and regions come from the model. The optimizer adds the flat range of each parameter that this rank owns. A new
-class of optimizer is refused until `state/unsupported.py` admits it. `optimizers/` describes where each kind of
-optimizer keeps its state.
+Names and regions come from the model. The optimizer adds which flat range of each parameter this rank owns. A new class
+of optimizer is refused until `state/unsupported.py` admits it. `optimizers/` describes where each kind of optimizer
+keeps its state.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def read_optimizer(optimizer: Any, model: Sequence[LocalShard], first_instance: 
     """Returns this rank's parameter states as live tensors, one list per chained optimizer.
 
     Nothing is copied or communicated. `model` has the model's shards, for names and regions. `first_instance` tells
-    that this rank belongs to distributed-optimizer instance 0, the instance that writes.
+    whether this rank belongs to distributed-optimizer instance 0, the instance that writes.
 
     Raises UnsupportedError: a parameter is not in the model, or state cannot be saved.
     """
@@ -105,12 +105,12 @@ def refresh(optimizer: Any) -> None:
 
 
 def changes_model(optimizer: Any) -> bool:
-    """Returns True if loading main parameters has changed parameters of the model on this rank, but not elsewhere."""
+    """Returns True if loading main parameters has changed the model on this rank, but not on its replicas."""
     return any(part.changes_model for part in optimizer_parts(optimizer))
 
 
 def gather_from_owners(optimizer: Any) -> None:
-    """Sends each rank's own parameters to its replicas, if no buffer of DistributedDataParallel can do it.
+    """Sends the parameters that each rank owns to the other ranks, if no buffer of DistributedDataParallel does it.
 
     All ranks call it.
     """

@@ -1,6 +1,6 @@
-"""Reads the param groups of optimizers, finds the saved ones, and writes them back.
+"""Reads the param groups of optimizers, finds their saved counterparts, and writes the saved values back.
 
-`group_matching.py` decides which saved group is which, and `group_fields.py` whose value of a field counts.
+`group_matching.py` decides which saved group is whose counterpart, and `group_fields.py` whose value of a field counts.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NO_OPTIMIZER = type(None).__name__
 
 
 def read_param_groups(part: OptimizerPart) -> list[dict[str, Any]]:
-    """Returns the fields of all groups, except parameters, step and fields of only this kind of optimizer.
+    """Returns the fields of all groups, except parameters, step, and fields that only this kind of optimizer has.
 
     All values are plain.
 
@@ -80,8 +80,8 @@ class SavedPart:
     """The saved state of one chained optimizer without its tensors.
 
     Attributes:
-        param_groups: for each live group, its saved counterpart, or None if it keeps the run's values. None if all
-            groups stay as they are.
+        param_groups: for each live group, its saved counterpart, or None if it keeps the run's values. The whole
+            sequence is None if all groups stay as they are.
         step: the number of steps. None if it is unknown.
         grad_scaler: the gradient scaler's state, or None.
         starts_anew: whether the part takes over only main parameters, because it needs other moments than the saved
@@ -140,7 +140,7 @@ class SavedGroups:
     def with_members(
         self, groups: Sequence[LiveGroup], members: Iterable[tuple[int, str, str]], candidates: Sequence[int]
     ) -> tuple[LiveGroup, ...]:
-        """Returns live groups with the saved groups of their members on this rank.
+        """Returns the live groups, completed by the saved groups that their members on this rank were in.
 
         `members` has, for each parameter, the place of its group in the list, its name, and its name in the checkpoint.
         `candidates` are the saved groups that may be counterparts.
@@ -159,7 +159,7 @@ class SavedGroups:
 
 @dataclass(frozen=True)
 class Schedules:
-    """Whose schedule counts, and the schedulers' values for groups that have no values."""
+    """Whose schedule counts, and the schedulers' values for the fields that a group lacks."""
 
     option: Option
     of_run: Group
@@ -170,8 +170,8 @@ class Schedules:
 class GroupChanges:
     """The messages to the user about the groups of a load.
 
-    `kept` describes the groups that keep the run's rates, because the checkpoint has none for them; `replaced` the
-    settings in which the checkpoint overrides the run's choice.
+    `kept` describes the groups that keep the run's rates, because the checkpoint has none for them. `replaced`
+    describes the settings in which the checkpoint overrides the run's choice.
     """
 
     kept: tuple[str, ...] = ()
@@ -232,7 +232,7 @@ def find_counterparts(
 def match_groups(
     part: OptimizerPart, saved: Sequence[Group], schedules: Schedules
 ) -> tuple[list[int | None], GroupChanges]:
-    """Finds a part's counterparts among saved groups of unknown members, as in foreign checkpoints.
+    """Finds the counterparts of a part's groups among saved groups whose members are unknown (foreign checkpoints).
 
     Raises CheckpointMismatchError as `find_counterparts` does.
     """
@@ -260,8 +260,8 @@ def match_parts(
     dense optimizer (`_get_param_groups`, 0.16.1). The counterparts of groups are found later, because that needs the
     members on all ranks.
 
-    `saved` has the saved parts, as `common.pt` has them. With `reset_moments`, a part of a kind that was not saved may
-    start without moments.
+    `saved` has the saved parts in the form of `common.pt`. With `reset_moments`, a part of a kind that was not saved
+    may start without moments.
 
     Raises CheckpointMismatchError: a part has no saved counterpart, or several different counterparts.
     """
@@ -328,8 +328,8 @@ def _step_of(saved: Sequence[Mapping[str, Any]]) -> float | int | None:
     steps = {state["step"] for state in saved if state["step"] is not None}
     if len(steps) > 1:
         raise CheckpointMismatchError(
-            f"the checkpoint's optimizers have done different numbers of steps, {sorted(steps)}, but share one "
-            "optimizer here: load the checkpoint with expert parallelism, as it was saved"
+            f"the checkpoint's optimizers have done different numbers of steps, {sorted(steps)}, but this run "
+            "has one optimizer for all their parameters: load the checkpoint with expert parallelism, as it was saved"
         )
     return steps.pop() if steps else None
 

@@ -40,8 +40,8 @@ def is_plain_key(key: Any) -> bool:
 def to_plain(value: Any, field: str) -> Any:
     """Returns a copy of `value` that consists of dicts, lists, tuples, sets, numbers, strings, bytes and CPU tensors.
 
-    Tensors are cloned, so later changes do not affect the copy. NumPy scalars become Python scalars, and generators
-    their state.
+    Tensors are cloned, so later changes do not affect the copy. NumPy scalars become Python scalars, and a generator
+    becomes its state.
 
     `field` is the name of the value. Raises UnsupportedError: the value contains an object of another kind. The message
     names the field.
@@ -84,7 +84,7 @@ def _from_numpy(value: Any, field: str) -> Any:
 
 
 def copy_tensor(value: torch.Tensor, field: str) -> torch.Tensor:
-    """Returns a copy of a tensor on the host. Raises UnsupportedError if readers would not take it."""
+    """Returns a copy of a tensor on the host. Raises UnsupportedError if readers would refuse the tensor."""
     is_dense = value.layout is torch.strided and not value.is_nested and value.device.type != "meta"
     if not is_dense or not is_known(value.dtype):
         kind = "nested" if value.is_nested else str(value.layout)

@@ -17,8 +17,8 @@ def is_quantized(parameter: torch.Tensor) -> bool:
     Their bytes mean nothing without their scales, and quantizing loses precision. So a checkpoint has values that were
     rounded from the main parameters, and a load fills the main parameters.
     """
-    # A Parameter that is made from a subclass of Tensor keeps that class; a Parameter whose `data` is replaced does
-    # not.
+    # A Parameter that is made from a subclass of Tensor keeps that class; a Parameter whose `data` is set to such a
+    # tensor does not get that class.
     classes = {type(parameter), type(parameter.data)} - _PLAIN
     return any(base.__name__ in _CLASSES for cls in classes for base in cls.__mro__)
 

@@ -116,7 +116,7 @@ def _is_of_cpu(state: Any) -> bool:
     return _is_tensor(state) and state.shape == torch.get_rng_state().shape
 
 
-# The fields of a file, each with a function that says whether a value has its form.
+# The fields of a file, each with a function that says whether a value has the field's form.
 _FORMS = {
     "python": _is_python,
     "numpy": _is_numpy,

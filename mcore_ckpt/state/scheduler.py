@@ -1,4 +1,7 @@
-"""Reads and writes LR schedulers: OptimizerParamScheduler, or any object with state_dict and load_state_dict."""
+"""Reads and writes the state of LR schedulers.
+
+A scheduler is megatron's OptimizerParamScheduler, or any object with state_dict and load_state_dict.
+"""
 
 from __future__ import annotations
 
@@ -88,16 +91,17 @@ def write_scheduler(scheduler: Any, state: dict[str, Any] | None, groups: GroupO
     scheduler.load_state_dict(state)
 
 
-# Lists in the states of torch's schedulers (SequentialLR, ChainedScheduler, OneCycleLR; 2.13) that are not by group.
+# Lists in the states of torch's schedulers (SequentialLR, ChainedScheduler, OneCycleLR; 2.13) that do not have one
+# value per param group.
 _NOT_BY_GROUP = ("_milestones", "_schedulers", "_schedule_phases")
 
 
 class GroupOrder:
-    """Puts lists by param group, such as `base_lrs` of torch's schedulers, into this run's order of groups.
+    """Puts lists with one value per param group, such as torch's `base_lrs`, into this run's order of groups.
 
-    A list is by group if its length is the number of saved groups (`saved`) and, in the run, the number of the run's
-    groups. `numbers` has, for each group of the run, the number of its saved counterpart; None if it has none. `found`
-    has the names of the lists that `applied` has found.
+    A list counts as such a list if the saved one is as long as the number of saved groups (`saved`), and the run's one
+    as long as the number of the run's groups. `numbers` has, for each group of the run, the number of its saved
+    counterpart; None if it has none. `found` has the names of the lists that `applied` has found.
     """
 
     def __init__(self, numbers: Sequence[int | None], saved: int) -> None:
@@ -111,7 +115,7 @@ class GroupOrder:
     def applied(self, saved: Any, live: Any, name: str = "") -> Any:
         """Returns a saved value with its lists in the run's order. A group without counterpart keeps the run's entry.
 
-        `live` is the run's value in its place, or None; `name` is the name of the value.
+        `live` is the run's value in the same place, or None; `name` is the name of the value.
         """
         if type(saved) in (dict, OrderedDict):
             mine = live if isinstance(live, Mapping) else {}
@@ -125,7 +129,8 @@ class GroupOrder:
         return type(saved)(part if n is None else saved[n] for n, part in zip(self._numbers, own, strict=True))
 
 
-# The fields of megatron's scheduler that a param group without the value uses (`get_lr`, `get_wd`; 0.16 to 0.19).
+# The fields of megatron's scheduler whose values count for a param group that lacks the field (`get_lr`, `get_wd`; 0.16
+# to 0.19).
 _OF_GROUPS = ("max_lr", "min_lr", "start_wd", "end_wd")
 
 

@@ -66,7 +66,8 @@ class ParameterState:
         group: the number of the parameter's group in the optimizer on this rank; None if it is in no group.
         moments: the tensors of the optimizer's state by kind (`exp_avg`, ...). Empty before the first step.
         bound: the bound state by kind: tensors that belong to exactly this region (SOAP's eigenbases).
-        scales: the scales of the main parameter and of moments that are kept in a scaled form, by kind: one fp32 each.
+        scales: the scales of the main parameter and of moments that are kept in a scaled form, by kind: one fp32 number
+            each.
         upper: the upper 16 bits of each value (bfloat16), if `main` has only the lower ones (int16); None otherwise.
     """
 

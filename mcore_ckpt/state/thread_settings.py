@@ -1,4 +1,4 @@
-"""Sets torch's settings of the thread while a public call works on the training state.
+"""Sets what torch keeps for each thread, while a public call works on the training state.
 
 A call may come from any thread, and from inside `torch.inference_mode()` or `torch.device("cuda")`.
 """
@@ -29,7 +29,7 @@ def gpu_of(chunks: Sequence[torch.nn.Module]) -> int | None:
 
 
 def settings_here(gpu: int | None, timeout_s: float) -> AbstractContextManager[None]:
-    """Returns a context in which another thread can work on the state in place of this one, on its CUDA stream."""
+    """Returns a context in which another thread can work on the state for this thread, on this thread's CUDA stream."""
     stream = None if gpu is None or not torch.cuda.is_initialized() else torch.cuda.current_stream(gpu)
     return _settings_on(stream, gpu, timeout_s)
 
@@ -42,7 +42,7 @@ def _settings_on(stream: torch.cuda.Stream | None, gpu: int | None, timeout_s: f
 
 @contextmanager
 def settings_for_state(gpu: int | None, timeout_s: float) -> Iterator[None]:
-    """Lets the body read and change a training state that is on a GPU, or, with None, in host memory.
+    """Lets the body read and change a training state that is on the GPU with this number; None: in host memory.
 
     The GPU becomes the current one. In a new thread the current one is GPU 0, which may belong to another training.
     Inference mode is off, because a moment that was made or changed in it would fail in the next step of the optimizer.
@@ -55,6 +55,6 @@ def settings_for_state(gpu: int | None, timeout_s: float) -> Iterator[None]:
         settings.enter_context(patience(timeout_s))
         if gpu is not None:
             settings.enter_context(torch.cuda.device(gpu))
-        if torch.get_default_device() != _CPU:  # otherwise not entered, because it slows each call of torch
+        if torch.get_default_device() != _CPU:  # entered only if needed, because it slows each call of torch
             settings.enter_context(_CPU)
         yield

@@ -24,20 +24,20 @@ class Trainer:
     Attributes:
         root: the folder of all steps.
         chunks: the virtual chunks of the model, bare or wrapped in DistributedDataParallel.
-        optimizer, lr_scheduler: megatron's objects. Each is None if the trainer has none.
+        optimizer, lr_scheduler: megatron's objects. Each is None if the trainer has no such object.
         hf_config, processing_class: transformers' config, and its tokenizer or processor. Each is None if not given.
         replicas: the world ranks that hold the same tensors as this rank.
         stages: the layers of this rank's virtual pipeline stages.
         first_instance: whether this rank belongs to distributed-optimizer instance 0.
         layers: the parts of all layers of the model. Empty until all ranks have reported theirs.
-        adapters: the settings of the model's low-rank adapters. None if it has none, and until all ranks have reported
-            theirs.
+        adapters: the settings of the model's low-rank adapters. None if the model has no adapters, or until all ranks
+            have reported theirs.
         model: the facts of the model (`checkpoint/model_facts.py`), as far as this rank knows them.
         vocab_size: how many tokens the vocabulary has without padding. None if it is unknown.
         group_keys: the keys of the param groups of each chained optimizer, as they were when the manager was made
             (`param_groups.group_keys`).
         source_files: the assets of the model that the training started from, by path. Rank 0's first save fills it.
-        gpu: the number of the GPU of the training (`thread_settings.gpu_of`); None without one.
+        gpu: the number of the GPU of the training (`thread_settings.gpu_of`); None without a GPU.
         agreement: connects this rank with the other ranks of the role, for rounds on the trainer's own thread.
     """
 

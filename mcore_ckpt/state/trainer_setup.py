@@ -91,7 +91,7 @@ _OBJECTS = {
 
 
 def _check_object(name: str, value: Any) -> None:
-    """Raises InvalidTypeError if an object lacks these methods, because otherwise each save would fail."""
+    """Raises InvalidTypeError if an object lacks a method in `_OBJECTS`, because otherwise each save would fail."""
     can, known_as = _OBJECTS.get(name, ((), ""))
     if value is not None and not all(callable(getattr(value, each, None)) for each in can):
         raise InvalidTypeError(f"{name} is {value!r:.200}: pass {known_as}, or None")

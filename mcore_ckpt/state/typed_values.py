@@ -25,13 +25,13 @@ TYPE = "mcore_ckpt.type"
 # takes two levels.
 _MOST_DEPTH = 48
 
-# A container that is in several others is stored once for each. If these are in several others again, and so on, a save
-# would never end. So the number of values that are stored again is limited.
+# A container that is in several others is stored once for each of them. If these are in several others again, and so
+# on, a save would never end. So the number of values that are stored again is limited.
 _MOST_REPEATED = 1 << 20
 
 _FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (bool, int, float, str, list, tuple, dict, set)}
 
-# Kinds of numbers, texts and times that consist only of their bytes. Structured types and objects do not.
+# NumPy's dtypes of numbers, texts and times. Their values are only bytes, unlike those of structured types and objects.
 _NUMPY_DTYPE = re.compile(r"[<>|](?:[biu][1248]|f[248]|c(?:8|16)|[SU][1-9]\d{0,8}|[mM]8(?:\[\d{0,9}[A-Za-zμ]{1,7}\])?)")
 
 # The types that messages recommend.
@@ -146,7 +146,7 @@ class _Writer:
 
 
 def _checked_key(key: Any, field: Field) -> Any:
-    """Returns a key if a reader makes an equal key of it, and accepts it as a key."""
+    """Returns the key. Refuses a key from whose stored form a reader would not make an equal key."""
     numpy = sys.modules.get("numpy")
     parts, seen = [key], 0
     while parts:
@@ -179,7 +179,7 @@ def _tensor_of(data: bytes | bytearray) -> torch.Tensor:
 
 
 def from_stored(value: Any) -> Any:
-    """Returns the original value of a stored one. Values that earlier versions have stored are returned unchanged.
+    """Returns the original value of a stored value. Values that earlier versions have stored are returned unchanged.
 
     Raises ValueError: a stored type is not known, or its parts do not fit together.
     """
@@ -187,10 +187,10 @@ def from_stored(value: Any) -> Any:
 
 
 class _Reader:
-    """Makes the original values of stored ones.
+    """Makes the original values of stored values.
 
-    It accepts each tensor only once. Otherwise a hostile file could name the same bytes many times, to be copied each
-    time.
+    It accepts each tensor only once. Otherwise a hostile file could name the same bytes many times, and each time they
+    would be copied.
     """
 
     def __init__(self) -> None:

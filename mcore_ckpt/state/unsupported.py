@@ -1,4 +1,4 @@
-"""Refuses, by name, models and optimizers that can only be saved in part, before anything is written or changed."""
+"""Refuses models and optimizers that can only be saved in part, before anything is written or changed."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _MODULES = {
     "FullyShardedDataParallel": "Megatron-FSDP: use DistributedDataParallel",
     "MegatronFSDP": "Megatron-FSDP: use DistributedDataParallel",
     "TorchFullyShardedDataParallel": "torch FSDP2 under megatron: use DistributedDataParallel",
-    # One weight (0.17), which is two weights in other layer specs, in HuggingFace and in megatron's own checkpoints.
+    # It has one weight (0.17) where other layer specs, HuggingFace and megatron's own checkpoints have two.
     "FusedMLASelfAttention": "fused down projections of latent attention: set mla_down_proj_fusion=False",
-    # transformer-engine may reorder the rows of their gated linear units (0.18, 0.19).
+    # In the next two, transformer-engine may reorder the rows of gated linear units (0.18, 0.19).
     "FusedSharedExpertMLP": "FusedSharedExpertMLP: set use_grouped_gemm_for_shared_expert=False",
     "TEFusedMLPWithGroupedLinear": "TEFusedMLPWithGroupedLinear: set use_grouped_gemm_for_dense_mlp=False",
 }
@@ -41,8 +41,8 @@ _MODULES = {
 _INTERLEAVED = ("moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size")
 # The functions of parallel_state (0.19) that return more than 1 under generalized tensor parallelism.
 _GTP_SIZES = ("get_gtp_weight_remat_world_size", "get_expert_gtp_weight_remat_world_size")
-# The groups that all modules of a model must share. Context parallelism divides no tensor, and attention may change its
-# group from batch to batch.
+# The groups that all modules of a model must share. The context-parallel group is left out: it divides no tensor, and
+# attention may use another one for each batch.
 _GROUPS = ("tp", "pp", "dp", "dp_cp", "ep", "expt_tp", "expt_dp")
 
 
@@ -72,7 +72,7 @@ def refuse_unsupported_model(chunks: Sequence[torch.nn.Module], groups: ProcessG
 def _refuse_sharded_weights(chunk: torch.nn.Module) -> None:
     """Refuses generalized tensor parallelism (0.19). It gives data-parallel ranks different rows of a weight.
 
-    They would look like replicas, and all rows but those of one rank would be lost.
+    The ranks would look like replicas, and all rows but those of one rank would be lost.
     """
     from megatron.core import parallel_state
 
@@ -96,8 +96,8 @@ def _refuse_sharded_weights(chunk: torch.nn.Module) -> None:
 def _refuse_inference_copies(chunk: torch.nn.Module, path: str, module: torch.nn.Module) -> None:
     """Refuses InferenceGroupedMLP (0.17) in training, and after its first forward.
 
-    Its first forward makes one tensor of all experts' weights, and lets the parameters be parts of it. So the model no
-    longer computes with the buffers of DistributedDataParallel, into which the optimizer writes.
+    The first forward makes one tensor of all experts' weights, and makes the parameters parts of this tensor. So the
+    model no longer computes with the buffers of DistributedDataParallel, into which the optimizer writes.
     """
     if type(module).__name__ != "InferenceGroupedMLP":
         return
@@ -109,7 +109,7 @@ def _refuse_inference_copies(chunk: torch.nn.Module, path: str, module: torch.nn
 
 
 def _refuse_peft_layer(path: str, module: Any) -> None:
-    """Refuses a layer wrapped by PEFT that has several adapters, or that hides the place of its weight's parts."""
+    """Refuses a layer wrapped by PEFT that has several adapters, or that does not tell the places of its tensors."""
     if not is_peft_layer(module):
         return
     if len(module.lora_A) > 1:
@@ -140,7 +140,7 @@ def _refuse_shared_elements(path: str, module: torch.nn.Module) -> None:
 
 
 def _shares_elements(tensor: torch.Tensor) -> bool:
-    """True if elements may have one place in memory. Exact for tensors made by expand, slices, transpose and unfold."""
+    """Returns True if elements may share a place. Exact for tensors made by expand, slices, transpose and unfold."""
     if tensor.layout is not torch.strided or not tensor.numel():
         return False
     reach = 0
@@ -164,7 +164,7 @@ def _refuse_interleaved_rows(chunk: torch.nn.Module) -> None:
 
 
 def _refuse_other_groups(chunks: Iterable[torch.nn.Module], groups: ProcessGroups | None) -> None:
-    """Refuses a model whose modules are divided in several ways (MIMO), because a checkpoint has one layout."""
+    """Refuses a model whose modules have different parallel layouts (MIMO), because a checkpoint has one layout."""
     if not has_process_group():
         return
     first: dict[str, tuple[str, list[int]]] = {}
@@ -188,8 +188,8 @@ def _refuse_other_groups(chunks: Iterable[torch.nn.Module], groups: ProcessGroup
             if ranks != wanted:
                 raise UnsupportedError(
                     f"module {path} has the {name} group {ranks}, but {other} has {wanted}: several "
-                    "process-group collections in one model are not supported; save each part with a manager and a "
-                    "role of its own"
+                    "process-group collections in one model are not supported; save each part as its own role, "
+                    "with its own manager"
                 )
 
 
@@ -231,20 +231,21 @@ def refuse_unsupported_experts(topology: Topology, model: Sequence[LocalShard]) 
 
 
 def refuse_names_of_two_stages(by_rank: Iterable[Iterable[str]]) -> None:
-    """Raises UnsupportedError for a name of two tensors on two pipeline stages that megatron does not tie.
+    """Raises UnsupportedError if two pipeline stages have tensors of the same name that megatron does not tie.
 
     A load would give one stage's values to both. megatron ties the copies of the token embedding, but not the copies of
-    learned positions, which a stage with multi-token prediction has, too.
+    learned positions, which a stage with multi-token prediction also has.
 
-    `by_rank` has, for one rank of each stage, the names of the tensors in no numbered layer. It is empty for others.
+    `by_rank` has, for one rank of each stage, the names of the tensors in no numbered layer. The lists of the other
+    ranks are empty.
     """
     seen: set[str] = set()
     for names in by_rank:
         mine = set(names)
         if twice := sorted(seen & mine):
             raise UnsupportedError(
-                f"tensor {twice[0]} is on two pipeline stages, and megatron does not tie them, so a checkpoint could "
-                "bring back only one of them: use rotary positions, or one pipeline stage"
+                f"tensor {twice[0]} is on two pipeline stages, and megatron does not keep the two copies equal, so a "
+                "checkpoint could bring back only one of them: use rotary positions, or one pipeline stage"
             )
         seen |= mine
 
@@ -253,8 +254,8 @@ def refuse_missing_layers(chunks: Sequence[torch.nn.Module], layers: Layers) -> 
     """Raises UnsupportedError if no rank has some of the layers that a HybridModel's pattern names.
 
     HybridModel (0.18 and newer) builds the segment of `hybrid_layer_pattern` that belongs to its stage. It does not
-    notice if there are more segments than stages, so the other segments are nowhere. `layers` are those that all ranks
-    have together.
+    notice if there are more segments than stages, so no rank has the other segments. `layers` are the layers of all
+    ranks together.
     """
     pattern = getattr(language_model_of(unwrap(chunks[0])), "hybrid_layer_pattern", None)
     if not isinstance(pattern, str):
@@ -295,8 +296,8 @@ def _refuse_part(part: Any, is_of_owner: bool) -> None:
         )
     has_all = inner is not None and not (isinstance(part, DistributedOptimizer) or is_of_owner)
     if has_all and part.config.use_distributed_optimizer and find_kind(inner) is not None:
-        # 0.19 builds it without a warning. DistributedDataParallel then reduces each gradient on only one rank, but
-        # every rank updates all parameters.
+        # Megatron 0.19 builds this optimizer without a warning. DistributedDataParallel then reduces each gradient on
+        # only one rank, but every rank updates all parameters.
         raise UnsupportedError(
             f"optimizer {type(part).__name__} with {type(inner).__name__} is not supported together with "
             "use_distributed_optimizer=True: its replicas drift apart; turn this option off, or use "
@@ -310,14 +311,15 @@ def _refuse_part(part: Any, is_of_owner: bool) -> None:
                 f"optimizer {type(each).__name__} is not supported: use one of {known}, or one derived from it"
             )
     if offloaded and not isinstance(part, DistributedOptimizer):
-        # Float16OptimizerWithFloat16Params puts its main parameters into the groups, which HybridDeviceOptimizer does
-        # not know: its step raises KeyError (0.16 to 0.19).
+        # Float16OptimizerWithFloat16Params puts its main parameters into the groups. HybridDeviceOptimizer does not
+        # know them, so its step raises KeyError (0.16 to 0.19).
         raise UnsupportedError(
             f"optimizer is not supported: HybridDeviceOptimizer in {type(part).__name__}; set "
             "use_distributed_optimizer=True, or turn the offload off"
         )
     if getattr(part.config, "optimizer_cuda_graph", False):
-        # Its kernels read step and rate from tensors whose addresses the graph has, and a load would replace them.
+        # The graph's kernels read step and rate from tensors at fixed addresses, and a load would replace these
+        # tensors.
         raise UnsupportedError("optimizer is not supported: optimizer_cuda_graph; turn this option off")
     fused = hasattr(inner, "name_to_dtype_map")
     if getattr(part.config, "use_precision_aware_optimizer", False) and not (offloaded or fused or inner is None):
@@ -339,6 +341,6 @@ def _refuse_quantized(part: OptimizerPart) -> None:
         given = ", ".join(f"{name}={getattr(config, name, None)}" for name in settings)
         raise UnsupportedError(
             "quantized weights are not supported where use_precision_aware_optimizer leaves their main parameters to "
-            f"{type(part.inner).__name__} ({given}): turn it off, or use an fp8_recipe other than delayed, no "
-            "offload, and main parameters of fp32, with which megatron keeps them"
+            f"{type(part.inner).__name__} ({given}): turn this option off. Or use an fp8_recipe other than "
+            "delayed, no offload, and main parameters of fp32; megatron then keeps the main parameters itself"
         )

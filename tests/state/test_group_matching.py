@@ -243,7 +243,7 @@ def test_without_an_option_schedules_must_be_equal() -> None:
         (A, [D, WD0], {0, 1}, 0, "whose parameters were in 2 groups with another default_config, max_lr, wd_mult"),
         (group(wd_mult=0.5), [D, WD0], {0, 1}, 0, "whose parameters were in 2 groups with another wd_mult"),
         (group(wd_mult=0.5), [D, WD0 | {"eps": 1e-3}], {0, 1}, None, "in 2 groups with another wd_mult"),
-        (D, [D | {"lr": 0.3}, D | {"lr": 0.4}], {0, 1}, 0, "in 2 groups that it cannot be told from"),
+        (D, [D | {"lr": 0.3}, D | {"lr": 0.4}], {0, 1}, 0, "in 2 groups that its settings do not tell apart"),
         (A, [D], set(), None, "of w (default_config False, max_lr 0.01, min_lr 0.0)"),
     ],
 )

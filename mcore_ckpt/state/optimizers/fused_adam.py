@@ -1,9 +1,9 @@
-"""transformer-engine's FusedAdam, which may keep main parameters itself, and its state in 16 or 8 bits.
+"""transformer-engine's FusedAdam, which may keep main parameters itself, and may keep its state in 16 or 8 bits.
 
 megatron's `use_precision_aware_optimizer` (0.16 to 0.19) turns this on. FusedAdam then gets ranges of the model's own
 parameters, and keeps the main parameter of each as `master_param` in its state. Tensors of fp16 and fp8 have a scale.
 With `store_param_remainders`, `master_param` has the lower 16 bits of each value, and the model's bfloat16 parameter
-has the upper ones, rounded half up: a value's bits are `(parameter << 16) + master_param`, and both change together.
+has the upper ones, rounded half up: a value's bits are `(parameter << 16) + master_param`, so neither may change alone.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class FusedAdamPart(OptimizerPart):
         for each in super().mains():
             main = self._state(each.key).get(_MAIN) if self._has_main(each.key) else None
             if main is None:
-                # Before the first step, a parameter is its own main parameter. An fp32 parameter stays so: FusedAdam
-                # makes a `master_param` for it, too, but never updates it.
+                # Before the first step, a parameter is its own main parameter. An fp32 parameter is so even later:
+                # FusedAdam makes a `master_param` for it, but never updates this tensor.
                 yield each
             else:
                 upper = each.key if self._is_halved(each.key) else None
@@ -39,7 +39,7 @@ class FusedAdamPart(OptimizerPart):
 
     def state_of(self, key: torch.Tensor) -> dict[str, Any]:
         if not any(STEP in group for group in self.param_groups):
-            return {}  # moments of zeros, which a load has made with a main parameter
+            return {}  # any moments are zeros that a load has made together with a main parameter
         return {kind: _elements(value) for kind, value in self._state(key).items() if kind != _MAIN}
 
     def bytes_of_first_step(self) -> int:
@@ -76,7 +76,7 @@ class FusedAdamPart(OptimizerPart):
         dtype = self.inner.name_to_dtype_map.get(name)
         if kept is None or (kind == PARAM and not self._has_main(key)) or dtype not in _SCALED:
             return None
-        # A Float8Tensor has its own scale. FusedAdam has a copy of the scale, which it never reads.
+        # A Float8Tensor has its own scale. FusedAdam never reads its copy of this scale.
         return kept._scale_inv if dtype == torch.uint8 else self.inner._scales[key][name]
 
     def tensor_of(self, each: Keyed, kind: str, dtype: torch.dtype) -> torch.Tensor:
@@ -89,7 +89,7 @@ class FusedAdamPart(OptimizerPart):
     def encode(self, each: Keyed, kind: str, values: torch.Tensor) -> None:
         elements = self.tensor_of(each, kind, torch.float32)
         if kind != PARAM or not self._is_halved(each.key):
-            # A copy, because `set_scaled_state` divides its argument in place.
+            # Pass a copy, because `set_scaled_state` divides its argument in place.
             self.inner.set_scaled_state(each.key, _name(kind), values.clone())
             return
         upper, lower = split_halves(values)
@@ -106,7 +106,7 @@ class FusedAdamPart(OptimizerPart):
         return self.inner.state.get(key, {})
 
     def _has_main(self, key: torch.Tensor) -> bool:
-        """Returns True if FusedAdam keeps a main parameter for this parameter of 16 or fewer bits."""
+        """Returns True if FusedAdam's state has the main parameter of this parameter. An fp32 parameter is its own."""
         return bool(self.inner.master_weights) and key.dtype != torch.float32
 
     def _is_halved(self, key: torch.Tensor) -> bool:

@@ -4,10 +4,11 @@ megatron-core 0.16 to 0.19 have the same class. It has an optimizer for the para
 or several for those in host memory. Each of its parameters has an inner parameter, which one of these optimizers
 updates: a copy in host memory, a copy in fp32, or the parameter itself. The inner parameter has the exact values.
 
-The inner parameter is saved and filled. After a load it is copied to the outer one, and
-`_sync_sub_optimizers_state_to_hdo` shows the state again. The step goes only to the inner optimizers: in the outer
-groups it would overwrite their steps before every step. The arguments of the constructor, which torch puts into the
-groups, are not saved, so that a run with another offload fraction can load the groups.
+The inner parameter is saved and filled. After a load it is copied to HybridDeviceOptimizer's own parameter, the outer
+one, and `_sync_sub_optimizers_state_to_hdo` makes the outer state show the inner state again. The number of steps is
+set only in the inner optimizers. If the outer groups had a number, it would overwrite the inner numbers before every
+step. The arguments of the constructor, which torch puts into the groups, are not saved, so that a run with another
+offload fraction can load the groups.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from mcore_ckpt.state.optimizers.part import MainParameter, OptimizerPart, steps
 from mcore_ckpt.state.quantized import is_quantized
 
 # Entries of the state that are not saved: the inner parameter itself, which `_sync_sub_optimizers_state_to_hdo` puts
-# there after each step, and entries that megatron's own save as dp_reshardable (0.16) leaves.
+# there after each step, and entries that megatron's own save as dp_reshardable (0.16) leaves behind.
 _NO_STATE = ("master_param", "padding")
-# Arguments of its constructor that control where and how it works. torch's Optimizer puts them into the groups.
+# Arguments of HybridDeviceOptimizer's constructor that control where and how it works. torch's Optimizer puts them into
+# the groups.
 ARGUMENTS = (
     *("offload_fraction", "cpu_optimizer_cls", "gpu_optimizer_cls", "param_update_in_fp32", "pin_cpu_grads"),
     *("pin_cpu_params", "overlap_cpu_optimizer_d2h_h2d"),
@@ -40,7 +42,7 @@ class HybridDevicePart(OptimizerPart):
     def kind_name(self) -> str:
         names = {kind_name(each) for each in self.inner.sub_optimizers}
         if not names:
-            # It has no parameters on this rank. The class is an argument of its constructor.
+            # The optimizer has no parameters on this rank. An argument of its constructor names the class.
             return kind_name_of(self.inner.defaults["gpu_optimizer_cls"])
         return names.pop() if len(names) == 1 else f"HybridDeviceOptimizer of {', '.join(sorted(names))}"
 
@@ -50,7 +52,7 @@ class HybridDevicePart(OptimizerPart):
 
     @property
     def own_fields(self) -> tuple[str, ...]:
-        # Its groups have all arguments of its constructor. Only those that the inner optimizers use are saved.
+        # The groups have all arguments of the constructor. Only those that the inner optimizers use are saved.
         return (*ARGUMENTS, *IMPLEMENTATION)
 
     def group_numbers(self) -> dict[int, int]:
@@ -94,13 +96,14 @@ class HybridDevicePart(OptimizerPart):
         return set().union(*map(steps_of, self.inner.sub_optimizers))
 
     def write_step(self, step: float | int | None) -> None:
-        # Its own groups must not get a step: `_sync_hdo_param_groups_to_sub_optimizers` would put it back every step.
+        # The outer groups must not get a step: `_sync_hdo_param_groups_to_sub_optimizers` would copy it before every
+        # step.
         for optimizer in self.inner.sub_optimizers:
             write_steps_of(optimizer, step)
 
     @property
     def changes_model(self) -> bool:
-        # Then the outer parameters are ranges of the model's own, and `refresh` rounds the main parameters into them.
+        # If the outer parameters are ranges of the model's parameters, `refresh` rounds the main parameters into them.
         return self.has_model_ranges
 
     def refresh(self) -> None:
@@ -119,7 +122,7 @@ class HybridDevicePart(OptimizerPart):
 
     def follow_model(self) -> None:
         # `_copy_model_params_to_main_params` (0.16 to 0.19) only calls `update_fp32_param_by_new_param`, which leaves
-        # out the copies in host memory of parameters that megatron keeps in fp32.
+        # out fp32 parameters that have a copy in host memory.
         with torch.no_grad():
             for each in self.mains():
                 if not is_quantized(each.parameter):

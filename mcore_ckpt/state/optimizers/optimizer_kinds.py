@@ -28,7 +28,7 @@ class OptimizerKind:
         optional: moments that only some settings add.
         bound: returns the shapes, by kind, of the tensors that belong to a rank's part of a parameter as a whole, and
             cannot be divided in another way. Its arguments are the optimizer and the shape of the rank's part.
-        has_step: whether it counts steps.
+        has_step: whether an optimizer with this state counts steps.
         step_is_int: whether the step in its state is a number, and not a tensor.
     """
 
@@ -42,8 +42,8 @@ class OptimizerKind:
 
 
 def _bound_of_adaptive_muon(inner: Any, shape: tuple[int, ...]) -> Shapes:
-    # The shapes of `AdaptiveMuon._init_group` (emerging-optimizers 0.3.0). The longer axis is averaged over this rank's
-    # part of it.
+    # The shapes of `AdaptiveMuon._init_group` (emerging-optimizers 0.3.0). The average along the longer axis is over
+    # this rank's part of it.
     if inner.moment2_method == "adamuon":
         return {}
     if inner.moment2_method == "namo":

@@ -1,4 +1,4 @@
-"""A megatron optimizer that is not a chain of others, and the questions of saving and loading to it.
+"""A megatron optimizer that is not a chain of others, and the questions that saving and loading ask it.
 
 A kind of optimizer that keeps its state elsewhere derives from OptimizerPart and overrides the answers that differ.
 """
@@ -28,7 +28,7 @@ class MainParameter:
 
     Attributes:
         parameter: the model's parameter.
-        key: the tensor under which the optimizer keeps its state.
+        key: the tensor under which the optimizer keeps the parameter's state.
         main: the exact values of the elements that this rank owns.
         flat: the range `(start, stop)` of these elements in the parameter.
         is_model_view: whether `main` shares the memory of the model's parameter (fp32 training).
@@ -84,7 +84,7 @@ class OptimizerPart:
     Attributes:
         megatron: megatron's object.
         inner: the torch-like optimizer in it; None if it has no parameters.
-        is_of_owner: whether it has only the parameters that this data-parallel rank owns, each whole
+        is_of_owner: whether it has only the parameters that this data-parallel rank owns, each of them whole
             (LayerWiseDistributedOptimizer).
     """
 
@@ -157,7 +157,7 @@ class OptimizerPart:
         return bool(getattr(self.megatron.config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False))
 
     def _sharded_groups(self) -> Sequence[tuple[Any, Any, bool]]:
-        """Returns a DistributedOptimizer's groups: model parameters, main parameters, and whether these are views."""
+        """Returns a DistributedOptimizer's groups: model parameters, main parameters, and True if these are views."""
         owner = self.megatron
         fp32 = (owner.model_fp32_groups, owner.shard_fp32_groups, True)
         if self.has_model_ranges:
@@ -172,7 +172,7 @@ class OptimizerPart:
         return self.inner.state.get(key, {})
 
     def new_state_of(self, key: torch.Tensor) -> dict[str, Any]:
-        """Returns the dict with the state of a parameter, for changes. Makes one if there is none."""
+        """Returns the dict of a parameter's state, which the caller may change. Makes the dict if there is none."""
         return self.inner.state[key]
 
     def bytes_of_first_step(self) -> int:
@@ -186,7 +186,7 @@ class OptimizerPart:
         return {} if kind is None else kind.bound(self.inner, tuple(main.shape))
 
     def bound_tensor(self, key: torch.Tensor, kind: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Returns a tensor of the bound state, to be filled. Makes one if there is none."""
+        """Returns a tensor of the bound state, which the caller fills. Makes the tensor if there is none."""
         state = self.new_state_of(key)
         if state.get(kind) is None:
             state[kind] = torch.empty(tuple(shape), dtype=dtype, device=key.device)
@@ -308,7 +308,7 @@ def steps_of(inner: Any) -> set[float | int]:
 
 
 def write_steps_of(inner: Any, step: float | int | None) -> None:
-    """Sets the step of a torch-like optimizer where it keeps it."""
+    """Sets the step of a torch-like optimizer, in its param groups or in its state."""
     if steps_in_groups(inner):
         for group in inner.param_groups:
             group.pop(STEP, None)
@@ -326,7 +326,7 @@ def write_steps_of(inner: Any, step: float | int | None) -> None:
 
 
 def _numbers(steps: Sequence[Any]) -> set[float | int]:
-    # Otherwise a TorchFunctionMode, such as that of a profiler, would be called for each of thousands of tensors.
+    # Without this, a TorchFunctionMode, such as a profiler's, would be called for each of thousands of tensors.
     with torch._C.DisableTorchFunction():
         tensors = [step for step in steps if isinstance(step, torch.Tensor)]
         numbers = {step for step in steps if not isinstance(step, torch.Tensor)}
@@ -342,7 +342,7 @@ def read_step(part: OptimizerPart) -> float | int | None:
     """Returns the number of steps that a part has done on this rank, or None if it has done none here.
 
     Raises UnsupportedError: parameters have done different numbers of steps, which a single number cannot restore, or
-    the number is no number.
+    the number is not finite.
     """
     steps = part.steps()
     if len(steps) > 1:
