@@ -1,4 +1,4 @@
-"""Chooses one reader for each replicated tensor, and broadcasts what it has read to the replicas, in large batches."""
+"""Chooses one reader for each replicated tensor, and broadcasts what the reader has read, in large batches."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _cut(fills: Sequence[TensorFill]) -> Iterator[list[TensorFill]]:
 
 
 def to_read(fills: Iterable[TensorFill], shared: Iterable[Batch], rank: int) -> list[TensorFill]:
-    """Returns the fills that world rank `rank` reads: tensors without replicas, and its batches."""
+    """Returns the fills that world rank `rank` reads: tensors without replicas, and the batches whose reader it is."""
     own = [fill for fill in fills if len(fill.replicas) <= 1]
     return own + [fill for batch in shared if batch.reader == rank for fill in batch.fills]
 

@@ -61,7 +61,7 @@ def candidates_of(role: str, steps: Sequence[AnyStep], tier: NodeTier | None = N
     """Describes a role's checkpoints in some steps, in the order of the steps, as JSON values that a rank can send.
 
     A save that is on the nodes, and also in the root or the store, is one candidate: its bytes are read from the nodes,
-    as far as these have them.
+    as far as the nodes have them.
     """
     found: list[Record] = []
     on_nodes: dict[str, Record] = {}
@@ -115,13 +115,13 @@ def find_candidates(
 ) -> Record:
     """Finds the checkpoints to try, in order. Only rank 0 calls it, and sends the result to the other ranks.
 
-    `step` is the only step to look for. `path` is the folder to load instead of a step. With a fast tier, it can also
-    name a step that is only on the nodes. `fast` is what the nodes of the fast tier have together.
+    `step` is the only step to look for. `path` is the folder to load instead of a step. With a fast tier, `path` can
+    also name a step that is only on the nodes. `fast` is what the nodes of the fast tier have together.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint to try. The message gives the reason for each step that was
             looked at.
-        CheckpointCorruptError: there is none to try, and files of a committed step are missing.
+        CheckpointCorruptError: there is no checkpoint to try, and files of a committed step are missing.
         RemoteError: there is no local checkpoint, and the store does not answer.
     """
     nodes = [] if tier is None else node_steps(fast, (trainer.role,), partial(why_not_whole, tier))
@@ -152,7 +152,7 @@ def find_candidates(
 def _check_newest(trainer: Trainer, choice: Choice[AnyStep]) -> None:
     """Raises CheckpointCorruptError if a newer step lacks files and the trainer's config allows no older one instead.
 
-    Otherwise it warns if the tracker names another step.
+    Otherwise logs a warning if the tracker names another step.
     """
     for step in choice.passed_over if trainer.config.strict else ():
         if step.is_claimed and step.lacks:
@@ -161,7 +161,7 @@ def _check_newest(trainer: Trainer, choice: Choice[AnyStep]) -> None:
 
 
 def _step_of(trainer: Trainer, path: Path) -> int | None:
-    """Returns the step below the root that a path names, by the step's or a role's folder; None if there is none."""
+    """Returns the step below the root whose folder, or role's folder, a path names; None if the path names neither."""
     for step_path in (path, path.parent):
         step = file_names.parse_step(step_path.name)
         if step is not None:
@@ -172,7 +172,7 @@ def _step_of(trainer: Trainer, path: Path) -> int | None:
 
 
 def _other(path: Path) -> str | None:
-    """Says what a path is, and what to do, if it cannot be a role's folder; None if it may be one."""
+    """Says what a path is, and what to do, if it cannot be a role's folder; None if the path may be one."""
     name_role = "name the folder of a role, such as .../global_steps_100/actor"
     if path.exists() and not path.is_dir():
         return f"is a file: {name_role}"
@@ -194,7 +194,7 @@ def _other(path: Path) -> str | None:
 def _at_path(path: Path, lost: Sequence[str]) -> Record:
     """Describes the checkpoint in a folder, as JSON values. Raises CheckpointNotFoundError if there is no folder.
 
-    `lost` says why the nodes of the fast tier do not have it.
+    `lost` says why the nodes of the fast tier do not have the checkpoint.
     """
     # On file systems that cannot exchange folders, a crash may have left the checkpoint under another name. This call
     # renames it back, unless the process that wrote it may be alive. In that case the checkpoint is read where it is.

@@ -13,7 +13,7 @@ from mcore_ckpt.io import tuning
 from mcore_ckpt.sharding.plan import ReadRange, ShardKey
 
 Encode = Callable[[torch.Tensor], object]
-"""Takes the elements that were read. Without it, they are copied into a tensor."""
+"""Takes the elements that were read. Without such a function, they are copied into a tensor."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,10 +23,10 @@ class TensorFill:
     Attributes:
         reads: the ranges of stored shards that together fill the tensor.
         dtype: the dtype of the stored elements.
-        target: returns the tensor; called only when the training state may change.
+        target: a function that returns the tensor. It is called only when the training state may change.
         padded: True if some of the elements are not stored anywhere. These elements become zero.
-        encode: takes the elements that were read; None: they are copied into the tensor.
-        finish: called with the tensor once it is filled, or None.
+        encode: a function that takes the elements that were read; None if they are copied into the tensor.
+        finish: a function to call with the tensor once it is filled, or None.
         replicas: the world ranks that fill an equal tensor, so that one of them can read it for all; empty if each rank
             reads it itself.
         rounding: from which dtype to which the values are rounded, for the report; None if they are not rounded.

@@ -100,11 +100,12 @@ def load_foreign(trainer: Trainer, kind_name: str, path: Path) -> ForeignLoad:
     Raises:
         CheckpointMismatchError: the checkpoint does not fit, lacks something that `load_contents` names, or has an
             optimizer state that does not belong to the weights. All ranks raise it, and nothing has changed.
-        CheckpointCorruptError: a file is missing, is damaged, or contains something other than data. As above.
-        UnsupportedError: the state is stored in an unsupported form. As above.
+        CheckpointCorruptError: a file is missing, is damaged, or contains something other than data. All ranks raise
+            it, and nothing has changed.
+        UnsupportedError: the state is stored in an unsupported form. All ranks raise it, and nothing has changed.
     """
     kind = kinds_by_name()[kind_name]
-    # A round of all ranks, which all know the kind from rank 0.
+    # All ranks take part in this round, because they all have the kind from rank 0.
     writers = find_writers(trainer) if kind.needs_writers else None
 
     def plan() -> tuple[_Plan, Record]:

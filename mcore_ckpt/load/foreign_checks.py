@@ -1,7 +1,7 @@
 """Checks another program's checkpoint against the trainer, after it is read and before anything changes.
 
-These formats have no CRCs. So every main parameter must round to its weight. This check finds state of another run, of
-other buckets, or of another pipeline split.
+These formats have no CRCs. Instead, the checks demand that every main parameter rounds to its weight. This finds state
+of another run, of other buckets, or of another pipeline split.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def match_parts(parts: Sequence[OptimizerPart], found: Sequence[FoundPart], sche
 
 
 def _matched(part: OptimizerPart, found: FoundPart, schedules: Schedules, first: int) -> tuple[SavedPart, GroupChanges]:
-    """Returns the saved state of a part in the order of its groups. `first` is the number of the first saved group."""
+    """Returns the saved state of a part in the order of its live groups. `first` numbers the first saved group."""
     saved = SavedPart(None, found.step, found.grad_scaler)
     if found.param_groups is None and part.inner is not None:
         return saved, GroupChanges(tuple(group.describe() for group in read_live_groups(part)))
@@ -92,11 +92,11 @@ def _without_arguments(group: Mapping[str, Any]) -> dict[str, Any]:
 def checked_parameters(
     path: Path, weights: Sequence[FoundWeight], parameters: Sequence[LoadedParameter], was_quantized: bool
 ) -> tuple[LoadedParameter, ...]:
-    """Checks that main parameters belong to the weights. Returns the parameters with whole main parameters.
+    """Checks that main parameters belong to the weights. Returns the parameters, with lower halves completed.
 
     Args:
         path: the checkpoint, for messages.
-        weights: the checkpoint's weights of this rank. Without any, the model's present weights are compared.
+        weights: the checkpoint's weights of this rank. If there are none, the model's present weights are compared.
         parameters: what was read for each owned range.
         was_quantized: whether the checkpoint's matrices were quantized.
 
@@ -113,11 +113,11 @@ def checked_parameters(
 
 
 def _weight_of(parameter: LoadedParameter, loaded: Mapping[int, torch.Tensor]) -> torch.Tensor:
-    """Returns the weights of the elements that this rank owns: from the checkpoint if it has them."""
+    """Returns the weights of the elements that this rank owns: the checkpoint's, or the model's if it has none."""
     owned, main = parameter.owned, parameter.tensors[PARAM]
     whole = loaded.get(id(owned.parameter))
     if whole is None and is_quantized(owned.parameter):
-        return main.to(owned.parameter.dtype)  # this rank has no other values
+        return main.to(owned.parameter.dtype)  # this rank has nothing to compare the main parameter with
     whole = owned.parameter.detach() if whole is None else whole
     return whole.cpu().reshape(-1)[owned.start : owned.stop]
 
@@ -128,12 +128,12 @@ def _with_upper_halves(
     """Joins main parameters with their upper halves if only their lower halves were stored.
 
     With `store_param_remainders`, megatron (0.16 to 0.19) stores FusedAdam's remainders as if they were the main
-    parameters: as int16, or as the same numbers in float32. They have a meaning only together with the bfloat16
-    weights.
+    parameters: as int16, or as the same numbers in float32. The remainders have a meaning only together with the
+    bfloat16 weights.
     """
     pairs = [(each, weight) for each, weight in zip(parameters, weights, strict=True)]
     halved = [(each.tensors[PARAM], weight) for each, weight in pairs if weight.dtype == torch.bfloat16]
-    # Other main parameters are never all whole numbers. A single tensor may have only whole numbers: norms begin as
+    # Remainders are whole numbers. Other main parameters are not, but a single tensor of them may be: norms begin as
     # ones.
     are_numbers = all(torch.equal(main.to(torch.int16).to(main.dtype), main) for main, _ in halved)
     if not are_numbers or not any(_differing(main.to(weight.dtype), weight) for main, weight in halved):
@@ -180,8 +180,8 @@ def _is_quantized_from(main: torch.Tensor, weight: torch.Tensor) -> bool:
     """Returns True if a weight can come from quantizing its main parameter to 8 or 4 bits.
 
     Neighbouring values of float4_e2m1fn differ by up to a third of the larger one; the smallest value and 0 differ by a
-    twelfth of the largest value in the block. Half of both differences is allowed. Weights of other parameters differ
-    by more.
+    twelfth of the largest value in the block. Rounding changes a value by at most half of such a difference, so half of
+    both is allowed. Weights of other parameters differ by more.
     """
     main, weight = main.float(), weight.float()
     largest = main.abs().max() if main.numel() else torch.zeros(())

@@ -1,4 +1,4 @@
-"""Lets a run begin to train adapters: the checkpoint has none, and only the base model is loaded."""
+"""Lets a run begin to train adapters: from a checkpoint without adapters, only the base model is loaded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def choice_of(
 
     Raises CheckpointMismatchError if the checkpoint lacks the adapters and the optimizer is to be loaded.
     """
-    # All ranks must decide alike, and a pipeline stage can be without adapters.
+    # All ranks must decide alike, but a pipeline stage can be without adapters. So ask about the whole model.
     has_adapters = trainer.adapters is not None or any(map(_is_adapter, live))
     if not has_adapters or "model" not in trainer.config.load_contents or any(map(_is_adapter, stored)):
         return lambda name, is_frozen: not (trainer.config.skip_frozen and is_frozen)

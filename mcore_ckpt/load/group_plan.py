@@ -32,7 +32,7 @@ from mcore_ckpt.state.shards import ParameterState
 class PartGroups:
     """What this rank knows of the groups of one chained optimizer.
 
-    `candidates` has the numbers of the saved groups that may be their counterparts.
+    `candidates` has the numbers of the saved groups that may be the counterparts of these groups.
     """
 
     live: tuple[LiveGroup, ...]
@@ -120,8 +120,9 @@ def plan_groups(
 ) -> GroupPlan:
     """Reads which saved groups have this rank's parameters.
 
-    `optimizers` are the saved ones, as `common.pt` has them. `keys` are the keys of each live part's groups, `by_part`
-    its parameters on this rank, and `saved` its saved state. `locator` knows the names of parameters in the checkpoint.
+    `optimizers` are the saved optimizers in the form of `common.pt`. For each live part, `keys` has the keys of its
+    groups, `by_part` its parameters on this rank, and `saved` its saved state. `locator` knows the names of parameters
+    in the checkpoint.
     """
     groups = SavedGroups.of(optimizers)
     found: list[PartGroups | None] = []

@@ -97,7 +97,7 @@ def load_hf(
     Every rank calls it.
 
     Either initialize megatron's `parallel_state`, or build the model with a `pg_collection`, even in a single process.
-    Without one of them megatron neither builds a GPTModel nor knows which part of a tensor a rank holds.
+    Without either, megatron does not build a GPTModel, and does not know which part of a tensor a rank holds.
 
     Each rank reads only the slices that it holds, under any layout, directly into its parameters. Rows that pad the
     vocabulary become zero. Weights of another floating-point dtype and quantized weights are converted through a
@@ -110,9 +110,9 @@ def load_hf(
     Before a byte changes, all ranks check names and shapes and agree on the result. Each rank looks for NaN only
     afterwards, in the tensors that it has filled, because otherwise it would have to read every file twice.
 
-    The optimizer's main parameters are still copies of the old weights, and its next step would write them over the new
-    weights. To prevent this, pass the optimizer here, or call its `reload_model_params()` afterwards. With quantized
-    weights (FP8), pass the optimizer: only then do their main parameters get the values of the folder.
+    After the load, the optimizer's main parameters are still copies of the old weights. The next step would write them
+    over the new weights. To prevent this, pass the optimizer here, or call its `reload_model_params()` afterwards. With
+    quantized weights (FP8), pass the optimizer: only then do their main parameters get the values of the folder.
 
     Args:
         model: a megatron-core model or the list of its virtual chunks, bare or wrapped in DistributedDataParallel.
@@ -131,9 +131,9 @@ def load_hf(
             model.
         base: the folder with the `config.json` of an adapter's base model, or the base model's name on the hub. None:
             what `adapter_config.json` names. Not needed for the folder of a model.
-        strict_model: whether rotary base and scaling, YaRN among them, must be as in `config.json`, too. A longer
-            context changes them on purpose, so without `strict_model` a difference only gives a warning. Other
-            differences are always refused.
+        strict_model: whether rotary base and scaling (such as YaRN) must also be as in `config.json`. A longer context
+            changes them on purpose, so without `strict_model` a difference only gives a warning. Other differences are
+            always refused.
         timeout_s: how long this rank waits for other ranks before it gives up, in seconds. A rank that waits for a
             download waits DOWNLOAD_TIMEOUT_S.
 
@@ -249,7 +249,7 @@ def _keeps_float32(here: LiveModel) -> bool:
 
 
 def _own_adapters(here: LiveModel) -> list[tuple[str, Shape]]:
-    """Returns names and global shapes of the tensors of this rank's adapters; nothing on all replicas but the first."""
+    """Returns names and global shapes of the tensors of this rank's adapters; none on all replicas but the first."""
     apart, rank = here.topology.experts_apart, here.agreement.rank
     return [
         (shard.key.name, shard.region.global_shape)

@@ -65,7 +65,8 @@ class OpenedFolder:
 
     Attributes:
         adapters: the shapes of the tensors of the whole model's adapters.
-        dtype: the dtype that quantized tensors of the folder get; None for the dtype that its `config.json` states.
+        dtype: the dtype in which quantized tensors of the folder are read; None for the dtype that its `config.json`
+            states.
         tower: the names of the tensors of the model's vision tower. Empty if it has none.
     """
 
@@ -92,8 +93,8 @@ class HfPlan:
 def plan_weights(here: LiveModel, opened: OpenedFolder, source: Source, ignore: Sequence[str]) -> tuple[HfPlan, Record]:
     """Plans which parts of the folder fill this rank's tensors. Changes nothing.
 
-    `source` and `ignore` are as in `load_hf`. Returns the plan, and the names of the folder that this rank takes, as
-    JSON values for `check_all_used` on rank 0.
+    `source` and `ignore` are as in `load_hf`. Returns the plan, and the names of the folder's tensors that this rank
+    takes, as JSON values for `check_all_used` on rank 0.
 
     Raises:
         CheckpointMismatchError: the folder's tensors or configuration do not fit this model.
@@ -112,7 +113,7 @@ def plan_weights(here: LiveModel, opened: OpenedFolder, source: Source, ignore: 
 
 
 def _hf_names(contents: FolderContents, ignore: Sequence[str]) -> list[str]:
-    """Returns patterns for HuggingFace tensors to leave out: `ignore` matches megatron's names of all their parts."""
+    """Returns patterns of the HuggingFace tensors whose parts all have a name in megatron that `ignore` matches."""
     if not ignore:
         return []
     model = model_from_config(contents.config, tuple(ignore))
@@ -139,7 +140,7 @@ def _plan(here: LiveModel, reader: HuggingFaceReader, locator: Locator, source: 
     requests = [_request(here, Target(shard, shard.region, shard.tensor), locator, reader, source) for shard in plain]
     if len(plain) < len(taken):
         targets = quantized_targets([shard for shard in taken if shard.is_quantized], _states(here))
-        # Each rank fills only the main parameters that it owns, not the ones that its replicas own.
+        # Each rank fills only the main parameters that it owns, so nothing is sent to replicas.
         requests += [_request(here, target, locator, reader, "shared") for target in targets]
     if source == "shared":
         reader.check_visible(read.stored.file for request in requests for read in request.fill.reads)
@@ -245,7 +246,7 @@ def _check_vocabulary(shard: LocalShard, reader: HuggingFaceReader, topology: To
 
 
 def check_all_used(plan: HfPlan, used: Sequence[Runs]) -> None:
-    """Raises CheckpointMismatchError on rank 0 if no rank takes some tensor of the folder (`used`, by rank)."""
+    """Raises CheckpointMismatchError on rank 0 if the folder has a tensor that no rank takes. `used` is by rank."""
     left = names_left_over(plan.locator, used)
     if left:
         stored = plan.reader.parts_of(left[0])[0]
@@ -259,7 +260,7 @@ def check_all_used(plan: HfPlan, used: Sequence[Runs]) -> None:
 
 
 def refuse_nan(plan: HfPlan) -> None:
-    """Looks for NaN in the tensors that were filled. Raises CheckpointCorruptError."""
+    """Raises CheckpointCorruptError if a tensor that was filled has a NaN."""
     for request in plan.requests:
         if request.fill.encode is None:  # otherwise `_checked` has looked
             _refuse_nan_in(request.fill.target(), request.name, plan.reader)

@@ -100,7 +100,7 @@ class _Tensor:
         if not isinstance(self.sharded, ShardedTensorFactory):
             return [key]
         # The parts of a mixer's tensors have their own keys. The bytes of a quantized weight must not be read, even to
-        # cut them.
+        # cut the weight into its parts.
         unread = torch.empty(self.sharded.data.shape, device="meta")
         dict_list_map_outplace(lambda part: found.append(part.key), self._build(key, unread))
         return found

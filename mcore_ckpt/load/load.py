@@ -79,7 +79,7 @@ def load_state(
         failure: the error of an earlier save of this rank, as a record, if no call has raised it yet; None otherwise.
         verify: one of VERIFY_WORDS; see `CheckpointManager.load`.
         tier: this rank's part of the fast tier; None without one.
-        loaded: is called with the manifest of a native checkpoint that was loaded, and its folder or its URL.
+        loaded: a function to call with the manifest of a native checkpoint that was loaded, and with its folder or URL.
 
     Raises:
         EarlierSaveError: an earlier save of some rank failed. All ranks raise it, and nothing is loaded.
@@ -107,7 +107,8 @@ def load_state(
                 if verify == "full":
                     _verify_together(trainer, folder)
                 plan = _plan_together(trainer, folder, verify)
-                # Fill. The weights in huggingface/ have a check of their own before they are loaded.
+                # Fill. If only the weights in huggingface/ are loaded, `load_hf` checks them first, so nothing has
+                # changed yet.
                 changed = changed or trainer.config.load_contents != ("hf_model",)
                 fill = partial(fill_tensors, read=partial(plan.reader.read, check=verify != "off"))
                 apply, topic = partial(_apply_small_state, trainer, plan), f"loading {folder}"
@@ -139,12 +140,15 @@ def _find_together(
     failure: Record | None,
     verify: str,
 ) -> Record:
-    """Returns, on every rank, what `find_candidates` finds on rank 0. Raises EarlierSaveError for `failure`."""
+    """Returns, on every rank, what `find_candidates` finds on rank 0.
+
+    Raises EarlierSaveError if a rank has a `failure`.
+    """
     request = {"root": str(trainer.root), "step": step, "path": path and str(path), "verify": verify}
     held: list[HeldRole] = []
 
     def work() -> Record:
-        wait_for_gpu(trainer.agreement.timeout_s)  # plans read values on the GPU, and torch waits for ever
+        wait_for_gpu(trainer.agreement.timeout_s)  # plans read values on the GPU, and torch itself would wait for ever
         held.extend(own_held(tier))
         return {"request": request, "failure": failure, "held": [each.to_record() for each in held]}
 
@@ -271,7 +275,7 @@ def _plan_together(trainer: Trainer, folder: Folder, verify: str) -> LoadPlan:
         if _takes_hf_weights(trainer) and "optimizer" in trainer.config.load_contents and _changes_model(trainer):
             raise UnsupportedError(
                 f"{folder}: load_contents names 'optimizer' and the weights in {file_names.HUGGINGFACE_DIR}/, but with "
-                "this optimizer each main parameter belongs to the weight that it was saved beside: put 'model' into "
+                "this optimizer each main parameter belongs to the weight that it was saved with: put 'model' into "
                 "load_contents"
             )
         own = plan_load(trainer, folder)

@@ -23,7 +23,7 @@ from mcore_ckpt.state.trainer import Trainer
 NewlyStarted = tuple[OptimizerPart, ParameterState, bool]
 """A parameter that starts without moments, and whether its main parameter is filled.
 
-The optimizer had done no step when it was saved, or the stored moments are not taken over.
+It starts so because the optimizer had done no step when it was saved, or because the stored moments are not taken over.
 """
 
 
@@ -59,7 +59,7 @@ class OptimizerPlanner:
     def plan(self, part: OptimizerPart, states: Sequence[ParameterState], starts_anew: bool) -> PartPlan:
         """Plans the fills of one part, from its parameters on this rank.
 
-        If `starts_anew`, it is decided already that the part takes over only main parameters.
+        If `starts_anew` is True, the part takes over only main parameters, whatever moments are stored.
 
         Raises CheckpointMismatchError: the checkpoint lacks a tensor, has it in another shape or dtype, or has other
         moments than the part needs.
@@ -111,7 +111,8 @@ class OptimizerPlanner:
             return None
         shapes = part.bound_shapes(state.main)
         wanted = {*kind.moments, *shapes}
-        # A class that is derived from a known class may keep more tensors. It gets only state of its own class.
+        # A class that is derived from a known class may keep more tensors. It gets only state that the same class has
+        # saved.
         allowed = found if part.kind_name != kind.name else wanted.union(kind.optional)
         if not wanted <= found <= allowed or set(bound) != set(shapes):
             return f"{where}: wanted {_listed(wanted)} of {part.kind_name}, found {_listed(found)}"
@@ -129,8 +130,8 @@ class OptimizerPlanner:
             yield TensorFill((every,), dtype, partial(part.bound_tensor, state.key, kind, shape, dtype))
 
     def _main_fills(self, part: OptimizerPart, state: ParameterState, has_stepped: bool) -> list[TensorFill]:
-        # Look for the main parameter even if it need not be filled. A parameter that was frozen has none. Without this
-        # check, it would seem that the optimizer had done no step for it.
+        # Look for the main parameter even if it need not be filled. A parameter that was frozen at the save has none.
+        # Without this check, it would seem that the optimizer had done no step for such a parameter.
         wanted = self._wanted(state, PARAM)
         refuse_freed(wanted.key, state.main, "load()")
         located = self.locator.find(wanted)
@@ -138,9 +139,9 @@ class OptimizerPlanner:
         if located is None and in_model is not None and any(self.reader.parts(in_model)):
             raise CheckpointMismatchError(
                 f"{wanted.file}: tensor {wanted.key}: wanted {state.region.describe()}, found no "
-                "such tensor: the optimizer did not train it when it was saved, or trained it as part of another (a "
-                "frozen parameter, or tied embeddings): load without 'optimizer' in load_contents, and start its state "
-                "anew"
+                "such tensor: the saved optimizer did not train this tensor (it was frozen), or trained it as part of "
+                "another one (tied embeddings): load without 'optimizer' in load_contents, and start the optimizer's "
+                "state anew"
             )
         if located is None:
             raise not_there(wanted)
@@ -149,7 +150,7 @@ class OptimizerPlanner:
             if state.is_model_view and form == Form(state.main.dtype):
                 return []  # the model's tensor is filled
             if not has_stepped and form != Form(state.main.dtype) and located.dtype == state.key.dtype:
-                return []  # FusedAdam will make the main parameter from the model's, in its first step
+                return []  # FusedAdam will make the main parameter from the model's parameter, in its first step
         return self._fills(part, state, wanted, located)
 
     def _moment_fills(self, part: OptimizerPart, state: ParameterState, kind: str) -> list[TensorFill]:
@@ -182,7 +183,8 @@ class OptimizerPlanner:
         assert coding is not None
         if torch_dtype(coding.dtype) != form.dtype or form.is_scaled != (coding.scale is not None):
             return False
-        # Lower halves fit only the upper halves in the model's files, and no weights that were rounded from values.
+        # Lower halves fit only the upper halves in the model's files. They do not fit weights that were rounded from
+        # values.
         return form.is_scaled or (coding.upper == MODEL and "model" in self.trainer.config.load_contents)
 
     def _fills_as_stored(

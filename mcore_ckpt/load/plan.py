@@ -102,7 +102,7 @@ class LoadPlan:
         if self.common is None or not numbers:
             return self
         parts = tuple(part.with_new_moments() if n in numbers else part for n, part in enumerate(self.parts))
-        # Do this even if some parameters have the moments that they need, because all share one number of steps.
+        # The moments that fit some parameters are dropped, too, because all parameters share one number of steps.
         saved = tuple(
             replace(state, step=None, starts_anew=True) if n in numbers else state
             for n, state in enumerate(self.common.optimizers)
@@ -176,8 +176,8 @@ def _plan(trainer: Trainer, reader: NativeReader, locator: Locator) -> LoadPlan:
         common = _read_common(trainer, reader, by_part, locator)
         parts = _plan_parts(OptimizerPlanner(trainer, reader, locator), by_part, common.optimizers)
         if optimizer_state.changes_model(trainer.optimizer):
-            # A replica's weights are broadcast last, and would undo the changes that main parameters have made to the
-            # weights here.
+            # A broadcast from a replica comes last, and would undo the changes that main parameters have made to this
+            # rank's weights.
             model_fills = [replace(fill, replicas=()) for fill in model_fills]
     if "extra" in wanted:
         rng, seed, extra = _read_extra(trainer, reader)
@@ -202,9 +202,9 @@ def _plan_parts(
 
 
 def check_all_used(trainer: Trainer, plan: LoadPlan, used: Sequence[dict[str, Runs]]) -> None:
-    """Raises CheckpointMismatchError on rank 0 if no rank takes some tensor of the checkpoint.
+    """Raises CheckpointMismatchError on rank 0 if the checkpoint has a tensor that no rank takes.
 
-    `plan` is rank 0's plan, and `used` has that field of each rank's plan.
+    `plan` is rank 0's plan, and `used` has the field `used` of each rank's plan.
     """
     for contents, kind, reason in (
         ("model", MODEL, "wanted no such tensor"),

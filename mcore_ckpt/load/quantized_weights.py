@@ -38,9 +38,9 @@ class Target:
 def quantized_targets(quantized: Sequence[LocalShard], states: Iterable[ParameterState] | None) -> Iterator[Target]:
     """Yields the tensors to fill instead of quantized weights.
 
-    A weight that trains is filled through its main parameter, so that quantizing loses no precision for good. This rank
-    fills the main parameters that it owns. `write_weights` must follow. A weight without a main parameter is quantized
-    from the loaded values.
+    A weight that trains is filled through its main parameter, which keeps the precision that quantizing loses. This
+    rank fills the main parameters that it owns. `write_weights` must follow. A weight without a main parameter is
+    quantized from the loaded values.
 
     `states` has the main parameters to fill; None without an optimizer.
     """

@@ -122,7 +122,7 @@ def _warn_of_new_layout(trainer: Trainer, plan: LoadPlan) -> None:
     moved = (saved.cp, saved.dp) != (now.cp, now.dp) or plan.seed is not None
     if "extra" not in trainer.config.load_contents or not moved or not trainer.agreement.is_coordinator:
         return
-    generators = "continue the saved ones of one rank each" if plan.seed is None else "start anew from the saved seed"
+    generators = "of a rank continue those of one saved rank" if plan.seed is None else "start anew from the saved seed"
     logger.warning(
         "%s was saved on %s and is loaded on %s: dropout and other random choices differ from a run that keeps its "
         "layout, because the random number generators %s; extra_state: %s",

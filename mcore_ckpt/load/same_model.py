@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 def differences_to_live(trainer: Trainer, saved: Facts | None) -> list[DifferentFact]:
-    """Returns the facts in which a checkpoint's model differs from the live one. None of them shows in the tensors.
+    """Returns the facts in which a checkpoint's model and the live one differ, although the tensors fit.
 
     Raises CheckpointMismatchError: there are such facts, and the config has `strict_model`.
     """

@@ -3,8 +3,8 @@
 The messages are sent point to point over the default process group, from the main thread. Rank 0 has two messages in
 memory, because it reads one while it sends the other. A receiving rank has one.
 
-Each message is sent as a batch of one. With `send` and `recv`, NCCL would make a communicator, with buffers on both
-GPUs, for each pair of ranks. A batch uses the communicator of the group (torch 2.13, `batch_isend_irecv`;
+Each message is sent as a batch with one operation. With `send` and `recv`, NCCL would make a communicator, with buffers
+on both GPUs, for each pair of ranks. A batch uses the communicator of the group (torch 2.13, `batch_isend_irecv`;
 `pointToPoint` in ProcessGroupNCCL). All ranks must have made this communicator before, because only two of them take
 part in a batch.
 
@@ -127,7 +127,7 @@ def _serve(reader: HuggingFaceReader, sizes: Sequence[int], device: torch.device
 
 
 def _turns(wanted: Mapping[int, Sequence[Wanted]], locator: Locator) -> list[_Turn]:
-    """Orders the messages. Each rank in turn gets one, so that no rank waits until the group's timeout."""
+    """Orders the messages. Each rank in turn gets a message, so that no rank waits until the group's timeout."""
     by_rank = [
         [_Turn(rank, tensors, parts) for parts in _messages([(w.region.numel, _dtype(locator, w)) for w in tensors])]
         for rank, tensors in wanted.items()
@@ -174,7 +174,7 @@ def _receive(requests: Sequence[Request], encoded: bytes, device: torch.device) 
 
 
 class _Arriving:
-    """Fills the tensors of requests. They arrive one after another, in order, each in one segment or several.
+    """Fills the tensors of requests. They arrive in the order of the requests, each in one or several segments.
 
     A tensor that is not filled in place has temporary memory only from its first segment to its last. Temporary memory
     for all tensors together could be as large as the model.
@@ -268,7 +268,7 @@ def _exchange(operation: dist.P2POp) -> None:
 
 
 def _all_gather(own: int, world_size: int, device: torch.device) -> list[int]:
-    """Returns the numbers of all ranks. With NCCL, the group has its communicator from then on."""
+    """Returns the numbers of all ranks. With NCCL, this call also makes the group's communicator."""
     numbers = torch.empty(world_size, dtype=torch.int64, device=device)
     dist.all_gather_into_tensor(numbers, torch.tensor([own], device=device))
     return numbers.tolist()

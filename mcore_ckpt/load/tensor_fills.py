@@ -18,7 +18,7 @@ def plan_fill(
 ) -> TensorFill:
     """Plans the fill of a tensor of `dtype` from what was located.
 
-    `scaled` tells that the values are kept scaled, so that they are rounded unless they are read as they were stored.
+    `scaled` tells whether the tensor keeps its values in a scaled form. Then the fill rounds them.
 
     Raises CheckpointMismatchError: one of the two dtypes is an integer type, so the values cannot be converted.
     """
@@ -60,7 +60,7 @@ def _is_exact(stored: torch.dtype, kept: torch.dtype) -> bool:
 def not_there(wanted: Wanted, could_be_skipped: bool = False) -> CheckpointMismatchError:
     """Returns the error for a tensor that the checkpoint does not have.
 
-    `could_be_skipped` says that the tensor is a frozen parameter, which `skip_frozen` would leave out.
+    `could_be_skipped` says whether the tensor is a frozen parameter, which `skip_frozen` would leave out.
     """
     or_skip = " or, if only trained parameters were saved, set skip_frozen=True" if could_be_skipped else ""
     return CheckpointMismatchError(

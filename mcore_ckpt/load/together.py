@@ -38,7 +38,8 @@ def plan_together(
         agreement: this rank's agreement.
         topic: the name of this round, for messages.
         plan: returns this rank's plan and its report to rank 0.
-        check: raises, on rank 0, if the ranks' reports do not fit together. What it returns goes to all ranks.
+        check: raises, on rank 0, if the ranks' reports do not fit together. The value that it returns goes to all
+            ranks.
 
     Returns this rank's plan, and what `check` has returned.
 
@@ -70,7 +71,7 @@ def fill_together(
 
     Args:
         agreement: this rank's agreement.
-        replicas: the ranks that hold the same tensors as this one.
+        replicas: the ranks that hold the same tensors as this rank.
         topic: the name of this round, for messages.
         fills: one for each tensor that this rank loads.
         fill: fills tensors from the checkpoint and returns the number of bytes read.

@@ -84,8 +84,8 @@ def write_scheduler(scheduler: Any, state: dict[str, Any] | None, groups: GroupO
     elif groups is not None and groups.has_changed:
         state = groups.applied(state, scheduler.state_dict())
         logger.warning(
-            "the param groups have another order, or are others, than in the checkpoint: of the LR scheduler's state, "
-            "%s were taken for lists by param group, and put into this run's order",
+            "the param groups differ from the checkpoint's, or are in another order: in the LR scheduler's state, "
+            "%s were taken for lists with one value per param group, and put into this run's order",
             ", ".join(groups.found) or "no values",
         )
     scheduler.load_state_dict(state)
