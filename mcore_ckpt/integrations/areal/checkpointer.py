@@ -38,8 +38,8 @@ def _place(local_path: str | Path) -> _Place:
     step = parse_step(path.parent.name)
     if step is not None and is_role(path.name):
         return _Place(path, path.parent.parent, path.name, step)
-    # SaveLoadMeta has no step number. CheckpointManager.save commits such a folder just as safely, but no listing of
-    # steps contains it.
+    # A folder that is not part of a step gets the number 0, because SaveLoadMeta has no number. It is committed just as
+    # safely, but no listing of steps contains it.
     return _Place(path, path.parent, SINGLE_ROLE, 0)
 
 
@@ -82,7 +82,7 @@ class Checkpointer:
             if getattr(self._config, field) is not None:
                 raise InvalidArgumentError(f"{field} is not for engines of AReaL: leave it out of checkpoint_config")
         refuse_fast(
-            self._config, "checkpoint_config", "AReaL's RecoverHandler keeps a role of its own beside the engines'"
+            self._config, "checkpoint_config", "AReaL's RecoverHandler writes one role of each step only to the root"
         )
         self._saving = KeptManager()
         self._export: HfExport | None = None

@@ -27,8 +27,8 @@ _Engine: Any = areal.MegatronEngine if TYPE_CHECKING else object
 
 logger = logging.getLogger(__name__)
 
-# A value of `SaveLoadMeta.weight_format`. Only through this field can our Saver request an async export from workers in
-# other processes.
+# A value of `SaveLoadMeta.weight_format`. Our Saver has no other field by which it could request an async export from
+# workers in other processes.
 HF_ASYNC = "hf_async"
 
 
@@ -62,7 +62,7 @@ class CheckpointedEngine(_Engine):
             )
 
     def save(self, meta: SaveLoadMeta) -> None:
-        """Saves like AReaL's engine. With the weight format "hf_async" it returns as soon as the model may change."""
+        """Saves like AReaL's engine. With the weight format "hf_async", returns as soon as the model may change."""
         wait = meta.weight_format != HF_ASYNC
         if wait and meta.weight_format != "hf":
             super().save(meta)

@@ -36,7 +36,7 @@ _OFF = ("off", "disabled")
 
 
 class RecoverHandler(areal.RecoverHandler):
-    """Saves the weights of all engines and recover_info as one step. Loads only steps that have all of it.
+    """Saves the weights of all engines and recover_info as one step. Loads only steps that have all of these.
 
     The configuration and the calls are those of AReaL's RecoverHandler.
 

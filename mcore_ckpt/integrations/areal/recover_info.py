@@ -88,7 +88,8 @@ def write(
         roles: the engines that the step consists of.
         read_progress: returns this rank's progress. Only rank 0's JSON states are stored. If the function raises on one
             rank, all ranks raise.
-        before, may_commit: run on rank 0 before anything is written, and right before the commit, which an error stops.
+        before, may_commit: functions that rank 0 calls: `before` before anything is written, `may_commit` right before
+            the commit. An error that one of them raises stops the commit.
 
     Raises:
         UnsupportedError: a state holds more than plain values.
@@ -121,7 +122,7 @@ def _called(read_progress: Callable[[], Progress]) -> Callable[[], Progress]:
 
     def returned() -> Progress:
         if failures:
-            raise failures.pop()  # not kept, because its traceback keeps the callers' objects
+            raise failures.pop()  # not kept, because its traceback keeps the callers' objects alive
         return progress
 
     return returned

@@ -1,4 +1,4 @@
-"""Saves, finds and deletes recovery steps. Each has the weights of all engines and `recover_info`.
+"""Saves, finds and deletes recovery steps. Each step has the weights of all engines and `recover_info`.
 
     <root>/                                     AReaL's recover_info folder
     ├── latest_checkpointed_iteration.txt       the tracker, for people
@@ -84,7 +84,7 @@ class RecoverySteps:
         self.current: int | None = None
 
     def find(self, roles: Sequence[str]) -> list[RecoveryStep]:
-        """Returns the complete steps that have these engines, the newest first; none if no save was ever completed.
+        """Returns the complete steps that have these engines, the newest first; [] if no save was ever completed.
 
         Raises CheckpointNotFoundError: there are or were steps, but none is complete with these engines. The message
         lists the steps.
@@ -113,7 +113,7 @@ class RecoverySteps:
         return RecoveryStep(step, folder)
 
     def delete_old(self) -> None:
-        """Deletes older steps if the current one is complete. Logs errors of the disk: they must not fail a save."""
+        """Deletes older steps if the current one is complete. Only logs errors of the disk, so that no save fails."""
         if self.agreement.is_coordinator and (current := self.current) is not None:
             try:
                 self.agreement.runner.run(lambda: self._delete_old(current))

@@ -18,14 +18,14 @@ _MOVED_TO = "of_areal"
 
 
 def found(folder: Path) -> list[str]:
-    """Returns the names of AReaL's own files in a recover_info folder. A STEP_FILE can be ours, too."""
+    """Returns the names of AReaL's own files in a recover_info folder. A STEP_FILE may also be one of ours."""
     return [name for name in (*JSON_FILES.values(), DATALOADER_FILE) if os.path.lexists(folder / name)]
 
 
 def read_stock(folder: Path, rank: int) -> Progress:
     """Reads the recover_info that AReaL wrote. Never executes code from its pickle.
 
-    If each rank has its own data loader state, this is the one of `rank`.
+    If each rank has its own data loader state, the result has the state of `rank`.
 
     Raises CheckpointCorruptError: a file is missing, damaged, or holds more than plain values.
     """

@@ -46,7 +46,7 @@ class _Replaced(Generic[T]):
 
 
 def _handler(trainer: Any, stock: Any) -> Any:
-    """Returns our handler if all trained engines are ours. Others write no manifest, so a step is never complete."""
+    """Returns our handler if all trained engines are ours. Others write no manifest, so no step would be complete."""
     engines = {name: getattr(trainer, name, None) for name in ("actor", "critic")}
     engines = {name: engine for name, engine in engines.items() if engine is not None}
     others = [name for name, engine in engines.items() if not ours.is_checkpointed(engine)]
@@ -68,7 +68,9 @@ def _handler(trainer: Any, stock: Any) -> Any:
 
 
 class CheckpointedTrainer:
-    """A mixin that replaces these objects of one of AReaL's trainers. It must be the first base.
+    """A mixin that gives our engines, Evaluator, Saver and RecoverHandler to one of AReaL's trainers.
+
+    It must be the first base.
 
     Engines with another backend than megatron stay AReaL's own. A trainer with only such engines keeps AReaL's
     recovery.

@@ -1,4 +1,4 @@
-"""Runs a start script of Megatron-Bridge's that does not import this package.
+"""Runs a start script of Megatron-Bridge that does not import this package.
 
 torchrun ... -m mcore_ckpt.integrations.bridge scripts/training/run_recipe.py --recipe ... \
     checkpoint.custom_manager_class=mcore_ckpt.integrations.bridge.McoreCheckpointManager
@@ -18,7 +18,7 @@ def main() -> None:
     if len(sys.argv) < 2:
         sys.exit("usage: python -m mcore_ckpt.integrations.bridge SCRIPT [ARGUMENT ...]")
     sys.argv = sys.argv[1:]
-    # As `python SCRIPT` does, so that the script finds the modules in its folder.
+    # `python SCRIPT` does this, too. It lets the script find the modules in its folder.
     sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))
     runpy.run_path(sys.argv[0], run_name="__main__")
 

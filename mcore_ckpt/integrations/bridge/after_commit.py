@@ -1,4 +1,4 @@
-"""Tells callbacks and loggers of Megatron-Bridge that a checkpoint is committed, as its own manager does."""
+"""Tells callbacks and loggers of Megatron-Bridge that a checkpoint is committed, as Bridge's own manager does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _EVENT = "on_checkpoint_save"
 
 @dataclass(frozen=True, eq=False)
 class AnnouncedSave:
-    """A save whose commit is announced: its handle, the step and its folder.
+    """A save whose commit is to be announced: its handle, the step and the step's folder.
 
     `fire` fires Bridge's event on this rank; None if no callback listens to it.
     """
@@ -30,7 +30,7 @@ class AnnouncedSave:
 
 
 def event_of(ctx: Any, callback_manager: Any) -> Callable[[], None] | None:
-    """Returns a function that fires Bridge's event; None if no callback listens to it. All ranks get the same."""
+    """Returns a function that fires Bridge's event; None, on all ranks, if no callback listens to it."""
     if callback_manager is None:
         return None
     from megatron.bridge.training.callbacks import CallbackContext, should_fire
@@ -50,14 +50,15 @@ class Announcements:
         self._save: AnnouncedSave | None = None
 
     def follow(self, save: AnnouncedSave) -> None:
-        """Follows another save. The previous save has ended."""
+        """Follows another save. The previous save must have ended."""
         self._save = save
 
     def tell(self, state: Any, has_ended: bool) -> None:
         """Announces the save if it has ended on all ranks.
 
         Callbacks may communicate, so they are called on all ranks at the same time. If there are none, the ranks need
-        not agree, and nothing keeps a GPU waiting. `has_ended` tells that the save has ended on all ranks.
+        not agree, and nothing keeps a GPU waiting. `has_ended` is True if the caller knows that the save has ended on
+        all ranks.
         """
         save = self._save
         if save is None or not (has_ended or (_all_ended(save) if save.fire is not None else save.handle.done)):

@@ -24,7 +24,7 @@ _FIELD, CONTEXT_FIELD = "dataloader_state_dict", "dataloader_state_dir"
 
 
 def read_state(iterator: Any, dp: tuple[int, int]) -> dict[str, Any] | None:
-    """Returns the state of Bridge's RerunDataIterator, or of a list of them; None if it has none.
+    """Returns the state of Bridge's RerunDataIterator, or of a list of them; None if there is no state.
 
     `dp` is this rank's place in its data-parallel group, and the group's size.
     """
@@ -43,7 +43,7 @@ class HandedOver:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def write(self, state: Mapping[str, Any] | None, iteration: int, dp: tuple[int, int]) -> str | None:
-        """Returns the folder; None if the checkpoint has no state. It exists until the next call, or `remove`.
+        """Returns the folder; None if the checkpoint has no state. The folder exists until the next call, or `remove`.
 
         Raises CheckpointMismatchError: the state belongs to another data-parallel size.
         """

@@ -22,7 +22,8 @@ class PublishedConfig:
         """Returns the config of the model that Bridge's configuration names; None if it names none.
 
         Raises:
-            RemoteError, InvalidArgumentError: a rank cannot read it. All ranks raise it, and the next call tries again.
+            RemoteError, InvalidArgumentError: a rank cannot read the config. All ranks raise the error, and the next
+                call tries again.
             AgreementError: a rank is missing.
         """
         source = _hf_source(cfg)
@@ -56,14 +57,14 @@ def _hf_source(cfg: Any) -> str | None:
 class BridgeTokenizer:
     """A tokenizer of any kind that Bridge has, with the one method that a save calls.
 
-    `config` is `cfg.tokenizer`, which names the files that it was made of.
+    `config` is `cfg.tokenizer`, which names the files that the tokenizer was made of.
     """
 
     tokenizer: Any
     config: Any
 
     def save_pretrained(self, folder: Path) -> None:
-        """Writes the files that Bridge's own checkpoints have. Rank 0 calls it. Bridge only logs what goes wrong."""
+        """Writes the files that Bridge's own checkpoints have. Rank 0 calls it. Bridge only logs errors."""
         from megatron.bridge.training.checkpointing import save_tokenizer_assets
 
         save_tokenizer_assets(self.tokenizer, self.config, str(folder))

@@ -2,7 +2,7 @@
 
 With `optimizer_cpu_offload`, Bridge's `setup` copies the bf16 parameters of the model over all main parameters as soon
 as the manager has loaded (`sync_hybrid_device_optimizer_fp32_master_copies`, 0.6.2). That is right if only the weights
-were loaded. If the optimizer was loaded, too, it loses the bits that bf16 does not have.
+were loaded. If the optimizer was also loaded, the main parameters lose the bits that bf16 does not have.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 from mcore_ckpt.state import optimizer_parts
 
 # The dict of HybridDeviceOptimizer (megatron-core 0.16 to 0.19) that maps a parameter to the one that is updated in its
-# place, and the dicts that map it to other copies. After a load, all of them have the values of the updated one, in
-# their own dtypes.
+# place, and the dicts that map it to other copies. After a load, all these parameters have the values of the updated
+# one, each in its dtype.
 _UPDATED = "param_to_inner_param"
 _COPIES = ("gpu_params_map_cpu_copy", "param_to_fp32_param")
 
@@ -42,7 +42,7 @@ class KeptMains:
 
 
 def _levels(inner: Any) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]]]:
-    """Yields each parameter that is updated, with all of its copies, itself included."""
+    """Yields each parameter that is updated, with a list of this parameter and all of its copies."""
     for outer, updated in getattr(inner, _UPDATED).items():
         copies = [getattr(inner, name, {}).get(outer) for name in _COPIES]
         levels = [outer, updated, *(copy for copy in copies if copy is not None)]

@@ -45,10 +45,10 @@ class McoreCheckpointManager:
 
     Raises:
         UnsupportedError: an option cannot be honoured.
-        InvalidArgumentError: `load` or `pretrained_checkpoint` names one checkpoint of ours. Bridge sees only the
-            folder of all of them.
+        InvalidArgumentError: `load` or `pretrained_checkpoint` names one checkpoint of ours. Bridge finds checkpoints
+            only by the folder of all of them.
         CheckpointNotFoundError: `exit_on_missing_checkpoint` or `ckpt_step` is set, and `load` has no checkpoint. If
-            only the first is set, a checkpoint in `pretrained_checkpoint` is enough.
+            only `exit_on_missing_checkpoint` is set, a checkpoint in `pretrained_checkpoint` is enough.
     """
 
     def __init__(self, checkpoint_config: Any) -> None:
@@ -111,7 +111,7 @@ class McoreCheckpointManager:
         fault_tolerance.on_checkpointing_end(global_state=state, is_async_finalization=False)
 
     def load(self, ctx: Any) -> tuple[int, float]:
-        """Loads the newest checkpoint in `checkpoint.load`, or `ckpt_step`; the weights in `pretrained_checkpoint`.
+        """Loads the newest checkpoint, or `ckpt_step`, in `load`, or else the weights in `pretrained_checkpoint`.
 
         Args:
             ctx: Bridge's CheckpointLoadContext.
@@ -156,9 +156,9 @@ class McoreCheckpointManager:
             terminate: True also waits, and then frees the memory that saves use.
 
         Raises:
-            UnsupportedError, CheckpointNotFoundError: only the first call raises them, because earlier the model was
-                not known: a checkpoint cannot hold the model, or `exit_on_missing_checkpoint` is set and there are no
-                adapters.
+            UnsupportedError, CheckpointNotFoundError: a checkpoint cannot hold the model, or
+                `exit_on_missing_checkpoint` is set and there are no adapters. Only the first call raises them, because
+                the model was not known before.
             CheckpointError: the save that was under way failed. All ranks raise it. Without `blocking` and `terminate`
                 this method does not raise it, but the next save or load does.
         """
@@ -172,7 +172,7 @@ class McoreCheckpointManager:
             self._stock.finalize_async_saves(state, blocking=True, terminate=True)
 
     def _begin(self, cfg: Any) -> None:
-        """Checks once, as soon as Bridge shows its whole configuration, the options outside of `cfg.checkpoint`."""
+        """Checks the options outside of `cfg.checkpoint`, once, as soon as Bridge shows its whole configuration."""
         if self._has_begun:
             return
         self._has_begun = True
@@ -198,7 +198,7 @@ class McoreCheckpointManager:
             mains.restore()
 
     def _hand_over(self, cfg: Any, loaded: Loaded, training: Training) -> None:
-        """Lets Bridge's `setup` find the data loader's state, unless its configuration names another place."""
+        """Lets Bridge's `setup` find the data loader's state, unless Bridge's configuration names another place."""
         if cfg.checkpoint.finetune or getattr(cfg.dataset, "dataloader_load", None) is not None:
             return
         state, dp = loaded.state.get(data_loader.STATE), _data_parallel(training.model)
@@ -222,6 +222,6 @@ def _data_parallel(model: list[Any]) -> tuple[int, int]:
 
 
 def _saved_state(ctx: Any) -> dict[str, Any]:
-    """Returns this rank's extra state. It is called inside the save."""
+    """Returns this rank's extra state. The save calls this function."""
     loader = data_loader.read_state(ctx.train_data_iterator, _data_parallel(ctx.model))
     return {**saved_state(ctx.state, ctx.num_floating_point_operations_so_far), data_loader.STATE: loader}

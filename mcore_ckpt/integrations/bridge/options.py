@@ -1,7 +1,7 @@
-"""Translates Megatron-Bridge's CheckpointConfig, and keeps the settings that it has no options for.
+"""Translates Megatron-Bridge's CheckpointConfig, and keeps the settings for which Bridge has no options.
 
-Every field of Bridge's is honoured, has no effect here, or is refused. The lists of the honoured fields and of those
-without effect are in tests/bridge/with_bridge/test_bridge_options.py.
+Every field of Bridge's class is honoured, has no effect here, or is refused. The lists of the honoured fields and of
+those without effect are in tests/bridge/with_bridge/test_bridge_options.py.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def refuse_unsupported(checkpoint: Any, but: Collection[str] = ()) -> None:
 
 
 def overridden_config(checkpoint: Any, config: CheckpointConfig, has_adapters: bool) -> CheckpointConfig:
-    """Returns our options, overridden by the options that Bridge has for them."""
+    """Returns our options. Bridge's options override those of ours that have the same meaning."""
     kept = kept_count(checkpoint.most_recent_k)
     contents = config.save_contents
     # Bridge 0.4 and 0.5 have fewer fields.
@@ -127,7 +127,7 @@ def configure(
     hf_config: Any = None,
     processing_class: Any = None,
 ) -> None:
-    """Sets our options. Call it once on every rank, before `pretrain`. It need not be called.
+    """Sets our options. If you need it, call it once on every rank, before `pretrain`.
 
     Args:
         config: the options of this package. Bridge's options override `async_save`, `max_to_keep` and `keep_every`.

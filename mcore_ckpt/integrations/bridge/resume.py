@@ -18,7 +18,8 @@ from mcore_ckpt.steps import move_tracker, newest_complete, read_tracker
 _TOPIC = "finding a checkpoint"
 # The options that require a checkpoint in `load`.
 _NEEDED = ("ckpt_step", "exit_on_missing_checkpoint")
-# Bridge's tracker, which it prefers to Megatron-LM's. It has the counters of the newest checkpoint in Bridge's format.
+# Bridge's tracker, which Bridge prefers to Megatron-LM's. It has the counters of the newest checkpoint in Bridge's
+# format.
 _TRACKER = "latest_train_state.pt"
 
 
@@ -26,8 +27,8 @@ class Source(Enum):
     """Where a run resumes from."""
 
     OURS = "load"  # a step of ours in checkpoint.load
-    PRETRAINED = "pretrained_checkpoint"  # a step of ours there, for its weights
-    THEIRS = "theirs"  # everything that Bridge's own manager decides
+    PRETRAINED = "pretrained_checkpoint"  # a step of ours in checkpoint.pretrained_checkpoint, only for its weights
+    THEIRS = "theirs"  # whatever Bridge's own manager finds
 
 
 def check_findable(checkpoint: Any, role: str, timeout_s: float) -> None:
@@ -38,9 +39,9 @@ def check_findable(checkpoint: Any, role: str, timeout_s: float) -> None:
     tracker.
 
     Raises:
-        InvalidArgumentError: an option names one checkpoint instead of the folder of all.
+        InvalidArgumentError: an option names one checkpoint instead of the folder of all checkpoints.
         CheckpointNotFoundError: there is no checkpoint, although an option requires one.
-        AgreementError: the ranks have other options, or a rank is missing.
+        AgreementError: the ranks have different options, or a rank is missing.
     """
 
     def look() -> None:
@@ -49,7 +50,8 @@ def check_findable(checkpoint: Any, role: str, timeout_s: float) -> None:
             if given:
                 _refuse_one_checkpoint(name, Path(given), role)
                 _complete_tracker(Path(given))
-        # Bridge takes the weights from there if `load` has nothing. It has no step, so `ckpt_step` is not meant for it.
+        # Bridge takes the weights from `pretrained_checkpoint` if `load` has no checkpoint. But `ckpt_step` is a step
+        # in `load`.
         fallback = checkpoint.pretrained_checkpoint
         if checkpoint.ckpt_step is not None or not (fallback and _has_checkpoint(Path(fallback))):
             _check_not_missing(checkpoint)
@@ -99,7 +101,7 @@ def _is_asked(value: Any) -> bool:
 
 
 def _has_checkpoint(root: Path) -> bool:
-    """True if Bridge asks for a load from a folder. Bridge 0.4 and 0.5 do not ask if it has a HuggingFace model."""
+    """True if Bridge asks for a load from a folder. Bridge 0.4 and 0.5 do not ask if that has a HuggingFace model."""
     from megatron.bridge.training.utils import checkpoint_utils
 
     is_huggingface = getattr(checkpoint_utils, "is_hf_checkpoint_dir", lambda path: False)
@@ -109,7 +111,7 @@ def _has_checkpoint(root: Path) -> bool:
 def find_source(checkpoint: Any, role: str, timeout_s: float) -> Source:
     """Returns where to resume from. Every rank calls it, and all get rank 0's answer.
 
-    Raises CheckpointNotFoundError: there are steps of ours, but none is complete; or `ckpt_step` is missing.
+    Raises CheckpointNotFoundError: there are steps of ours, but none is complete; or the step `ckpt_step` is missing.
     """
     found = decided_by_rank_0(
         "bridge/load", _TOPIC, _request(checkpoint), lambda: _look(checkpoint, role).value, timeout_s
@@ -139,7 +141,7 @@ def _look(checkpoint: Any, role: str) -> Source:
 
 
 def _bridge_checkpoint(root: Path, step: int | None) -> tuple[int, Callable[[], Theirs]] | None:
-    """Finds the checkpoint in Bridge's format that its tracker names, or that of a given step."""
+    """Finds the checkpoint in Bridge's format that Bridge's tracker names, or the checkpoint of a given step."""
     iteration = step if step is not None else _tracked(root)
     if iteration is None or not megatron_dir(root, iteration).is_dir():
         return None

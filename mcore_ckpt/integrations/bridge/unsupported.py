@@ -10,7 +10,8 @@ from megatron.core.utils import unwrap_model
 from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.integrations.megatron.refusals import check_groups
 
-# Bridge interleaves gate and up of such layers, and saves them one after the other (0.6.2, `_get_model_glu_...`).
+# Bridge interleaves gate and up of layers with these options, and saves them one after the other (0.6.2,
+# `_get_model_glu_...`).
 _INTERLEAVED = ("moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size")
 
 _NO_MODELOPT = (
@@ -20,7 +21,7 @@ _NO_MODELOPT = (
 
 
 def refuse_model(config: Any) -> None:
-    """Raises UnsupportedError for `cfg.model` of a model that a checkpoint here cannot hold."""
+    """Raises UnsupportedError if `cfg.model` describes a model that a checkpoint here cannot hold."""
     if getattr(config, "restore_modelopt_state", False):
         raise UnsupportedError(f"model.restore_modelopt_state is set: {_NO_MODELOPT}")
     model = getattr(config, "transformer", config)
@@ -33,7 +34,7 @@ def refuse_model(config: Any) -> None:
 
 
 def refuse_save(ctx: Any) -> None:
-    """Raises UnsupportedError for a context of a save. Every rank calls it."""
+    """Raises UnsupportedError if the context of a save asks for something unsupported. Every rank calls it."""
     if ctx.non_persistent_ckpt:
         raise UnsupportedError(
             "save(non_persistent_ckpt=True): there is only one kind of checkpoint here. Save just as often with "
@@ -43,7 +44,7 @@ def refuse_save(ctx: Any) -> None:
 
 
 def refuse_load(ctx: Any) -> None:
-    """Raises UnsupportedError for a context of a load. Every rank calls it."""
+    """Raises UnsupportedError if the context of a load asks for something unsupported. Every rank calls it."""
     if not ctx.strict:
         raise UnsupportedError(
             "load(strict=False): a checkpoint that does not fit the model is always refused: leave it out"
@@ -60,7 +61,7 @@ def _refuse_both(ctx: Any) -> None:
     module = getattr(ctx, "module_name", None)
     if module is not None:
         raise UnsupportedError(
-            f"module_name={module!r}: the modules of MegatronMIMO have process groups of their own, which is not "
+            f"module_name={module!r}: the modules of MegatronMIMO have separate process groups, which is not "
             "supported: leave out checkpoint.custom_manager_class"
         )
     refuse_model(ctx.state.cfg.model)

@@ -8,7 +8,7 @@ from typing import Any
 from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.errors import InvalidArgumentError, UnsupportedError
 
-# The other formats are torch and torch_dist. Saves have this package's format instead of both.
+# The other formats, torch and torch_dist, are not refused, but saves have this package's format.
 _FSDP_FORMATS = ("torch_dcp", "fsdp_dtensor")
 COUNTERS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
 _PLAIN = (bool, int, float, str, type(None))

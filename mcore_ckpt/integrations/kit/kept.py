@@ -17,15 +17,15 @@ class KeptManager:
 
     A manager has a plan and as much host memory as the training state needs. So it is kept between saves, and it is
     closed before another one is made. Frameworks load with one manager and save with another, which may have another
-    root: its saves go on from the last checkpoint that any manager has loaded or saved. Every rank calls the same
-    methods.
+    root. So each save goes on from the last checkpoint that any of these managers has loaded or saved. Every rank calls
+    the same methods.
     """
 
     def __init__(self) -> None:
         self.manager: CheckpointManager | None = None
         self._made_for: tuple[Any, ...] = ()
-        # By root, with the last used root at the end. Calls with an optimizer and calls without one are kept apart.
-        # slime loads reference models into the model that it trains, but without the optimizer.
+        # By root, with the last used root at the end. Calls with an optimizer and calls without one are kept apart,
+        # because slime loads reference models into the model that it trains, but without the optimizer.
         self._histories: dict[bool, dict[Path, RunHistory]] = {True: {}, False: {}}
 
     def get(self, root: str | Path, trainer: Mapping[str, Any], config: CheckpointConfig) -> CheckpointManager:
@@ -33,7 +33,7 @@ class KeptManager:
 
         `trainer` has the other arguments of CheckpointManager, by name. Its `model` is a list.
 
-        Raises CheckpointError: see CheckpointManager; or a save of the manager before failed, and no earlier call has
+        Raises CheckpointError: see CheckpointManager; or a save of the previous manager failed, and no earlier call has
         raised its error.
         """
         # The objects stay alive as long as the manager does, so no other object can have the identity of one of them.

@@ -30,7 +30,8 @@ logger = logging.getLogger(__name__)
 
 # The key of these loops' state in extra_state. All frameworks use the same key, so a run can change its framework.
 _KEY = "megatron"
-# For Megatron-LM's `set_checkpoint_version`. 3.0 means the order of query, key and value that it has used since 2021.
+# For Megatron-LM's `set_checkpoint_version`. 3.0 means the order of query, key and value that Megatron-LM has used
+# since 2021.
 CHECKPOINT_VERSION = 3.0
 
 
@@ -67,7 +68,7 @@ class LoopSettings:
 
 @dataclass(frozen=True, eq=False)
 class Loaded:
-    """The state that a load has brought back, besides the training's own.
+    """The loop's state that a load has brought back, in addition to the training state.
 
     Attributes:
         folder: the folder of all checkpoints in which the checkpoint was found.
@@ -113,8 +114,8 @@ class LoopCheckpoints:
         """Saves to `<args.save>/global_steps_{iteration}/{role}`, or to `path`.
 
         `args` overrides `config`. `state` returns the values to load with the training: the counters,
-        `num_floating_point_operations_so_far`, and anything else that is plain. If it raises on one rank, all ranks
-        raise. The rerun state machine needs the state of `data_iterator`.
+        `num_floating_point_operations_so_far`, and anything else that is plain. If `state` raises on one rank, all
+        ranks raise. The rerun state machine needs the state of `data_iterator`.
 
         Raises CheckpointError: see CheckpointManager.save.
         """
@@ -149,11 +150,10 @@ class LoopCheckpoints:
 
         Args:
             training: what is trained.
-            args: the loop's options, which override `config`. `finetune` is set if the checkpoint comes from
-                `pretrained_checkpoint`.
+            args: the loop's options, which override `config`. A load from `pretrained_checkpoint` sets `finetune`.
             config: the options of this package.
             load_arg: the name of the option that names the folder. `pretrained_checkpoint` is tried after it.
-            check: is called before anything is loaded. If it raises on one rank, all ranks raise.
+            check: a function to call before anything is loaded. If it raises on one rank, all ranks raise.
             choose_step: returns which step of a folder to load if `args.ckpt_step` names none; None for the newest.
                 Only rank 0 calls it.
             find_theirs: finds a checkpoint in the framework's own format.
@@ -222,7 +222,7 @@ class LoopCheckpoints:
             result = manager.load(step=found.get("step"), path=theirs or found.get("path"), verify=verify)
         state = found["state"] if theirs is not None else _state_of(result)
         if theirs is None and (keeps_rng or state["no_save_rng"]):
-            # `extra` had to be loaded for the counters, but it has replaced the generators, too.
+            # The load of `extra`, which has the counters, has replaced the generators, too.
             write_rng(generators)
         same_layout = state.get("layout") == training.layout()
         if not args["finetune"] and state.get("rerun_state_machine") is not None and same_layout:
@@ -230,9 +230,9 @@ class LoopCheckpoints:
         return Loaded(found["folder"], state)
 
     def finalize(self, blocking: bool = False, terminate: bool = False) -> None:
-        """Waits until no save is under way, if `blocking`. With `terminate` it also frees the memory that saves use.
+        """If `blocking`, waits until no save is under way. If `terminate`, also frees the memory that saves use.
 
-        With neither it does nothing, because a save commits on its own thread, and the next save or load raises its
+        With neither, this does nothing, because a save commits on its own thread, and the next save or load raises its
         error. Raises CheckpointError on all ranks: the save that was under way failed.
         """
         if terminate:
@@ -258,7 +258,7 @@ def _find_together(
     look: Callable[[Path, int | None], dict[str, Any] | None],
 ) -> dict[str, Any]:
     """Returns, on all ranks, the checkpoint that rank 0 has found; an empty dict if there never was one."""
-    step = args["ckpt_step"] or None  # Megatron-LM asks whether it is true
+    step = args["ckpt_step"] or None  # Megatron-LM takes 0 for None, too
     needed = args["exit_on_missing_checkpoint"] or len(folders) > 1
 
     def answer() -> dict[str, Any]:
@@ -280,6 +280,6 @@ def _find_together(
 def _state_of(result: LoadResult) -> dict[str, Any]:
     state = (result.extra_state or {}).get(_KEY)
     if state is None:
-        logger.warning("%s was not saved by a loop like Megatron-LM's, so it lacks its counters", result.report.path)
+        logger.warning("%s was not saved by a loop like Megatron-LM's, so it has no counters", result.report.path)
         return {"iteration": result.step, "num_floating_point_operations_so_far": 0, "no_save_rng": False}
     return dict(state)

@@ -1,4 +1,4 @@
-"""Refuses options that a framework cannot honour, and reads its words for how many checkpoints stay."""
+"""Refuses options that a framework cannot honour, and reads a framework's number of checkpoints that stay."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ def refuse_fast(config: CheckpointConfig, where: str, why: str) -> None:
 
 
 def kept_count(count: int | None) -> int | None:
-    """Returns how many checkpoints stay; None for all of them, where a framework says None, 0 or -1."""
+    """Returns how many checkpoints stay; None for all of them. Frameworks say None, 0 or -1 for all."""
     return count if count is not None and count > 0 else None

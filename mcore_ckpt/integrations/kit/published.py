@@ -12,8 +12,8 @@ logger = logging.getLogger(__name__)
 def published_config(path: str | None, needed: bool) -> Any:
     """Returns the transformers config of a HuggingFace folder or model name; None without a path.
 
-    `needed` makes a config that cannot be read an error: the checkpoints get a HuggingFace model, too. Otherwise it is
-    a warning, and None is returned: the model may have its own Python code.
+    If `needed`, a config that cannot be read is an error, because the checkpoints also get a HuggingFace model.
+    Otherwise a warning is logged and None returned, because the model may have its own Python code.
 
     Raises OSError, ValueError: the config is needed, and transformers cannot read it.
     """
@@ -35,7 +35,7 @@ def published_tokenizer(path: str | None) -> Any:
 
 def _read(path: str, what: str, read: Callable[..., Any], needed: bool) -> Any:
     try:
-        return read(path, trust_remote_code=False)  # None would prompt the user
+        return read(path, trust_remote_code=False)  # trust_remote_code=None would prompt the user
     except (OSError, ValueError) as error:
         if needed:
             raise

@@ -24,7 +24,7 @@ class Theirs:
     """A checkpoint in a framework's own format.
 
     `state` is the state that all ranks share, in the form of `LoopCheckpoints.save`. The random number generators fit
-    the parallel sizes `tp` and `pp`. `weights_alone` tells that there is no optimizer.
+    the parallel sizes `tp` and `pp`. `weights_alone` tells whether the checkpoint has only weights.
     """
 
     folder: Path
@@ -34,8 +34,9 @@ class Theirs:
     weights_alone: bool = False
 
 
-# Called with the folder of all checkpoints and the requested step, or None for the newest. Returns a function that
-# reads the checkpoint, with its iteration; None if there is none. Only rank 0 calls it.
+# A function that gets the folder of all checkpoints and the requested step (None: the newest). It returns the
+# checkpoint's iteration, and a function that reads the checkpoint; None if there is no checkpoint. Only rank 0 calls
+# it.
 FindTheirs = Callable[[Path, int | None], "tuple[int, Callable[[], Theirs]] | None"]
 
 
@@ -73,10 +74,11 @@ def find(
 
 
 def megatron_checkpoint(root: Path, step: int | None) -> tuple[int, Callable[[], Theirs]] | None:
-    """Finds the checkpoint of Megatron-LM (format torch_dist) that its tracker names, or that of a given step.
+    """Finds the Megatron-LM checkpoint (format torch_dist) that the tracker names, or that is of a given step.
 
     The root may also be the checkpoint's own folder, such as `iter_0000100`. Of Megatron-LM's folders, only the one
-    that the tracker names is known to be complete. If the caller gives a step or the folder, it is not checked.
+    that the tracker names is known to be complete. If the caller gives a step or that folder, nothing checks whether
+    the checkpoint is complete.
     """
     own = re.fullmatch(r"iter_(\d{7})|release", root.name)
     if own is not None and step is None and kind_of(root) == "torch_dist":

@@ -16,8 +16,9 @@ def decided_by_rank_0(name: str, topic: str, question: Any, answer: Callable[[],
     Args:
         name: a name for the meeting of the ranks.
         topic: what is being decided, for messages.
-        question, answer: JSON values. Only rank 0 calls `answer`, on another thread (see `io/disk_watch.py`), without
-            torch's modes, the current GPU and the context variables of this thread.
+        question: JSON values, which must be the same on all ranks.
+        answer: returns JSON values. Only rank 0 calls it, on another thread (see `io/disk_watch.py`), without torch's
+            modes, the current GPU and the context variables of this thread.
         timeout_s: how long a rank waits for the others, in seconds.
 
     Raises AgreementError: the questions differ, or a rank is missing.
@@ -32,7 +33,7 @@ def on_all_ranks(name: str, topic: str, work: Callable[[], None], timeout_s: flo
     The arguments are as in `decided_by_rank_0`. `work` waits for no other rank.
 
     Raises:
-        CheckpointError: raised by `work` on any rank. It is the same on all ranks.
+        CheckpointError: `work` raised it on some rank. All ranks raise the same error.
         AgreementError: a rank is missing, or `work` raised another exception.
     """
 

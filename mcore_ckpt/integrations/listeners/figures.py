@@ -6,7 +6,7 @@ from mcore_ckpt.events import Committed, Deleted, Event, Failed, Loaded, Uploade
 
 
 def scalars(event: Event) -> dict[str, float]:
-    """Returns the event's figures by name. Events that only report the progress of a save have none.
+    """Returns the event's figures by name. Events that only report the progress of a save have no figures.
 
     Example:
         >>> scalars(Deleted(step=5, role="actor", rank=0, path="steps/5", time=0.0, seconds=0.5))

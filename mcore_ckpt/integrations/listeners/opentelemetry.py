@@ -62,16 +62,16 @@ class OpenTelemetryListener:
         self._durations = {
             "save": duration("save", "From the call of a save to its commit or failure."),
             "load": duration("load", "From the call of a load to its end."),
-            "upload": duration("upload", "Of one try to upload a checkpoint to the remote store."),
-            "delete": duration("delete", "Of the deletion of an old step."),
+            "upload": duration("upload", "How long one try to upload a checkpoint took."),
+            "delete": duration("delete", "How long the deletion of an old step took."),
         }
         self._sizes = {
             "save": size("save", "What this rank wrote in a save."),
             "load": size("load", "What this rank read in a load."),
-            "upload": size("upload", "Of the files of an uploaded checkpoint."),
+            "upload": size("upload", "The size of an uploaded checkpoint's files."),
         }
         self._stall = duration("save.stall", "How long a save held up the training.")
-        self._phase = duration("save.phase", "Of one phase of a committed save.")
+        self._phase = duration("save.phase", "How long one phase of a committed save took.")
         self._active = meter.create_up_down_counter("mcore_ckpt.save.active", "{save}", "Saves that are under way.")
         self._step = meter.create_gauge("mcore_ckpt.committed_step", "{step}", "The step that was committed last.")
 

@@ -89,7 +89,7 @@ class _Metrics:
         self._upload_bytes = self._gauge("last_upload_bytes", "The size of the checkpoint that was uploaded last.")
         self._uploaded = self._gauge("last_uploaded_step", "The step that was uploaded last.")
         for counter in (self._saves, self._loads, self._uploads):
-            # A counter that begins with 1 has no increase that an alert could see.
+            # Make the counters at 0 now. A counter that begins with 1 would have no increase that an alert could see.
             for outcome in (_DONE, _FAILED):
                 counter.labels(**self._common, outcome=outcome)
         for place in ("local", "remote"):

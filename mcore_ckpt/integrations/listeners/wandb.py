@@ -9,7 +9,7 @@ from mcore_ckpt.integrations.listeners.figures import scalars
 
 
 class Run(Protocol):
-    """The method that is used of a W&B run."""
+    """The method of a W&B run that is used here."""
 
     def log(self, data: dict[str, Any], *, commit: bool | None = None) -> None: ...
 
@@ -17,8 +17,8 @@ class Run(Protocol):
 class WandbListener:
     """Logs `mcore_ckpt/<role>/<figure>`, and the step as `mcore_ckpt/<role>/step`.
 
-    The figures become part of the row that the trainer logs next, or of the last one (`commit=False`). A separate row
-    would count up W&B's step, and W&B refuses figures that a trainer then logs with a lower step.
+    The figures become part of the row that the trainer logs next, or of the run's last row (`commit=False`). A separate
+    row would count up W&B's step, and W&B refuses figures that a trainer then logs with a lower step.
 
     Args:
         run: what `wandb.init` returned. None: the run that is active when an event comes; `wandb.init` must have been

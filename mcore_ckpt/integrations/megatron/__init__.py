@@ -9,8 +9,7 @@
 
 Names, signatures and results are those of `megatron/training/checkpointing.py` (core_r0.16 to core_r0.19, and main
 until 2026-08). The functions read the arguments that were given to `configure` (`args.save`, `args.load`, ...), or
-Megatron's global arguments if none were given. An argument that cannot be honoured is refused by name, never silently
-ignored.
+Megatron's global arguments if none were given. An argument that cannot be honoured raises an error that names it.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from mcore_ckpt.integrations.megatron.refusals import (
 
 @dataclass(frozen=True)
 class _Settings(LoopSettings):
-    """The arguments of `configure`, which describes them."""
+    """The arguments of `configure`, where they are described."""
 
     args: Any = None
 
@@ -50,7 +49,7 @@ class _Settings(LoopSettings):
     def arguments(self) -> Arguments:
         """Returns the arguments given to `configure`, or Megatron-LM's global ones if none were given.
 
-        Raises InvalidStateError if none were given and `megatron.training` is not installed, or has none.
+        Raises InvalidStateError if none were given, and `megatron.training` is not installed or has none.
         """
         if self.args is not None:
             return Arguments(self.args)
@@ -131,7 +130,7 @@ def save_checkpoint(
 ) -> None:
     """Saves to `<args.save>/global_steps_{iteration}/{role}`. Every rank calls it.
 
-    The process groups, and the numbers of this rank in them, must be the model's own where they are given.
+    Process groups and the numbers of this rank in them need not be given. Those that are given must be the model's own.
 
     Args:
         iteration: the iteration's number, at least 0.
@@ -143,7 +142,8 @@ def save_checkpoint(
             iterator's state. If `args.dataloader_save` is set, the save also keeps what the `save_state` of the
             iterator's iterable returns (see `loaded_dataloader_state`).
         checkpointing_context: ignored, because nothing has to be kept between saves.
-        preprocess_common_state_dict_fn: ignored, because the ranks' states may differ.
+        preprocess_common_state_dict_fn: ignored, because it prepares a comparison of the ranks' states. Here they may
+            differ.
         non_persistent_ckpt: refused if set.
         release: refused if set.
         rng_state_key_prefix: refused if set.
@@ -191,8 +191,8 @@ def load_checkpoint(
 ) -> tuple[int, float]:
     """Loads the newest checkpoint in the folder `args.<load_arg>`, or step `args.ckpt_step`. Every rank calls it.
 
-    The newest checkpoint may be one that Megatron-LM wrote itself (`iter_0000100`, format torch_dist). The process
-    groups must be the model's own where they are given.
+    The newest checkpoint may be one that Megatron-LM wrote itself (`iter_0000100`, format torch_dist). Process groups
+    need not be given. Those that are given must be the model's own.
 
     Args:
         ddp_model: the list of virtual chunks, or one model, wrapped or not.

@@ -29,7 +29,7 @@ def install(args: Any) -> None:
         UnsupportedError: the run has several adapters, or a hook that expects Megatron-LM's folders.
     """
     if getattr(args, "multi_lora", False):
-        raise UnsupportedError("multi-LoRA is not supported: miles saves its adapters itself. Leave the argument out")
+        raise UnsupportedError("multi-LoRA is not supported: miles saves such adapters itself. Leave the argument out")
     if getattr(args, "custom_megatron_post_save_hook_path", None):
         raise UnsupportedError(
             "--custom-megatron-post-save-hook-path is not supported: the hook gets Megatron-LM's folder, which is not "

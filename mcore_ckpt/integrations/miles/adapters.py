@@ -1,7 +1,7 @@
-"""Saves and loads the LoRA adapters of miles (2026-08), which miles itself writes once for each rank.
+"""Saves and loads the LoRA adapters of miles (2026-08), which miles itself writes into a file for each rank.
 
-miles' own files fit only the layout that they were saved under, and `--load` does not find them. Ours load under any
-layout, and a run with adapters resumes from `--load` as any other run does.
+miles' own files fit only the layout that they were saved under, and `--load` does not find them. Our files load under
+any layout, and a run with adapters resumes from `--load` as any other run does.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class AdapterCheckpoints(MilesCheckpoints):
     ) -> tuple[bool, int | None]:
         """Loads the adapters in `--lora-adapter-path`, which this package or miles wrote.
 
-        Returns whether there were any, and the rollout id that was saved; None if only adapters were loaded.
+        Returns whether there were any adapters, and the saved rollout id, which is None if only adapters were loaded.
 
         Raises CheckpointError: see LoopCheckpoints.load.
         """

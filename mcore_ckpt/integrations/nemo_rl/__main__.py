@@ -1,4 +1,4 @@
-"""Runs a start script of NeMo-RL's with our workers.
+"""Runs a start script of NeMo-RL with our workers.
 
 uv run python -m mcore_ckpt.integrations.nemo_rl examples/run_grpo.py --config grpo_math_1B_megatron.yaml
 """
@@ -19,7 +19,7 @@ def main() -> None:
     register()
     choose_worker()
     sys.argv = sys.argv[1:]
-    # As `python SCRIPT` does, so that the script finds the modules in its folder.
+    # `python SCRIPT` does this, too. It lets the script find the modules in its folder.
     sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))
     runpy.run_path(sys.argv[0], run_name="__main__")
 

@@ -12,7 +12,7 @@ WORKER = "mcore_ckpt.integrations.nemo_rl.PolicyWorker"
 
 
 def register(worker: str = WORKER) -> None:
-    """Tells NeMo-RL that a worker needs the Python environment of its own Megatron worker.
+    """Tells NeMo-RL that a worker needs the Python environment of NeMo-RL's own Megatron worker.
 
     Raises ImportError: NeMo-RL is not installed.
     """
@@ -24,7 +24,7 @@ def register(worker: str = WORKER) -> None:
 
 
 def choose_worker(worker: str = WORKER) -> None:
-    """Gives our workers to every Policy with the Megatron backend. NeMo-RL's algorithms make a Policy without a worker.
+    """Gives our workers to every Policy with the Megatron backend. NeMo-RL's algorithms name no worker.
 
     This changes one method of NeMo-RL in the driver's process.
     """

@@ -1,8 +1,8 @@
 """Takes the place of Megatron-Bridge's functions in NeMo-RL's workers.
 
 NeMo-RL's driver names a folder for each save, `<checkpoint_dir>/tmp_step_{N}/policy/weights`, and renames the step when
-everything is written (`nemo_rl/utils/checkpoint.py`). So a checkpoint is `weights/policy` there. NeMo-RL never counts
-Bridge's iterations: all its checkpoints are of iteration 0, and so are ours.
+everything is written (`nemo_rl/utils/checkpoint.py`). So a checkpoint of ours is the folder `policy` in `weights`.
+NeMo-RL never counts Bridge's iterations: all its checkpoints are of iteration 0, and so are ours.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class BridgeFunctions:
         stock_load: Bridge's `load_checkpoint`, for checkpoints that are not ours.
         hf_config, processing_class: see CheckpointManager.
 
-    Raises InvalidArgumentError, UnsupportedError: an option is set that the driver decides on, or a fast tier.
+    Raises InvalidArgumentError, UnsupportedError: the config has an option that the driver decides on, or a fast tier.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class BridgeFunctions:
         if config.if_failed != "raise":
             raise InvalidArgumentError(
                 f"if_failed is {config.if_failed!r}: NeMo-RL's driver deletes older steps when the workers report no "
-                "error, so a failed save must be one: leave it out of checkpoint_config"
+                "error, so a failed save must raise an error: leave it out of checkpoint_config"
             )
         refuse_fast(config, "checkpoint_config", "NeMo-RL's driver renames the folder of each step")
         self._config = config
@@ -83,7 +83,7 @@ class BridgeFunctions:
         """
         weights = Path(state.cfg.checkpoint.save)
         refuse_save(_context(state, model))
-        # NeMo-RL sets it for the first load of a run with FP8 parameters, which Bridge does. A save does not need it.
+        # NeMo-RL sets this option for the first load of a run with FP8 parameters, which Bridge does. No save needs it.
         refuse_unsupported(state.cfg.checkpoint, but=("load_main_params_from_ckpt",))
         root, role = _place(weights)
         args = arguments(state.cfg)
@@ -100,7 +100,7 @@ class BridgeFunctions:
         )
         if dist.get_rank() == 0:
             # `setup_model_and_optimizer` asks for a load only if Bridge sees a tracker in the folder. The driver has
-            # not renamed the step yet, so nobody looks for it before it is committed.
+            # not renamed the step yet, so nobody looks for the step before it is committed.
             write_tracker(weights, _ITERATION)
 
     def load_checkpoint(
@@ -128,7 +128,7 @@ class BridgeFunctions:
             return bool(weights) and (Path(weights) / role / MANIFEST_FILE).exists()
 
         if not decided_by_rank_0("nemo_rl/load", f"looking at {weights}", str(weights), is_ours, timeout_s):
-            # The HuggingFace model at the first start, a reference model, or a checkpoint from before.
+            # This is the HuggingFace model at the first start, a reference model, or a checkpoint that Bridge wrote.
             return self._stock_load(
                 state,
                 model,

@@ -1,4 +1,4 @@
-"""Checkpoints for ROLL. Set `checkpoint_config.type`, and use the worker classes and preferably the pipelines below.
+"""Checkpoints for ROLL. Set `checkpoint_config.type`, and use the worker classes and, preferably, the pipelines below.
 
     checkpoint_config:
       type: mcore_ckpt

@@ -42,7 +42,7 @@ def commit_pipeline(root: Path, ckpt_id: str, source: Path, roles: Sequence[str]
         root: the folder of all steps.
         ckpt_id: `checkpoint-{N}`.
         source: the folder with the driver's files.
-        roles: the clusters that the step consists of; None for those whose roles are committed or being saved.
+        roles: the clusters that the step consists of; None: the clusters whose roles are committed or being saved.
         timeout_s: see CheckpointConfig.
 
     Raises CommitError: the files could not be written. Nothing has been committed.

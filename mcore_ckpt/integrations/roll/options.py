@@ -16,8 +16,8 @@ from mcore_ckpt.steps import PreservationPolicy
 
 PIPELINE_ROLE = "pipeline"  # ROLL's name for the driver's role, and for its folder
 
-# ROLL has other options for these fields: save_only_model, save_hf_model, async_upload, max_ckpt_to_keep, the list of
-# clusters. A remote store is refused, because the copies would lack the driver's role.
+# ROLL decides these fields by its list of clusters, and by its options save_only_model, save_hf_model, async_upload and
+# max_ckpt_to_keep. A remote store is refused, because the copies would lack the driver's role.
 _SAID_ELSEWHERE = (
     *("save_contents", "load_contents", "async_save", "max_to_keep", "keep_every", "roles"),
     *("remote", "prune_remote", "upload_timeout_s"),
@@ -54,7 +54,7 @@ def read_options(checkpoint_config: Mapping[str, Any]) -> RollOptions:
     given = dict(checkpoint_config)
     ours = {name: value for name, value in given.items() if name not in _ROLLS}
     config = CheckpointConfig.from_dict(ours, "checkpoint_config", but=_SAID_ELSEWHERE)
-    refuse_fast(config, "checkpoint_config", "ROLL's driver commits a role of its own in output_dir")
+    refuse_fast(config, "checkpoint_config", "ROLL's driver commits one role of each step only in output_dir")
     output_dir = given.get("output_dir")
     if not output_dir:
         raise InvalidArgumentError("checkpoint_config has no output_dir: name a folder that all nodes share")

@@ -33,7 +33,7 @@ class CheckpointUploader:
 
     Args:
         output_dir: the folder that contains each `checkpoint-{N}`. Unlike ROLL's own uploaders, this one adds no
-            timestamp to it.
+            timestamp to the name.
         args: must be empty.
         kwargs: the other options in `checkpoint_config`.
     """
@@ -62,8 +62,8 @@ class CheckpointUploader:
     def get_latest_ckpt(self) -> str | None:
         """Returns the newest complete checkpoint; None if there never was one.
 
-        Raises CheckpointNotFoundError if there are checkpoints, but none is complete. A run must not silently start
-        from the beginning then.
+        Raises CheckpointNotFoundError if there are checkpoints, but none is complete. In this case a run must not
+        silently start from the beginning.
         """
         found = newest_valid(self.options.root, self.options.verify_on_resume)
         return None if found is None else str(found)

@@ -203,8 +203,8 @@ class CheckpointWorker:
 
     It must be the first base. A worker makes its strategy in `initialize` and loads with it in the same method, and
     ROLL's `create_strategy` (`roll/distributed/strategy/factory.py`) knows only ROLL's own strategies. Therefore the
-    strategy is replaced at the moment when the worker assigns it. If `leaves_loading_to_strategy`, the worker never
-    calls `load_checkpoint`, and the strategy loads when it is initialized.
+    strategy is replaced at the moment when the worker assigns it. If `leaves_loading_to_strategy` is True, the worker
+    never calls `load_checkpoint`, and the strategy loads when it is initialized.
     """
 
     leaves_loading_to_strategy = False
@@ -241,8 +241,8 @@ def _with_checkpoints(strategy: Any) -> Any:
 class ResumingWorker(CheckpointWorker):
     """A CheckpointWorker for workers that never call `load_checkpoint`, such as ROLL's SFT worker.
 
-    The pipeline of such a worker resumes at the checkpoint's step anyway. Without a load it would train the initial
-    weights on the data after that step.
+    The pipeline of such a worker resumes at the checkpoint's step anyway. Without a load the worker would train the
+    initial weights on the data after that step.
     """
 
     leaves_loading_to_strategy = True

@@ -1,8 +1,8 @@
-"""Keeps the weights together with the position in the prompts' data. slime saves the one after the other.
+"""Keeps the weights together with the position in the prompts' data, which slime saves after the weights.
 
 slime's driver saves the model, then `<save>/rollout/global_dataset_state_dict_{rollout id}.pt` (`RolloutDataSource`,
-2026-08). If it dies in between, slime loads the newest weights, finds no file for them, and silently starts the data
-from the beginning.
+2026-08). If the driver dies in between, slime loads the newest weights, finds no file for them, and silently starts the
+data from the beginning.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ def data_file(root: Path, rollout_id: int) -> Path:
 
 
 def newest_with_data(root: Path, role: str, data_root: Path) -> int | None:
-    """Returns the newest complete step that has its data position, if the newest complete step lacks it.
+    """Returns the newest complete step that has its data position, if the newest of all complete steps lacks its own.
 
-    The driver reads the data position of the step that the actors return, so both go back together. It looks for the
-    data position in `data_root` (`--load`). If None is returned, the newest step is the right one: it has its data
-    position, or there never was one.
+    The driver reads the data position of the step that the actors return, so both go back together. The driver looks
+    for the data position in `data_root` (`--load`). If None is returned, the newest step is the right one: it has its
+    data position, or there never was one.
 
     Raises CheckpointNotFoundError: there are data positions, but no step has its own.
     """

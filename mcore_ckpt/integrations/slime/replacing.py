@@ -39,7 +39,7 @@ _FROM_THE_BEGINNING = {"finetune": True, "no_load_optim": True, "no_load_rng": T
 def replace_functions(package: str, args: Any, kind: type[ActorCheckpoints] | None = None) -> None:
     """Lets the actors of slime, or of a fork of it, save and load with this package.
 
-    `args` are the arguments of the fork's package, and `kind` is the class that saves and loads.
+    `args` are the arguments of slime or the fork, and `kind` is the class that saves and loads.
 
     Raises:
         ImportError: the package is not installed.
@@ -56,7 +56,7 @@ def replace_functions(package: str, args: Any, kind: type[ActorCheckpoints] | No
     # `load_checkpoint` of the package chooses between a HuggingFace folder and Megatron-LM's function of this name.
     checkpoint._load_checkpoint_megatron = ours.load_checkpoint
     checkpoint._is_megatron_checkpoint = ours.is_megatron_checkpoint(checkpoint._is_megatron_checkpoint)
-    # `save_model` imports it from there each time.
+    # `save_model` imports this function from there at each call.
     async_utils.maybe_finalize_async_save = ours.maybe_finalize_async_save
     ours.replace_more(model)
 
@@ -64,8 +64,8 @@ def replace_functions(package: str, args: Any, kind: type[ActorCheckpoints] | No
 class ActorCheckpoints:
     """Saves and loads the model of one actor or critic. Each rank has one, for the life of its process.
 
-    `checkpoint` is the module `backends.megatron_utils.checkpoint` of the package, which changes its arguments (`args`)
-    between its loads.
+    `checkpoint` is the module `backends.megatron_utils.checkpoint` of the package. The package changes its arguments
+    (`args`) between loads.
     """
 
     def __init__(self, checkpoint: Any, args: Any) -> None:
@@ -75,7 +75,7 @@ class ActorCheckpoints:
         self._checkpoints = LoopCheckpoints()
         self._hf_config = published_config(args.hf_checkpoint, needed="hf_model" in self._config.save_contents)
         self._tokenizer = published_tokenizer(args.hf_checkpoint)
-        # The driver looks for the data position there. miles gives the critic another --load after this.
+        # The driver looks for the data position there. Keep it, because miles later gives the critic another --load.
         self._data_root = args.load
         # The step that was loaded from each folder, because --keep-old-actor loads the same folder once more.
         self._resumed: dict[str, int] = {}
@@ -191,7 +191,7 @@ class ActorCheckpoints:
         )
 
     def _shares_folder(self) -> bool:
-        """True if actor and critic save to the same folder. A file of settings for each role can separate them."""
+        """True if actor and critic save to the same folder. `megatron_config_path` can give each role its own."""
         return bool(self._args.use_critic) and getattr(self._args, "megatron_config_path", None) is None
 
     def _roles(self, role: str, rollout_id: int) -> tuple[str, ...]:
@@ -251,7 +251,7 @@ def _without_head(chunks: Sequence[Any]) -> Iterator[None]:
 
 
 def _refuse_in_memory(non_persistent_ckpt: bool, context: dict[str, Any] | None) -> None:
-    """Raises UnsupportedError if a checkpoint in memory is asked for, as miles has them for healing."""
+    """Raises UnsupportedError if a checkpoint in memory is asked for. miles makes such checkpoints for healing."""
     if non_persistent_ckpt or "local_checkpoint_manager" in (context or {}):
         raise UnsupportedError(
             "checkpoints in memory (--non-persistent-ckpt-type local) are not supported: leave the argument out, and "

@@ -2,9 +2,9 @@
 
     python -m mcore_ckpt.integrations.swift sft --model Qwen/Qwen3-8B --output_dir out ...
 
-takes the place of `megatron sft`, and `pt` and `rlhf` that of the other two. All options are ms-swift's own. Your own
-pipeline can use a trainer class from here, or put `CheckpointTrainer` first among the bases of its trainer. See
-docs/integrations.md.
+takes the place of `megatron sft`. With `pt` or `rlhf`, it takes the place of `megatron pt` or `megatron rlhf`. All
+options are ms-swift's own. Your own pipeline can use a trainer class from here, or put `CheckpointTrainer` first among
+the bases of its trainer. See docs/integrations.md.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TRAINERS = (
 def __getattr__(name: str) -> Any:
     if name not in ("CheckpointTrainer", *TRAINERS):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # Importing it takes seconds, and `__main__` does not need it.
+    # Importing the trainer takes seconds, and `__main__` does not need it.
     found: Any = import_module(f"{__name__}.trainer").CheckpointTrainer
     if name in TRAINERS:
         base = getattr(import_module("swift.megatron.trainers"), name)

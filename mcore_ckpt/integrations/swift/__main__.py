@@ -1,6 +1,6 @@
 """Takes the place of ms-swift's command `megatron`: python -m mcore_ckpt.integrations.swift sft|pt|rlhf ...
 
-NPROC_PER_NODE and the other variables of ms-swift, and a YAML file in place of options, have the same meaning as there.
+NPROC_PER_NODE and the other variables of ms-swift, and a YAML file in place of options, work as in ms-swift.
 """
 
 from __future__ import annotations

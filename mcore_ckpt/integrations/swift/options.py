@@ -1,4 +1,4 @@
-"""Reads ms-swift's options, which have Megatron-LM's meaning, and ours among them."""
+"""Reads ms-swift's options, which mean what Megatron-LM's mean, and our options, which are among them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _REFUSED = ("remote", "prune_remote", "upload_timeout_s")
 
 
 def read_config(args: Any) -> CheckpointConfig:
-    """Returns the options in `args.mcore_ckpt`: a dict, or JSON with one. Without it, they have their defaults.
+    """Returns the options in `args.mcore_ckpt`: a dict, or JSON with one. Without it, the options have their defaults.
 
     Raises InvalidArgumentError: an option is unknown, or has a value that is not allowed.
     """
@@ -40,7 +40,7 @@ def read_config(args: Any) -> CheckpointConfig:
 
 
 def arguments(args: Any, **changed: Any) -> Arguments:
-    """Returns ms-swift's options by Megatron-LM's names, most of which are the same, with some values changed."""
+    """Returns ms-swift's options, most of which have Megatron-LM's names, with the values that `changed` gives."""
     return Arguments(SimpleNamespace(**{**vars(args), **changed}))
 
 

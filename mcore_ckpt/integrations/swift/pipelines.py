@@ -66,7 +66,7 @@ class CheckpointPipeline:
     args: Any
 
     def prepare_trainer(self) -> Any:
-        """Makes our class of the trainer that ms-swift chooses. Raises UnsupportedError if we have none."""
+        """Makes the trainer that ms-swift chooses, of our class. Raises UnsupportedError if we have no such class."""
         args = self.args
         name = _BY_TYPE.get(args.rlhf_type or args.task_type, "MegatronTrainer")
         # The trainers' names are looked up in these modules: `sft` imports them, `rlhf` asks the package.

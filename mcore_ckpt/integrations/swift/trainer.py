@@ -31,7 +31,7 @@ ROLE = "actor"
 # The modules that call `load_mcore_checkpoint`. The second, for RLHF, needs packages that other trainings do not need.
 LOADING = ("swift.megatron.trainers.base", "swift.megatron.trainers.rlhf_mixin")
 SAVING = ("swift.megatron.trainers.base",)
-# merge_lora writes the merged weights of `checkpoint-{N}` to a folder whose name has this at its end.
+# merge_lora writes the merged weights of `checkpoint-{N}` to a folder whose name ends in this.
 _MERGED = "-merged"
 # The fields that a resumed run needs to keep the best checkpoint. ms-swift itself forgets them.
 _BEST = ("best_metric", "best_global_step", "best_model_checkpoint")
@@ -40,8 +40,8 @@ _BEST = ("best_metric", "best_global_step", "best_model_checkpoint")
 class CheckpointTrainer:
     """A mixin that saves and loads with this package. It must be the first base.
 
-    ms-swift's own methods still decide when and where to save, and write everything else into `checkpoint-{N}`. Only
-    the two functions that they call for Megatron's state are replaced, while they run.
+    ms-swift's own methods still decide when and where to save, and write everything else into `checkpoint-{N}`. While
+    these methods run, only the two functions that they call for Megatron's state are replaced.
     """
 
     # Attributes of BaseMegatronTrainer.
@@ -74,7 +74,7 @@ class CheckpointTrainer:
             if iteration and not getattr(args, "consumed_train_samples", 0):
                 logger.warning(
                     "%s is of iteration %d, but nothing says how many samples the training had read, so it reads them "
-                    "again: put the folder beside the checkpoint of which it was made",
+                    "again: put the folder next to the checkpoint from which it was made",
                     named,
                     iteration,
                 )
@@ -103,7 +103,7 @@ class CheckpointTrainer:
         self._link_committed()
 
     def _rotate_checkpoints(self, output_dir: str) -> None:
-        """Deletes all checkpoints but the newest `save_total_limit`, one of which is the best. Only rank 0 calls it.
+        """Deletes all checkpoints but `save_total_limit` of them: the newest and the best. Only rank 0 calls it.
 
         Checkpoints are counted on disk and by step, so a restart changes nothing. Pinned checkpoints stay, and so does
         the one that was saved just now, even if the run went back and newer ones exist.
@@ -112,7 +112,8 @@ class CheckpointTrainer:
         if limit is None:
             return
         root, best = Path(output_dir), self.state.best_global_step
-        # ms-swift refuses a limit of 1 (MegatronArguments.__post_init__), so at least one newest stays.
+        # ms-swift refuses a limit of 1 (MegatronArguments.__post_init__), so the newest checkpoint stays in addition to
+        # the best.
         is_older = best in [status.step for status in complete_steps(root)][:-limit]
         policy = PreservationPolicy(limit - 1 if is_older else limit)
         for step in delete_old_steps(root, policy, self.state.iteration, [best] if is_older else []):
@@ -139,8 +140,7 @@ class CheckpointTrainer:
         config = replace(self._own, skip_frozen=peft_format, save_contents=contents)
         handle = self._checkpoints.save(iteration, training, options, config, self._counters, path=step_path / ROLE)
         if is_master():
-            # The file that ms-swift copies into a merged model, and from which it reads the iteration of HuggingFace
-            # weights.
+            # ms-swift copies this file into a merged model, and reads the iteration of HuggingFace weights from it.
             write_tracker(step_path, iteration)
         self._link_committed()  # the previous save, for which the manager has waited
         if args.async_save and async_finalize_fn is not None:
@@ -219,8 +219,8 @@ def _is_ours(folder: str) -> bool:
 def _step_of_weights(folder: str) -> str | None:
     """Returns our step that HuggingFace weights belong to; None if there is none.
 
-    That is their own folder or, for merged weights, the folder of the checkpoint. ms-swift copies the counters to the
-    merged weights as `iter_{N}/common.pt`, which no step of ours has.
+    The step is the folder of the weights or, for merged weights, the folder of the checkpoint that was merged. Merged
+    weights have no counters: ms-swift would copy them from `iter_{N}/common.pt`, which no step of ours has.
     """
     if _is_ours(folder):
         return folder

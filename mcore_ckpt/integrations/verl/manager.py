@@ -153,11 +153,11 @@ class MegatronCheckpointManager:
 
         Raises:
             CheckpointNotFoundError: there is no checkpoint, or its trainer died while saving the step. The message
-                names the newest complete step. If the tracker named the step that cannot be loaded, it names the
-                complete step from then on.
+                names the newest complete step. If the tracker named the step that cannot be loaded, the tracker names
+                the complete step from then on.
             CheckpointCorruptError: the checkpoint is damaged. The message and the tracker are as above.
-            CheckpointMismatchError: the checkpoint does not fit the model. Nothing has been changed; but the weights of
-                a checkpoint of verl's own manager may have been loaded.
+            CheckpointMismatchError: the checkpoint does not fit the model. Nothing has been changed, except that the
+                weights of a checkpoint of verl's own manager may have been loaded.
         """
         place = Place.of(local_path, self.role)
         config = self._with(hdfs_path, None)
@@ -213,8 +213,8 @@ class MegatronCheckpointManager:
         if "model" not in contents or not (seen["weights"] or seen["adapters"]):
             manager.load(path=place.folder)
             return
-        # If the optimizer is loaded below, its fp32 main parameters come from the checkpoint. They are the same weights
-        # in higher precision.
+        # If the optimizer is loaded below, do not fill its main parameters from the weights here: the checkpoint has
+        # them in fp32.
         model, optimizer = self._trainer["model"], None if "optimizer" in rest else self._trainer["optimizer"]
         if seen["adapters"]:
             fill_adapters(manager, model, optimizer, Path(seen["adapters"]))

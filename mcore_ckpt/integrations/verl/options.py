@@ -47,7 +47,7 @@ def read_options(options: Any) -> dict[str, Any]:
 
 
 def _refuse_misspelled(options: Mapping[str, Any]) -> None:
-    """Raises InvalidArgumentError for a name that is nearly an option's name. verl has options that we do not know."""
+    """Raises InvalidArgumentError for a name that is nearly an option's name. Other unknown options may be verl's."""
     known = [*VERLS_OWN, *NOT_OPTIONS, *(field.name for field in own_options())]
     for name in options:
         if name not in known and difflib.get_close_matches(str(name), known, n=1, cutoff=0.85):

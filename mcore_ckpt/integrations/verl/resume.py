@@ -67,7 +67,7 @@ def why_not_whole(place: Place, on_nodes: OnNodes = _NONE) -> str | None:
 def step_to_go_back_to(place: Place, on_nodes: OnNodes = _NONE) -> int | None:
     """Returns the newest other complete step. Steps with the same files as older steps are preferred.
 
-    verl finds steps that only the nodes have if they have a folder in the root.
+    verl finds a step that only the nodes have if the step has a folder in the root.
     """
     found = _whole_steps(place, on_nodes)
     for number, (step, path) in enumerate(found):
@@ -79,7 +79,7 @@ def step_to_go_back_to(place: Place, on_nodes: OnNodes = _NONE) -> int | None:
 def send_back(place: Place, has_copies: bool, on_nodes: OnNodes = _NONE) -> str:
     """Corrects the tracker if it names the step that cannot be loaded. Returns advice for the error message.
 
-    `has_copies` tells that a remote store can have other steps, which verl does not find through the tracker.
+    `has_copies` tells whether a remote store can have other steps, which verl does not find through the tracker.
 
     Raises OSError: the tracker cannot be changed.
     """
@@ -99,7 +99,7 @@ def send_back(place: Place, has_copies: bool, on_nodes: OnNodes = _NONE) -> str:
         )
     if step is None:
         remove_tracker(place.root)
-        return f"{newest}. {tracker_path} named this one and was removed, so the next run starts from the beginning"
+        return f"{newest}. {tracker_path} named this step and was removed, so the next run starts from the beginning"
     write_tracker(place.root, step)
     return f"{newest}, which {tracker_path} names from now on: start again to continue from that step"
 
@@ -108,7 +108,7 @@ def bare_steps(place: Place) -> list[int]:
     """Returns the steps for which the root has verl's data but no checkpoint, and from which no start would resume.
 
     It leaves out steps that the tracker names, that are being saved, or that are newer than the newest complete step in
-    the root. The nodes of the fast tier may still have the others. Raises OSError.
+    the root. The nodes of the fast tier may still have the steps that it returns. Raises OSError.
     """
     complete = newest_complete(place.root)
     newest = complete.step if complete is not None else 0

@@ -82,7 +82,7 @@ def fill_adapters(manager: CheckpointManager, chunks: Sequence[Any], optimizer: 
         if len(chunks) > 1:
             raise UnsupportedError(
                 f"{folder}: verl 0.7 saves only the first virtual stage's adapters (`save_adapter_checkpoint`), so "
-                "those of the others are lost: load a checkpoint without virtual stages"
+                "the adapters of the other stages are lost: load a checkpoint without virtual stages"
             )
         return _read_adapters(chunks[0], folder / f"{_rank_name(chunks)}_adapter.pt")
 
@@ -90,7 +90,7 @@ def fill_adapters(manager: CheckpointManager, chunks: Sequence[Any], optimizer: 
 
 
 def fill_value_head(manager: CheckpointManager, chunks: Sequence[Any], optimizer: Any, file: Path) -> None:
-    """Fills the model's head from a `value_head_file`. The ranks of the last stage have a head.
+    """Fills the model's head from a `value_head_file`. Only ranks of the last stage have a head.
 
     Every rank calls it. Also sets the optimizer's main parameter from the head, unless `optimizer` is None.
 
@@ -140,7 +140,7 @@ def _read_adapters(chunk: Any, file: Path) -> _Pairs:
 
 
 def _rank_name(chunks: Sequence[Any]) -> str:
-    """The name of this rank's file in verl 0.7 (`_get_rank_checkpoint_path`)."""
+    """Returns the name of this rank's file in verl 0.7 (`_get_rank_checkpoint_path`)."""
     at, sizes = read_topology(process_groups_of(chunks))
     stage, experts = f"_{at.pp:03d}" if sizes.pp > 1 else "", f"_{at.ep:03d}" if sizes.ep > 1 else ""
     return f"mp_rank_{at.tp:02d}{stage}{experts}"

@@ -23,7 +23,7 @@ from mcore_ckpt.integrations.verl.manager import MegatronCheckpointManager
 
 
 class WorkerCheckpointManager(MegatronCheckpointManager):
-    """The manager for verl's megatron workers, which offload and end differently from its engines.
+    """The manager for verl's megatron workers, which offload and end differently from verl's engines.
 
     Args:
         config: `actor_rollout_ref` for an actor, `critic` for a critic.
@@ -36,7 +36,7 @@ class WorkerCheckpointManager(MegatronCheckpointManager):
         # The workers bring an offloaded model back to the GPU before a save, and offload it again right after.
         offloads = megatron.get("param_offload", False) or megatron.get("optimizer_offload", False)
         super().__init__(frees_memory=offloads, **keywords)
-        # `save_checkpoint` of the actor's worker reads `async_save` of it (0.7).
+        # The `save_checkpoint` of the actor's worker (0.7) reads `checkpoint_config.async_save`.
         self.checkpoint_config = keywords.get("checkpoint_config")
         self._last_step = options.optim.get("total_training_steps", -1)
 

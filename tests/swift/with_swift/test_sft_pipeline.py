@@ -329,7 +329,7 @@ def test_merged_weights_without_their_checkpoint_say_what_is_missing(
     trainer = MegatronTrainer.__new__(MegatronTrainer)
     trainer.args = SimpleNamespace(tuner_type="full", adapters=[], model=str(tmp_path))
     assert trainer._load_iteration() == 4
-    assert "put the folder beside the checkpoint of which it was made" in caplog.text
+    assert "put the folder next to the checkpoint from which it was made" in caplog.text
 
 
 @pytest.mark.full
