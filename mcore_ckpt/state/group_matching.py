@@ -38,7 +38,7 @@ class LiveGroup:
     """A param group of the run.
 
     Attributes:
-        key: the group's key in the reports of all ranks.
+        key: the key that all ranks use for the group.
         settings: its settings (`group_fields.settings`).
         is_of_experts: whether its parameters are experts, which megatron keeps apart.
         found_in: the numbers of the saved groups that have some of its members.
@@ -225,10 +225,10 @@ def _unmatched(group: LiveGroup, saved: Sequence[SavedGroup], left: Sequence[Sav
 def settings_of_moments(
     live: Sequence[LiveGroup], saved: Mapping[int, SavedGroup], found: Mapping[str, int | None]
 ) -> dict[str, int]:
-    """Returns the number of a saved group whose optimizer settings count for a group without a counterpart, by key.
+    """Returns the saved group whose optimizer settings count for a live group that has no counterpart.
 
-    The moments of the live group's members were made with these settings. A live group is left out if its members come
-    from saved groups with different settings.
+    The result has the number of the saved group, by key of the live group. The moments of the live group's members were
+    made with these settings. A live group is left out if its members come from saved groups with different settings.
     """
     return {
         group.key: min(group.found_in)

@@ -58,7 +58,7 @@ def read_live_groups(part: OptimizerPart, keys: Sequence[str] = ()) -> list[Live
 
 
 def group_keys(parts: Sequence[OptimizerPart], known: Sequence[Sequence[str]] = ()) -> tuple[tuple[str, ...], ...]:
-    """Returns the keys of each part's groups in the reports of all ranks.
+    """Returns the keys that all ranks use for the groups of each part.
 
     Ranks keep their first keys (`known`), because a failed load may have changed the groups of some ranks. If groups
     were added to a part, its keys are read anew.

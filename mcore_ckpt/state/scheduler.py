@@ -99,9 +99,9 @@ _NOT_BY_GROUP = ("_milestones", "_schedulers", "_schedule_phases")
 class GroupOrder:
     """Puts lists with one value per param group, such as torch's `base_lrs`, into this run's order of groups.
 
-    A list counts as such a list if the saved one is as long as the number of saved groups (`saved`), and the run's one
-    as long as the number of the run's groups. `numbers` has, for each group of the run, the number of its saved
-    counterpart; None if it has none. `found` has the names of the lists that `applied` has found.
+    A list counts as such a list if the saved list has one value per saved group (there are `saved`), and the run's list
+    has one per group of the run. `numbers` has, for each group of the run, the number of its saved counterpart; None if
+    it has none. `found` has the names of the lists that `applied` has found.
     """
 
     def __init__(self, numbers: Sequence[int | None], saved: int) -> None:

@@ -45,9 +45,9 @@ def settings_for_state(gpu: int | None, timeout_s: float) -> Iterator[None]:
     """Lets the body read and change a training state that is on the GPU with this number; None: in host memory.
 
     The GPU becomes the current one. In a new thread the current one is GPU 0, which may belong to another training.
-    Inference mode is off, because a moment that was made or changed in it would fail in the next step of the optimizer.
-    Tensors that the body creates without naming a device are in host memory. A read of the GPU waits for `timeout_s`
-    seconds at most.
+    Inference mode is off, because a moment that was made or changed in inference mode would fail in the next step of
+    the optimizer. Tensors that the body creates without naming a device are in host memory. A read of the GPU waits for
+    `timeout_s` seconds at most.
     """
     with ExitStack() as settings:
         settings.enter_context(torch.inference_mode(False))

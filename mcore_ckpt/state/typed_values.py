@@ -146,7 +146,7 @@ class _Writer:
 
 
 def _checked_key(key: Any, field: Field) -> Any:
-    """Returns the key. Refuses a key from whose stored form a reader would not make an equal key."""
+    """Returns the key. Refuses a key that a reader would not restore as an equal key."""
     numpy = sys.modules.get("numpy")
     parts, seen = [key], 0
     while parts:

@@ -60,7 +60,7 @@ def check_findable(checkpoint: Any, role: str, timeout_s: float) -> None:
 
 
 def check_adapters_findable(checkpoint: Any, timeout_s: float) -> None:
-    """Does the checks of `check_findable` that need to know that a run has adapters. Every rank calls it.
+    """Checks again for a missing checkpoint, once it is known that the run has adapters. Every rank calls it.
 
     Adapters are only in `load`: Bridge itself has taken the base model from `pretrained_checkpoint`.
 

@@ -28,8 +28,8 @@ class _WithCheckpoints:
 
     def initialize(self: Any) -> None:
         super().initialize()  # type: ignore[misc]
-        # verl's own manager is None without training. Otherwise it has only stored its arguments so far. (The spelling
-        # of the attribute is verl's.)
+        # verl's own manager is None if the engine does not train. Otherwise the manager has only stored its arguments
+        # so far. (The spelling of the attribute is verl's.)
         stock = getattr(self, "checkpoint_mananager", None)
         if stock is None:
             return
