@@ -49,7 +49,7 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def _number_in(text: str) -> int | None:
-    """Returns the whole number in a text; None if it is no number, or has thousands of digits."""
+    """Returns the whole number in a text; None if the text is not a number, or has thousands of digits."""
     try:
         return int(text)
     except ValueError:
@@ -62,7 +62,7 @@ def folder_or_model(text: str) -> str:
     return os.path.expanduser(text)
 
 
-# The options for the sizes of a layout, and what they are.
+# The options for the sizes of a layout, and what each size is.
 SIZES: Mapping[str, str] = {
     "tp": "tensor-parallel size",
     "pp": "pipeline-parallel size",
@@ -106,15 +106,15 @@ TAKES: Mapping[str, frozenset[str]] = {
     "doctor": _ANY_FOLDER,
     "bench": _ANY_FOLDER,
 }
-# These commands take the folder of steps above the path, too. Others would then do more than the user wants.
+# These commands take the folder of steps above the path, too. Other commands would then do more than the user wants.
 _TAKES_ABOVE = ("list", "watch")
 
 
 def taken(path: Path, command: str, flag: str = "") -> Path:
-    """Returns the path that a command is to use: the given one, or the only folder of steps right below or above it.
+    """Returns the path that a command is to use: the given path, or the only folder of steps right below or above it.
 
-    If it takes another folder, it says so on stderr. `command` is a key of TAKES; `flag` is the argument that named the
-    path, for messages, or empty if it was given by position.
+    If this is another path than the given one, a line on stderr says so. `command` is a key of TAKES. `flag` is the
+    argument that named the path, for messages; empty if the path was given by position.
 
     Raises:
         InvalidArgumentError: the command does not take such a path. The message says what the path is, and which
@@ -151,7 +151,7 @@ def _hub_advice(path: Path, command: str) -> str:
 
 
 def check_can_be_file(flag: str, path: Path) -> None:
-    """Raises InvalidArgumentError, which names `flag`, if a path cannot be a file, for example as it is a folder."""
+    """Raises InvalidArgumentError (naming `flag`) if a path cannot be a file, for example because it is a folder."""
     if path.exists() and not path.is_file():
         what = "a folder" if path.is_dir() else "no regular file"
         raise InvalidArgumentError(f"{flag} {path}: is {what}: name another file")
@@ -160,8 +160,8 @@ def check_can_be_file(flag: str, path: Path) -> None:
 
 
 def check_can_be_folder(flag: str, path: Path) -> None:
-    """Raises InvalidArgumentError if no folder can be made at a path, because it is a file, or is below one."""
-    with suppress(OSError):  # the command says why it cannot look there
+    """Raises InvalidArgumentError if no folder can be made at a path, because it is a file or is below a file."""
+    with suppress(OSError):  # the command itself will say why it cannot look there
         there = next(each for each in (path, *path.absolute().parents) if each.exists())
         if not there.is_dir():
             what = "is" if there == path else f"{there} is"
@@ -246,10 +246,11 @@ def add_ignored_flags(parser: argparse.ArgumentParser) -> None:
 def command_agreement(name: str, timeout_s: float, start_s: float | None = None) -> Iterator[Agreement]:
     """Yields the agreement of the processes that torchrun has started, or of a single process.
 
-    A process waits `timeout_s` for others that work, and `start_s` (START_TIMEOUT_S if None) for the others to start.
+    A process waits at most `timeout_s` seconds for others that work, and at most `start_s` seconds (START_TIMEOUT_S if
+    None) until the others have started.
 
-    Raises InvalidArgumentError, with advice, for torchrun's variables that are incomplete, as some job schedulers set
-    them, and AgreementError if a process does not start.
+    Raises InvalidArgumentError if torchrun's variables are incomplete, as some job schedulers set them, and
+    AgreementError if a process does not start.
     """
     from mcore_ckpt.config import START_TIMEOUT_S
     from mcore_ckpt.ranks import Seat, job_agreement
@@ -282,7 +283,7 @@ STAGE_FLAGS = (
 
 
 def add_stage_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that divide layers unevenly among pipeline stages. `stage_options` reads it."""
+    """Adds the options that divide layers unevenly among pipeline stages. `stage_options` reads them."""
     for which in ("first", "last"):
         text = f"layers of the {which} pipeline rank, if the layers are not divided evenly"
         parser.add_argument(f"--{which}-stage-layers", type=int, metavar="N", help=text)
@@ -297,5 +298,5 @@ def add_stage_options(parser: argparse.ArgumentParser) -> None:
 
 
 def stage_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the fields of WantedLayout that `add_stage_options` has read."""
+    """Returns the values of the options of `add_stage_options`, as fields of WantedLayout."""
     return {name: getattr(args, name) for name in map(_name_of, STAGE_FLAGS)}

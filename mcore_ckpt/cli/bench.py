@@ -42,7 +42,7 @@ EXAMPLES = (
 
 _PARAMETER_UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
-# Beyond this spread of trial saves, predictions cannot be within a fifth.
+# If trial saves vary more than this, predictions cannot be right to within a fifth.
 _UNSTEADY = 0.4
 
 _SIZES = {**SIZES, "etp": f"{SIZES['etp']} (that of --tp if not given)"}
@@ -196,7 +196,7 @@ def _show(report: Report) -> None:
     _show_table(console, ("measured", "speed>"), _speed_rows(speeds))
     least, most = report.speeds.spread
     if most - least > _UNSTEADY:
-        text = f"busy: trial saves took {least:.2f} to {most:.2f} times their median, and so will others"
+        text = f"busy: trial saves took {least:.2f} to {most:.2f} times their median, and real saves will vary as much"
         console.print(text, style="yellow")
     if report.prediction is not None and report.size is not None:
         console.print(_size_line(report.size, report.fitting_saves))
@@ -267,8 +267,8 @@ def _notes(prediction: Prediction, size: SaveSize) -> list[str]:
     lines = []
     if prediction.prepared_after_s:
         lines.append(
-            f"a first save is like later ones from {_time(prediction.prepared_after_s)} after the manager's "
-            "construction on, when host memory is prepared"
+            f"{_time(prediction.prepared_after_s)} after the manager's construction, host memory is prepared, and a "
+            "first save is like later ones"
         )
     if size.nodes > 1:
         rate = size_text(prediction.file_system_bytes_per_s)

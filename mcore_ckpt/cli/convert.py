@@ -1,6 +1,6 @@
 """`mcore-ckpt convert`: writes a HuggingFace model as a checkpoint to train from, or a checkpoint for another trainer.
 
-The model is never all in memory.
+The model is never in memory as a whole.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _SIZES = ("tp", "pp", "vpp", "ep", "etp")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options. Those with underscores have the names that verl's converter gives them."""
+    """Adds the options. Options with underscores have the names that verl's converter gives them."""
     text = "folder of a role, of a step, or of the steps, to convert for another trainer"
     parser.add_argument("checkpoint", type=arguments.expanded_path, nargs="?", metavar="CHECKPOINT", help=text)
     text = (
@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
 def _source(args: argparse.Namespace) -> str:
     """Returns what to convert: a checkpoint, a HuggingFace folder, or a model on the hub.
 
-    Raises InvalidArgumentError if the arguments name none, or a wrong one.
+    Raises InvalidArgumentError if the arguments name nothing to convert, or do not fit what they name.
     """
     layout = (*(f"--{name}" for name in _SIZES), *arguments.STAGE_FLAGS)
     if args.checkpoint is None:

@@ -1,4 +1,4 @@
-"""`mcore-ckpt diff`: shows what differs between two checkpoints, under whatever layouts they were saved."""
+"""`mcore-ckpt diff`: shows what differs between two checkpoints, which may have different layouts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(name, type=expanded_path, metavar=name.upper(), help=text)
     parser.add_argument("--atol", type=float, default=0.0, metavar="X", help="allowed absolute difference of a value")
     parser.add_argument(
-        "--rtol", type=float, default=0.0, metavar="X", help="allowed difference relative to B's value, beside --atol"
+        "--rtol", type=float, default=0.0, metavar="X", help="allowed difference relative to B's value, added to --atol"
     )
     parser.add_argument("--any-dtype", action="store_true", help="compare only values, and accept other dtypes")
     add_ignore(parser)

@@ -98,7 +98,7 @@ def _show(report: Report) -> None:
 
 
 def _where(report: Report, finding: Finding) -> str:
-    """Names the ranks that a finding is about, with their hosts; nothing if it is about all."""
+    """Names the ranks that a finding is about, with their hosts. Returns an empty text if it is about all ranks."""
     if not finding.ranks:
         return ""
     names = [f"{rank} ({report.hosts[rank]})" if rank < len(report.hosts) else str(rank) for rank in finding.ranks[:8]]

@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     if args.html is not None:
         _check_may_write(args.html)
         overview = _overview(Selection(selection.step, tuple(chosen)), other, args.json)
-        replace_file(args.html.resolve(), build_page(overview.to_json()))  # a link stays, and its target changes
+        replace_file(args.html.resolve(), build_page(overview.to_json()))  # if FILE is a link, replace its target
     if args.json:
         shown = [
             _as_json(folder, manifest, args.tensors) | {"tensor": tensor_as_json(details.get(folder))}
@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Checks the arguments as far as that needs no checkpoint. Raises InvalidArgumentError."""
+    """Checks the arguments that can be checked without a checkpoint. Raises InvalidArgumentError."""
     check_patterns("--tensors", [] if args.tensors is None else [args.tensors])
     args.path = taken(args.path, "inspect")
     if args.html is not None:
@@ -112,14 +112,14 @@ def _check(args: argparse.Namespace) -> None:
     if args.diff is not None:
         if args.html is None:
             raise InvalidArgumentError(
-                f"--diff {args.diff}: is shown on a page: name its file with --html, or use "
+                f"--diff {args.diff}: the differences are shown on a page: name its file with --html, or use "
                 f"`mcore-ckpt diff {args.path} {args.diff}`"
             )
         args.diff = taken(args.diff, "diff", "--diff")
 
 
 def _check_may_write(file: Path) -> None:
-    """Raises InvalidArgumentError if a file is within a checkpoint, or is there and is no page of this command."""
+    """Raises InvalidArgumentError if a file is within a checkpoint, or exists and is not a page of this command."""
     from mcore_ckpt.checkpoint import MANIFEST_FILE
     from mcore_ckpt.cli.page.build import is_page
 

@@ -60,7 +60,7 @@ def origin_facts(manifest: Manifest) -> list[tuple[str, str]]:
 
 
 def model_facts(manifest: Manifest) -> list[tuple[str, str]]:
-    """Returns the facts of the model, as a pair of a topic and a text.
+    """Returns the facts of the model, as a list with one pair of a topic and a text; empty if there are none.
 
     Facts that are off are left out, and so are lists, such as a number for each layer. `--json` has all facts.
     """

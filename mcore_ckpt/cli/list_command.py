@@ -173,13 +173,13 @@ def nodes_as_json(found: NodeFiles) -> dict[str, Any]:
 
 
 def node_files_as_json(found: NodeFiles) -> dict[str, Any]:
-    """Returns the same, and which nodes have the other files."""
+    """Returns what `nodes_as_json` returns, and which nodes have the other files."""
     elsewhere = [{"nodes": list(names), "files": [file.path for file in files]} for names, files in found.by_nodes()]
     return {**nodes_as_json(found), "elsewhere": elsewhere}
 
 
 def save_as_json(save: RunningSave) -> dict[str, Any]:
-    """Returns a save that has not committed as JSON values."""
+    """Returns, as JSON values, a save that has not committed."""
     return {
         "step": save.step,
         "role": save.role,

@@ -52,8 +52,8 @@ def main(argv: Sequence[str] | None = None, **defaults: Any) -> int:
     reads the output has ended.
 
     Args:
-        argv: the arguments; None for those of this process.
-        defaults: defaults of arguments, for a script whose defaults differ from those of `mcore-ckpt`, such as
+        argv: the arguments; None for the arguments of this process.
+        defaults: default values of arguments, for a script with other defaults than `mcore-ckpt`, such as
             `default_target` of `merge`.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -64,7 +64,8 @@ def main(argv: Sequence[str] | None = None, **defaults: Any) -> int:
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
-        # As with `| head`. The interpreter flushes once more when it exits, and would complain if that failed.
+        # The reader has ended, as with `| head`. The interpreter flushes once more when it exits, and would complain if
+        # that failed.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return READER_GONE
 
@@ -92,14 +93,14 @@ def _run(argv: Sequence[str] | None, defaults: Mapping[str, Any]) -> int:
 
 def _complain(message: str) -> None:
     """Writes an error to stderr, so that a program can read what `--json` writes to stdout."""
-    from rich.console import Console  # which takes a tenth of the time that a command takes to start
+    from rich.console import Console  # imported here, because this takes a tenth of the time of starting a command
 
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     console.print(f"mcore-ckpt: {message}", style="red", markup=False)
 
 
 def _named(words: Sequence[str]) -> Iterable[str]:
-    """Returns the commands whose parsers are needed: the called one, or all, if their names are to be listed.
+    """Returns the commands whose parsers are needed: the called command, or all if their names are to be listed.
 
     The modules of other commands are not imported, because that takes as long as the work of a small command.
     """

@@ -76,9 +76,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--adapters",
         choices=("merge", "beside", "only"),
-        help="LoRA adapters: merge them into the weights (the default; if the checkpoint has only adapters, into those "
-        "in --hf_model_path), write them beside the unchanged weights in PEFT's form (lora_adapter/; the default for "
-        "FSDP shards, as in verl), or write only them, in PEFT's form",
+        help="LoRA adapters: merge them into the weights (the default; if the checkpoint has only adapters, into the "
+        "weights in --hf_model_path), write them beside the unchanged weights in PEFT's form (lora_adapter/; the "
+        "default for FSDP shards, as in verl), or write only the adapters, in PEFT's form",
     )
     parser.add_argument(
         "--lora-alpha", type=_alpha, metavar="X", help="alpha of the adapters, if the checkpoint does not say it"
@@ -126,7 +126,7 @@ def _request(args: argparse.Namespace) -> MergeRequest:
     from mcore_ckpt.tools.convert.merge import MergeRequest
 
     if args.revision is not None and args.hf_model_path is None:
-        raise InvalidArgumentError("--revision is that of a model on the hub: give --hf_model_path, too")
+        raise InvalidArgumentError("--revision selects a revision of a model on the hub: give --hf_model_path, too")
     if args.hf_model_path is not None:
         arguments.check_is_folder_or_model(args.hf_model_path, "--hf_model_path", "merge --hf_model_path")
     source, target = _one_of(args, "source", "--local_dir"), _one_of(args, "target", "--target_dir")

@@ -18,7 +18,7 @@ _EXAMPLES = "examples:"
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that removes secrets from quoted arguments, and suggests what an unknown one may mean."""
+    """A parser that removes secrets from quoted arguments, and suggests what an unknown argument may mean."""
 
     def error(self, message: str) -> NoReturn:
         super().error(redacted(message))
@@ -61,7 +61,7 @@ class CommandParser(Parser):
     """The parser of one command, whose complaints show the usage of this command."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parses all arguments. argparse itself would leave unknown ones to the parser of all commands."""
+        """Parses all arguments. argparse itself would leave unknown arguments to the parser of all commands."""
         found, unknown = super().parse_known_args(self._as_shown(args), namespace)
         if unknown:
             self.refuse(unknown)
@@ -84,7 +84,7 @@ class CommandParser(Parser):
 
 def _alike(word: str, known: Sequence[str]) -> list[str]:
     """Returns the known word that is most like a given word, if one is similar enough."""
-    return difflib.get_close_matches(word, known, 1, cutoff=0.7)  # --jsno is json, but --step is not tp
+    return difflib.get_close_matches(word, known, 1, cutoff=0.7)  # takes --jsno for --json, but not --step for --tp
 
 
 def _did_you_mean(word: str) -> str:

@@ -12,8 +12,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 def progress_of_bytes(quiet: bool) -> Progress:
     """Returns a bar of bytes done, speed and time left.
 
-    It is shown on stderr, because stdout is for the result, and only if stderr is a terminal, because a log needs no
-    bar.
+    The bar is shown on stderr, because stdout is for the result. It is shown only if stderr is a terminal, because a
+    log needs no bar.
     """
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     quiet = quiet or not sys.stderr.isatty()
@@ -21,7 +21,7 @@ def progress_of_bytes(quiet: bool) -> Progress:
 
 
 def progress_in(bar: Progress, what: str) -> Callable[[int, int], None]:
-    """Adds a task to a bar, and returns the function that takes the bytes done and the bytes in all."""
+    """Adds a task to a bar. Returns the function to call with the number of bytes done and of all bytes."""
     task = bar.add_task(what, total=None)
 
     def update(done: int, total: int) -> None:

@@ -1,4 +1,4 @@
-"""`mcore-ckpt prune`: deletes old steps and the leftovers of crashes, like a trainer."""
+"""`mcore-ckpt prune`: deletes old steps and the leftovers of crashes, as a trainer does."""
 
 from __future__ import annotations
 

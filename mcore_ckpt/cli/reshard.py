@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Rewrites a checkpoint. Returns 0 when the new one is in place."""
+    """Rewrites a checkpoint. Returns 0 when the new checkpoint is in place."""
     from mcore_ckpt.tools.convert.reshard.reshard import reshard
     from mcore_ckpt.tools.convert.reshard.target import WantedLayout
     from mcore_ckpt.tools.examine.select import select

@@ -23,7 +23,7 @@ def show_result(
 
 
 def is_terminal() -> bool:
-    """True if stdout is a terminal. Elsewhere, commands print plain lines that a program can search."""
+    """Returns True if stdout is a terminal. Otherwise, commands print plain lines that a program can search."""
     return sys.stdout.isatty()
 
 

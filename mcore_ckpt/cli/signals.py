@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def cleaning_up_at_sigterm() -> Iterator[None]:
-    """Lets SIGTERM end this process like Ctrl-C. torchrun, for instance, ends all ranks by it if one has failed."""
+    """Lets SIGTERM end this process like Ctrl-C. torchrun, for instance, sends it to all ranks if one has failed."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         yield

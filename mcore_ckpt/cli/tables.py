@@ -42,7 +42,7 @@ def table_of(console: Console, headings: Sequence[str], rows: Sequence[Sequence[
 
 
 def _fitted(whole: Sequence[int], least: Sequence[int], width: int) -> list[int] | None:
-    """Returns the width of each column: that of its cells if possible, else less. None if even that is too wide."""
+    """Returns the width of each column: as `whole` if possible, otherwise less. None if even `least` is too wide."""
     if sum(least) > width:
         return None
     widths = list(whole)

@@ -17,7 +17,7 @@ from mcore_ckpt.cli.tables import table_of
 if TYPE_CHECKING:
     from mcore_ckpt.tools.examine.tensor_details import KindDetails, StoredPart, TensorDetails, Values
 
-# A flat range of a tensor with n axes is up to 2n - 1 boxes.
+# How many boxes of a part are shown. A flat range of a tensor with n axes consists of up to 2n - 1 boxes.
 _MOST_BOXES = 3
 _FIELDS = ("count", "zeros", "nans", "infs", "minimum", "maximum", "mean", "std", "norm")
 
@@ -25,7 +25,7 @@ _FIELDS = ("count", "zeros", "nans", "infs", "minimum", "maximum", "mean", "std"
 def read_tensor(role_dirs: Sequence[Path], name: str, quiet: bool) -> dict[Path, TensorDetails]:
     """Reads a tensor of each role that has it, with a progress bar unless `quiet`.
 
-    Raises InvalidArgumentError if no role has it. The message names the closest tensors of the first one.
+    Raises InvalidArgumentError if no role has it. The message names the closest tensors of the first role.
     """
     from mcore_ckpt.tools.examine.tensor_details import describe_tensor, has_tensor
 

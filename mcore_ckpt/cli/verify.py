@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 HELP = "find what is damaged in checkpoints"
 DESCRIPTION = """\
 Reads all bytes of checkpoints and shows what is damaged: file, rank, tensor and bytes. In a folder of steps it verifies
-all steps and the tracker. It may run beside a trainer: what that is still saving is not a problem. The exit status is 0
-if everything is as it was written, 1 if not, and 2 if there is no such folder."""
+all steps and the tracker. It may run while a trainer saves: a step that is being saved is not a problem. The exit
+status is 0 if everything is as it was written, 1 if not, and 2 if there is no such folder."""
 
 EXAMPLES = (
     "verify checkpoints # all steps",

@@ -30,7 +30,7 @@ DESCRIPTION = """\
 Shows live what trainers on any host save below a folder: which step and role, by which process, how much is written,
 how fast, and about how long it still takes; and the newest steps. It only reads. On a terminal it redraws a table,
 elsewhere it prints a line for each change. It ends at Ctrl-C (status 130), or with --once or --until (status 0). The
-total is that of the role's checkpoint before, so the first save of a role has none."""
+total is the size of the role's previous checkpoint, so it is missing for the first save of a role."""
 
 EXAMPLES = (
     "watch checkpoints",

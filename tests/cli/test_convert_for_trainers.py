@@ -98,7 +98,7 @@ def test_a_result_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str
     path = tmp_path / "theirs" / f"iter_{STEP:07d}"
     assert (found["path"], found["layout"], found["step"]) == (str(path), "megatron", STEP)
     assert found["source"] == [str(source / ROLE)]
-    assert any("no random states but a seed" in note for note in found["notes"])
+    assert any("a seed but no random states" in note for note in found["notes"])
     assert any("extra_state (rank)" in note for note in found["notes"])
     assert tracker.read_tracker(tmp_path / "theirs") == STEP
 

@@ -199,7 +199,7 @@ def test_other_optimizers(name: str, shared_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        pytest.param("soap", "Q_L.* not of the parameter's shape", id="soap"),
+        pytest.param("soap", "Q_L.* do not have the parameter's shape", id="soap"),
         pytest.param("sgd", "the state of SGD", id="sgd", marks=pytest.mark.full),
     ],
 )

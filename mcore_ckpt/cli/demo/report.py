@@ -91,7 +91,7 @@ def show_outcome(console: Console, outcome: Outcome) -> None:
 
 
 def checkpoint_tree(outcome: Outcome) -> Tree:
-    """Returns a tree that shows the newest checkpoint in full and each older one in a single line."""
+    """Returns a tree that shows the newest checkpoint in full and each older checkpoint in a single line."""
     root = outcome.plan.checkpoints
     tree = Tree(f"[bold]{escape(str(root))}/[/]")
     for path in sorted(root.iterdir(), key=by_number):

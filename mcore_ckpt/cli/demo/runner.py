@@ -118,7 +118,7 @@ class Outcome:
 
 
 class Report:
-    """Receives events while the trainings run. This one shows nothing, because `--json` prints only the result."""
+    """Receives events while the trainings run. This class shows nothing, because `--json` prints only the result."""
 
     def update(self, training: Training) -> None:
         """Called when a training has reported something."""
@@ -133,7 +133,7 @@ class Report:
 def prepare_directory(directory: Path) -> None:
     """Makes the folder, and deletes the files of an earlier demo in it.
 
-    Raises InvalidArgumentError: the folder cannot be used, for example because it has other files. They stay.
+    Raises InvalidArgumentError: the folder cannot be used, for example because it has other files. These files stay.
     """
     if directory.exists() and not directory.is_dir():
         raise InvalidArgumentError(f"{directory} is not a folder: name another one with --dir")
@@ -167,7 +167,7 @@ def removed_if_interrupted(directory: Path) -> Iterator[None]:
                 shutil.rmtree(folder, ignore_errors=True)
             (directory / MARKER).unlink()
         for folder in made:
-            with suppress(OSError):  # it has files of others meanwhile
+            with suppress(OSError):  # the folder may have other files by now
                 folder.rmdir()
         raise
 
@@ -238,7 +238,7 @@ def train(
     if launcher.returncode != 0:
         raise DemoError(f"the {name} training failed with status {launcher.returncode}:\n{excerpt(log)}")
     if kill_after is not None:
-        raise DemoError(f"the {name} training ended before step {kill_after}, so it could not be killed after it")
+        raise DemoError(f"the {name} training ended before step {kill_after}, after which it was to be killed")
     report.ended(training)
     return training
 
@@ -282,7 +282,7 @@ def follow(events: Path, launcher: subprocess.Popen[bytes], log: Path) -> Iterat
 
 
 def kill(training: Training) -> None:
-    """Sends SIGKILL to all ranks, so that none can clean up, like when a machine fails."""
+    """Sends SIGKILL to all ranks, so that none can clean up, as when a machine fails."""
     for process in training.processes.values():
         try:
             os.kill(process, signal.SIGKILL)
@@ -308,7 +308,7 @@ def excerpt(log: Path) -> str:
     lines = log.read_text(errors="replace").splitlines()
     prefixes = [match[1] for line in lines if (match := re.match(r"(\[rank\d+\]: )Traceback", line))]
     if prefixes:
-        # After one rank fails, the others fail because a peer is gone. Show only the first one's lines.
+        # After one rank fails, the others fail because a peer is gone. Show only the lines of the first rank.
         lines = [line.removeprefix(prefixes[0]) for line in lines if line.startswith(prefixes[0])]
     else:
         launcher = [number for number, line in enumerate(lines) if "torch/distributed/elastic/" in line]

@@ -18,7 +18,7 @@ _LIMIT = 2 << 20
 _HELD_OUT_BATCHES = 8
 
 Batch = tuple[torch.Tensor, torch.Tensor]
-"""The tokens, and for each token the one that follows. Both are int64, [samples, length]."""
+"""The tokens, and for each token the token that follows. Both are int64, [samples, length]."""
 
 
 @cache

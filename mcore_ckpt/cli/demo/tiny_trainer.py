@@ -1,7 +1,7 @@
 """A tiny trainer with Megatron-core, which the demo, the benchmarks and the tests share.
 
-Its model is a Qwen-like decoder: grouped-query attention, RMSNorm, SwiGLU, RoPE, no biases. Callers choose the sizes.
-They pass whatever else differs as fields of Megatron's own classes.
+Its model is a Qwen-like decoder: grouped-query attention, RMSNorm, SwiGLU, RoPE, no biases. Callers choose the sizes,
+and pass all other settings as fields of Megatron's own classes.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +27,7 @@ def tiny_config(dtype: torch.dtype = torch.float32, **fields: Any) -> Transforme
 
     Args:
         dtype: the dtype of parameters, and of what pipeline stages send each other.
-        fields: fields of TransformerConfig, which replace those below. The sizes have no defaults.
+        fields: fields of TransformerConfig, which replace the defaults below. The sizes have no defaults.
     """
     defaults: dict[str, Any] = {
         "num_query_groups": 2,
@@ -69,7 +69,7 @@ def trainable(
         config: the configuration that the decoder was built with.
         decoder: the model on its device, in the dtype that it was built in.
         schedule: arguments of `tiny_scheduler`.
-        fields: fields of OptimizerConfig, which replace those below.
+        fields: fields of OptimizerConfig, which replace the defaults below.
     """
     ddp_config = DistributedDataParallelConfig(
         use_distributed_optimizer=True, grad_reduce_in_fp32=True, fp8_param_gather=config.fp8_param
@@ -91,7 +91,7 @@ def trainable(
 
 
 def connect(config: TransformerConfig, optimizer: MegatronOptimizer) -> None:
-    """Gives Megatron's schedules what they call, as its own trainer does (`train` in training.py)."""
+    """Gives Megatron's schedules the functions that they call, as Megatron-LM does (`train` in training.py)."""
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
 
@@ -99,8 +99,8 @@ def connect(config: TransformerConfig, optimizer: MegatronOptimizer) -> None:
 def tiny_scheduler(optimizer: MegatronOptimizer, **fields: Any) -> OptimizerParamScheduler:
     """Returns a warm-up from 0 and a cosine decay, with the same weight decay at each step.
 
-    `fields` are arguments of OptimizerParamScheduler, which replace those below. `max_lr`, `min_lr`, `lr_warmup_steps`
-    and `lr_decay_steps` have no defaults.
+    `fields` are arguments of OptimizerParamScheduler, which replace the defaults below. `max_lr`, `min_lr`,
+    `lr_warmup_steps` and `lr_decay_steps` have no defaults.
     """
     defaults: dict[str, Any] = {
         "init_lr": 0.0,
@@ -152,11 +152,11 @@ def run_microbatches(
 
     Args:
         model: the chunks of this rank.
-        batches: where each micro-batch comes from. Several chunks have an iterator each.
+        batches: an iterator of micro-batches, or one iterator for each chunk if there are several.
 
     Returns:
         On the last pipeline stage the mean loss of each micro-batch, a float scalar on the model's device. On other
-        stages nothing.
+        stages an empty list.
     """
     outputs = get_forward_backward_func()(
         forward_step_func=forward_step,

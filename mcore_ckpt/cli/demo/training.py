@@ -146,7 +146,7 @@ def held_out_loss(model: Sequence[DistributedDataParallel], device: torch.device
 
 
 def mean(losses: Sequence[torch.Tensor]) -> float | None:
-    """Returns the mean of the micro-batches' losses, None on ranks that have none."""
+    """Returns the mean of the micro-batches' losses; None on ranks that have no losses."""
     return sum(map(float, losses)) / len(losses) if losses else None
 
 

@@ -33,7 +33,7 @@ SCRIPTS = (
 
 
 def build_page(data: Mapping[str, Any]) -> bytes:
-    """Returns the page that shows `data` (`tools.overview.Overview.to_json`).
+    """Returns the page that shows `data` (`Overview.to_json` in `tools/examine/overview.py`).
 
     The data are compressed and in base 64, so no name in a checkpoint can end the element that they are in. The page
     puts names into text nodes only. A policy in its head keeps it from loading anything, and from running any other
@@ -51,7 +51,7 @@ def build_page(data: Mapping[str, Any]) -> bytes:
 
 
 def is_page(path: Path) -> bool:
-    """True if a file begins as a page does. Raises OSError."""
+    """Returns True if a file begins as a page does. Raises OSError."""
     with path.open("rb") as file:
         return _TITLE in file.read(_HEAD_BYTES)
 

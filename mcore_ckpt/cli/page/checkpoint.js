@@ -52,7 +52,7 @@ class Checkpoint {
   shardsOf(tensor) {
     const found = [];
     for (let number = this.first[tensor]; number < this.first[tensor + 1]; number++) found.push(this.shard(number));
-    // The weights first, then the optimizer's state, each part of it together.
+    // The weights come first, then each part of the optimizer's state.
     const order = (shard) => [shard.file.kind === 'optimizer', this.kinds.indexOf(shard.kind)];
     return found.sort((a, b) => order(a)[0] - order(b)[0] || order(a)[1] - order(b)[1]);
   }
@@ -64,7 +64,7 @@ class Checkpoint {
     return sum;
   }
 
-  // The ranks whose model or optimizer has what is in a file: a model's file is written for all replicas of it.
+  // The ranks whose model or optimizer has what is in a file. A model's file belongs to all replicas.
   holdersOf(file) {
     const axes = { model: ['tp', 'pp'], experts: ['etp', 'pp', 'ep'] }[file.kind];
     if (axes === undefined) return [file.rank];

@@ -172,7 +172,7 @@ class TensorSection {
     const [[row, rows], [column, columns]] = [spanOf(box, 0), spanOf(box, 1)];
     const [x, y] = [left + (column / this.columns) * width, top + (row / this.rows) * height];
     const [wide, high] = [(columns / this.columns) * width, (rows / this.rows) * height];
-    // A gap between boxes, unless they are too small to be seen with it.
+    // Leave a gap between boxes, unless the boxes are too small for that.
     return [x, y, Math.max(0.75, wide - (wide > 4 ? 1 : 0)), Math.max(0.75, high - (high > 4 ? 1 : 0))];
   }
 
@@ -205,7 +205,7 @@ class TensorSection {
     const { left, top, width, height } = this.frame;
     drawing.fillStyle = colour('quiet');
     drawing.textAlign = 'right';
-    // The chosen row has a label of its own.
+    // The chosen row has a separate label.
     const middle = this.middleOfRow();
     if (middle > top + 20) drawing.fillText('row 0', left - 12, top + 6);
     if (this.rows > 1 && middle < top + height - 20) drawing.fillText(count(this.rows - 1), left - 12, top + height - 6);

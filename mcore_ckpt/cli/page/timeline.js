@@ -39,7 +39,7 @@ class TimelineSection {
       return;
     }
     this.parts = PARTS.filter((part) => this.timeline[part]);
-    // When each rank called `save`, if their first round ended in the same moment.
+    // When each rank called `save`, assuming that the first round ended on all ranks at the same moment.
     const planned = this.timeline.plan[1];
     const latest = planned.reduce((a, b) => Math.max(a, b), 0);
     this.called = planned.map((end) => latest - end);

@@ -1,4 +1,4 @@
-"""Puts the result of a conversion in place: a folder, or roles of a step. It appears as a whole or not at all."""
+"""Puts the result of a conversion in place: a folder, or roles of a step. All of it appears at once, or nothing."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from mcore_ckpt.steps.new_step import NewStep, check_may_write
 
 
 class Destination(Protocol):
-    """The place for the results of several writers, each with a folder.
+    """The place for the results of several writers, each of which has a folder.
 
-    Every process makes a destination with the same arguments. Only the coordinator calls the methods, in this order,
-    and it calls `close` even after an error. Only `folder` is called by every process.
+    Every process makes a destination with the same arguments, and calls `folder`. Only the coordinator calls the other
+    methods, in this order, and it calls `close` even after an error.
     """
 
     @property
     def path(self) -> Path: ...
 
     def check(self) -> None:
-        """Raises InvalidArgumentError if nothing may be written here. It changes nothing."""
+        """Raises InvalidArgumentError if nothing may be written here. Changes nothing on disk."""
 
     def open(self, names: Sequence[str], sizes: Iterable[int], mode: int) -> str:
-        """Makes a staging folder, and in it or next to it a folder for each of the `names`. Removes leftovers.
+        """Removes leftovers. Makes a staging folder, and a folder for each of the `names` in it or next to it.
 
-        `sizes` are those of all files that will be written, in bytes, or lower bounds; `mode` is that of new folders
-        (`mode_as`). Returns the id of the attempt.
+        `sizes` are the sizes in bytes of all files that will be written, or lower bounds of them. `mode` is the mode of
+        new folders (`mode_as`). Returns the id of the attempt.
 
         Raises:
             InvalidArgumentError, LockedError: nothing may be written here.
@@ -47,17 +47,20 @@ class Destination(Protocol):
         """Returns the folder of a writer."""
 
     def seal(self) -> None:
-        """Makes all names durable, when all files are written. Raises OSError."""
+        """Makes the names of all files durable, once all files are written. Raises OSError."""
 
     def publish(self) -> None:
-        """Puts everything in place. Raises CheckpointError or OSError; then the previous contents are still there."""
+        """Puts everything in place.
+
+        Raises CheckpointError or OSError. The previous contents are then in place, unless the message says otherwise.
+        """
 
     def close(self) -> None:
         """Removes everything that is not in place, and releases all locks."""
 
 
 class NewFolder:
-    """A folder. The writers write into it, or into folders below it. Their names are relative paths."""
+    """A folder as a destination. A writer's name is the path of its folder relative to this one."""
 
     def __init__(self, path: Path, replaceable: Replaceable) -> None:
         self.path = path
@@ -80,7 +83,7 @@ class NewFolder:
             if not parent.exists():
                 self._exit.callback(commit.remove_if_empty, parent)
         self._attempt = commit.new_attempt()
-        self._exit.callback(commit.remove_folder, self.staging)  # does nothing once it is in place
+        self._exit.callback(commit.remove_folder, self.staging)  # does nothing once the folder is in place
         commit.open_staging(self.path, self._attempt, mode)
         for name in names:
             make_folders(self.staging, f"{name}/x")
@@ -100,15 +103,17 @@ class NewFolder:
 
 
 class RolesOfStep:
-    """Roles of a step, below a root. The writers' names are the roles. Meanwhile no trainer can save below the root.
+    """Roles of a step as a destination. Each writer's name is its role.
+
+    While the destination is open, no trainer can save below the root.
 
     Args:
         force: True to replace checkpoints of these roles that the step already has. A pinned step is never replaced.
-        source: the folder of a step. The files that a trainer keeps in it next to the roles are copied.
+        source: the folder of a step, whose files next to the roles are copied (`companions_of`); None to copy none.
 
     Attributes:
-        path: the folder of the step; of its role, if there is only one.
-        companions: the files and folders that are copied from `source`, by name, once the destination is open.
+        path: the folder of the step, or the folder of the role if there is only one.
+        companions: the files and folders that are copied from `source`, by name; empty until the destination is open.
         manifests: the manifests that have been written, by role.
     """
 
@@ -145,16 +150,16 @@ class RolesOfStep:
         return file_names.staging_dir(self.role_dir(name), attempt)
 
     def write_manifest(self, manifest: Manifest) -> None:
-        """Writes a role's manifest, once all other files of the role are durable. Adds the step's roles and attempt.
+        """Adds the step's roles and attempt to a role's manifest, and writes it.
 
-        Raises CommitError or OSError.
+        All other files of the role must be durable. Raises CommitError or OSError.
         """
         assert self._new is not None, "the destination is open"
         self.manifests[manifest.role] = replace(manifest, roles=self.roles, attempt=self._new.attempt)
         self._new.write_manifest(self.manifests[manifest.role])
 
     def seal(self) -> None:
-        """Does nothing: each manifest is written when the names of its files are durable, and is durable itself."""
+        """Does nothing: a manifest is written after the names of its files are durable, and is durable itself."""
 
     def publish(self) -> None:
         assert self._new is not None, "the destination is open"

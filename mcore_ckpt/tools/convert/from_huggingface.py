@@ -88,7 +88,7 @@ def whole_region(reader: HuggingFaceReader, name: str) -> Region:
     shape = reader.parts_of(name)[0].region.global_shape
     sections = tuple(section.rows for section in reader.sections_of(name))
     is_gated = reader.model.architecture.table.gated and not in_tower(name)
-    # A tower that is gated has gate and up in two tensors.
+    # In a gated tower, gate and up are two HuggingFace tensors, so such a tensor has two parts.
     if ".linear_fc1." in name and (is_gated or len(reader.parts_of(name)) > 1):
         # Megatron cuts gate and up separately (`apply_swiglu_sharded_factory`).
         sections = (1, 1)

@@ -69,7 +69,7 @@ class MergeRequest:
         role: the role to take from a step; None if the step has only one.
         backend: "fsdp" for FSDP shards, "megatron" for every other kind of checkpoint.
         hf_model_path: the folder with the configuration and the tokenizer, or the name of a model on the hub that has
-            them; None to use the checkpoint's.
+            them; None to use the checkpoint's own files.
         dtype: the dtype of floating tensors in the new files. None keeps the saved dtype; if only the optimizer's main
             parameters were saved, None means the dtype that `config.json` states.
         max_shard_bytes: the size limit of the tensors in one file, in bytes.
@@ -79,11 +79,12 @@ class MergeRequest:
         value: True if the model has a value head; None to follow `config.json` and the tensors.
         ignore: regular expressions; the checkpoint's tensors whose whole name matches one are left out.
         fp8_blocks: True to quantize linear layers to float8 with a scale for each block.
-        adapters: what becomes of LoRA adapters. "merge": they are merged into the weights; if the checkpoint has only
-            adapters, into those of the base model in `hf_model_path`. "beside": the weights are written as they are,
-            and the adapters into the folder `lora_adapter` in the target, in PEFT's form. "only": the target is an
-            adapter in PEFT's form. None: "merge", but "beside" for FSDP shards with weights, as verl's merger does.
-        lora_alpha: the alpha of the adapters, whatever the checkpoint says; None to take what it says.
+        adapters: what becomes of LoRA adapters. "merge": they are merged into the weights, or, if the checkpoint has
+            only adapters, into the weights of the base model in `hf_model_path`. "beside": the weights are written as
+            they are, and the adapters into the folder `lora_adapter` in the target, in PEFT's form. "only": the target
+            is an adapter in PEFT's form. None means "beside" for FSDP shards with weights, as in verl's merger, and
+            "merge" for all others.
+        lora_alpha: the alpha of the adapters, whatever the checkpoint says; None for the checkpoint's own alpha.
     """
 
     source: Path
@@ -159,11 +160,11 @@ class MergeJob:
         return Weights(self.where, self.reader, tensors)
 
     def model_writer(self, allow_nan: bool = False) -> ModelWriter:
-        """Returns the writer of the model; not for a merge that writes only the adapter."""
+        """Returns the writer of the model. A merge that writes only the adapter must not call it."""
         return ModelWriter(self.plan, self.reader, allow_nan, self.model, self.config_dir)
 
     def writers(self, allow_nan: bool = False) -> Writers:
-        """Returns the writers of the model and of the adapter, whichever of the two are to be written."""
+        """Returns the writers of what is to be written: the model, the adapter, or both."""
         if self.adapter is None:
             return [(".", self.model_writer(allow_nan))]
         adapter = AdapterWriter(self.adapter.plan, self.reader, allow_nan, self.adapter)
@@ -175,8 +176,8 @@ class MergeJob:
 def merge(request: MergeRequest, progress: Progress = no_progress, agreement: Agreement | None = None) -> MergeReport:
     """Merges a checkpoint into the folder of a HuggingFace model.
 
-    It checks everything that it can check before it writes a byte. The folder appears when all files in it are written
-    and durable. Memory use does not grow with the size of the model.
+    It checks as much as it can before it writes a byte. The folder appears when all files in it are written and
+    durable. Memory use does not grow with the size of the model.
 
     Args:
         request: the checkpoint, the new folder and the options.
@@ -310,7 +311,7 @@ def prepare(request: MergeRequest, found: FoundCheckpoint, ranks: int = 1) -> Me
 
 
 def _weights(found: FoundCheckpoint, config_dir: Path, tensors: Mapping[str, TensorInfo]) -> Mapping[str, TensorInfo]:
-    """Returns the tensors that are not adapters; those of the base model if the checkpoint has only adapters."""
+    """Returns the tensors that are not adapters, or the base model's tensors if the checkpoint has only adapters."""
     adapters = adapters_in(found, tensors)
     if has_base(found, tensors) or not adapters:
         return {name: info for name, info in tensors.items() if name not in adapters}
@@ -323,7 +324,7 @@ def _weights(found: FoundCheckpoint, config_dir: Path, tensors: Mapping[str, Ten
 def _weights_to_write(
     reader: CheckpointReader, ignore: Sequence[str]
 ) -> tuple[dict[str, TensorInfo], tuple[LeftOut, ...]]:
-    """Returns the weights of a checkpoint that are to be written, and what else it has."""
+    """Returns the weights of a checkpoint that are to be written, and the tensors that are left out, by reason."""
     weights = weights_of(reader)
     ignored, is_ignored = matching(IGNORED, ignore)
     assert callable(is_ignored)
@@ -352,7 +353,7 @@ def _reconciled(
         return model
     shapes = {name: info.shape for name, info in tensors.items()}
     if model.is_tied:
-        # FSDP saves a tied tensor under the names of both modules. `fsdp_tensors` checks that the two are equal.
+        # FSDP saves a tied tensor under the names of both modules. `fsdp_tensors` checks that both copies are equal.
         shapes.pop(model.architecture.table.hf_head, None)
     return reconcile(model, shapes, request.tied, request.value)
 
@@ -362,7 +363,7 @@ def _with_vocabulary(
 ) -> HfModel:
     """Returns the model with a row for each token of the tokenizers, even if `config.json` states fewer rows.
 
-    Raises CheckpointMismatchError if the tokenizer that would be copied lacks tokens of the checkpoint's own one.
+    Raises CheckpointMismatchError if the tokenizer that would be copied lacks tokens of the checkpoint's own tokenizer.
     """
     table = model.architecture.table
     trained = {name: tensor.shape for name, tensor in saved_modules(tensors).items()}

@@ -1,4 +1,4 @@
-"""Plans merges of checkpoints with low-rank adapters: into the weights, beside them, or the adapters alone."""
+"""Plans merges of checkpoints with low-rank adapters: adapters are merged, written beside the weights, or alone."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ def _refuse_permuted(found: FoundCheckpoint, reader: CheckpointReader, adapters:
             if len(pieces) > (1 if kind == "magnitude" else 2):
                 raise UnsupportedError(
                     f"{found.path}: tensor {name}: Megatron-Bridge puts the rows of this adapter of linear_fc1 into an "
-                    "order that only its own tensor-parallel size can read: load the checkpoint under that size, and "
-                    "save it with this package"
+                    "order that depends on the tensor-parallel size: load the checkpoint under the size that saved it, "
+                    "and save it with this package"
                 )
 
 
@@ -103,10 +103,10 @@ def has_base(found: FoundCheckpoint, tensors: Mapping[str, TensorInfo]) -> bool:
 
 
 def adapter_settings(found: FoundCheckpoint, alpha: float | None) -> AdapterSettings:
-    """Returns the settings of the adapters: the given alpha, or what the checkpoint says.
+    """Returns the settings that the checkpoint states for its adapters. A given `alpha` replaces the stated one.
 
-    Raises CheckpointMismatchError if neither says what alpha is, and CheckpointCorruptError if the file that does is
-    damaged.
+    Raises CheckpointMismatchError if neither the caller nor the checkpoint states alpha, and CheckpointCorruptError if
+    the file with the settings is damaged.
     """
     recorded = found.of_kind.adapter_settings(found.path)
     if alpha is not None:
@@ -169,7 +169,7 @@ class AdapterMerge:
         if found.has_hf_names:
             beside = of_modules(saved_modules(tensors).values())
         else:
-            # If the adapters are written next to the model, the model's folder has these weights.
+            # If the adapters are written next to the model, the model's folder has the fully trained weights.
             beside = fully_trained_in_peft(model, adapted, changed, weights) if self.how == "only" else FullyTrained()
         folder = plan_adapter_folder(
             model, adapted, tensors, self.settings, dtype=self.options["dtype"], base=base, beside=beside
@@ -180,10 +180,10 @@ class AdapterMerge:
         return replace(folder, plan=replace(folder.plan, left_out=together(left_out, folder.plan.left_out)))
 
     def _changed(self, weights: Sequence[str]) -> tuple[set[str], str]:
-        """Returns the names of the weights that training has changed in full, and what to say of the others."""
+        """Returns the names of the weights that training has changed in full, and why the others are left out."""
         found, reader = self.source.found, self.source.reader
         if found.has_hf_names:
-            return set(), MAYBE_TRAINED  # PEFT's modules_to_save are none of these
+            return set(), MAYBE_TRAINED  # PEFT's modules_to_save are not among the `weights`
         if not has_base(found, weights_of(reader)):
             return set(weights), BASE
         stepped = {name for name in weights if reader.kinds(name) or is_changed_buffer(name)}
@@ -193,7 +193,7 @@ class AdapterMerge:
         return stepped, BASE if has_optimizer else MAYBE_TRAINED
 
     def _adapted(self, wanted: Sequence[HfTensor]) -> list[HfTensor]:
-        """Returns HuggingFace tensors with their adapters; for mcore's names, the adapters of the `wanted` tensors."""
+        """Returns HuggingFace tensors with their adapters: the `wanted` ones if the checkpoint has mcore's names."""
         found, tensors = self.source.found, self.source.tensors
         if found.has_hf_names:
             return adapted_weights(tensors, self.settings.alpha)
@@ -240,7 +240,7 @@ class AdapterMerge:
 
 
 def _own(adapted: HfTensor | None, weights: Container[str]) -> HfTensor | None:
-    """Returns a tensor of the model if the checkpoint has all of it: it was trained, or is a buffer that changes."""
+    """Returns a tensor that the checkpoint has in full (trained, or a buffer that changes); None for any other."""
     names = [] if adapted is None else [found_as(slab.mcore, weights) for slab in adapted.slabs]
     if adapted is None or not names or None in names:
         return None
@@ -273,8 +273,8 @@ def _of_base(name: str, shape: Shape, adapted: HfTensor | None) -> HfTensor:
         return HfTensor(name, shape, (Slab(0, name, whole),))
     if any(slab.change is not None for slab in adapted.slabs):
         raise UnsupportedError(
-            f"tensor {name}: has an adapter, but HuggingFace stores its values otherwise than megatron: save the "
-            "checkpoint with the base model in it"
+            f"tensor {name}: has an adapter, but HuggingFace and megatron store its values in different forms: save "
+            "the checkpoint with the base model in it"
         )
     slabs = (
         replace(slab, mcore=name, region=whole.with_flat(slab.start, slab.start + slab.numel)) for slab in adapted.slabs

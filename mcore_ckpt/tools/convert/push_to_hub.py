@@ -9,7 +9,7 @@ from mcore_ckpt.errors import CheckpointError, InvalidArgumentError
 
 
 def can_push_to_hub() -> bool:
-    """True if huggingface_hub is installed. Call this before writing a model, which can take hours."""
+    """Returns True if huggingface_hub is installed. Call this before writing a model, which can take hours."""
     return importlib.util.find_spec("huggingface_hub") is not None
 
 
@@ -35,7 +35,9 @@ def check_has_no_model(repository: str) -> None:
 
 
 def push_to_hub(folder: Path, repository: str, private: bool) -> None:
-    """Pushes a model's folder to the `repository` "owner/name". If that does not exist, it is made, `private` or not.
+    """Pushes a model's folder to the `repository` "owner/name". A repository that does not exist is made.
+
+    `private` is True to hide a new repository.
 
     Raises CheckpointError: the push failed. The folder is unchanged.
     """
@@ -49,4 +51,4 @@ def push_to_hub(folder: Path, repository: str, private: bool) -> None:
         raise CheckpointError(
             f"{folder} is complete, but could not be uploaded to {repository}: {type(error).__name__}: {error}. "
             "Push it again with huggingface_hub's `hf upload`"
-        ) from None  # its URLs can be signed
+        ) from None  # the URLs in the error can be signed, and a traceback would show them

@@ -18,7 +18,7 @@ def check_written(reader: CheckpointReader, names: Iterable[str], read: Callable
 
     `read` returns a region of a written tensor, flattened.
 
-    Raises CheckpointMismatchError: the bits differ from those of the source's reader.
+    Raises CheckpointMismatchError: the written bits differ from the bits that `reader` reads.
     """
     for name in names:
         key = ShardKey(name, MODEL)

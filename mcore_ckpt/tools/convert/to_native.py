@@ -1,4 +1,4 @@
-"""Converts a HuggingFace folder into a checkpoint of this package. It holds the model at step 0, under any layout."""
+"""Converts a HuggingFace folder into a checkpoint of this package: the model at step 0, under any layout."""
 
 from __future__ import annotations
 
@@ -46,20 +46,20 @@ def convert_to_native(
     dequantized: torch.dtype | None = None,
     force: bool = False,
 ) -> ConversionReport:
-    """Writes `root/global_steps_0/<role>`, which appears only when it is complete. Every process must call it.
+    """Writes `root/global_steps_0/<role>`, which appears once it is complete. Every process must call this function.
 
-    The processes divide the files among themselves. Each needs the memory that `write_planned_files` needs, whatever
-    the size of the model.
+    The processes divide the files among themselves. Each process needs the memory that `write_planned_files` needs,
+    however large the model is.
 
     Args:
         source: the folder of the HuggingFace model, which every process must see, or the name of a model on the hub.
-        root: the folder of all steps. Meanwhile no trainer can save below it.
+        root: the folder of all steps. During the conversion, no trainer can save below it.
         wanted: the layout of the new checkpoint.
         agreement: connects this process with the other processes that share the work.
         role: the name of the role's folder.
         test: True to read everything back and compare it before the checkpoint appears.
         ignore: regular expressions of HuggingFace tensors to leave out.
-        dequantized: the dtype of weights that are quantized in the folder; None takes the one in its `config.json`.
+        dequantized: the dtype of weights that are quantized in the folder; None takes the dtype in `config.json`.
         force: True to replace a checkpoint of this role at step 0. A pinned step stays.
 
     Raises:

@@ -47,11 +47,11 @@ def convert_to_torch_dist(
     dequantized: torch.dtype | None = None,
     force: bool = False,
 ) -> ConversionReport:
-    """Writes the folder `path`, which appears only when it is complete. Every process must call it.
+    """Writes the folder `path`, which appears only when it is complete. Every process must call this function.
 
     A model of any layout can load the folder, with local or with transformer-engine's layer specs. The vocabulary has
     HuggingFace's size, without padding. Configuration and tokenizer are in `huggingface/` below the folder. The
-    conversion needs a few times SCATTER_BYTES of memory. The other arguments are those of `convert_to_native`.
+    conversion needs a few times SCATTER_BYTES of memory. See `convert_to_native` for the other arguments.
 
     Args:
         path: the folder to write; without `force` it must be empty or not exist.
@@ -129,7 +129,7 @@ def _key_rows(reader: HuggingFaceReader, name: str, place: Place) -> list[KeyRow
 class _Writer(TorchDistWriter):
     """Writes a folder's tensors and assets. `check` compares the written tensors with the source, not with the plan.
 
-    `key_rows` has, by tensor name, one entry for each place where the tensor is stored: its keys with their rows.
+    `key_rows` has, by tensor name, one entry for each place where the tensor is stored: the place's keys and rows.
     """
 
     reader: HuggingFaceReader

@@ -4,9 +4,9 @@ A tool opens a reader, plans, and chooses writers and a destination. Then `write
 
 1. *Open.* All processes compare their plans. The coordinator checks that the destination may be written and has enough
    space, removes leftovers, and makes the staging folders.
-2. *Write.* Each process writes its share of the files. When all are there, the coordinator checks their sizes,
-   completes them (`CheckpointWriter.finish`), and makes all names durable.
-3. *Test*, if asked for. Each process reads a part of what was written and compares it with the source.
+2. *Write.* Each process writes its share of the files. When all files are there, the coordinator checks their sizes,
+   writes what is still missing (`CheckpointWriter.finish`), and makes all names durable.
+3. *Test*, if a test was asked for. Each process reads a part of what was written and compares it with the source.
 4. *Publish.* The coordinator puts everything in place.
 
 If a process fails, all of them raise its error, and the staging folders are removed.
@@ -71,11 +71,11 @@ def write_together(
     progress: Progress = no_progress,
     test: bool = False,
 ) -> int:
-    """Writes, tests and publishes. `writers` are the same on all processes.
+    """Writes, tests and publishes. `writers` must be the same on all processes.
 
     Args:
         mode: the mode of new folders (`mode_as`).
-        test: True to read everything back and compare it with the source before it appears.
+        test: True to read everything back and compare it with the source before the result appears.
 
     Returns the number of bytes of data that all processes together have written.
 

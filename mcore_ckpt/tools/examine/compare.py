@@ -59,9 +59,9 @@ class ComparedTensor:
     """The result for one tensor.
 
     Attributes:
-        ours, reference: dtype and shape in the model under test and in the reference; None if one lacks the tensor.
+        ours, reference: dtype and shape in the model under test and in the reference; None if that model lacks it.
         differing: how many elements differ by more than the tolerance; 0 if the tensors were not compared.
-        max_abs, max_rel: the largest absolute difference, and the largest relative to the reference.
+        max_abs, max_rel: the largest absolute difference, and the largest difference relative to the reference.
         is_same: True if the tensors are the same within the tolerance.
         remark: a note for the reader of the result; may be empty.
     """
@@ -93,8 +93,8 @@ class Comparison:
 
     Attributes:
         ours, reference: the folders of the model under test and of the reference.
-        tensors: the result for each tensor that one or both models have, without the ignored ones.
-        ignored: the names of the tensors that were not compared: the ignored ones, and scales of activations.
+        tensors: the result for each compared tensor; a tensor that only one of the models has counts, too.
+        ignored: the names of the tensors that were not compared: ignored by request, or scales of activations.
         nbytes: the number of bytes of the reference that were compared.
     """
 
@@ -112,7 +112,7 @@ class Comparison:
     def worst(self) -> list[ComparedTensor]:
         """Returns the tensors that differ or have a remark, the worst first.
 
-        Tensors that could not be compared come first. The compared ones follow, ordered by their largest difference.
+        Tensors that could not be compared come first. The compared tensors follow, ordered by their largest difference.
         """
         notable = [tensor for tensor in self.tensors if not tensor.is_same or tensor.max_abs or tensor.remark]
         return sorted(notable, key=_badness, reverse=True)
@@ -141,7 +141,7 @@ def open_folder(name: str | Path) -> Weights:
 
 
 def _config(folder: Path) -> HfConfig:
-    """Returns the folder's config, or an empty one: plain weights can be compared under their own names without it."""
+    """Returns the folder's config, or an empty one, because plain weights can be compared without a config."""
     try:
         return read_config(folder)
     except CheckpointNotFoundError:
@@ -207,7 +207,7 @@ def _unchanged(name: str, info: TensorInfo) -> FileTensor:
     return FileTensor(HfTensor(name, info.shape, (Slab(0, name, Region.whole(info.shape)),)), info.dtype)
 
 
-class _ThreadScratch(threading.local):  # one for each thread
+class _ThreadScratch(threading.local):  # each thread has its own `scratch`
     def __init__(self) -> None:
         self.scratch = Scratch()
 
@@ -218,7 +218,7 @@ class _Tensor:
 
     Attributes:
         remark: why the two tensors have different names; empty if they have the same name.
-        otherwise: of tensors with different names, the result if they differ; None if they have the same name.
+        otherwise: the result to return if tensors with different names differ; None if they have the same name.
     """
 
     name: str
@@ -245,7 +245,7 @@ class _Tensor:
         return self.reference.nbytes if self.ours is not None and self.reference is not None else 0
 
     def pairs(self, ours: CheckpointReader, reference: CheckpointReader, scratch: _ThreadScratch) -> list[Pair]:
-        """Returns the one pair to compare; none if a model lacks the tensor or the shapes differ."""
+        """Returns a list with the pair to compare; it is empty if a model lacks the tensor or the shapes differ."""
         left, right = self.ours, self.reference
         if left is None or right is None or left.tensor.shape != right.tensor.shape:
             return []

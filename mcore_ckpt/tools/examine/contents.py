@@ -67,7 +67,7 @@ def keys_of(stored: StoredTensors, name: str) -> list[ShardKey]:
 
 
 def shards_of(stored: StoredTensors, key: ShardKey) -> Sequence[StoredShard]:
-    """Returns all stored shards of a key; of the model's tensor if the key is a main parameter without stored bytes."""
+    """Returns all stored shards of a key. A main parameter without stored bytes has the model's shards."""
     *_, found = [(), *stored.parts(key)]
     return found
 

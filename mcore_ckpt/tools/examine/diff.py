@@ -1,7 +1,7 @@
 """Finds what differs between two checkpoints of this package: tensors, optimizer state, and all other state.
 
-Their parallel layouts may differ, because global tensors are compared. State that belongs to a rank's file as a whole
-(`_extra_state`, SOAP's bases, random states) is compared only under the same layout. Under different layouts, a note
+The checkpoints may have different layouts, because global tensors are compared. State that belongs to a rank's file as
+a whole (`_extra_state`, SOAP's bases, random states) is compared only if the layouts are the same. Otherwise, a note
 says that it was not compared; the note does not count as a difference.
 """
 
@@ -42,10 +42,10 @@ class DifferentTensor:
     Attributes:
         name: the tensor's global name in A; in B if only B has it.
         kind: "model", "opaque", "param", "exp_avg", ...
-        left, right: dtype and shape in A and in B; None if only the other one has it.
-        numel: the number of elements that were compared; 0 if they were not.
+        left, right: dtype and shape in A and in B; None where the tensor is missing.
+        numel: the number of elements that were compared; 0 if the tensor could not be compared.
         differing: how many of them differ by more than the tolerance.
-        max_abs, max_rel: the largest absolute difference, and the largest relative to B.
+        max_abs, max_rel: the largest absolute difference, and the largest difference relative to B.
     """
 
     name: str
@@ -68,7 +68,7 @@ class DifferentTensor:
 
     @property
     def sides(self) -> tuple[str, str]:
-        """Dtype and shape in A and in B; "-" where it is not there."""
+        """Dtype and shape in A and in B; "-" where the tensor is missing."""
         left, right = ("-" if info is None else info.text for info in (self.left, self.right))
         return left, right
 
@@ -79,7 +79,7 @@ class RoleDiff:
 
     Attributes:
         left, right: the role's folder in A and in B.
-        compared: how many tensors were compared, with each kind counted.
+        compared: how many tensors were compared; each kind of a tensor counts as one.
         tensors: the tensors that differ, the worst first.
         values: which other values differ: the model's configuration, param groups, steps, LR scheduler, random
             states, extra state.
@@ -102,7 +102,7 @@ class RoleDiff:
 
 @dataclass(frozen=True)
 class Diff:
-    """What differs between the checkpoints A and B: in roles that both have, and the roles that only one has."""
+    """What differs between the checkpoints A and B: in each role that both have, and which roles only one has."""
 
     roles: tuple[RoleDiff, ...]
     only_left: tuple[str, ...]
@@ -121,15 +121,15 @@ def diff(
     ignored: Sequence[str] = (),
     progress: Progress = no_progress,
 ) -> Diff:
-    """Compares two checkpoints. The memory does not grow with their size. The CRC of each block is checked.
+    """Compares two checkpoints. Memory use does not grow with their size. The CRC of each block is checked.
 
     Args:
         left: A: the folder of a role, of a step, or of all steps (the newest complete one), or what `select` returns.
-        right: B, given in the same way. If both are folders of one role, the roles may have different names.
+        right: B, given in the same way. If A and B each have only one role, these roles may have different names.
         ignored: regular expressions; tensors whose whole name matches one are not compared.
 
     Raises:
-        InvalidArgumentError: the two have no role in common.
+        InvalidArgumentError: A and B have no role in common.
         CheckpointNotFoundError: there is no checkpoint.
         CheckpointCorruptError: a file is missing or damaged.
 
@@ -167,7 +167,7 @@ def _role_dirs(chosen: Path | Selection) -> Sequence[Path]:
 class _RolePair:
     """Two roles, and each kind of their tensors that can be compared.
 
-    `apart` counts the others: they are in other ranks' files in B, so that their shards do not correspond.
+    `apart` is the number of kinds that cannot be compared, because in B their shards are in the files of other ranks.
     """
 
     left: NativeReader
@@ -188,7 +188,7 @@ class _RolePair:
         return _RolePair(left, right, there, len(tensors) - len(there))
 
     def diff(self, differences: Iterator[Differences], tolerance: Tolerance) -> RoleDiff:
-        """Returns the result. Takes the differences of each of its tensors."""
+        """Returns the result. Takes one item of `differences` for each of the tensors."""
         found = [tensor.result(next(differences), tolerance) for tensor in self.tensors]
         values, notes = _plain_differences(self.left, self.right)
         if self.apart:
@@ -221,7 +221,7 @@ def _names(left: NativeReader, right: NativeReader) -> Iterator[tuple[str, str]]
 
 @dataclass(frozen=True, eq=False)
 class _Tensor:
-    """One kind of a tensor in A and in B. `pairs` is empty if it is not in both, or has different shapes."""
+    """One kind of a tensor in A and in B. `pairs` is empty if A or B lacks it, or if the shapes differ."""
 
     name: str
     kind: str
@@ -230,7 +230,7 @@ class _Tensor:
     pairs: tuple[Pair, ...] = ()
 
     def result(self, found: Differences, tolerance: Tolerance) -> DifferentTensor | None:
-        """Returns how it differs; None if it does not."""
+        """Returns how the tensor differs; None if it does not."""
         allowed = all(tolerance.allows(pair.left.info.dtype, pair.right.info.dtype) for pair in self.pairs)
         if self.pairs and allowed and not found.count:
             return None
@@ -241,7 +241,7 @@ class _Tensor:
 
 
 def _tensors(left: NativeReader, right: NativeReader, name: str, other: str) -> Iterator[_Tensor | None]:
-    """Yields each kind of a tensor; None for one that is in the files of other ranks in B."""
+    """Yields each kind of a tensor; None for a kind whose shards in B are in the files of other ranks."""
     ours = {key.kind: key for key in keys_of(left, name)} if name in left.names else {}
     theirs = {key.kind: key for key in keys_of(right, other)} if other in right.names else {}
     for kind in dict.fromkeys((*ours, *theirs)):
@@ -262,7 +262,7 @@ def _in_both(
     infos = _info(ours), _info(theirs)
     parts = [(ours, theirs)]
     if key.kind == OPAQUE or any(shards[0].beside is not None for shards in (ours, theirs)):
-        # These shards are no parts of a global tensor. Each belongs to a rank's file, or to a shard, as a whole.
+        # These shards are not parts of a global tensor. Each belongs to a rank's file as a whole, or to a whole shard.
         there = {shard.file: shard for shard in theirs}
         if {shard.file for shard in ours} != there.keys():
             return None
@@ -296,7 +296,7 @@ _PLAIN_KINDS = {"common": file_names.COMMON_FILE, "rng": "random states", "extra
 
 def _plain_differences(left: NativeReader, right: NativeReader) -> tuple[list[DifferentValue], list[str]]:
     """Returns the values that differ, and notes on what cannot be compared under different layouts."""
-    facts = different_facts(left.manifest.model or {}, right.manifest.model or {})  # older checkpoints state none
+    facts = different_facts(left.manifest.model or {}, right.manifest.model or {})  # older checkpoints state no facts
     values = [DifferentValue(f"model: {each.name}", str(each.saved), str(each.live)) for each in facts]
     notes: list[str] = []
     for kind, what in _PLAIN_KINDS.items():

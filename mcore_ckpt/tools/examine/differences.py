@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# A list of numbers is one value. A longer one, such as the state of a generator, is not shown.
+# A list of numbers is one value. If it is longer than this, such as the state of a generator, it is not shown.
 _MOST_ITEMS = 16
 _SHOWN = 60
 
@@ -18,8 +18,8 @@ _SHOWN = 60
 class Tolerance:
     """The allowed difference of a value from the reference: at most `atol + rtol * |reference|`.
 
-    If both are 0, every bit must be equal. If `any_dtype`, tensors of different dtypes can count as the same; then
-    their values are compared.
+    If both are 0, every bit must be equal. If `any_dtype` is True, tensors of different dtypes are the same if their
+    values are.
     """
 
     atol: float = 0.0
@@ -43,7 +43,7 @@ class Differences:
 
     Attributes:
         count: how many elements differ by more than the tolerance.
-        max_abs, max_rel: the largest absolute difference, and the largest relative to the reference.
+        max_abs, max_rel: the largest absolute difference, and the largest difference relative to the reference.
     """
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ from mcore_ckpt.steps.listing import find_moved_aside, read_tracker
 from mcore_ckpt.tools.examine.select import select
 from mcore_ckpt.tools.examine.what_is import what_is
 
-# Kinds of paths that are one checkpoint, in addition to the kinds that `merge` reads.
+# Kinds of paths that are a single checkpoint, in addition to the kinds that `merge` reads.
 _ONE_STEP = ("legacy", "huggingface", "adapter")
 
 
@@ -32,7 +32,7 @@ class FoundCheckpoint:
 
     @property
     def of_kind(self) -> CheckpointKind:
-        """What its kind answers about it."""
+        """The object that answers questions about checkpoints of this kind."""
         return kinds_by_name()[self.kind]
 
     @property

@@ -1,4 +1,4 @@
-"""Finds the folder of steps that a user means who has given a path a little above or below it."""
+"""Finds the folder of steps that a user means if the given path is a little above or below it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _MOST_BELOW, _MOST_FOLDERS = 2, 200
 
 
 def nearby_roots(path: Path) -> list[Path]:
-    """Returns the folders of steps near a path; none if the path itself is one.
+    """Returns the folders of steps near a path; none if the path itself is such a folder.
 
-    If there is one above the path, only that is returned. Folders below the path are sorted by name.
+    If a folder of steps is above the path, only that folder is returned. Folders below the path are sorted by name.
 
     Example:
         >>> nearby_roots(Path("checkpoints/global_steps_100/actor"))  # doctest: +SKIP
@@ -39,7 +39,7 @@ def _root_above(path: Path) -> Path | None:
     absolute = Path(os.path.abspath(path))
     for depth, folder in enumerate([absolute, *absolute.parents][:_MOST_ABOVE]):
         if file_names.parse_step(folder.name) is not None:
-            # Keep the form in which the path was typed, if that names the folder.
+            # Keep the form in which the path was typed, if a part of it names the folder.
             typed = () if ".." in path.parts else path.parts[: len(path.parts) - depth - 1]
             return Path(*typed) if typed else folder.parent
     return None

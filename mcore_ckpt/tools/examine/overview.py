@@ -1,6 +1,6 @@
 """Gathers what a page about a checkpoint shows: `mcore-ckpt inspect --html`.
 
-No tensor's bytes are read for it, except by the diff that an `Overview` may be given.
+This reads no tensor's bytes. Only the diff that an `Overview` may contain needs them.
 
 The result keeps the numbers of all shards in columns, because a checkpoint has hundreds of thousands of shards.
 
@@ -44,7 +44,7 @@ class ShardColumns:
 
     Attributes:
         tensor, file: positions in the tensors and files of the checkpoint.
-        kind, dtype, region: positions in its tables.
+        kind, dtype, region: positions in the tables of `RoleOverview`.
         start, stop: the flat range of the region's local tensor that the shard holds, in elements.
         offset, nbytes: where the shard's bytes are in the file.
         same_as: the kind under which the bytes are stored, as a position in the table of kinds; NO_ALIAS if that is the
@@ -145,7 +145,7 @@ def overview_of_role(role_dir: Path, progress: Progress = no_progress) -> RoleOv
     tables = _Tables(manifest)
     read = partial(read_index, role_dir)
     sizes = [0 if file.index is None else file.index.size for _, file in indexed]
-    # A few files at a time, so that not all indexes are in memory.
+    # Read a few files at a time, so that not all indexes are in memory at once.
     for first in range(0, len(indexed), tuning.LOOK_THREADS):
         last = first + tuning.LOOK_THREADS
         indexes = results_of([file for _, file in indexed[first:last]], read, tuning.LOOK_THREADS)
@@ -178,7 +178,7 @@ class _Tables:
     def _add(self, file: int, name: str, kind: str, dtype: str, region: Region, place: tuple[int, int, int]) -> None:
         tensor = self._number.get(name)
         if tensor is None:
-            return  # the manifest does not list it, so readers do not see it either
+            return  # the manifest does not list this tensor, so readers do not see it either
         local = Region(region.global_shape, region.local_shape, region.pieces, (0, 0))
         numbers = (_number_of(self._kinds, kind), _number_of(self._dtypes, dtype), _number_of(self._regions, local))
         self._rows.append((tensor, file, *numbers, *region.flat, *place))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 Progress: TypeAlias = Callable[[int, int], None]
-"""Called with the number of bytes that are done, and the number in all."""
+"""Called with the number of bytes that are done, and the number of all bytes."""
 
 
 def no_progress(done: int, total: int) -> None:
@@ -15,7 +15,7 @@ def no_progress(done: int, total: int) -> None:
 
 
 def summed(progress: Progress, total: int) -> Callable[[int], None]:
-    """Returns a function that takes the bytes of each part of the work when it is done, and passes on their sum.
+    """Returns a function that adds up the bytes of finished parts of the work, and passes the sum to `progress`.
 
     Several threads may call it. The sum is at most `total`, which may be a lower bound.
 

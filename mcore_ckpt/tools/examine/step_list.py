@@ -42,14 +42,14 @@ class ListedStep:
         roles, declared: the committed roles, and all roles of the step, sorted.
         pinned: True if retention keeps it.
         newest: True for the newest complete step of all. A partial step counts, because the nodes have all of it.
-        created: when it was saved (ISO 8601, UTC); empty if no role is committed.
+        created: when the step was saved (ISO 8601, UTC); empty if no role is committed.
         places: where it is complete: "local", "remote" or both. The folder of an incomplete step is "local", too.
         of_nodes: for a partial step, what is here of the role that lacks most.
         saves: the saves of this step that have not committed. For a complete step they are looked for only if it is the
             newest, or if the list has only the last few steps.
-        abandoned: True if the last commit did not come from it: the training has gone back to a step before it, or has
-            started anew.
-        commit, run: its number among all commits, and the id of its run; None if its manifests have none.
+        abandoned: True if the step is not in the branch of the last commit, because the training has gone back to an
+            earlier step, or has started anew.
+        commit, run: the step's commit number, and the id of its run; None if its manifests have none.
     """
 
     step: int
@@ -88,7 +88,7 @@ class ListedStep:
 
 @dataclass(frozen=True)
 class StepList:
-    """The steps of a root, by their numbers, the step that the tracker names, and the last commit of all."""
+    """The steps of a root, sorted by number, the step that the tracker names, and the last commit of all."""
 
     root: Path
     steps: tuple[ListedStep, ...]
@@ -96,7 +96,7 @@ class StepList:
     last: StepCommit | None = None
 
     def order_of(self, step: ListedStep) -> tuple[bool, int, int]:
-        """Returns a key that sorts steps by their commits, abandoned ones first. Deleted steps can be sorted, too."""
+        """Returns a key that sorts steps by their commits, abandoned steps first. Deleted steps can be sorted, too."""
         number = step.step if step.commit is None else step.commit
         given_up = self.last is not None and bool(step.roles) and self.last.has_given_up(number)
         return not given_up, number, step.step
@@ -213,7 +213,7 @@ def _state(step: StepStatus | RemoteStep) -> State:
 
 
 def _remote_steps(url: str, root: Path) -> RemoteSteps:
-    # fsspec and what it imports take as long as all the rest of a list without a remote store.
+    # Importing fsspec takes as long as a whole list without a remote store.
     from mcore_ckpt.io.store import Store
     from mcore_ckpt.steps.remote_steps import RemoteSteps
 

@@ -22,7 +22,7 @@ from mcore_ckpt.steps.node_files import is_node_folder
 from mcore_ckpt.steps.owner import Life
 from mcore_ckpt.steps.trainer_watch import TrainerWatch, any_life
 
-# One role of a trainer can be one save behind another role. Before a further save, the other role waits for it.
+# One role of a trainer can be one save behind another role. The role that is ahead waits for it before its next save.
 _STEPS_UNDER_WAY = 2
 
 
@@ -38,7 +38,7 @@ class Settled:
 class _Suspects:
     """Possible problems: incomplete steps, why the tracker is wrong, and the step that it names.
 
-    `tracker` is None if the tracker is right, or if nobody asked.
+    `tracker` is None if the tracker is right, or if it is not to be examined.
     """
 
     steps: tuple[StepStatus, ...]
@@ -53,7 +53,7 @@ class StepProblems:
         path: the folder of one step, or of all steps.
         step: the only step to look at in a folder of all steps; None for all of them and the tracker.
 
-    Raises OSError like `list_steps`.
+    Raises OSError as `list_steps` does.
     """
 
     def __init__(self, path: Path, step: int | None = None) -> None:
@@ -79,7 +79,7 @@ class StepProblems:
                 problems, under_way, unknown = self._sorted(suspects, lives)
                 if not unknown:
                     return Settled(tuple(problems), tuple(under_way))
-                # A look at a distant file system may take longer than the pause.
+                # Looking may take longer than the pause (on a distant file system). Then pause for as long as it took.
                 time.sleep(max(tuning.SETTLE_POLL_S, time.monotonic() - began))
         except OSError as error:
             first = [status.reason for status in self._suspects.steps]
@@ -97,8 +97,8 @@ class StepProblems:
         """Looks again, and returns the suspects of the last look that still are suspects."""
         last = self._suspects
         found = self._look([steps.step_status(status.path) for status in last.steps])
-        # The sentence about the tracker names the newest step, too, and so changes with each commit. If the tracker
-        # names another step than before, it is being updated.
+        # The sentence about the tracker changes with each commit, because it also names the newest step. So compare the
+        # step that the tracker names: if it is another step than before, the tracker is being updated.
         is_same = last.tracker is not None and found.tracked == last.tracked
         self._suspects = _Suspects(found.steps, found.tracker if is_same else None, found.tracked)
         return self._suspects
@@ -117,7 +117,7 @@ class StepProblems:
                 is_last = status.step >= oldest or is_newer
                 by_life[life_of_saver(status, lives) if is_last else Life.DEAD].append(status.reason)
         if suspects.tracker is not None:
-            # A trainer moves the tracker right after its commit. If it has not done so for that long, it has failed.
+            # A trainer moves the tracker right after its commit. If it has not done so for this long, it has failed.
             is_late = time.monotonic() - self._began >= tuning.TRACKER_SETTLES_S
             is_dead = is_late or any_life(lives.values()) is Life.DEAD
             by_life[Life.DEAD if is_dead else Life.UNKNOWN].append(suspects.tracker)

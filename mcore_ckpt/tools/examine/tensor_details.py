@@ -36,8 +36,7 @@ _SUGGESTED = 3
 class Values:
     """Statistics of a tensor's elements. All but the counts describe the finite elements; None if there are none.
 
-    `std` is the standard deviation of all elements (with `count`, not `count - 1`), `norm` the square root of the sum
-    of squares.
+    `std` is the standard deviation with a divisor of n, not n - 1. `norm` is the square root of the sum of squares.
     """
 
     count: int
@@ -55,7 +54,7 @@ class Values:
 class StoredPart:
     """A part of a tensor: its region, its file below the role's folder, and the place in the file in bytes.
 
-    `rank` is the world rank that wrote the file, and `coordinates` where this rank stood.
+    `rank` is the world rank that wrote the file, and `coordinates` are the coordinates of this rank.
     """
 
     rank: int
@@ -80,7 +79,7 @@ class KindDetails:
         dtype: without "torch.".
         shape: the global shape.
         same_as: the kind under which the bytes are stored, if that is another kind (fp32 training); None otherwise.
-        values: the statistics; None for opaque bytes, and for a kind that is the same as another.
+        values: the statistics; None for opaque bytes, and if `same_as` is not None.
         parts: where the parts are. Tensor-parallel ranks that hold the same part each have it in their file.
     """
 
@@ -103,14 +102,14 @@ class TensorDetails:
 def describe_tensor(role_dir: Path, name: str, progress: Progress = no_progress) -> TensorDetails:
     """Reads one tensor, with its optimizer state, and describes it. The CRC of each block is checked.
 
-    The memory does not grow with the tensor.
+    Memory use does not grow with the size of the tensor.
 
     Args:
         role_dir: the folder of a committed role.
         name: the tensor's global name, or a synonym of it.
 
     Raises:
-        InvalidArgumentError: the checkpoint has no such tensor. The message names the closest ones.
+        InvalidArgumentError: the checkpoint has no such tensor. The message gives the closest names.
         CheckpointCorruptError: the manifest, an index or a block is damaged, or elements are in no file.
 
     Example:
@@ -156,7 +155,7 @@ def _describe(reader: NativeReader, name: str, progress: Progress) -> TensorDeta
 
 
 def _numel(shards: Sequence[StoredShard]) -> int:
-    """The elements of a tensor, or of all shards of bound state."""
+    """Returns the number of elements of a tensor, or of all shards of bound state."""
     if shards[0].beside is not None:
         return sum(shard.region.numel for shard in shards)
     return math.prod(shards[0].region.global_shape)
@@ -231,7 +230,7 @@ class _Sums:
         values = elements.to(torch.float64)
         self._count += len(values)
         self._zeros += len(values) - int(values.count_nonzero())
-        # A sum is finite only if all of its terms are, and most tensors have no others.
+        # A sum is finite only if all of its terms are. So most tensors need only this one check.
         if not math.isfinite(float(values.sum())):
             nans = values.isnan()
             self._nans += int(nans.sum())

@@ -1,7 +1,7 @@
 """Compares pairs of tensors, several pairs at a time, in batches of elements.
 
-The memory does not grow with the tensors. A thread holds one batch of both tensors of its pair and, if elements differ,
-their fp64 copies, which take a few times as much.
+Memory use does not grow with the size of the tensors. A thread holds one batch of both tensors of its pair and, if
+elements differ, their fp64 copies, which take a few times as much.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _BATCH_BYTES = 8 << 20
 class Side:
     """One of the two tensors of a pair.
 
-    `read` is called, by several threads, with the position of an element and a flat tensor of this dtype. It fills the
-    tensor with that element and the following ones.
+    Several threads call `read` with the position of an element and a flat tensor of the dtype in `info`. It fills the
+    tensor with that element and the following elements.
     """
 
     info: TensorInfo
@@ -58,7 +58,7 @@ def compare_pairs(
 
     `progress` counts the bytes of left tensors. The names of the threads begin with `thread_name`.
 
-    Raises the first error of a `read`. No thread begins another batch after it, or after Ctrl-C.
+    Raises the first error of a `read`. After such an error or Ctrl-C, no thread begins another batch.
     """
     count = summed(progress, sum(pair.left.nbytes for pairs in groups for pair in pairs))
     stop = threading.Event()
@@ -75,7 +75,7 @@ def compare_pairs(
         try:
             return list(pool.map(compare_group, groups))
         except BaseException:
-            stop.set()  # otherwise this function would return only after the tensors that are being compared
+            stop.set()  # otherwise this function would first finish the tensors that are being compared
             raise
 
 

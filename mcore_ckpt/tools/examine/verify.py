@@ -33,7 +33,7 @@ _TRIES = 5
 class VerifiedRole:
     """The result for one role of one step: the files that its manifest lists, and what is damaged.
 
-    `of_nodes` says, in a node's folder of the fast tier, what is here. Files that only other nodes have are not
+    In a node's folder of the fast tier, `of_nodes` says which files are here. Files that only other nodes have are not
     verified.
     """
 
@@ -50,7 +50,7 @@ class Report:
 
     Attributes:
         problems: why steps are not complete, and what is wrong with the tracker.
-        under_way: why steps that living trainers are still saving are not complete.
+        under_way: which steps living trainers are still saving, and why these steps are not complete yet.
         seconds: how long verifying took.
     """
 
@@ -101,8 +101,8 @@ def _of_nodes(role_dir: Path, manifest: Manifest) -> NodeFiles | None:
 def verify(path: Path, step: int | None = None, deep: bool = False, progress: Progress = no_progress) -> Report:
     """Verifies all checkpoints at a path, even while a trainer saves there.
 
-    It reports an incomplete step as a problem and still verifies its roles. If a living trainer is still saving the
-    step, the step is under way and no problem. A step that retention deletes meanwhile is left out.
+    It reports an incomplete step as a problem, and still verifies its roles. A step that a living trainer is still
+    saving is not a problem but under way. A step that retention deletes meanwhile is left out.
 
     Args:
         path: the folder of a role, of a step (to verify all its roles), or of all steps (to verify all of them and the
@@ -131,7 +131,7 @@ def verify(path: Path, step: int | None = None, deep: bool = False, progress: Pr
 
 
 def _verify_undisturbed(role: _Role, deep: bool, progress: Callable[[int], None]) -> VerifiedRole | None:
-    """Verifies one role, and does so again if a trainer has saved the step again meanwhile. Returns None if it is gone.
+    """Verifies one role, and once more if a trainer has saved the step meanwhile. Returns None if the role is gone.
 
     A save replaces the old checkpoint, locked or not, and retention may delete the step between a look and the lock.
     Files are then missing, but nothing is damaged.
@@ -142,7 +142,7 @@ def _verify_undisturbed(role: _Role, deep: bool, progress: Callable[[int], None]
         if role_dir is None:
             return None
         attempt = _attempt(role_dir)
-        # One lock at a time, so that a trainer's retention, which skips locked steps, can delete the others meanwhile.
+        # Lock one role at a time, so that retention, which skips locked steps, can delete other steps meanwhile.
         with reading([role_dir]):
             try:
                 verdict = verify_role(role_dir, deep, progress)
@@ -164,9 +164,10 @@ def _attempt(role_dir: Path) -> str | None:
 
 @dataclass(frozen=True)
 class _Role:
-    """A role to verify: its folder when the steps were listed, and how to find it again.
+    """A role to verify: its folder when the steps were listed, and where to find it again.
 
-    A save by two renames moves it aside for a moment. `step_path` is None if the role is not looked for in a step.
+    This is needed because a save by two renames moves the folder aside for a moment. `step_path` is None if the role is
+    not looked for in a step.
     """
 
     path: Path
@@ -182,7 +183,7 @@ class _Role:
 
 
 def _selected(path: Path, step: int | None) -> tuple[Sequence[_Role], StepProblems | None]:
-    """Returns the roles to verify, and the problems of their steps; None if a role was asked for."""
+    """Returns the roles to verify, and the problems of their steps. For one role, None stands for the problems."""
     if os.path.exists(path / file_names.MANIFEST_FILE) or file_names.parse_step(path.parent.name) is not None:
         above = file_names.parse_step(path.parent.name)
         number = file_names.parse_step(path.name) if above is None else above

@@ -33,7 +33,7 @@ from mcore_ckpt.steps.running_saves import RunningSave
 from mcore_ckpt.steps.trainer_watch import TrainerWatch
 from mcore_ckpt.tools.examine.step_list import ListedStep, step_list_of
 
-# How many files of a save a look opens. Of a save with more, these stand for all.
+# How many files of a save a look opens. If a save has more files, these stand for all of them.
 _MOST_FILES = 128
 # The seconds over which the speed is measured.
 _WINDOW_S = 10.0
@@ -43,8 +43,8 @@ _WINDOW_S = 10.0
 class SaveProgress:
     """A save that has not committed: about how many bytes it has written, and how many seconds it has been running.
 
-    `total` is how many bytes it will write, as many as the role's previous checkpoint has; None if there is none.
-    `rate` is in bytes per second, lately; None if that is not known yet.
+    `total` is how many bytes it is expected to write: as many as the role's previous checkpoint has; None if there is
+    no such checkpoint. `rate` is the recent speed in bytes per second; None if it is not known yet.
     """
 
     save: RunningSave
@@ -71,7 +71,7 @@ class Look:
     """What one look at a root has found.
 
     Attributes:
-        steps: the newest steps, in the order of their commits; those being saved are last.
+        steps: the newest steps, in the order of their commits; steps that are being saved are last.
         saves: the saves of these steps that have not committed.
         trainers: by role, the process that holds the trainer lock, and whether it is alive.
         order: returns a key that sorts steps by the commits at the time of this look.
@@ -84,13 +84,15 @@ class Look:
 
     @property
     def newest(self) -> int | None:
-        """The newest complete step; None if none of these is complete."""
+        """The newest complete step; None if none of `steps` is complete."""
         return next((step.step for step in self.steps if step.newest and step.counts), None)
 
 
 @dataclass(frozen=True)
 class Change:
-    """A change since the previous look. `role` is None if it is the step's, `progress` if it is not about a save.
+    """A change since the previous look: of a role, or of a whole step (`role` is None).
+
+    `progress` is None if the change is not about a save.
 
     `what` is "there" (a step of the first look), "saving", "written" (another tenth), "committed" (a role), "complete"
     (a step), "died" (a save's process), "ended" (a save without a commit) or "deleted" (a step).
@@ -187,7 +189,7 @@ def _some_files(staging: Path) -> list[Path]:
 
 
 def changes(before: Look | None, after: Look) -> list[Change]:
-    """Returns what has changed between two looks; after the first one, the steps and saves that are there."""
+    """Returns what has changed between two looks. If `before` is None, returns the steps and saves that are there."""
     found = _changes_of_saves(before, after)
     if before is None:
         return [*(Change("there", step) for step in after.steps if step.roles), *found]
@@ -195,7 +197,7 @@ def changes(before: Look | None, after: Look) -> list[Change]:
     for step in after.steps:
         old = known.get(step.step)
         if old is None and known and after.order(step) < min(map(after.order, before.steps)):
-            continue  # it is shown because a newer one is gone
+            continue  # this older step is only shown because a newer one is gone
         new_roles = set(step.roles) - set(old.roles if old is not None else ())
         if old is not None and old.created != step.created:
             new_roles |= {role for role in step.roles if _has_ended(before, after, step.step, role)}
@@ -203,8 +205,8 @@ def changes(before: Look | None, after: Look) -> list[Change]:
         if step.counts and (new_roles or old is None or not old.counts):
             found.append(Change("complete", step))
     there = {step.step for step in after.steps}
-    # A step that sorts before all others, by age or because it is abandoned now, may only have left the list of newest
-    # steps.
+    # A step that now sorts before all others, by age or because it is abandoned, may still exist and only have left the
+    # list of newest steps.
     gone = [step for step in before.steps if step.roles and step.step not in there]
     oldest = min(map(after.order, after.steps), default=(False, -1, -1))
     found += (Change("deleted", step.step) for step in gone if after.order(step) > oldest)

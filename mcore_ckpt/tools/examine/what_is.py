@@ -1,6 +1,6 @@
 """Says what a path is, whichever program wrote it, and which command or other path the user may have meant.
 
-A path is recognized by names, by the `metadata.json` of `torch_dist`, and by the directory of a rank's model file,
+A path is recognized by names, by the `metadata.json` of `torch_dist`, and by the records in a rank's model file,
 because verl and this package give that file the same name. If there is only one folder of steps below the path, all
 commands take it, because nothing else can be meant. Only `list` and `watch` take a folder of steps above the path: a
 user who names one step for `prune` does not mean all steps.
@@ -91,7 +91,7 @@ class PathInfo:
 
 
 def what_is(path: Path) -> PathInfo:
-    """Looks at names, and at small parts of the files that tell who wrote a folder (`formats.kind_of`). Raises nothing.
+    """Looks at names, and at small parts of the files that tell who wrote a folder. Raises nothing.
 
     Example:
         >>> what_is(Path("/nowhere")).kind
@@ -182,7 +182,7 @@ def _foreign(path: Path, names: set[str]) -> str | None:
 
 
 def _foreign_step(path: Path) -> str | None:
-    """Returns the kind of a step that another program wrote, in its folder or in a role's; None if it may be ours."""
+    """Returns the kind of another program's checkpoint in a step or a folder of it; None if the step may be ours."""
     folders = [path, *(path / name for name in sorted(names_in(path)))]
     if any(os.path.exists(folder / file_names.MANIFEST_FILE) for folder in folders):
         return None
@@ -221,7 +221,7 @@ def _advice(kind: str, path: Path) -> str:
         "role": model,
         "legacy": "this package does not read it: Megatron-LM itself converts it to torch_dist (ckpt-convert-format)",
         "huggingface": f"{_conversion(path)}, and `mcore-ckpt test {path} --reference MODEL` compares it",
-        "adapter": "load_hf loads it into a model, and PEFT merges it into its base",
+        "adapter": "load_hf loads it into a model, and PEFT merges it into its base model",
         "hub cache": f"name the model, {'/'.join(hub.groups())}, or a folder in {path / 'snapshots'}" if hub else "",
     }.get(kind, "")
 

@@ -61,7 +61,7 @@ class RoleSource:
 class FoundStep:
     """One step, put together from all folders.
 
-    `missing` are the files that are in none of the folders; `problems` is what else keeps the step from being whole.
+    `missing` are the files that are in none of the folders. `problems` says what else keeps the step from being whole.
     """
 
     step: int
@@ -79,7 +79,7 @@ class FoundStep:
 class CollectedRole:
     """The report of one role: where it was written, number and size of its files.
 
-    `damaged` says why files were taken from another node than the first one that has them.
+    `damaged` says why files were taken from another node than the first node that has them.
     """
 
     role: str
@@ -103,7 +103,7 @@ class CollectReport:
 
 
 def find_steps(folders: Sequence[Path], step: int | None = None, root: Path | None = None) -> list[FoundStep]:
-    """Returns the steps that the folders of several nodes have together, the newest first, the abandoned ones last.
+    """Returns the steps that the folders of several nodes have together, the newest first, abandoned steps last.
 
     Args:
         folders: the folder that `FastTier.folder` named on each node.
@@ -145,8 +145,8 @@ def _of_one_run(found: list[FastCheckpoint], root: Path | None) -> list[FastChec
         )
     if own.known is not None and not ours:
         raise InvalidArgumentError(
-            f"{root}: is of {own.known.run}, and the folders have steps of {', '.join(map(str, there.values()))}: name "
-            "another folder to write to"
+            f"{root}: belongs to {own.known.run}, but the folders have steps of {', '.join(map(str, there.values()))}: "
+            "name another folder to write to"
         )
     return ours
 
@@ -167,7 +167,7 @@ def _step(
     declared = {role for each in by_role.values() for role in each.head.roles}
     problems = [f"{role}: is in none of the folders" for role in sorted(declared - by_role.keys())]
     problems += [
-        f"{role}: no node has committed it, so its save did not finish, or the nodes that have are not among these"
+        f"{role}: no node has committed it, so its save did not finish, or the folders of its nodes are missing here"
         for role, each in sorted(by_role.items())
         if not each.is_committed
     ]
@@ -198,13 +198,13 @@ def _missing(manifest: Manifest, found: FastCheckpoint) -> Iterator[MissingFiles
 def collect(found: FoundStep, root: Path, progress: Progress = no_progress, force: bool = False) -> CollectReport:
     """Copies a whole step into a folder of steps, as the ordinary checkpoint that a save to a root would have written.
 
-    Each file is read once, and its CRC is checked. If it is damaged in one folder, it is taken from the next one that
-    has it. Meanwhile no trainer can save below `root`.
+    Each file is read once, and its CRC is checked. If a file is damaged in one folder, it is taken from the next folder
+    that has it. During the copy, no trainer can save below `root`.
 
     Args:
-        found: the step, which is whole.
+        found: the step, which must be whole.
         root: the folder of steps to write into.
-        force: True to replace the step in `root`, once the new one is written. A pinned step stays.
+        force: True to replace the step in `root`, once the new step is written. A pinned step stays.
 
     Raises:
         InvalidArgumentError: `root` is one of the nodes' folders, or has the step already.
@@ -248,7 +248,7 @@ def _write(found: FoundStep, root: Path, force: bool, progress: Progress) -> lis
 
 
 class _Stopped(Exception):
-    """Ends a thread that copies, because another one has failed or the process was interrupted."""
+    """Ends a thread that copies, because another thread has failed or the process was interrupted."""
 
 
 def _copy_all(source: RoleSource, staging: Path, count: Callable[[int], None]) -> list[str]:

@@ -49,7 +49,7 @@ def prune(
         role: only steps and leftovers of this role may be deleted; None for all roles. A step is deleted with all its
             roles.
         dry_run: True to delete nothing and to return what would be deleted.
-        progress: called after each deleted step, with the number of bytes of the deleted steps and of all.
+        progress: called after each deleted step, with the bytes of the steps deleted so far and of all to delete.
 
     Returns one entry for each step and each leftover.
 
@@ -93,14 +93,14 @@ def _by_run(root: Path, statuses: Sequence[StepStatus]) -> list[list[StepStatus]
 
 
 def _of_role(decision: RetentionDecision[StepStatus], role: str | None) -> RetentionDecision[StepStatus]:
-    """Returns the decision; if the step does not have the role, the decision is that it stays."""
+    """Returns the decision; or, if the step does not have the role, the decision that the step stays."""
     if role is None or role in decision.status.committed | decision.status.declared:
         return decision
     return replace(decision, stays=True, reason=f"without {role}")
 
 
 def _deleted(pruned: PrunedFolder, status: StepStatus, dry_run: bool) -> PrunedFolder:
-    """Deletes a step, or only looks whether that is possible. Returns the entry for the report."""
+    """Deletes a step or, in a dry run, looks whether it could be deleted. Returns the entry for the report."""
     try:
         obstacle = obstacle_to(status, status.path) if dry_run else delete_or_raise(status)
     except OSError as error:

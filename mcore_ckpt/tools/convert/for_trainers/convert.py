@@ -27,10 +27,10 @@ from mcore_ckpt.tools.examine.select import Selection, select
 
 @dataclass(frozen=True)
 class TrainerConversionReport:
-    """Report of a conversion: from the folders of the roles into the folder of the new step.
+    """Report of a conversion from the folders of the roles (`source`) into the folder of the new step (`path`).
 
-    `nbytes` is the size in bytes of all tensors that the processes together have written. `notes` are sentences about
-    what the other trainer does not get, for people.
+    `nbytes` is the size in bytes of all tensors that the processes together have written. `notes` are sentences that
+    tell people what the other trainer does not get.
     """
 
     source: tuple[Path, ...]
@@ -54,9 +54,9 @@ def convert_for_trainer(
     progress: Progress = no_progress,
     force: bool = False,
 ) -> TrainerConversionReport:
-    """Writes a step into `root` for another trainer, which goes on from it. Every process must call it.
+    """Writes a step into `root`, from which another trainer goes on. Every process must call this function.
 
-    Any parallel layout with the same chain of optimizers (dense, or dense and expert) can load it. The step's folder
+    The step loads under any parallel layout with the same chain of optimizers (dense, or dense and expert). Its folder
     appears when it is complete, and then the tracker names it. Each process needs a few times SCATTER_BYTES of memory.
 
     Args:
@@ -67,16 +67,16 @@ def convert_for_trainer(
         agreement: connects this process with the other processes that share the work.
         step: the step to take from a folder of all steps; None for the newest.
         role: the role to convert; None for all roles of the step.
-        hf_model_path: the folder with config.json and tokenizer; None to use those of the checkpoint.
+        hf_model_path: the folder with config.json and tokenizer; None to use the checkpoint's own files.
         test: True to read everything back and compare it before the step appears.
-        force: True to replace the step in `root` if a conversion wrote it, and a tracker that names another step. A
-            pinned step stays.
+        force: True to replace the step in `root` if a conversion wrote it, and to let a tracker that names another step
+            name this one. A pinned step stays.
 
     Raises:
         LockedError: a trainer of this package saves below `root`.
-        InvalidArgumentError: `root` has the step already, its tracker names another one, it is the folder that is read,
-            or the roles do not fit the layout.
-        CheckpointError: the checkpoint is damaged, has something that the trainer cannot load, or the step cannot be
+        InvalidArgumentError: `root` has the step already, its tracker names another step, `root` is the folder that is
+            read, or the roles do not fit the layout.
+        CheckpointError: the checkpoint is damaged or has something that the trainer cannot load, or the step cannot be
             written. All processes raise it, and `root` is as it was, unless the message says that the step is in place
             and only the tracker could not be written.
     """
@@ -93,7 +93,7 @@ def convert_for_trainer(
 
 
 def _select(agreement: Agreement, source: Path, step: int | None, role: str | None) -> Selection:
-    """Selects the roles on rank 0, because the newest step can be another one a moment later."""
+    """Selects the roles on rank 0 for all processes, because a trainer can commit a newer step meanwhile."""
 
     def combine(_: Sequence[Record]) -> Record:
         found = select(source, step)
@@ -131,9 +131,10 @@ def _plan(
 
 
 class _StepOfTrainer(NewFolder):
-    """The folder of a step, below a root that trainers of this package may save into, too. In the end trackers name it.
+    """The folder of a step for another trainer. Trackers name the step once the folder is in place.
 
-    `force` replaces a step for another trainer, and trackers that name another step.
+    Trainers of this package may save into the same root. With `force`, the folder replaces a step that was written for
+    another trainer, and trackers that name another step are replaced, too.
     """
 
     def __init__(self, root: Path, plan: Plan, roles: Sequence[str], force: bool) -> None:
@@ -146,14 +147,14 @@ class _StepOfTrainer(NewFolder):
             # It is not known which step is the later one, because a training may have gone back.
             if not self.replaceable.force and _differs(self._root / name, data):
                 raise InvalidArgumentError(
-                    f"{self._root}: {name} names another checkpoint, and a training that goes on from that one would "
-                    f"go on from step {self._plan.step}: name another folder, or let it name this step with --force"
+                    f"{self._root}: {name} names another checkpoint, so trainings would not go on from step "
+                    f"{self._plan.step}: name another folder, or let the tracker name this step with --force"
                 )
         for other in file_names.step_dirs(self._root).get(self._plan.step, []):
             if file_names.parse_step(self.path.name) is not None and other.name != self.path.name:
                 raise InvalidArgumentError(
-                    f"{self._root}: step {self._plan.step} is there already, as {other}, beside which this tool writes "
-                    "nothing: name another folder"
+                    f"{self._root}: step {self._plan.step} is there already, as {other}, and cannot have two folders: "
+                    "name another folder"
                 )
 
     def open(self, names: Sequence[str], sizes: Iterable[int], mode: int) -> str:

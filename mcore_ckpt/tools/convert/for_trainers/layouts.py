@@ -1,6 +1,6 @@
 """The folders that other trainers resume from, and what each of them holds.
 
-| trainer | read from the source of | the step's folder | in it |
+| trainer | versions | the step's folder | what is in this folder |
 |---|---|---|---|
 | Megatron-LM | core_r0.16 to core_r0.19 | `iter_0000100` | one torch_dist folder |
 | Megatron-Bridge | 0.6.2 | `iter_0000100` | the same, and `run_config.yaml` |
@@ -63,9 +63,9 @@ class Plan:
 
     Attributes:
         folder: the name of the step's folder.
-        writers: what is to be written, by folder relative to the step's folder.
-        own_tracker: the name and the bytes of a tracker that only this trainer has; None if it has only the usual one.
-        notes: sentences about what the other trainer does not get, for people.
+        writers: the writers, each with its folder relative to the step's folder.
+        own_tracker: the name and the bytes of a tracker that only this trainer has; None if it has no such tracker.
+        notes: sentences that tell people what the other trainer does not get.
     """
 
     step: int
@@ -76,7 +76,7 @@ class Plan:
 
     @property
     def trackers(self) -> dict[str, bytes]:
-        """The bytes of the files next to the step's folder that name the step, by file name."""
+        """The trackers, which are next to the step's folder: the bytes of each file, by its name."""
         own = () if self.own_tracker is None else (self.own_tracker,)
         return dict((*own, (file_names.TRACKER_FILE, str(self.step).encode())))
 
@@ -90,17 +90,17 @@ class Role:
 
 
 def plan_for(layout: Layout, selection: Selection, roles: Sequence[Role], hf_model_path: Path | None) -> Plan:
-    """Plans what to write for the trainer that is to go on. `roles` are those of the step that have a model.
+    """Plans what to write for the trainer that is to go on. `roles` are the roles of the step that have a model.
 
     Raises:
-        InvalidArgumentError: the trainer can load one role, but there are several.
+        InvalidArgumentError: the trainer can load only one role, but there are several.
         CheckpointError: the checkpoint is damaged, or has something that the trainer cannot load.
     """
     for role in roles:
         if any(is_adapter(name) for name in role.reader.names):
             raise UnsupportedError(
-                f"{role.path}: has adapters, whose rows and alpha Megatron-Bridge keeps in a form of its own: take the "
-                "weights with mcore-ckpt merge, and the adapters with its --adapters only"
+                f"{role.path}: has adapters, whose rows and alpha Megatron-Bridge keeps in another form: take the "
+                "weights with mcore-ckpt merge, and the adapters with mcore-ckpt merge --adapters only"
             )
     if layout == "megatron":
         return _for_megatron(selection, roles, hf_model_path)
@@ -138,7 +138,7 @@ def _for_megatron(
 
 
 def _common_of(shared: SharedState, scheduler: str) -> dict[str, Any]:
-    """Returns what is in `common.pt` whoever reads it; the LR scheduler is under the key `scheduler`."""
+    """Returns the part of `common.pt` that all trainers read. `scheduler` is the key of the LR scheduler."""
     found = {"content_metadata": dict(CONTENT_METADATA), "optimizer": shared.optimizer, scheduler: shared.scheduler}
     return {key: value for key, value in found.items() if value is not None}
 
@@ -149,7 +149,10 @@ def _torch_dist(reader: NativeReader, contents: Contents) -> TorchDistWriter:
 
 
 def _model(role: Role, hf_model_path: Path | None) -> HfModel | None:
-    """Returns the model that config.json describes; None if there is no config.json. Refuses another model's."""
+    """Returns the model that config.json describes; None if there is no config.json.
+
+    Raises CheckpointError if config.json describes another model than the checkpoint's.
+    """
     found = FoundCheckpoint(role.path, NATIVE.name)
     try:
         model = model_from_config(read_config(hf_model_path or found.config_dir()))
@@ -165,7 +168,7 @@ def _model(role: Role, hf_model_path: Path | None) -> HfModel | None:
 
 
 def _for_bridge(selection: Selection, roles: Sequence[Role], hf_model_path: Path | None) -> Plan:
-    """Plans a step that Bridge loads like Megatron-LM's, because it has no `train_state.pt` (`load_checkpoint`)."""
+    """Plans a step without `train_state.pt`, so that Bridge loads it as a step of Megatron-LM (`load_checkpoint`)."""
     rng_of = partial(rng_objects, of_each_replica=roles[0].reader.manifest.topology.ep > 1)
     plan = _for_megatron(selection, roles, hf_model_path, rng_of, "checkpoint.load_rng=False")
     texts = OtherFiles(roles[0].path, texts=_run_config(roles[0].reader))
@@ -176,8 +179,8 @@ def _for_bridge(selection: Selection, roles: Sequence[Role], hf_model_path: Path
 def _bridge_tracker(reader: NativeReader, step: int) -> tuple[str, bytes]:
     """Returns Bridge's tracker, a `TrainState.state_dict` (0.6.2).
 
-    Bridge prefers this tracker to Megatron-LM's, so an older one would hide the converted step. For iteration 0, which
-    all steps of NeMo-RL have, Bridge accepts only this tracker.
+    Bridge prefers this tracker to Megatron-LM's, so an older tracker of Bridge would hide the converted step. For
+    iteration 0, which all steps of NeMo-RL have, Bridge accepts only this tracker.
     """
     loop = read_loop_state(reader)
     counted = {name: torch.tensor(int(loop.get(name, 0))) for name in COUNTERS}
@@ -189,10 +192,11 @@ def _bridge_tracker(reader: NativeReader, step: int) -> tuple[str, bytes]:
 
 
 def _run_config(reader: NativeReader) -> dict[str, str]:
-    """Returns Bridge's configuration, which names the parallel sizes of the random states; empty if it is unknown."""
+    """Returns Bridge's configuration, which names the parallel sizes of the random states; empty if none fits."""
     loop, sizes = read_loop_state(reader), reader.manifest.topology
     text, layout = loop.get("run_config"), loop.get("layout")
-    # After a reshard, the configuration has other sizes than the step. Without it, Bridge takes the saved arguments.
+    # After a reshard, the configuration has other sizes than the step, and is left out. Bridge then takes the sizes
+    # from the saved arguments.
     fits = isinstance(layout, Mapping) and (layout.get("tp"), layout.get("pp")) == (sizes.tp, sizes.pp)
     return {"run_config.yaml": text} if isinstance(text, str) and fits else {}
 
@@ -215,8 +219,9 @@ def _for_verl(layout: Layout, selection: Selection, roles: Sequence[Role], hf_mo
         shared = read_shared_state(role.reader)
         trees += trees_of(role.reader, prefix, shared, rng)
         notes += _notes(role.reader, [], bool(rng), "load_contents without extra", shared)
-        # verl 0.9.1 cannot load the model from dist_ckpt together with such an optimizer: `dist_checkpointing.load`
-        # changes the dict in which `sharded_param_state_fully_reshardable` then looks for the parameters.
+        # verl 0.9.1 gets the weights only as a HuggingFace model, because it cannot load the model from dist_ckpt
+        # together with an optimizer in this form: `dist_checkpointing.load` changes the dict in which
+        # `sharded_param_state_fully_reshardable` then looks for the parameters.
         job = _export(role, hf_model_path)
         exports += ((f"{prefix}{weights}", writer) for _, writer in job.writers())
         notes += (f"{prefix}{weights}: transformers computes something else: {each}" for each in job.other_model)
@@ -230,7 +235,7 @@ def _for_verl(layout: Layout, selection: Selection, roles: Sequence[Role], hf_mo
 
 
 def _trees_of_verl(reader: NativeReader, prefix: str, shared: SharedState, rng: Mapping[str, bytes]) -> Writers:
-    """Returns the folders of verl's layout 2 (`MegatronCheckpointManager.save_checkpoint`, 0.9.1) but the weights."""
+    """Returns the folders of verl's layout 2, without weights (`MegatronCheckpointManager.save_checkpoint`, 0.9.1)."""
     trees: list[tuple[str, CheckpointWriter]] = []
     if shared.optimizer is not None:
         contents = Contents.of(plan_tensors(reader).optimizer, {}, _common_of(shared, "lr_scheduler"))
@@ -255,7 +260,7 @@ def _tree_of_verl_0_8(reader: NativeReader, prefix: str, shared: SharedState, rn
 def _export(role: Role, hf_model_path: Path | None) -> MergeJob:
     """Plans the HuggingFace weights. Raises CheckpointError if the architecture is not known."""
     head = role.reader.info(ShardKey(MCORE_HEAD, MODEL))
-    # A critic's config.json describes a language model.
+    # A critic's config.json describes a language model, so the value head must be stated here.
     value = True if head is not None and head.shape[0] == 1 else None
     request = MergeRequest(role.path, role.path, hf_model_path=hf_model_path, value=value)
     job = prepare(request, FoundCheckpoint(role.path, NATIVE.name))
@@ -281,7 +286,7 @@ def _files_of_verl(step_path: Path) -> Iterator[str]:
                 yield str(file.relative_to(step_path))
 
 
-# -- what stays -----------------------------------------------------------------------------------------------
+# -- what the other trainer does not get ----------------------------------------------------------------------
 
 
 def _notes(
@@ -289,8 +294,8 @@ def _notes(
 ) -> tuple[str, ...]:
     """Returns what the other trainer does not get.
 
-    `converted` are the keys of extra_state that are converted; `without_rng` is how the other trainer is told not to
-    load random states.
+    `converted` are the keys of extra_state that are converted. `without_rng` is the option with which the other trainer
+    loads no random states.
     """
     sizes = reader.manifest.topology
     notes = [left_out(reader, converted)]
@@ -300,11 +305,11 @@ def _notes(
             f"other sizes start with {without_rng}"
         )
     elif reader.manifest.files_of("rng"):
-        notes.append(f"the checkpoint was resharded and has no random states but a seed: start with {without_rng}")
+        notes.append(f"the checkpoint was resharded and has a seed but no random states: start with {without_rng}")
     if any(is_expert(name) for name in reader.manifest.tensors):
         notes.append(
-            "megatron loads the optimizer of a model with experts only into a chain like that of this layout (dense "
-            "and expert optimizer, or one for both): run mcore-ckpt reshard first to change whether experts are divided"
+            "megatron loads the optimizer of a model with experts only into the same chain (a dense and an expert "
+            "optimizer, or one for both): run mcore-ckpt reshard first to change whether experts are divided"
         )
         if any(name.endswith("_extra_state") and is_expert(name) for name in reader.manifest.tensors):
             notes.append("the _extra_state of experts is not converted, so their FP8 amax history begins anew")
@@ -313,8 +318,8 @@ def _notes(
     if shared.was_offloaded:
         # `_update_fp32_params_by_new_state` (0.16.1 to 0.19.2) raises KeyError.
         notes.append(
-            "the optimizer was offloaded to the host, for which megatron loads no state that fits any layout: start "
-            "without optimizer_cpu_offload"
+            "the optimizer was offloaded to the host, and megatron cannot load this state, which fits any layout, into "
+            "an offloaded optimizer: start without optimizer_cpu_offload"
         )
     if shared.mixed_fields:
         notes.append(

@@ -1,4 +1,4 @@
-"""Writes the files of a step that are neither weights nor state: what the trainer keeps in it, and configurations."""
+"""Writes the files of a step that are neither weights nor state: files of the trainer, and configurations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class OtherFiles:
     """Copies files of the step `source` to the same paths, and writes texts. It satisfies
     `formats.contract.CheckpointWriter`.
 
-    `files` has none, because the coordinator writes all of them in `finish`.
+    `files` is empty, because `finish`, which only the coordinator calls, writes everything.
     """
 
     source: Path
@@ -33,7 +33,7 @@ class OtherFiles:
     def finish(self, reports: Sequence[FileReport], folder: Path) -> None:
         for name in self.copies:
             make_folders(folder, name)
-            # A file of the step may be a link, and must not lead out of the step.
+            # A file of the step may be a link, but the link must not lead out of the step.
             write_file(folder / name, pieces_of(inside(self.source, name)))
         for name, text in self.texts.items():
             write_file(folder / name, [text.encode()])

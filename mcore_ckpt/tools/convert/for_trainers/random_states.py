@@ -1,8 +1,8 @@
 """Makes the random states that Megatron-LM, Megatron-Bridge, verl and AReaL load, from each rank's saved states.
 
-Megatron stores them by pipeline and tensor rank (`get_rng_state`), so data-parallel ranks continue alike. Only with
-`--data-parallel-random-init` the list has an entry for each data-parallel rank, and each rank takes its own. Bridge
-(0.6.2) stores them by data-parallel rank, too, if there is expert parallelism.
+Megatron stores a list of states for each pipeline and tensor rank (`get_rng_state`). All data-parallel ranks take the
+first entry, so they continue alike. Only with `--data-parallel-random-init` does each of them take its own entry.
+Bridge (0.6.2) stores a list for each data-parallel rank, too, if there is expert parallelism.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from mcore_ckpt.state.rng import check_rng
 
 
 def rng_objects(reader: NativeReader, of_each_replica: bool = False) -> dict[str, bytes]:
-    """Returns the sharded objects with the random states; empty if they were not saved, or only their seed was.
+    """Returns the sharded objects with the random states, by key; empty if the checkpoint has none, or only a seed.
 
-    A resharded checkpoint can have a seed instead of states. Only this package can start from the seed.
-    `of_each_replica` gives each rank a separate object, by its place in the group of data- and context-parallel ranks.
+    A resharded checkpoint can have a seed instead of states. Only this package can start from the seed. With
+    `of_each_replica`, each rank has a separate object, by its place in the group of data- and context-parallel ranks.
 
     Raises:
         CheckpointCorruptError: a file is missing, is damaged, or lacks states.
@@ -55,7 +55,7 @@ def _read_states(reader: NativeReader, path: str) -> dict[str, Any]:
 
 
 def _in_megatrons_form(state: Mapping[str, Any]) -> dict[str, Any]:
-    # A run without CUDA has no state of a device, but megatron wants one.
+    # A run without CUDA has no state of a device, but megatron wants this state.
     device = state["torch"] if state["device"] is None else state["device"]
     version, words, gauss = state["python"]
     return {
@@ -74,7 +74,7 @@ def _numpy_state(state: Mapping[str, Any]) -> tuple[Any, ...]:
         raise InvalidStateError("megatron's random states contain NumPy's: pip install numpy") from None
     saved = state["numpy"]
     if saved is None:
-        # The training did not use NumPy.
+        # The training did not use NumPy, but megatron wants a state.
         name, keys, *rest = numpy.random.RandomState(0).get_state()
         return (name, keys, *rest)
     keys = saved["keys"].numpy().astype("uint32")

@@ -1,7 +1,7 @@
 """Makes what all ranks share, in megatron's form: optimizer, LR scheduler, counters and arguments.
 
 The shared state of an optimizer differs between megatron's classes (megatron-core 0.16 to 0.19), and a checkpoint of
-this package does not say which class it is of. So one dict has the fields of all three, and each class takes its own:
+this package does not say which class it comes from. So one dict has the fields of all three classes:
 
 - `DistributedOptimizer.load_state_dict`: `optimizer.param_groups` with a `step` in each group,
   `param_state_sharding_type`, `grad_scaler`
@@ -31,7 +31,7 @@ from mcore_ckpt.state.group_fields import are_same, field_of, marks, settings
 from mcore_ckpt.state.scheduler import saved_scheduler
 from mcore_ckpt.state.typed_values import from_stored
 
-# The form of `DistributedOptimizer.sharded_state_dict` that loads under any layout. 0.16 to 0.19 accept it.
+# The form of `DistributedOptimizer.sharded_state_dict` that loads under any layout. Megatron 0.16 to 0.19 accept it.
 SHARDING_TYPE = "fully_reshardable"
 # Trainers build their `sharded_state_dict` with these flags (Megatron-LM's `load_checkpoint`, verl's
 # `_load_content_metadata`).
@@ -42,16 +42,16 @@ CONTENT_METADATA: Mapping[str, Any] = {
     "chained_optim_avoid_prefix": True,
     "non_homogeneous_layers": True,
 }
-# The key of our `save_checkpoint` in extra_state (integrations/megatron).
+# The key under which our `save_checkpoint` (integrations/megatron) keeps the state of Megatron's loop in extra_state.
 LOOP = "megatron"
 COUNTERS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
 # For `set_checkpoint_version`: below 3.0 Megatron-LM would reorder query, key and value.
 _CHECKPOINT_VERSION = 3.0
 # `get_megatron_optimizer` makes these without the `init_state_fn` that `sharded_state_dict(is_loading=True)` calls.
 _NOT_LOADED = {"SGD", "FusedSGD"}
-# True if the group's parameters are experts that have separate process groups.
+# This field of a param group is True if its parameters belong to experts that have separate process groups.
 _EXPERT_FIELD = "is_expert_parallel"
-# Besides the marks, the fields by which megatron finds a group again (`param_group_identifier_keys`, 0.16 to 0.18).
+# The fields by which, with the marks, megatron finds a group again (`param_group_identifier_keys`, 0.16 to 0.18).
 _IDENTIFIERS = ("wd_mult", "lr_mult")
 # These fields show which optimizer a param group belongs to: torch's optimizers have the first field, FusedAdam has
 # the second. Groups with neither belong to HybridDeviceOptimizer, because its fields are not saved (`own_fields`).
@@ -63,7 +63,7 @@ class SharedState:
     """The state that all ranks share.
 
     Attributes:
-        optimizer: megatron's dict, or one dict for each optimizer of a chain, by number; None if it was not saved.
+        optimizer: megatron's dict, or one dict for each optimizer of a chain, by number; None if none was saved.
         scheduler: the LR scheduler's `state_dict()`; None if there is none.
         was_offloaded: whether a part of the optimizer was a HybridDeviceOptimizer.
         mixed_fields: the fields that differ between param groups which megatron takes for the same group.
@@ -85,8 +85,8 @@ def read_shared_state(reader: NativeReader) -> SharedState:
     common = reader.plain(file_names.COMMON_FILE)
     if refused := sorted({each["kind"] for each in common["optimizers"]} & _NOT_LOADED):
         raise UnsupportedError(
-            f"{reader.place}: has the state of {', '.join(refused)}, of which megatron (0.16 to 0.19) loads no "
-            "torch_dist checkpoint, not even its own: take the weights with mcore-ckpt merge"
+            f"{reader.place}: has the state of {', '.join(refused)}, which megatron (0.16 to 0.19) cannot load from "
+            "torch_dist checkpoints, not even from its own: take the weights with mcore-ckpt merge"
         )
     saved = _of_layout(reader, common["optimizers"])
     parts = [_optimizer_state(each) for each in saved]
@@ -101,7 +101,7 @@ def read_shared_state(reader: NativeReader) -> SharedState:
 def _mixed_fields(saved: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     """Returns the fields that differ between groups which megatron up to 0.18 takes for the same group.
 
-    `_filter_and_reorder_param_groups` then gives all of them the values of the last one.
+    `_filter_and_reorder_param_groups` then gives all of them the values of the last group.
     """
     mixed: set[str] = set()
     for groups in (each["param_groups"] for each in saved):
@@ -116,8 +116,8 @@ def _mixed_fields(saved: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
 def _of_layout(reader: NativeReader, saved: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
     """Returns one state for each optimizer that megatron chains under the layout of the checkpoint.
 
-    Under expert parallelism, experts have a separate optimizer. A resharded checkpoint can still have the optimizers of
-    its previous layout (`_get_param_groups`, 0.16.1, puts the flag into each group).
+    Under expert parallelism, experts have a separate optimizer, whose param groups `is_expert_parallel` marks
+    (`_get_param_groups`, 0.16.1). A resharded checkpoint can still have the optimizers of its previous layout.
     """
     sizes = reader.manifest.topology
     adams = [each for each in saved if each["param_groups"]]
@@ -161,13 +161,13 @@ def _optimizer_state(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def megatron_state(reader: NativeReader, model: Callable[[], HfModel | None], has_rng: bool) -> dict[str, Any]:
-    """Returns the counters and arguments that Megatron-LM's `load_checkpoint` reads, besides optimizer and scheduler.
+    """Returns the counters and arguments that Megatron-LM's `load_checkpoint` reads, without optimizer and scheduler.
 
-    `model` returns the model of the checkpoint's `config.json`; None if there is none. It is called only if our
-    `save_checkpoint` of Megatron's loop has not saved the arguments of the run.
+    `model` returns the model that the checkpoint's `config.json` describes; None if there is no such file. It is called
+    only if our `save_checkpoint` of Megatron's loop has not saved the arguments of the run.
 
     Raises CheckpointMismatchError: neither the checkpoint nor `config.json` has the arguments that Megatron-LM
-    compares.
+    compares with its own.
     """
     loop = read_loop_state(reader)
     manifest, sizes = reader.manifest, reader.manifest.topology
@@ -193,7 +193,7 @@ def megatron_state(reader: NativeReader, model: Callable[[], HfModel | None], ha
 
 
 def read_loop_state(reader: NativeReader) -> Mapping[str, Any]:
-    """Returns what our `save_checkpoint` of Megatron's loop has saved on rank 0; empty if it did not save this."""
+    """Returns what our `save_checkpoint` of Megatron's loop has saved on rank 0; empty if it saved nothing there."""
     record = reader.by_path.get(file_names.extra_file(0, 0, 0, 0))
     if record is None:
         return {}
@@ -222,7 +222,7 @@ def _compared(reader: NativeReader, loop: Mapping[str, Any], model: Callable[[],
     config = to_mcore_config(described)
     names = ("num_layers", "hidden_size", "num_attention_heads")
     found: dict[str, Any] = {name: config.transformer[name] for name in names}
-    # 0.19 takes a checkpoint without this argument for a GPTModel's.
+    # Megatron-LM 0.19 assumes that a checkpoint without this argument holds a GPTModel.
     found["hybrid_layer_pattern"] = config.gpt.get("hybrid_layer_pattern")
     return {**found, "add_position_embedding": config.gpt.get("position_embedding_type") == "learned_absolute"}
 
@@ -236,4 +236,4 @@ def left_out(reader: NativeReader, extra: Sequence[str]) -> str | None:
     keys = [] if record is None else sorted({*map(str, reader.plain(record.path))} - {*extra})
     if not keys:
         return None
-    return f"extra_state ({', '.join(keys)}) is this trainer's own: it stays in {reader.place}/{file_names.EXTRA_DIR}"
+    return f"extra_state ({', '.join(keys)}) is not converted: it stays in {reader.place}/{file_names.EXTRA_DIR}"

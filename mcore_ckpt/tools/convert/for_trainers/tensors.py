@@ -1,14 +1,14 @@
 """Plans under which of megatron's keys the tensors of a native checkpoint are stored, and reads the tensors.
 
-Megatron gives one key to each tensor of the model, and `optimizer.state.<kind>.<key>` to each part of its optimizer
-state, which has the model's shape (megatron-core 0.16 to 0.19):
+Megatron gives one key to each tensor of the model, and the key `optimizer.state.<kind>.<key>` to each part of the
+tensor's optimizer state, which has the tensor's shape (megatron-core 0.16 to 0.19):
 
 - `DistributedOptimizer.sharded_param_state_fully_reshardable` calls the main parameter `param`.
 - `Float16OptimizerWithFloat16Params.sharded_state_dict` calls it `fp32_param`.
-- FP32Optimizer stores none.
+- `FP32Optimizer` stores no main parameter.
 
 A checkpoint of this package does not say which of the three classes it comes from, and a later run may use another. So
-the main parameter is found under both names; its bytes are written once.
+a load finds the main parameter under both names; its bytes are written once.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from mcore_ckpt.sharding.synonyms import in_local_spec
 from mcore_ckpt.tools.convert.reshard.saved_tensors import SavedTensor, saved_tensors
 
 _MAIN_KEYS = (PARAM, "fp32_param")
-# The sections of a mixer's fused tensors, in order, by the number of sections. A MambaMixer is a layer's `mixer`, a
-# GatedDeltaNet its `self_attention`. Tensors with 3 sections are convolutions.
+# The sections of a mixer's fused tensors, in order, by the mixer's name in its layer and the number of sections. The
+# name is `mixer` for a MambaMixer and `self_attention` for a GatedDeltaNet. Tensors with 3 sections are convolutions.
 _SECTIONS = {
     ("mixer", 5): ("z", "x", "B", "C", "dt"),
     ("mixer", 3): ("x", "B", "C"),
@@ -44,7 +44,7 @@ _SECTIONS = {
 
 @dataclass(frozen=True, eq=False)
 class PlannedTensors:
-    """Slices of the model and of the optimizer's state (none if it was not saved), and `_extra_state` as objects."""
+    """Slices of the model and of the optimizer's state (none if that was not saved), and the `_extra_state` objects."""
 
     model: tuple[Slice, ...]
     optimizer: tuple[Slice, ...]
@@ -52,9 +52,9 @@ class PlannedTensors:
 
 
 def plan_tensors(reader: NativeReader) -> PlannedTensors:
-    """Plans all tensors of a checkpoint. It reads every index.
+    """Plans all tensors of a checkpoint. Reads every index.
 
-    Each layer has its own keys, as `sharded_state_dict` makes them if its metadata says `non_homogeneous_layers`.
+    Each layer has its own keys, as in a `sharded_state_dict` whose metadata sets `non_homogeneous_layers`.
 
     Raises:
         CheckpointCorruptError: an index is missing or damaged.
@@ -112,10 +112,10 @@ def _keys(reader: NativeReader, tensors: Sequence[SavedTensor]) -> Keys:
 
 
 def _key_rows(reader: NativeReader, keys: Keys, tensor: SavedTensor) -> list[KeyRows]:
-    """Returns the keys of a tensor, each with its rows: one, or one for each section of a mixer's tensor."""
+    """Returns the keys of a tensor, each with its rows. A mixer's tensor has one key for each section."""
     local = in_local_spec(tensor.name)
     first, *others = keys.places(local)
-    # A norm has other keys under other layer specs. One of them can be the name itself.
+    # A norm has other keys under other layer specs. One of these keys can be the tensor's name.
     found = [*others, *([keys.place(tensor.name)] if not is_expert(tensor.name) else [])]
     rows = tensor.shape[0] if tensor.shape else 1
     whole = KeyRows(first, 0, rows, tuple(dict.fromkeys(place.key for place in found if place.key != first.key)))
@@ -132,8 +132,8 @@ def _sections(reader: NativeReader, tensor: SavedTensor, whole: KeyRows) -> Iter
     names = _SECTIONS.get((module, len(cut.sections)))
     if names is None:
         raise UnsupportedError(
-            f"{reader.place}: tensor {tensor.name}: has {len(cut.sections)} sections, which is neither a MambaMixer's "
-            "number nor a GatedDeltaNet's, so their keys are unknown"
+            f"{reader.place}: tensor {tensor.name}: has {len(cut.sections)} sections, but no such tensor of a "
+            "MambaMixer or a GatedDeltaNet has this number, so their keys are unknown"
         )
     unit = tensor.shape[0] // sum(cut.sections)
     for name, start, section in zip(names, accumulate(cut.sections, initial=0), cut.sections, strict=False):
@@ -144,7 +144,7 @@ def _sections(reader: NativeReader, tensor: SavedTensor, whole: KeyRows) -> Iter
 def _slices(reader: NativeReader, tensor: SavedTensor, kind: str, rows: Iterable[KeyRows]) -> Iterator[Slice]:
     key = ShardKey(tensor.name, kind)
     info = reader.info(key)
-    # A main parameter that is the model's own tensor has its dtype, and moments that are not there yet are fp32.
+    # A main parameter that is the model's own tensor has that tensor's dtype. Moments that do not exist yet are fp32.
     if info is None and kind == PARAM:
         info = reader.info(ShardKey(tensor.name, MODEL))
     dtype = "float32" if info is None else str(info.dtype).removeprefix("torch.")
@@ -162,7 +162,7 @@ def _refuse_bound_state(reader: NativeReader) -> None:
     for name in reader.manifest.tensors:
         if kinds := reader.bound_kinds(ShardKey(name, PARAM)):
             raise UnsupportedError(
-                f"{reader.place}: tensor {name}: its optimizer state has {', '.join(kinds)}, which are not of the "
+                f"{reader.place}: tensor {name}: its optimizer state has {', '.join(kinds)}, which do not have the "
                 "parameter's shape, so torch_dist cannot store them: take the weights with mcore-ckpt merge"
             )
 
@@ -182,7 +182,8 @@ def _moments(reader: NativeReader, tensor: SavedTensor, common: set[tuple[str, .
 def _opaque_state(reader: NativeReader, keys: Keys, tensor: SavedTensor) -> dict[str, bytes]:
     """Returns the `_extra_state` that transformer-engine keeps for FP8, as the module has returned it."""
     if is_expert(tensor.name):
-        # Megatron divides the state of grouped experts by expert. The amax history begins anew.
+        # Megatron divides the state of grouped experts by expert. This is not done here, so the amax history begins
+        # anew.
         return {}
     shard = Locator(reader, None).opaque(ShardKey(tensor.name, OPAQUE))
     if shard is None:

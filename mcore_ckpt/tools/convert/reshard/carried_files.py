@@ -43,9 +43,8 @@ class CarriedFiles:
 def plan_carried_files(role_dir: Path, reader: NativeReader, new: Topology) -> CarriedFiles:
     """Plans which of these files each rank of the new layout gets, by the same rules as a load under another layout.
 
-    Each rank gets the files of one saved rank: the coordinates of that rank are its own coordinates modulo the saved
-    sizes. If the random number generators cannot continue under the new layout, each rank gets the saved seed instead
-    of their states.
+    Each rank gets the files of the saved rank at its own coordinates modulo the saved sizes. If the random number
+    generators cannot continue under the new layout, each rank gets the saved seed instead of their states.
 
     Raises CheckpointCorruptError: a file is missing, has another size, or is damaged.
     """

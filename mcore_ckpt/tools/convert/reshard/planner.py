@@ -71,7 +71,7 @@ class Regions:
         return None if self._rows is None or self._saved_rows is None else min(self._rows, self._saved_rows)
 
     def check_tokens(self, tokens: int | None) -> None:
-        """Raises CheckpointMismatchError if the cut removes rows that a tokenizer of so many tokens needs."""
+        """Raises CheckpointMismatchError if the cut removes rows that a tokenizer with this number of tokens needs."""
         kept = self.known_vocabulary
         if tokens is not None and kept is not None and kept < tokens <= (self._saved_rows or 0):
             raise CheckpointMismatchError(
@@ -105,7 +105,7 @@ class Regions:
         if has_vocabulary_rows(tensor.name) and self._rows is not None and shape[0] == self._saved_rows:
             shape = (self._rows, *shape[1:])
         if saved == new and shape == tensor.shape and rank in tensor.seen:
-            # The cut of the checkpoint can be kept for every tensor, even if its name does not show how it is cut.
+            # Keep the cut of the checkpoint. This works for every tensor, even if its name does not show its cut.
             return tensor.seen[rank]
         try:
             return self._cut(tensor, saved).region(shape, rank, new)
@@ -229,8 +229,8 @@ class Planner:
     def _owned(self, at: RankCoordinates) -> Iterator[tuple[SavedTensor, Region]]:
         """Yields the parameters for which a rank owns optimizer state, each with the owned region.
 
-        The data-parallel ranks of one (pp, tp) divide the elements of its dense parameters evenly. Those of one
-        (pp, etp, ep) do the same with the elements of its experts' parameters.
+        The data-parallel ranks of one (pp, tp) divide the elements of its dense parameters evenly. The data-parallel
+        ranks of one (pp, etp, ep) do the same with the elements of its experts' parameters.
         """
         trained = [tensor for tensor in self._by_stage[at.pp] if tensor.main]
         dense = [tensor for tensor in trained if not tensor.expert]

@@ -67,8 +67,8 @@ def reshard(
 ) -> ReshardReport:
     """Rewrites a step into another folder of steps, under another layout.
 
-    It checks everything that it can check before it writes a byte. Meanwhile no trainer can save below `root`. If the
-    CRC of a block that it reads is wrong, it stops and removes what it has written.
+    It checks as much as it can before it writes a byte. During the reshard, no trainer can save below `root`. If the
+    CRC of a block is wrong, the reshard stops and removes what it has written.
 
     Args:
         selection: the checkpoints to rewrite, from `select`.
@@ -76,11 +76,11 @@ def reshard(
         force: True to replace checkpoints of the same step and roles, once all roles are written. A pinned step stays.
 
     Raises:
-        InvalidArgumentError: the sizes contradict each other, or the new checkpoint would replace the source or a
-            pinned checkpoint, or, without `force`, any checkpoint.
+        InvalidArgumentError: the sizes contradict each other, or the new checkpoint would replace the source, a pinned
+            checkpoint or, without `force`, any other checkpoint.
         LockedError: a trainer saves below `root`.
         CheckpointError: the checkpoint is damaged or does not fit the layout, or the new one cannot be written. `root`
-            has no new complete step.
+            then has no new complete step.
 
     Example:
         >>> reshard(select(Path("ckpt")), Path("ckpt_tp4"), WantedLayout(tp=4))  # doctest: +SKIP
@@ -142,7 +142,7 @@ def _writer(source: Path, manifest: Manifest, destination: RolesOfStep, wanted: 
         carried = plan_carried_files(source, reader, target.topology)
     except CheckpointError as error:
         raise type(error)(f"{source}: {error}") from error
-    # Keep the megatron version of the training. This process may have another one, or none.
+    # Keep the megatron version of the training. This process may have another version, or none.
     versions = {name: version for name, version in manifest.versions.items() if name == "megatron_core"}
     identity = Identity(manifest.role, manifest.contents, versions, manifest.adapters, manifest.model)
     return RoleWriter(

@@ -49,10 +49,10 @@ class RoleWriter:
     """Writes a role in the format of this package. It satisfies `formats.contract.CheckpointWriter`.
 
     Attributes:
-        read: fills tensors with ranges of the source: the reader's `read`, or one that checks more.
+        read: fills tensors with ranges of the source: the reader's `read`, or a function that checks more.
         copies: the files to copy from `source`, the folder of the saved role.
-        write_others: writes other small files durably into the folder that it is given. It returns each with the rank
-            that the manifest records as its writer.
+        write_others: writes other small files durably into the folder that it is given. It returns each file with the
+            rank that the manifest records as its writer.
     """
 
     reader: CheckpointReader
@@ -92,7 +92,7 @@ class RoleWriter:
 
     def check(self, folder: Path, part: int, parts: int) -> None:
         """Compares only the model, because no tool tests a checkpoint that has more."""
-        assert self.identity.contents == ("model",), "what it would not compare must not count as tested"
+        assert self.identity.contents == ("model",), "only the model is compared, so nothing else may count as tested"
         written = NativeReader.open(folder)
 
         def read(name: str, region: Region) -> torch.Tensor:
@@ -152,7 +152,7 @@ def _manifest(
     indexed: Sequence[FileNames],
     small: Sequence[tuple[int, WrittenFile]],
 ) -> Manifest:
-    """Makes the manifest of the files with tensors and of the small files, each with its rank.
+    """Makes the manifest of a role. `indexed` are the files with tensors, `small` the other files with their ranks.
 
     The step that the role is written into adds its roles and its attempt.
     """

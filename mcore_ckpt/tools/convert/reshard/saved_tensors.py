@@ -48,7 +48,7 @@ class SavedTensor:
 
 
 def saved_tensors(reader: NativeReader) -> Iterator[SavedTensor]:
-    """Yields all tensors of a checkpoint, in the order of the manifest. It reads every index.
+    """Yields all tensors of a checkpoint, in the order of the manifest. Reads every index.
 
     Raises CheckpointCorruptError if an index is missing or damaged, and UnsupportedError if a tensor has optimizer
     state that cannot be divided in another way.

@@ -35,7 +35,7 @@ class _FileRange:
     """A range of a file that is read as a whole and written as a whole. It satisfies `io.streams.FilePart`.
 
     A large file is written as if several ranks shared it, one range each. This process acts for all these writers;
-    `writer` is the number of the one that has this range.
+    `writer` is the number of the writer that has this range.
     """
 
     file: PlannedFile
@@ -69,8 +69,8 @@ def write_planned_files(
 ) -> Iterator[FileNames]:
     """Writes the files durably into the folder `staging`, and yields each when it is complete.
 
-    It needs two buffers of STREAM_BYTES and the memory that `read` needs, whatever the sizes of the files. `progress`
-    is called with the number of bytes that were written since the last call.
+    It needs two buffers of STREAM_BYTES and the memory that `read` needs, however large the files are. `progress` is
+    called with the number of bytes that were written since the last call.
 
     Raises:
         CheckpointCorruptError: a block is damaged, or a file cannot be read. The message names the file and the tensor.
@@ -95,7 +95,7 @@ def _ranges(file: PlannedFile) -> list[_FileRange]:
 
 
 def _reads_of(placed: Placed[_FileRange]) -> Iterator[tuple[ReadRange, torch.Tensor]]:
-    """Yields the stored ranges that fill a range, each with the memory to read it into."""
+    """Yields the stored ranges that fill a range of a file, each with the memory to read it into."""
     file_range, plan = placed.part, placed.part.plan
     for number, skip, at, nbytes in zip(*plan.parts, strict=True):
         located = file_range.file.located[number]

@@ -67,7 +67,7 @@ class WantedLayout:
         try:
             if self.hybrid_layer_pattern is not None:
                 stages = parse_pattern(self.hybrid_layer_pattern)
-                # As megatron does, divide a pattern of one segment evenly, or by the first and last number of layers.
+                # Like megatron, divide a pattern of one segment evenly, or by the layers of the first and last stage.
                 return stages if len(stages) > 1 else None
             return None if self.pipeline_layout is None else parse_layout(self.pipeline_layout)
         except ValueError as error:
@@ -108,7 +108,9 @@ def resolve(wanted: WantedLayout, saved: SavedLayout, has_experts: bool) -> Targ
     _check_positive(wanted)
     ends = (wanted.first_stage_layers, wanted.last_stage_layers)
     if wanted.hybrid_layer_pattern is not None and wanted.stages is not None and ends != (None, None):
-        raise InvalidArgumentError("a hybrid_layer_pattern with | divides the layers: leave out the stages' layers")
+        raise InvalidArgumentError(
+            "a hybrid_layer_pattern with | divides the layers: leave out first_stage_layers and last_stage_layers"
+        )
     topology = _topology(wanted, saved.topology, has_experts)
     return Target(topology, _stages(wanted, saved, topology))
 
@@ -144,7 +146,7 @@ def _topology(wanted: WantedLayout, saved: Topology, has_experts: bool) -> Topol
 
 def _expert_tp(saved: Topology, tp: int, ep: int) -> int:
     # megatron-core before 0.19 cannot train with ep = 1 and another etp than tp (`state/unsupported.py`), so such a
-    # layout is written only where somebody names it, or had it.
+    # layout is written only if it is asked for, or is the saved one.
     return tp if saved.etp == saved.tp or (ep == 1 and saved.ep > 1) else saved.etp
 
 

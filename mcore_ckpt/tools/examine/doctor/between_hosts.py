@@ -1,6 +1,6 @@
 """Lets the ranks of a job look at each other's files, locks and clocks.
 
-Rank 0 has made a trial folder. Each function is one or two rounds, and every rank calls it.
+The ranks use a trial folder that rank 0 has made. Every rank calls each function, which takes one or two rounds.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LATE_S = 1.0
 
 @dataclass(frozen=True)
 class View:
-    """What the ranks see of each other's files; and which ranks see another file system than rank 0."""
+    """What the ranks see of each other's files. `apart` are the ranks that see another file system than rank 0."""
 
     findings: tuple[Finding, ...]
     apart: frozenset[int]
@@ -88,7 +88,7 @@ def look(agreement: Agreement, trial: Path) -> View:
 
 
 def _seconds_until(path: Path, content: bytes, until: float | None = None) -> float | None:
-    """Returns the seconds after which a file has this content; None if it does not have it in time."""
+    """Returns the seconds after which a file has this content; None if it does not have the content in time."""
     begin = time.monotonic()
     until = begin + _LOOK_S if until is None else until
     while True:
@@ -121,9 +121,9 @@ def _of_view(root: Path, problems: Mapping[int, str], seen: Mapping[int, float])
 
 
 def contend(agreement: Agreement, trial: Path, leaders: Sequence[int]) -> list[Finding]:
-    """Lets one rank of each host try to get a lock that rank 0 holds, and to make the same file.
+    """Lets one rank of each host try to get a lock that rank 0 holds, and to make a file that the others make, too.
 
-    `leaders` are these ranks, including rank 0.
+    `leaders` are the ranks that take part, including rank 0.
     """
     if len(leaders) < 2:
         return []
@@ -135,7 +135,7 @@ def contend(agreement: Agreement, trial: Path, leaders: Sequence[int]) -> list[F
         if agreement.is_coordinator:
             write_file(path, [b"x"])
             held = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-            with suppress(OSError):  # then locks do not work on this host, which is another finding
+            with suppress(OSError):  # if this fails, locks do not work here, and another finding says so
                 fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return {}
 
@@ -160,7 +160,7 @@ def contend(agreement: Agreement, trial: Path, leaders: Sequence[int]) -> list[F
 
 
 def _try_lock(path: Path) -> str:
-    """Returns "seen" if rank 0's lock keeps this process from the file, "not seen" if not, and otherwise the error."""
+    """Returns "seen" if rank 0's lock keeps this process from the file, "not seen" if it does not, or the error."""
     try:
         descriptor = open_regular(path)
     except OSError as error:

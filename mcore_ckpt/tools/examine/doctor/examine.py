@@ -1,7 +1,7 @@
 """Examines a root: one process alone, or all ranks of a job together.
 
-Each host tries the file system by one of its ranks, because what a file system can do depends on how the host has
-mounted it. Then all ranks look at each other's files. Rank 0 puts everything together.
+All ranks look at each other's files. One rank of each host tries the file system, because what a file system can do
+depends on how the host has mounted it. Rank 0 collects all findings.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _TOPIC = "examining the file system"
 class Report:
     """The findings of the doctor about a root, in the order of the examination.
 
-    `mount` is the file system of rank 0; None if the system does not tell. `hosts` has the host of each rank; only rank
-    0's if the ranks did not meet.
+    `mount` is the file system of rank 0; None if it is unknown. `hosts` has the host of each rank, or only rank 0's
+    host if the ranks did not meet.
     """
 
     root: Path
@@ -62,16 +62,16 @@ def examine(
     """Examines an existing root on all ranks. Every rank calls it with the same arguments.
 
     Args:
-        megabytes: the size of the files with which the speed is measured; 0 to measure only small files. It is reduced
-            if little space is free.
+        megabytes: the size of the files with which the speed is measured; 0 to measure only small files. The files are
+            smaller if little space is free.
         missing: why the other ranks of the job do not take part; None if they do, or if there are none.
         progress: called while this rank measures the speed, with the number of bytes done and the number in all.
 
-    Returns the report on rank 0, None on the other ranks. A rank that is missing or fails is in the report.
+    Returns the report on rank 0, None on the other ranks. The report names a rank that is missing or fails.
 
     Raises:
-        InvalidArgumentError: no rank has such a folder.
-        CheckpointError: raised on the other ranks if a rank is missing or has failed.
+        InvalidArgumentError: no rank sees the root.
+        CheckpointError: a rank is missing or has failed. Rank 0 does not raise it.
     """
     examination = _Examination(root, agreement, megabytes, progress)
     try:
@@ -126,7 +126,7 @@ class _Examination:
             self._together += between_hosts.compare_clocks(self._agreement, told["leaders"])
 
     def give_up(self, error: CheckpointError) -> None:
-        """Notes that the ranks could not finish together. This rank still examines the root alone."""
+        """Adds the finding that the ranks could not finish together. This rank examines the root alone."""
         if self._own is None:
             with ExitStack() as stack:
                 self._open_trial(stack)
@@ -200,7 +200,7 @@ class _Examination:
         return findings
 
     def _try_in(self, trial: Path, findings: list[Finding]) -> None:
-        """Adds what this rank finds out in a trial folder. Raises OSError if the folder cannot be used."""
+        """Adds to `findings` what this rank finds out in a trial folder. Raises OSError if it cannot be used."""
         findings.append(owner_of(self._root, trial))
         own = trial / f"rank-{self._agreement.rank}"
         own.mkdir()

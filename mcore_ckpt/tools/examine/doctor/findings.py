@@ -1,4 +1,4 @@
-"""Defines what the doctor finds out about a root, and how bad it is."""
+"""Defines the findings of the doctor about a root, and their severities."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Severity(StrEnum):
-    """How bad a finding is, the harmless ones first.
+    """How bad a finding is, from harmless to worst.
 
     FINE: it works. EMULATED: it does not work, and something slower or weaker replaces it. SLOW: it works, but slower
     than this machine could. RISK: it works, but a failure that this package otherwise survives can lose checkpoints.
@@ -25,10 +25,10 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that the doctor has found out. Without a cost or an advice, these are empty.
+    """One thing that the doctor has found out. `cost` and `advice` are empty if there is none.
 
-    `topic`, what was examined, is the same in all runs, so that programs can look for it. `values` are measured
-    numbers. `ranks` are the ranks that it is true for; empty for all.
+    `topic` is what was examined, in the same words in all runs, so that programs can look for it. `values` are measured
+    numbers. `ranks` are the ranks for which the finding is true; empty for all ranks.
     """
 
     topic: str
@@ -66,9 +66,9 @@ def worst(findings: Iterable[Finding]) -> Severity:
 
 
 def merged(by_rank: Mapping[int, Iterable[Finding]]) -> list[Finding]:
-    """Merges the findings of several ranks. Equal findings become one, with the ranks that it is true for.
+    """Merges the findings of several ranks. Equal findings become one, with the ranks for which it is true.
 
-    A finding that is true for all of them lists no ranks. Findings keep the order of the first rank.
+    A finding that is true for all ranks lists none. Findings keep the order of the first rank.
     """
     found: dict[str, list[tuple[Finding, list[int]]]] = {}
     for rank, findings in by_rank.items():

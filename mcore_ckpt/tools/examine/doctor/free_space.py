@@ -18,9 +18,9 @@ FREE_SPACE = "free room"  # scripts of users look for this name
 
 @dataclass(frozen=True)
 class FreeSpace:
-    """The free space below a root, and the newest complete step; None if there is none.
+    """The free space below a root. `step` is the newest complete step; None if there is none.
 
-    A save like this step takes `taken` here, and `passing` bytes in addition until it is committed.
+    A save of the same size as this step takes `taken` here, and `passing` more bytes until it is committed.
     """
 
     disk: DiskSpace
@@ -66,7 +66,10 @@ def free_bytes(root: Path) -> int | None:
 
 
 def finding_of_space(space: FreeSpace) -> Finding:
-    """Says how much space is free, and whether it is enough. Too little is only a risk if saves are tried anyway."""
+    """Says how much space is free, and whether it is enough.
+
+    If it is not certain how much space is free, saves are tried anyway, so too little space is only a risk.
+    """
     if space.nbytes is None:
         return fine(FREE_SPACE, str(space))
     values = {"bytes": float(space.nbytes)}

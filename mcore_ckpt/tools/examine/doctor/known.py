@@ -20,7 +20,7 @@ _DELETED_UNDER_A_LOAD = "retention can delete a step that another host is readin
 
 
 def abilities_of(mount: Mount) -> Abilities | None:
-    """Returns what a file system of this type can do; None if none was tried."""
+    """Returns what a file system of this type can do; None if no file system of this type was tried."""
     abilities = of_name(mount.kind).abilities
     if abilities is not None and mount.kind == "ext4" and mount.options.get("data") == "journal":
         return replace(abilities, direct=False)

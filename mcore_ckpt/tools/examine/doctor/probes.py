@@ -1,6 +1,6 @@
 """Tries, in an empty folder, each thing that saving, loading and deleting checkpoints relies on.
 
-Each probe does what the package itself does, if possible by the same function, and returns one finding.
+Each probe does what the package itself does, if possible with the same function, and returns one finding.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ def try_all(folder: Path, mount: Mount | None) -> list[Finding]:
 
 
 def has_direct(findings: Iterable[Finding]) -> bool:
-    """True if the probes have found that O_DIRECT bypasses the page cache."""
+    """Returns True if the probes have found that O_DIRECT bypasses the page cache."""
     return any(finding.topic == DIRECT and finding.values for finding in findings)
 
 
 @contextmanager
 def opened(path: Path, flags: int) -> Iterator[int]:
-    """Yields the descriptor of a file that is opened, or made, for the `with` block. Raises OSError."""
+    """Opens a file for the `with` block, and yields its descriptor. Makes it if `flags` say so. Raises OSError."""
     descriptor = os.open(path, flags | os.O_CLOEXEC, 0o664)
     try:
         yield descriptor
@@ -103,7 +103,7 @@ def _direct(folder: Path, mount: Mount | None) -> Finding:
 
 
 def _writes(folder: Path, mount: Mount | None) -> Finding:
-    """Threads and replicas write ranges of one file in any order, and the file's length is set at the end."""
+    """Tries what saves do: threads and replicas write ranges of a file in any order, and set its length at the end."""
     path = folder / "file"
     with opened(path, os.O_RDWR | os.O_CREAT) as first:
         with opened(path, os.O_RDWR) as second:
@@ -121,7 +121,7 @@ def _reserve(folder: Path, mount: Mount | None) -> Finding:
     with opened(folder / "file", os.O_RDWR | os.O_CREAT) as descriptor:
         number = fallocate(descriptor, 1 << 20)
     if number in _UNSUPPORTED:
-        cost = "a full disk is noticed only when it is full, and files may lie in more pieces"
+        cost = "a save notices a full disk only while it writes, and files may lie in more pieces"
         return emulated(RESERVE, "fallocate is not supported, so files grow while they are written", cost)
     if number:
         raise OSError(number, os.strerror(number))
@@ -169,8 +169,8 @@ def _exchange(folder: Path, mount: Mount | None) -> Finding:
     return emulated(
         EXCHANGE,
         "not supported, so a step that is saved again is put in place by two renames",
-        "for an instant the step is not there, and `load` takes an older one; after a crash in that instant the next "
-        "start puts it back. Steps that are saved once do not need it",
+        "for an instant the step is not there, and `load` takes an older step; after a crash in that instant, the next "
+        "start puts the step back. Steps that are saved only once need no exchange",
     )
 
 
@@ -223,7 +223,7 @@ def _times(folder: Path, mount: Mount | None) -> Finding:
     before = time.time()
     write_file(path, [b"x"])
     after, first = time.time(), path.stat().st_mtime
-    # A trainer touches its lock file every 15 seconds, and another one must see that the time has changed.
+    # A trainer touches its lock file every 15 seconds, and other trainers must see that the time has changed.
     os.utime(path, (first - TRAINER_BEAT_S, first - TRAINER_BEAT_S))
     touched = path.stat().st_mtime
     os.utime(path)
@@ -283,7 +283,7 @@ def _deleted(folder: Path, mount: Mount | None) -> Finding:
             os.unlink(path)
             found = os.pread(descriptor, 1, 0)
         except OSError as error:
-            cost = "if locks do not work either, a load whose step is deleted under it takes another step"
+            cost = "if locks do not work either, a load takes another step when its step is deleted"
             return emulated(DELETED, f"cannot be read any more: {error.strerror}", cost)
     return fine(DELETED, "stay readable") if found == b"x" else _broken(DELETED)
 
@@ -311,7 +311,7 @@ _PROBES: Sequence[tuple[str, Probe]] = (
     (MAPPING, _mapping),
     (DELETED, _deleted),
 )
-# What an error of each probe costs.
+# The cost of an error in each probe.
 _COSTS = dict.fromkeys((topic for topic, _ in _PROBES), "checkpoints cannot be saved here") | {
     EXCLUSIVE: "two trainers could save one role at once, and delete each other's checkpoints",
     EXCHANGE: "a step that is there already cannot be saved again",

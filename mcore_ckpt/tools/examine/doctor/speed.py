@@ -1,4 +1,4 @@
-"""Measures how fast this package writes and reads durably, against plain system calls on the same bytes.
+"""Measures how fast this package writes durably and reads, compared with plain system calls on the same bytes.
 
 The two sides take turns, and each figure is a median. So a machine or a file system that is busy with other things
 slows both sides of a ratio.
@@ -27,14 +27,14 @@ WRITE, READ, SYNC_TIME, SMALL_FILES = "speed of writing", "speed of reading", "t
 
 FILE_SYSTEM, PROCESSORS = "file system", "processors"
 
-# Which value says how fast a host is.
+# The value of each finding that says how fast a host is.
 _SPEEDS = {WRITE: "bytes_per_s", READ: "bytes_per_s", SYNC_TIME: "seconds", SMALL_FILES: "files_per_s"}
 
 _MEBIBYTE = 1 << 20
 _PAIRS = 5
 # No new pair begins after so many seconds.
 _ENOUGH_S = 20.0
-# A ratio below this one is called slow.
+# A lower ratio of our speed to the speed of system calls counts as slow.
 _NEAR = 0.7
 _SLOW_SYNC_S = 0.1
 _SLOW_FILES_PER_S = 100
@@ -48,7 +48,7 @@ def measure(folder: Path, nbytes: int, direct: bool, progress: Progress = no_pro
     Args:
         nbytes: the size of the files, a multiple of 1 MiB; 0 to measure only small files.
         direct: whether the plain system calls use O_DIRECT.
-        progress: called with the number of bytes that have been written and read, and the most that will be.
+        progress: called with the number of bytes that have been written and read, and the most that this can become.
 
     Raises OSError.
     """
@@ -59,7 +59,7 @@ def measure(folder: Path, nbytes: int, direct: bool, progress: Progress = no_pro
 
 
 def limit_of(values: Mapping[str, float]) -> str:
-    """Returns what limits writing or reading by the values of its finding: FILE_SYSTEM, PROCESSORS, or "" for neither.
+    """Returns what limits writing or reading: FILE_SYSTEM, PROCESSORS, or "" for neither. Takes the finding's values.
 
     Example:
         >>> limit_of({"ratio": 0.5, "raw_bytes_per_s": 5e9, "processor_bytes_per_s": 6e9})
@@ -71,7 +71,7 @@ def limit_of(values: Mapping[str, float]) -> str:
 
 
 def of_hosts(by_rank: Mapping[int, Sequence[Finding]]) -> dict[int, list[Finding]]:
-    """Returns the findings of several ranks. Of findings about speed, it keeps only the slowest rank's."""
+    """Returns the findings of several ranks. Each finding about a speed is kept only for the slowest rank."""
     slowest: dict[str, int] = {}
     for rank, findings in by_rank.items():
         for finding in findings:
@@ -112,7 +112,7 @@ def _large_files(folder: Path, nbytes: int, flags: int, progress: Progress) -> l
     crc_s = _seconds(lambda: _native.crc32_blocks(source.address, nbytes, _MEBIBYTE))
     copy_s = _seconds(lambda: _native.copy_host([target.address], [source.address], [nbytes], 1))
     ours, raw = folder / "ours", folder / "raw"
-    most = 2 * nbytes * (_PAIRS + 1)  # in one direction
+    most = 2 * nbytes * (_PAIRS + 1)  # the most bytes that are written, and the most that are read
     writes = _pairs(
         partial(_write_ours, ours, source),
         lambda: _write_raw(raw, data, flags),
@@ -157,9 +157,10 @@ def _pairs(
     before: Callable[[], object],
     after: Callable[[int], object],
 ) -> list[tuple[float, float]]:
-    """Returns the seconds of both sides, in turn. The first pair only warms up, unless it takes very long.
+    """Measures both sides in turn, and returns the seconds of each pair.
 
-    `before` is called before each pair, and `after` after it, with the number of pairs.
+    The first pair only warms up and is left out, unless it takes so long that no other follows. `before` is called
+    before each pair, and `after` after it, with the number of pairs so far.
     """
     begin = time.monotonic()
     times = []
@@ -206,7 +207,7 @@ def _compared(topic: str, nbytes: int, times: list[tuple[float, float]], cpu: fl
 
 def _write_raw(path: Path, data: memoryview, flags: int) -> None:
     with opened(path, os.O_WRONLY | os.O_CREAT | flags) as descriptor:
-        fallocate(descriptor, len(data))  # an error means only that there is less order on the disk
+        fallocate(descriptor, len(data))  # if this fails, the file may only lie in more pieces
 
         def write(at: int) -> None:
             piece = data[at : at + tuning.WRITE_BYTES]
@@ -252,7 +253,7 @@ def _sync_time(folder: Path) -> Finding:
     seconds = statistics.median(times)
     fact = f"a small file is durable after {seconds * 1e3:.1f} ms (median of {_SYNCS})"
     if seconds > _SLOW_SYNC_S:
-        cost = f"a commit waits for a dozen or two of them, about {seconds * 20:.1f} s; `async_save` hides it"
+        cost = f"a commit waits for about 20 such files, {seconds * 20:.1f} s; with `async_save` the training goes on"
         return Finding(SYNC_TIME, Severity.SLOW, fact, cost, "", {"seconds": seconds})
     return fine(SYNC_TIME, fact, seconds=seconds)
 
@@ -269,6 +270,6 @@ def _small_files(folder: Path) -> Finding:
     rate = _SMALL / _seconds(make_and_delete)
     fact = f"{rate:,.0f} files made, looked up and deleted in a second"
     if rate < _SLOW_FILES_PER_S:
-        cost = "retention and the removal of leftovers take longer, beside the training"
+        cost = "retention and the removal of leftovers take longer, while the training runs"
         return Finding(SMALL_FILES, Severity.SLOW, fact, cost, "", {"files_per_s": rate})
     return fine(SMALL_FILES, fact, files_per_s=rate)

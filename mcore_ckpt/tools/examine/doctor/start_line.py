@@ -26,7 +26,7 @@ def log_root(root: Path) -> None:
     """
     try:
         level, line = start_line(root)
-    except Exception as error:  # a start never fails because of what it would only have logged
+    except Exception as error:  # a start must not fail because of a line in the log
         logger.debug("%s: its file system could not be examined: %s", root, error)
     else:
         logger.log(level, "%s", line)

@@ -1,4 +1,4 @@
-"""Runs a whole bench: measures below a root, predicts the saves of a training, and compares real saves."""
+"""Runs a bench: measures below a root, predicts the saves of a training, and compares predictions with real saves."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mcore_ckpt.tools.maintain.bench.speeds import Speeds, alternate, free_memor
 from mcore_ckpt.tools.maintain.bench.trial_saves import TrialSaves
 
 Progress = Callable[[str, int], None]
-"""Called with what is being done, and with how many bytes of it have just been saved."""
+"""Called with what is being done, and with the number of bytes that have just been saved."""
 
 _REAL_SAVES = 5
 _LEAST_BYTES = 1 << 20
@@ -41,7 +41,8 @@ class Comparison:
 class RealSaves:
     """Real saves of one size, predicted and measured. The measured times are medians.
 
-    `nbytes` is the size of each save, of all ranks of the node together. `async_save` is the time until one is durable.
+    `nbytes` is the size of each save of all ranks of the node together. `async_save` is the time until such a save is
+    durable.
     """
 
     nbytes: int
@@ -52,11 +53,11 @@ class RealSaves:
 
 @dataclass(frozen=True)
 class Report:
-    """What a bench has found. `mount` is None if the system does not tell.
+    """What a bench has found. `mount` is None if the file system is unknown.
 
     Attributes:
         size, prediction: what the training saves, and how long it will take; None if no model was given.
-        fitting_saves: how many such saves fit below the root; None without a model, or if the system does not tell.
+        fitting_saves: how many such saves fit below the root; None without a model, or if that is unknown.
     """
 
     root: Path
@@ -81,7 +82,7 @@ def bench(
     Args:
         nbytes: how many bytes a trial save has.
         ranks: how many ranks of a node save at once.
-        size: what a training saves, to predict its saves; None predicts nothing.
+        size: what a training saves, to predict its saves; None to predict nothing.
         real: sizes of real saves to compare with their predictions.
         progress: called after each save.
 
@@ -130,7 +131,7 @@ def _compare(trial: Path, nbytes: int, speeds: Speeds, progress: Progress) -> Re
 
 def _fitting(root: Path, size: SaveSize) -> int | None:
     space = space_of(root)
-    # The sizes of the files do not matter, only that each ends within a block.
+    # Equal sizes are good enough: what counts besides the total is that the end of each file takes a whole block.
     per_file = -(-size.total_bytes // size.files)
     return space.times(space.taken_by(Need((per_file,) * size.files)))
 

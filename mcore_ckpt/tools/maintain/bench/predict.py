@@ -4,8 +4,8 @@ The model follows `save/save.py`; docs/bench.md has it as a table. A node's rank
 they save together counts. With the state on a GPU, each rank copies over a separate bus, and writing overlaps with
 copying, so the slower of the two counts. A first save then waits until its memory is pinned.
 
-Opening, the commit, and writing without bytes were measured directly. The time of planning, and the time that further
-ranks and tensors add to a commit, are constants from other measurements.
+The times of opening, of the commit, and of writing an almost empty save are measured directly. The time of planning,
+and the time that further ranks and tensors add to a commit, are constants from other measurements.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ class Prediction:
         stall: how long a later async save holds the training up.
         first_stall: the same for a first save that comes before any host memory is prepared.
         prepared_after_s: how long after its construction a manager has prepared the host memory, so that the first save
-            is like later ones; 0 with a GPU, whose first save waits until then.
+            is like later saves; 0 with a GPU, because a first save then waits for the memory.
         async_save: the time until an async save is durable.
         load: the time of a load under the same layout.
-        file_system_bytes_per_s: what the file system must take from all nodes together while they write.
+        file_system_bytes_per_s: how fast the file system must take bytes from all nodes together while they write.
     """
 
     stall: Estimate

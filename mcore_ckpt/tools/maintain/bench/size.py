@@ -36,8 +36,8 @@ class Training:
         dtype: the dtype of the model, one of `MODEL_BYTES`. With "fp32" the main parameters are the model's own.
         optimizer: "adam", "sgd", "lion" or "muon", all sharded over the data-parallel ranks, with moments in fp32.
         contents: which of "model" and "optimizer" are saved.
-        ranks_per_node: how many ranks share the memory and the disk of a node; None for 8, or for all if they are
-            fewer.
+        ranks_per_node: how many ranks share the memory and the disk of a node; None for 8, or for all ranks if there
+            are fewer than 8.
     """
 
     layout: WantedLayout = field(default_factory=WantedLayout)
@@ -85,9 +85,9 @@ class SaveSize:
         parameters: the number of parameters of the whole model.
         total_bytes: the size of the checkpoint.
         node_bytes: how many bytes the ranks of a node write together, on the node with the most to write.
-        rank_bytes: how many bytes one rank writes: the rank with the most to write.
+        rank_bytes: the largest number of bytes that one rank writes.
         node_load_bytes: how many bytes the ranks of a node read together, on the node with the most to read.
-        tensors: how many tensors the rank with the most plans in a save.
+        tensors: the largest number of tensors that one rank plans in a save.
         files: how many files all ranks together write.
     """
 
@@ -133,8 +133,9 @@ class _Stage:
 def size_of_model(folder: Path, training: Training) -> SaveSize:
     """Returns what the ranks save of the model that a folder's `config.json` describes. Reads no weights.
 
-    Raises CheckpointNotFoundError if there is none, UnsupportedError if the architecture is not known or the file
-    cannot be read, and InvalidArgumentError if the sizes of the layout contradict each other, or do not fit the model.
+    Raises CheckpointNotFoundError if there is no such file, UnsupportedError if the architecture is not known or the
+    file cannot be read, and InvalidArgumentError if the sizes of the layout contradict each other, or do not fit the
+    model.
     """
     model = model_from_config(read_config(folder))
     numels: dict[str, int] = {}
@@ -142,7 +143,7 @@ def size_of_model(folder: Path, training: Training) -> SaveSize:
         if not tensor.is_copy:
             for slab in tensor.slabs:
                 numels[slab.mcore] = numels.get(slab.mcore, 0) + slab.numel
-    numels.pop("", None)  # zeros, which no mcore tensor has
+    numels.pop("", None)  # the name of zeros that no mcore tensor has
     topology, stages = _resolved(training.layout, len(model.layers), model.mtp_depths, any(map(is_expert, numels)))
     placement = PipelineAssignment(stages)
     held: list[list[tuple[str, int]]] = [[] for _ in range(topology.pp)]
@@ -182,7 +183,7 @@ def _stage(tensors: Sequence[tuple[str, int]]) -> _Stage:
 
 
 def _size(training: Training, topology: Topology, stages: Sequence[_Stage]) -> SaveSize:
-    """Adds up the ranks. Every byte is written once: replicas share the model's files and the optimizer's shards."""
+    """Adds up what ranks save. Every byte is written once: replicas divide files and shards among themselves."""
     per_node = training.ranks_per_node or min(8, topology.world_size)
     in_stage = topology.world_size // topology.pp
     parameter = training.model_bytes + training.optimizer_bytes
@@ -214,7 +215,7 @@ def _planned_tensors(training: Training, stage: _Stage, replicas: int) -> int:
 
 
 def _most_of_a_node(by_stage: Sequence[int], in_stage: int, per_node: int) -> int:
-    """Returns the most that consecutive ranks on one node have. Megatron numbers the ranks stage by stage."""
+    """Returns the largest sum over a node's ranks. These are consecutive, and Megatron numbers ranks stage by stage."""
     ranks = in_stage * len(by_stage)
     nodes = (range(first, min(first + per_node, ranks)) for first in range(0, ranks, per_node))
     return max(sum(by_stage[rank // in_stage] for rank in node) for node in nodes)

@@ -1,7 +1,7 @@
 """Measures what saves on this machine wait for: memory, disk, and what a save costs besides its bytes.
 
 The speeds of saves come from trial saves, by all ranks of a node at once. The speeds of the disk alone and of the
-processors alone come from the doctor, which measures our writer and reader against plain system calls.
+processors alone come from the doctor, which compares our writer and reader with plain system calls.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ Progress = Callable[[int], None]
 _SAVES = 7
 _ENOUGH_S = 60.0
 _FETCH_MOST_BYTES = 256 << 20
-# The processors' caches hold some hundred MB, so larger states are copied more slowly.
+# Copies are also measured with a state this many times as large: the processors' caches hold some hundred MB, so larger
+# states are copied more slowly.
 _LARGER = 4
 
 
@@ -58,7 +59,7 @@ class Speeds:
         open_s: the time from the call of a save until its folder is there.
         small_write_s: the time to write all files of a save that has hardly any bytes.
         commit_s: the time to commit such a save.
-        spread: the shortest and the longest trial save that copied, divided by their median.
+        spread: the times of the fastest and the slowest trial save that copied, divided by the median of these times.
     """
 
     ranks: int
@@ -92,7 +93,7 @@ class Speeds:
 
 
 def measure(folder: Path, nbytes: int, ranks: int, progress: Progress = lambda nbytes: None) -> Speeds:
-    """Measures in an empty folder. Uses `2 * nbytes` of disk space, and `8 * nbytes` of memory, or what is free.
+    """Measures in an empty folder. Uses `2 * nbytes` of disk space, and at most `8 * nbytes` of memory.
 
     `nbytes` is how many bytes a trial save has, at least 1 MiB; `ranks` is how many ranks save at once. `progress` is
     called after each save.
@@ -134,9 +135,10 @@ def measure(folder: Path, nbytes: int, ranks: int, progress: Progress = lambda n
 
 
 def alternate(saves: TrialSaves, count: int, progress: Progress) -> tuple[list[SaveTimes], list[SaveTimes]]:
-    """Makes saves that copy and saves that write in place, in turn. The first two only warm up, unless they are slow.
+    """Makes pairs of a save that copies and a save that writes in place.
 
-    Returns the times of the former and of the latter.
+    The first pair only warms up and is left out, unless it takes so long that no other follows. Returns the times of
+    the saves that copied, and of the saves that wrote in place.
     """
     begin = time.monotonic()
     pairs = []
@@ -164,7 +166,7 @@ def _larger_copies(folder: Path, nbytes: int, ranks: int) -> tuple[int, float]:
     most = _LARGER * nbytes if free is None else min(_LARGER * nbytes, free // 4)
     with TrialSaves(folder / "larger", max(nbytes, most), ranks) as larger:
         larger.copy()
-        # The average and not the median, because a long copy meets whatever else runs on the machine.
+        # Take the average and not the median, because other programs slow down a long copy now and then.
         return larger.nbytes, larger.nbytes / statistics.mean(larger.copy() for _ in range(_SAVES))
 
 
@@ -173,7 +175,7 @@ def _median(times: Sequence[SaveTimes], field: str) -> float:
 
 
 def _speed(nbytes: int, seconds: float, without_bytes_s: float) -> float:
-    """Returns the speed without the fixed time; including it, if the bytes take less than half of the whole time."""
+    """Returns the speed without the fixed time of a save, unless this time is at least half of the whole time."""
     rest = seconds - without_bytes_s
     return nbytes / (rest if rest > seconds / 2 else seconds)
 

@@ -96,7 +96,7 @@ class _Rank:
 class TrialSaves:
     """Saves the same random bytes as often as asked, each time as a new step, and deletes each step afterwards.
 
-    `root` is made; its removal is up to the caller. `nbytes` is the size of the tensors of all ranks together.
+    It makes `root`, which the caller removes. `nbytes` is the size of the tensors of all ranks together.
 
     Raises MemoryError: there is not enough memory for the tensors.
 
@@ -285,7 +285,7 @@ def _tensor(path: tuple[str, ...], key: ShardKey, region: Region, dtype: torch.d
 def _random_bytes(nbytes: int) -> torch.Tensor:
     """Returns memory full of random bytes, because some file systems compress what repeats within a few bytes.
 
-    torch allocates it, as for a trainer's tensors. A host buffer consists of huge pages, and copies from these are
+    torch allocates the memory, as for a trainer's tensors. A host buffer would have huge pages, from which copies are
     faster.
     """
     tiles = torch.empty(-(-nbytes // _TILE_BYTES), _TILE_BYTES, dtype=torch.uint8)
