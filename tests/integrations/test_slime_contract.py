@@ -58,3 +58,14 @@ def test_without_the_fork_it_says_so(fork: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, fork, None)
     with pytest.raises(ImportError, match=rf"mcore_ckpt\.integrations\.{fork} needs {fork} and Megatron-LM"):
         integration.install(SimpleNamespace())
+
+
+def test_a_step_and_a_role_of_ours_are_told_from_a_huggingface_folder(tmp_path: Path) -> None:
+    is_ours = ActorCheckpoints.is_megatron_checkpoint(object.__new__(ActorCheckpoints), lambda path: False)
+    role = tmp_path / "global_steps_1" / "actor"
+    role.mkdir(parents=True)
+    assert not is_ours(str(role.parent))
+    (role / "manifest.json").touch()
+    assert is_ours(str(role.parent))
+    assert is_ours(str(role))
+    assert not is_ours(str(tmp_path))

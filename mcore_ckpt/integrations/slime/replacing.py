@@ -169,7 +169,8 @@ class ActorCheckpoints:
 
     def is_megatron_checkpoint(self, stock: Any) -> Any:
         """Returns a function that tells checkpoints from HuggingFace folders. Ours may be a step's folder."""
-        return lambda path: any(Path(path).glob(f"{{,*/}}{MANIFEST_FILE}")) or stock(path)
+        names = (MANIFEST_FILE, f"*/{MANIFEST_FILE}")
+        return lambda path: any(any(Path(path).glob(name)) for name in names) or stock(path)
 
     def replace_more(self, model: Any) -> None:
         """Replaces functions that only a fork has, in its module `backends.megatron_utils.model`."""
