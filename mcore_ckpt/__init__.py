@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from mcore_ckpt.manager import CheckpointManager
     from mcore_ckpt.save.background import SaveHandle
     from mcore_ckpt.save.save_times import SaveReport
+    from mcore_ckpt.sharding.data_position import ShardedPosition
+    from mcore_ckpt.sharding.sample_share import SampleShare
     from mcore_ckpt.steps.pins import pin, unpin
 
 __all__ = [
@@ -25,8 +27,10 @@ __all__ = [
     "HfLoadReport",
     "LoadReport",
     "LoadResult",
+    "SampleShare",
     "SaveHandle",
     "SaveReport",
+    "ShardedPosition",
     "load_hf",
     "pin",
     "unpin",
@@ -44,6 +48,8 @@ __getattr__ = lazy_names(
         "manager": ("CheckpointManager",),
         "save.background": ("SaveHandle",),
         "save.save_times": ("SaveReport",),
+        "sharding.data_position": ("ShardedPosition",),
+        "sharding.sample_share": ("SampleShare",),
         "steps.pins": ("pin", "unpin"),
     },
 )

@@ -195,6 +195,7 @@ class CheckpointManager:
                 committed.
             extra_state: this rank's data position, counters and so on: containers, numbers, strings, tensors and NumPy
                 arrays (docs/format.md lists the types). Values come back with their types. It may differ between ranks.
+                A `ShardedPosition` in it is divided anew under another data-parallel size.
                 It may also be a function that returns this state. If the function raises on one rank, all ranks raise a
                 CommitError. If code before the call of `save` raises on one rank instead, the other ranks wait for this
                 rank until `timeout_s`.

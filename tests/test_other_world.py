@@ -7,6 +7,10 @@ from typing import Any
 
 import pytest
 
+from mcore_ckpt.tools.convert.reshard.reshard import reshard
+from mcore_ckpt.tools.convert.reshard.target import WantedLayout
+from mcore_ckpt.tools.examine.select import select
+
 pytestmark = pytest.mark.slow
 
 SAME: dict[str, Any] = {"padded_vocab": 144, "global_batch": 8, "dropout": 0.0}
@@ -36,6 +40,33 @@ def test_a_training_moves_between_worlds(name: str, tmp_path: Path, run_python: 
     begun, ended = (tensor_files(tmp_path / stop / "global_steps_2" / "actor") for stop in ("0", str(len(others) + 1)))
     assert begun.keys() == ended.keys()
     assert [path for path in begun if begun[path] != ended[path]] == []
+
+
+@pytest.mark.parametrize("is_resharded", [False, True])
+def test_every_sample_is_taken_once(is_resharded: bool, tmp_path: Path, run_python: Callable[..., str]) -> None:
+    """By 4, 2 and 3 data-parallel ranks, of which each is ahead of the one before it; then one rank takes the rest.
+
+    `is_resharded`: the first checkpoint is rewritten for another layout, with fewer files than there are positions.
+    """
+    first = SAME | {"world": 4}
+    others = [(SAME | {"world": 4, "tp": 2}, 3), (SAME | {"world": 3}, 2), (SAME | {"world": 1}, 60)]
+    run_python("tests/distributed/take_samples.py", tmp_path, json.dumps([(first, "-", "0", 5)]))
+    source = "0"
+    if is_resharded:
+        reshard(select(tmp_path / "0"), tmp_path / "resharded", WantedLayout(dp=1))
+        source = "resharded"
+    stops = []
+    for number, (layout, count) in enumerate(others, 1):
+        stops.append((layout, source, str(number), count))
+        source = str(number)
+    run_python("tests/distributed/take_samples.py", tmp_path, json.dumps(stops))
+    found = [json.loads((tmp_path / f"{number}.json").read_text()) for number in range(4)]
+    assert [len(by_rank) for by_rank in found] == [4, 2, 3, 1]
+    taken = sorted(sample for by_rank in found for samples, _ in by_rank.values() for sample in samples)
+    assert taken == list(range(len(taken)))
+    for number, by_rank in enumerate(found, 1):
+        files = [(name, offset) for _, files in by_rank.values() for name, offset in files.items()]
+        assert sorted(files) == sorted((f"file_{n}", 10 * number) for n in range(12))
 
 
 def tensor_files(checkpoint: Path) -> dict[str, bytes]:

@@ -88,6 +88,7 @@ TAKES: Mapping[str, frozenset[str]] = {
     "list": _STEPS,
     "watch": _STEPS,
     "prune": _STEPS,
+    "branch": _STEPS,
     "inspect": _CHECKPOINT,
     "verify": _CHECKPOINT,
     "diff": _CHECKPOINT,

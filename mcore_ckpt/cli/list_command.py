@@ -69,6 +69,9 @@ def run(args: argparse.Namespace) -> int:
         newest += f", of which this node has {last.reason}"
     tracked = "none" if found.tracker is None else found.tracker
     console.print(f"{newest}; the tracker names {tracked}")
+    if last is not None and last.parent is not None:
+        began = f"step {last.parent.step} of run {last.parent.run or 'unknown'}"
+        console.print(f"run {last.run} began with {began}")
     return 0
 
 
@@ -161,6 +164,7 @@ def step_as_json(step: ListedStep) -> dict[str, Any]:
         "abandoned": step.abandoned,
         "commit": step.commit,
         "run": step.run,
+        "parent": step.parent and vars(step.parent),
         "places": list(step.places),
         "nodes": None if step.of_nodes is None else nodes_as_json(step.of_nodes),
         "saves": [save_as_json(save) for save in step.saves],

@@ -37,6 +37,7 @@ COMMANDS: Mapping[str, str] = {
     "verify": "verify",
     "prune": "prune",
     "collect": "collect_command",
+    "branch": "branch",
     "merge": "merge",
     "test": "test_command",
     "convert": "convert",

@@ -21,6 +21,7 @@ from mcore_ckpt.formats.contract import RankPosition
 from mcore_ckpt.formats.locate import Located, Locator, Wanted
 from mcore_ckpt.formats.native.folder import Folder
 from mcore_ckpt.formats.native.reader import NativeReader
+from mcore_ckpt.load.data_positions import with_positions
 from mcore_ckpt.load.fill import TensorFill, refuse_freed
 from mcore_ckpt.load.fresh_adapters import choice_of
 from mcore_ckpt.load.group_plan import GroupPlan, plan_groups
@@ -351,6 +352,9 @@ def _read_extra(
     place = saved.place_in_turn(trainer.coordinates.place)
     handed_over = reader.by_path.get(file_names.extra_file(*place))
     extra = None if handed_over is None else _extra_state(reader, handed_over)
+    if extra is not None:
+        read = partial(_extra_state_of, reader)
+        extra = with_positions(extra, place, saved, trainer.coordinates.dp, trainer.topology.dp, read)
     if trainer.topology.has_generators_of(saved):
         file, rng = _read_rng(reader, place)
         if "seed" not in rng:
@@ -365,6 +369,11 @@ def _read_rng(reader: NativeReader, place: tuple[int, int, int, int]) -> tuple[s
     """Reads the random states of a saved rank. Returns the file's name for messages, and the states."""
     path = file_names.rng_file(*place)
     return f"{reader.place}/{path}", reader.plain(path)
+
+
+def _extra_state_of(reader: NativeReader, place: tuple[int, int, int, int]) -> dict[str, Any] | None:
+    record = reader.by_path.get(file_names.extra_file(*place))
+    return None if record is None else _extra_state(reader, record)
 
 
 def _extra_state(reader: NativeReader, record: FileRecord) -> dict[str, Any]:

@@ -57,7 +57,7 @@ class LoadResult:
 
     Attributes:
         step: the step of the loaded checkpoint.
-        extra_state: the dict that this rank gave to `save`, or None.
+        extra_state: the dict that this rank gave to `save`, or None. Its data positions are `ShardedPosition`s again.
         report: what the load did on this rank.
     """
 

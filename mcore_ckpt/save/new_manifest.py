@@ -17,6 +17,7 @@ from mcore_ckpt.io.files import sync_dir
 from mcore_ckpt.ranks.topology import RankCoordinates
 from mcore_ckpt.save.destination import Place
 from mcore_ckpt.save.rank_reports import FileReport, GroupId, RankReport, TensorNames
+from mcore_ckpt.sharding.stored_positions import check_replicas
 from mcore_ckpt.state.trainer import Trainer
 
 
@@ -49,6 +50,8 @@ def build_manifest(
     """
     files = [(rank, file) for rank, report in enumerate(reports) for file in report.files]
     place.check(files, [report.parts for report in reports])
+    ranks = tuple(RankCoordinates(*report.coordinates) for report in reports)
+    check_replicas([report.positions for report in reports], [at.dp for at in ranks])
     for report in reports:
         names.receive(report.names)
     if "optimizer" in trainer.config.save_contents:
@@ -70,7 +73,7 @@ def build_manifest(
         versions=package_versions(),
         contents=contents,
         topology=trainer.topology,
-        ranks=tuple(RankCoordinates(*report.coordinates) for report in reports),
+        ranks=ranks,
         stages=tuple(stage for _, stage in sorted(stages.items())),
         tensors=in_order,
         files=tuple(_record(rank, file, holds) for rank, file in placed),

@@ -258,7 +258,8 @@ class RankFiles:
         names = self._context.names.to_send(self.plan.files, self._trainer.agreement.rank, self._groups)
         replicas, times = self._replicas(writer), self._times.to_record(stall_s, nbytes)
         groups = self._groups.holds
-        report = rank_report(self._trainer, written, self.plan.files, names, steps, groups, replicas, times)
+        positions = self._small.positions
+        report = rank_report(self._trainer, written, self.plan.files, names, steps, groups, replicas, times, positions)
         return report.to_record()
 
     def _start(self, staging: Path) -> FileWriter:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from functools import cached_property
+from types import MappingProxyType
 
 import msgspec
 
@@ -258,6 +259,7 @@ class RankReport(msgspec.Struct, array_like=True, frozen=True, gc=False):
         groups: the digest of the rank's param groups and their members.
         replicas: what rank 0 compares with other ranks.
         times: when the rank planned, copied and wrote (`SaveTimes.to_record`).
+        positions: digests of the rank's data positions, by name.
     """
 
     files: tuple[FileReport, ...]
@@ -269,6 +271,7 @@ class RankReport(msgspec.Struct, array_like=True, frozen=True, gc=False):
     groups: str
     replicas: ReplicaReport
     times: TimesRecord
+    positions: dict[str, str] = {}
 
     def to_record(self) -> Record:
         """Returns the report as JSON values."""
@@ -298,6 +301,7 @@ def rank_report(
     groups: str,
     replicas: ReplicaReport,
     times: TimesRecord,
+    positions: Mapping[str, str] = MappingProxyType({}),
 ) -> RankReport:
     """Returns this rank's report.
 
@@ -305,7 +309,7 @@ def rank_report(
         trainer: this rank's trainer, which has its coordinates and stages.
         written: the files that this rank has completed.
         plans: the files that this rank has written a part of.
-        names, steps, groups, replicas, times: see `RankReport`.
+        names, steps, groups, replicas, times, positions: see `RankReport`.
     """
     return RankReport(
         files=tuple(map(FileReport.of, written)),
@@ -317,4 +321,5 @@ def rank_report(
         groups=groups,
         replicas=replicas,
         times=times,
+        positions=dict(positions),
     )

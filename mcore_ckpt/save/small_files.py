@@ -11,6 +11,7 @@ from mcore_ckpt.checkpoint.manifest import WrittenFile
 from mcore_ckpt.checkpoint.plain_files import check_plain, pickle_unchecked, write_plain
 from mcore_ckpt.formats.huggingface.assets import save_assets
 from mcore_ckpt.formats.huggingface.side_files import written_side_files
+from mcore_ckpt.sharding.stored_positions import digests_of
 from mcore_ckpt.state import optimizer as optimizer_state
 from mcore_ckpt.state.optimizers.chain import optimizer_parts
 from mcore_ckpt.state.optimizers.part import read_step
@@ -29,11 +30,13 @@ class SmallFiles:
 
     Attributes:
         common: the state that all ranks share (`read_common`), on rank 0. Rank 0 writes it at the commit.
+        positions: digests of the data positions in `extra_state`, by name.
     """
 
     def __init__(self, trainer: Trainer, extra_state: Mapping[str, Any] | None, contents: Sequence[str]) -> None:
         self._trainer, self._contents = trainer, contents
         self._files = dict(_pickled(trainer, extra_state))
+        self.positions = digests_of(extra_state)
         shares = "optimizer" in trainer.config.save_contents and trainer.agreement.is_coordinator
         self.common: dict[str, Any] = read_common(trainer) if shares else {}
 

@@ -17,6 +17,7 @@ import torch
 
 from mcore_ckpt.checkpoint.unpickling import MOST_KEY_PARTS, check_key
 from mcore_ckpt.errors import UnsupportedError
+from mcore_ckpt.sharding.data_position import ShardedPosition
 from mcore_ckpt.state.plain import copy_tensor, is_atom, is_plain_key, refuse_key, refuse_type
 
 TYPE = "mcore_ckpt.type"
@@ -84,6 +85,8 @@ class _Writer:
         if is_atom(value):
             return value
         kind = type(value)
+        if kind is ShardedPosition:  # as plain values, which older readers return as they are
+            return self.stored(value.record, field, depth)
         if kind in (torch.Tensor, torch.nn.Parameter):
             return copy_tensor(value, _text(field))
         if kind in _CONTAINERS:
@@ -113,7 +116,12 @@ class _Writer:
         return self._of_numpy(value, field, depth)
 
     def _items(self, values: Iterable[Any], field: Field, depth: int) -> list[Any]:
-        return [item if is_atom(item) else self.stored(item, (field, i), depth + 1) for i, item in enumerate(values)]
+        return [item if is_atom(item) else self._item(item, (field, i), depth + 1) for i, item in enumerate(values)]
+
+    def _item(self, item: Any, field: Field, depth: int) -> Any:
+        if type(item) is ShardedPosition:  # a load looks for them in dicts alone, since lists may be long
+            raise UnsupportedError(f"{_text(field)} is a data position in a list, tuple or set: put it into a dict")
+        return self.stored(item, field, depth)
 
     def _check(self, container: Any, field: Field, depth: int) -> None:
         if id(container) in self._seen:

@@ -41,9 +41,13 @@ class NewStep:
         roles: the roles that the tool writes.
         force: True to replace checkpoints of these roles that the step already has. A pinned step is never replaced.
         run: the run that the checkpoints belong to; None if they belong to no run, and so to the root.
+        mode: the mode of a new root, before the umask is applied.
+        path: the step's folder; None for the usual one.
+        is_flat: True if the step's folder is itself the folder of its only role.
 
     Attributes:
         attempt: the id of this write.
+        path: the step's folder.
 
     Raises:
         InvalidArgumentError: the step is pinned, has a role already or one of another run, or has a folder with another
@@ -66,8 +70,12 @@ class NewStep:
         force: bool = False,
         run: Run | None = None,
         mode: int = FOLDER_MODE,
+        path: Path | None = None,
+        is_flat: bool = False,
     ) -> None:
         self._root = root.absolute()
+        self.path = file_names.step_dir(self._root, step) if path is None else path.absolute()
+        self._is_flat = is_flat
         self._step = step
         self._roles = tuple(roles)
         self._force = force
@@ -97,11 +105,15 @@ class NewStep:
 
     def check_space(self, sizes: Iterable[int]) -> None:
         """Checks that files of these sizes fit, as `new_folder.check_space` does."""
-        check_space(file_names.step_dir(self._root, self._step), sizes)
+        check_space(self.path, sizes)
+
+    def role_dir(self, role: str) -> Path:
+        """Returns the folder of a role."""
+        return self.path if self._is_flat else self.path / role
 
     def open(self, role: str) -> Path:
         """Makes the staging folder of a role. Raises OSError."""
-        role_dir = file_names.step_dir(self._root, self._step) / role
+        role_dir = self.role_dir(role)
         self._staged[role_dir] = commit.open_staging(role_dir, self.attempt, self._mode)
         return self._staged[role_dir]
 
@@ -110,14 +122,13 @@ class NewStep:
 
         Raises InvalidArgumentError if the step has such an entry already and `force` is not set, and OSError.
         """
-        step_path = file_names.step_dir(self._root, self._step)
         for name in companions:
-            if os.path.lexists(step_path / name) and not self._force:
+            if os.path.lexists(self.path / name) and not self._force:
                 raise InvalidArgumentError(
-                    f"{step_path / name}: is there already: name another folder to write to, or replace it with --force"
+                    f"{self.path / name}: is there already: name another folder to write to, or replace it with --force"
                 )
         if companions:
-            staging = commit.open_staging(step_path / self._roles[0], commit.new_attempt(), self._mode)
+            staging = commit.open_staging(self.path / self._roles[0], commit.new_attempt(), self._mode)
             self._companions_staging.append(staging)
         for name, source in companions.items():
             copy_durably(source, self._companions_staging[0] / _COMPANIONS_DIR / name)
@@ -131,8 +142,7 @@ class NewStep:
         if self._run is None:
             others = [status for status in list_steps(self._root) if status.committed]
             manifest = replace(manifest, run=None, commit=choice.by_step(self._step, others))
-        role_dir = file_names.step_dir(self._root, self._step) / manifest.role
-        commit.write_manifest(self._staged[role_dir], manifest)
+        commit.write_manifest(self._staged[self.role_dir(manifest.role)], manifest)
 
     def publish(self) -> None:
         """Puts all opened roles, which must have their manifests, in place, and moves the tracker.
@@ -150,28 +160,28 @@ class NewStep:
         tracker.move_tracker(self._root)
 
     def _publish_companions(self) -> None:
-        step_path = file_names.step_dir(self._root, self._step)
         for new in (path for staging in self._companions_staging for path in (staging / _COMPANIONS_DIR).iterdir()):
-            old = step_path / new.name
+            old = self.path / new.name
             remove_tree(old) if old.is_dir() and not old.is_symlink() else old.unlink(missing_ok=True)
             new.rename(old)
-        sync_dir(step_path)
+        if self._companions_staging:
+            sync_dir(self.path)
 
     @contextmanager
     def _unread(self) -> Iterator[None]:
         """Raises LockedError if somebody reads a replaced role, or goes on from it. In the block, nobody can begin."""
-        step_path = file_names.step_dir(self._root, self._step)
-        replaced = [step_path / role for role in self._roles if (step_path / role / file_names.MANIFEST_FILE).exists()]
+        role_dirs = map(self.role_dir, self._roles)
+        replaced = [role_dir for role_dir in role_dirs if (role_dir / file_names.MANIFEST_FILE).exists()]
         with unread(replaced) as alone:
             if not alone:
                 raise LockedError(
-                    f"{step_path}: is being read, or a training has loaded it and has not saved since. A tool does not "
+                    f"{self.path}: is being read, or a training has loaded it and has not saved since. A tool does not "
                     "replace it then: wait until that has ended, or name another folder to write to"
                 )
             yield
 
     def _check(self) -> None:
-        check_may_write(self._root, self._step, self._roles, self._force, self._run)
+        check_may_write(self._root, self._step, self._roles, self._force, self._run, self.path)
 
     def __exit__(self, *error: object) -> None:
         for staging in (*self._companions_staging, *self._staged.values()):
@@ -179,14 +189,23 @@ class NewStep:
         self._exit.close()
 
 
-def check_may_write(root: Path, step: int, roles: Sequence[str], force: bool = False, run: Run | None = None) -> None:
+def check_may_write(
+    root: Path,
+    step: int,
+    roles: Sequence[str],
+    force: bool = False,
+    run: Run | None = None,
+    step_path: Path | None = None,
+) -> None:
     """Checks that a tool may write roles of a step: it replaces only what `force` allows, and mixes no runs.
+
+    `step_path` is the folder that the step will have; None for the usual one.
 
     Raises InvalidArgumentError if the step is pinned, has a role already or one of another run, or has a folder with
     another name; if the root is in a step, or its tracker another program's. Raises OSError if the step cannot be read.
     """
     _check_root(root, force)
-    new = file_names.step_dir(root, step)
+    new = step_path or file_names.step_dir(root, step)
     for path in file_names.step_dirs(root).get(step, []):
         check_not_pinned(path)
         status = step_status(path)

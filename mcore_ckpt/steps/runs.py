@@ -171,6 +171,11 @@ def whose(run: Run | None) -> str:
     )
 
 
+def forked(root: Path, parent: RunParent) -> Run:
+    """Returns the run of a root that begins with a step of another run."""
+    return Run(uuid.uuid4().hex, parent, str(root.resolve()), this_host().partition(" ")[0])
+
+
 def settle(
     home: Path, root: Path, heads: Collection[ManifestSummary], took_over: RootRun | None, parent: RunParent | None
 ) -> RootRun:

@@ -70,6 +70,7 @@ WRITING = {
     "reshard": ("reshard", "checkpoints", "out", "--pp", "2"),
     "page": ("inspect", "checkpoints", "--html", "page.html", "--diff", "checkpoints"),
     "collect": ("collect", "node0", "node1", "out"),
+    "branch": ("branch", "checkpoints", "5", "out"),
 }
 READING = {
     "verify": ("verify", "checkpoints"),

@@ -194,6 +194,7 @@ def test_writing(answer: Any) -> None:
         answer("convert", "of_hf", "--format", "torch_dist", "--output_path", "back"),
     )
     check("reshard", answer("reshard", "of_hf", "resharded", "--pp", "2"))
+    check("branch", answer("branch", "versions", "2", "forked"))
     check("collect", answer("collect", "node0", "node1", "collected"), answer("collect", "node1", "collected"))
 
 

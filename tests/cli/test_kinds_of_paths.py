@@ -19,7 +19,7 @@ from tests.support.privileges import protect, without_privileges
 from tests.support.tiny_models import make_hf_folder
 from tests.support.torch_dist_folder import make_torch_dist
 
-STEPS = ("list", "watch", "prune", "collect")
+STEPS = ("list", "watch", "prune", "branch", "collect")
 MODELS = ("test", "test --reference", "convert --hf_model_path", "merge --hf_model_path", "bench --model")
 ANY_FOLDER = ("doctor", "bench", "convert CHECKPOINT --hf_model_path")
 OURS = ("inspect", "verify", "diff", "reshard", "convert", "merge", "test --local_dir")

@@ -78,6 +78,7 @@ def test_the_help_lists_all_commands_whatever_follows(capsys: pytest.CaptureFixt
 NEEDED = {
     **{name: ["x"] for name in ("list", "inspect", "watch", "verify", "prune", "doctor")},
     **{name: ["x", "y"] for name in ("diff", "reshard", "collect")},
+    "branch": ["x", "1", "y"],
     "convert": ["--output_path", "x"],
     "test": ["--reference", "x"],
     "completion": ["bash"],

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import ManifestSummary
+from mcore_ckpt.checkpoint.provenance import RunParent
 from mcore_ckpt.steps import choice
 from mcore_ckpt.steps.branches import StepCommit
 from mcore_ckpt.steps.choice import abandoned, last_commit, order_of
@@ -50,6 +51,7 @@ class ListedStep:
         abandoned: True if the step is not in the branch of the last commit, because the training has gone back to an
             earlier step, or has started anew.
         commit, run: the step's commit number, and the id of its run; None if its manifests have none.
+        parent: the step of another run that its run began with; None if there is none.
     """
 
     step: int
@@ -68,6 +70,7 @@ class ListedStep:
     abandoned: bool = False
     commit: int | None = None
     run: str | None = None
+    parent: RunParent | None = None
 
     @property
     def name(self) -> str:
@@ -150,8 +153,9 @@ def step_list_of(root: Path, remote: str | None = None, last: int | None = None)
 
 def _with_commit(step: ListedStep, heads: Iterable[ManifestSummary], abandoned: bool) -> ListedStep:
     numbers = [head.commit.number for head in heads if head.commit is not None]
-    ids = [head.run.id for head in heads if head.run is not None]
-    return replace(step, abandoned=abandoned, commit=max(numbers, default=None), run=next(iter(ids), None))
+    run = next((head.run for head in heads if head.run is not None), None)
+    id, parent = (None, None) if run is None else (run.id, run.parent)
+    return replace(step, abandoned=abandoned, commit=max(numbers, default=None), run=id, parent=parent)
 
 
 def _to_look_into(statuses: Sequence[StepStatus], last: int | None) -> list[Path]:

@@ -1,3 +1,3 @@
-"""Maintains folders of steps: removes leftovers, collects checkpoints of nodes, measures how fast saves can be."""
+"""Maintains folders of steps: removes leftovers, collects checkpoints of nodes, makes forks, measures saves."""
 
-__all__ = ["bench", "collect", "prune"]
+__all__ = ["bench", "branch", "collect", "prune"]

@@ -14,8 +14,9 @@ Indexes say what every byte is, so no model is needed. The cuts and stages of th
   data-parallel size follows from it, as in Megatron. `--etp` follows `--tp` if both were the same.
 - The vocabulary keeps its padded rows if tp divides them. Otherwise it is padded to the next multiple of tp, with
   zeros. `--vocab-size` and `--make-vocab-size-divisible-by` pad it as Megatron would.
-- Random states and `extra_state` follow the rule of a load (`Topology.place_in_turn`). If random number generators
-  cannot go on, a rank's file has only the saved seed.
+- Random states and `extra_state` follow the rule of a load (`Topology.place_in_turn`). Under another data-parallel
+  size, data positions get those of all saved ranks. If random number generators cannot go on, a rank's file has only
+  the saved seed.
 - If a whole step is resharded, its roles are put in place together, once all are written. If one role is resharded
   alone, the new step declares only this role. The files that the trainer keeps in the step (verl's `data.pt`,
   `transfer_queue/`) are copied unchanged, put in place just before the roles, and named in the report.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import FileRecord, WrittenFile
@@ -14,9 +16,13 @@ from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.io.checksums import crc32
 from mcore_ckpt.io.files import make_folders, read_exact, write_file
 from mcore_ckpt.ranks.topology import Topology, coordinates_of
+from mcore_ckpt.sharding.stored_positions import positions_in, replaced_at, states_at
 from mcore_ckpt.state.rng import seed_of
 
 _COPY_BYTES = 16 << 20
+
+Place = tuple[int, int, int, int]
+Extra = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -34,10 +40,17 @@ class Copy:
 
 @dataclass(frozen=True)
 class CarriedFiles:
-    """Files to copy, and the files of random number generators that start from a seed: (path, rank, seed)."""
+    """Files of the new checkpoint that hold no named tensors.
+
+    Attributes:
+        copies: the files to copy.
+        seeded: the files of random number generators that start from a seed: (path, rank, seed).
+        positioned: the files with data positions, which are written anew: (path, rank, `extra_state`).
+    """
 
     copies: tuple[Copy, ...]
     seeded: tuple[tuple[str, int, int], ...]
+    positioned: tuple[tuple[str, int, Extra], ...] = ()
 
 
 def plan_carried_files(role_dir: Path, reader: NativeReader, new: Topology) -> CarriedFiles:
@@ -50,9 +63,19 @@ def plan_carried_files(role_dir: Path, reader: NativeReader, new: Topology) -> C
     """
     manifest = reader.manifest
     copies = [Copy(file, file.path, 0) for file in manifest.files if file.kind in ("common", "huggingface")]
+    positioned: list[tuple[str, int, Extra]] = []
+    extra_at = cache(partial(_extra_at, role_dir, reader))
     places = [coordinates_of(rank, new).place for rank in range(new.world_size)]
     for rank, place in enumerate(places):
-        if (record := reader.by_path.get(file_names.extra_file(*manifest.topology.place_in_turn(place)))) is not None:
+        in_turn = manifest.topology.place_in_turn(place)
+        if (record := reader.by_path.get(file_names.extra_file(*in_turn))) is None:
+            continue
+        if (
+            new.dp != manifest.topology.dp
+            and (extra := _with_all_positions(in_turn, manifest.topology.dp, extra_at)) is not None
+        ):
+            positioned.append((file_names.extra_file(*place), rank, extra))
+        else:
             copies.append(Copy(record, file_names.extra_file(*place), rank))
     seeded: list[tuple[str, int, int]] = []
     goes_on = new.has_generators_of(manifest.topology)
@@ -67,7 +90,27 @@ def plan_carried_files(role_dir: Path, reader: NativeReader, new: Topology) -> C
     for copy in copies:
         with open_file(role_dir, copy.record):
             pass
-    return CarriedFiles(tuple(copies), tuple(seeded))
+    return CarriedFiles(tuple(copies), tuple(seeded), tuple(positioned))
+
+
+def _with_all_positions(place: Place, dp: int, extra_at: Callable[[Place], Extra | None]) -> Extra | None:
+    """Returns the `extra_state` of a saved place with the data positions of all data-parallel ranks in its own.
+
+    So a load of the new checkpoint can divide them. Returns None if there are no data positions.
+    """
+    extra = extra_at(place)
+    found = [(keys, record) for keys, record in positions_in(extra) if "ranks" not in record]
+    if extra is None or not found:
+        return None
+    by_rank = [extra_at((*place[:3], rank)) for rank in range(dp)]
+    for keys, record in found:
+        extra = replaced_at(extra, keys, {**record, "ranks": list(states_at(keys, by_rank))})
+    return extra
+
+
+def _extra_at(role_dir: Path, reader: NativeReader, place: Place) -> Extra | None:
+    record = reader.by_path.get(file_names.extra_file(*place))
+    return None if record is None else read_plain(role_dir, record)
 
 
 def copy_file(role_dir: Path, copy: Copy, folder: Path) -> None:
@@ -79,9 +122,11 @@ def copy_file(role_dir: Path, copy: Copy, folder: Path) -> None:
     write_file(folder / copy.path, checked_bytes(role_dir, copy.record))
 
 
-def write_seeds(seeded: Iterable[tuple[str, int, int]], folder: Path) -> list[tuple[int, WrittenFile]]:
-    """Writes the seeds durably. Returns each file with the rank that the manifest records as its writer."""
-    return [(rank, write_plain(folder, path, "rng", pickle_plain({"seed": seed}))) for path, rank, seed in seeded]
+def write_made(carried: CarriedFiles, folder: Path) -> list[tuple[int, WrittenFile]]:
+    """Writes the other files durably. Returns each with the rank that the manifest records as its writer."""
+    made = [(path, "rng", rank, {"seed": seed}) for path, rank, seed in carried.seeded]
+    made += [(path, "extra", rank, extra) for path, rank, extra in carried.positioned]
+    return [(rank, write_plain(folder, path, kind, pickle_plain(value))) for path, kind, rank, value in made]
 
 
 def checked_bytes(role_dir: Path, record: FileRecord) -> Iterator[bytes]:

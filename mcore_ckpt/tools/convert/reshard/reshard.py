@@ -21,7 +21,7 @@ from mcore_ckpt.steps.new_folder import mode_as
 from mcore_ckpt.steps.read_lock import reading
 from mcore_ckpt.tools.convert.destinations import RolesOfStep
 from mcore_ckpt.tools.convert.reshard.attention_heads import check_heads, config_of_checkpoint
-from mcore_ckpt.tools.convert.reshard.carried_files import plan_carried_files, write_seeds
+from mcore_ckpt.tools.convert.reshard.carried_files import plan_carried_files, write_made
 from mcore_ckpt.tools.convert.reshard.planner import Planner
 from mcore_ckpt.tools.convert.reshard.role_writer import Identity, PlainRoleWriter, RoleWriter
 from mcore_ckpt.tools.convert.reshard.saved_tensors import saved_tensors
@@ -147,7 +147,7 @@ def _writer(source: Path, manifest: Manifest, destination: RolesOfStep, wanted: 
     identity = Identity(manifest.role, manifest.contents, versions, manifest.adapters, manifest.model)
     return RoleWriter(
         *(reader, reader.read, planned, target, identity, destination),
-        write_others=partial(write_seeds, carried.seeded),
+        write_others=partial(write_made, carried),
         copies=carried.copies,
         source=source,
     )

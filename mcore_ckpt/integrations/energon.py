@@ -1,0 +1,98 @@
+"""For trainings that read their data with Megatron-Energon (7.4): the state of its loader as a data position.
+
+The state is stored as plain values with the names of Energon's classes. No pickle is made or read.
+
+Example:
+    >>> from mcore_ckpt.integrations import energon
+    >>> manager.save(100, extra_state={"data": energon.position_of(loader)})  # doctest: +SKIP
+    >>> energon.restore(loader, manager.load().extra_state["data"])  # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from importlib import import_module
+from typing import Any
+
+from mcore_ckpt import ShardedPosition
+from mcore_ckpt.errors import CheckpointMismatchError
+
+# The key that names the class of a stored value, and the classes, with their modules, that a worker's state has.
+_CLASS = "energon.class"
+_MODULES = {
+    "SavableDatasetCheckpoint": "megatron.energon.savable_loader",
+    "SavableDatasetState": "megatron.energon.savable_loader",
+    "SystemRngState": "megatron.energon.rng",
+    "FlexState": "megatron.energon.state",
+    "SliceState": "megatron.energon.flavors.webdataset.sample_loader",
+}
+
+
+def position_of(loader: Any) -> ShardedPosition:
+    """Returns the position of a savable loader (`get_savable_loader`) on this rank.
+
+    A value in it that `extra_state` cannot have is refused by `save`, which names it.
+    """
+    state = loader.save_state_rank()
+    if state is None:  # a loader that has not begun
+        return ShardedPosition.of_energon([], 0, None)
+    workers = [_plain(worker) for worker in state.worker_states]
+    return ShardedPosition.of_energon(workers, state.next_worker_id, state.micro_batch_size, loader.num_workers > 0)
+
+
+def restore(loader: Any, position: ShardedPosition, rank: int | None = None, size: int | None = None) -> None:
+    """Restores a loader that has not begun. Its dataset must be made with the same parameters as the saved one.
+
+    Args:
+        loader: the loader.
+        position: the position, from the `extra_state` that `load` returns.
+        rank, size: the data-parallel rank, and the number of them; None for those of the load.
+
+    Raises:
+        CheckpointMismatchError: the states of all workers cannot be divided among so many ranks, or the loader has
+            another number of workers.
+    """
+    state = position.for_rank(rank, size)
+    workers = state["workers"]
+    if not workers:
+        loader.restore_state_rank(None)
+        return
+    wanted = len(workers) if state["has_workers"] else 0
+    if loader.num_workers != wanted:
+        raise CheckpointMismatchError(
+            f"{position.name} (energon): has the states of {wanted} workers for this rank, but the loader has "
+            f"{loader.num_workers}: make its WorkerConfig with {wanted}"
+        )
+    made = import_module("megatron.energon.savable_loader").SavableDataLoaderState(
+        worker_states=[_object(worker) for worker in workers],
+        next_worker_id=state["next_worker"],
+        micro_batch_size=state["micro_batch_size"],
+    )
+    loader.restore_state_rank(made)
+
+
+def _plain(value: Any) -> Any:
+    kind = type(value)
+    if _MODULES.get(kind.__name__) == kind.__module__:
+        if isinstance(value, dict):
+            return {_CLASS: kind.__name__, "items": {key: _plain(item) for key, item in value.items()}}
+        fields = {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {_CLASS: kind.__name__, **fields}
+    if kind is dict:
+        return {key: _plain(item) for key, item in value.items()}
+    return kind(map(_plain, value)) if kind in (list, tuple) else value
+
+
+def _object(value: Any) -> Any:
+    kind = type(value)
+    if kind is dict and _CLASS in value:
+        name = value[_CLASS]
+        if name not in _MODULES:
+            raise CheckpointMismatchError(f"a state of Energon has a {name}, which this mcore_ckpt does not know")
+        cls = getattr(import_module(_MODULES[name]), name)
+        if "items" in value:
+            return cls({key: _object(item) for key, item in value["items"].items()})
+        return cls(**{key: _object(item) for key, item in value.items() if key != _CLASS})
+    if kind is dict:
+        return {key: _object(item) for key, item in value.items()}
+    return kind(map(_object, value)) if kind in (list, tuple) else value

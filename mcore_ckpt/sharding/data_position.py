@@ -1,0 +1,275 @@
+"""Positions in the data that can be divided anew when a training goes on with another number of data-parallel ranks.
+
+Each rank puts its own position into `extra_state`, where it is stored as plain values: `{MARK: 1, "kind": ..., "state":
+...}`. A load under the same data-parallel size gives each rank its own back. Under another size it reads those of all
+saved ranks, and each kind has a rule for dividing them, or a refusal (docs/how_to/resume.md).
+
+The position is that of a data-parallel rank, so ranks that differ only in their tensor, context or pipeline place have
+the same. A save compares what must be equal (`ShardedPosition.compared`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mcore_ckpt.errors import CheckpointMismatchError, InvalidArgumentError
+from mcore_ckpt.sharding.names import natural_order
+from mcore_ckpt.sharding.sample_share import SampleShare, divided_anew
+
+# The key by which a stored position is recognized. Its value is the version of the form.
+MARK = "mcore_ckpt.data_position"
+_VERSION = 1
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedPosition:
+    """The position of one data-parallel rank in the data, or, after a load, of all of them.
+
+    Make it with one of the functions whose names begin with `of`, and pass it to `save` in `extra_state`. The
+    `extra_state` that `load` returns has it again.
+
+    Attributes:
+        kind: the kind of position.
+        state: the position of this rank, as plain values. None after a load in which this rank has none of its own.
+        name: where it is in `extra_state`, for messages.
+        rank, size: after a load, the data-parallel rank that loads, and the number of them.
+        states: after a load under another data-parallel size, the positions of all saved ranks.
+
+    Example:
+        >>> position = ShardedPosition.of_consumed(4096)
+        >>> manager.save(100, extra_state={"data": position})  # doctest: +SKIP
+        >>> manager.load().extra_state["data"].for_rank()  # doctest: +SKIP
+        4096
+    """
+
+    kind: str
+    state: Any
+    name: str = "the data position"
+    rank: int = 0
+    size: int = 1
+    states: tuple[Any, ...] | None = None
+
+    @staticmethod
+    def of_consumed(samples: int) -> ShardedPosition:
+        """Returns the position of ranks that take samples in turn, and all equally many, as Megatron's samplers do.
+
+        `for_rank` returns the same number under any data-parallel size.
+
+        Args:
+            samples: how many samples all data-parallel ranks together have taken (Megatron's `consumed_samples`).
+        """
+        return ShardedPosition("consumed", _count("samples", samples))
+
+    @staticmethod
+    def of_share(share: SampleShare) -> ShardedPosition:
+        """Returns the position of a rank that has taken its own number of samples.
+
+        `for_rank` returns a `SampleShare`. Under any sequence of data-parallel sizes, each sample is taken once.
+
+        Args:
+            share: the samples that the rank takes, and how many of them it has taken.
+        """
+        return ShardedPosition("share", {**vars(share), "left": list(share.left)})
+
+    @staticmethod
+    def of_streams(offsets: Mapping[str, Any]) -> ShardedPosition:
+        """Returns the position of a rank that reads some shards of the data, such as files.
+
+        `for_rank` returns a dict of the same form. Under another size, all shards are sorted by name (`shard_2` before
+        `shard_10`) and dealt to the ranks in turn.
+
+        Args:
+            offsets: where the rank is in each of its shards, those included that it has not begun or has finished.
+        """
+        if not all(isinstance(shard, str) for shard in offsets):
+            raise InvalidArgumentError("offsets has names of shards that are no strings")
+        return ShardedPosition("streams", dict(offsets))
+
+    @staticmethod
+    def of_dataloader(state: Mapping[str, Any]) -> ShardedPosition:
+        """Returns the position of torchdata's `StatefulDataLoader`.
+
+        `for_rank` returns the state under the same data-parallel size. Under another size it returns None if the
+        loaders of all ranks are at the end of an epoch: then begin the next one without a state. Otherwise it refuses,
+        because the state of a sampler is the loader's own.
+
+        Args:
+            state: what `loader.state_dict()` returns (torchdata 0.11).
+        """
+        return ShardedPosition("dataloader", dict(state))
+
+    @staticmethod
+    def of_energon(
+        workers: Sequence[Any], next_worker: int, micro_batch_size: int | None, has_workers: bool = True
+    ) -> ShardedPosition:
+        """Returns the position of Megatron-Energon's loader. `integrations.energon.position_of` makes it of the loader.
+
+        `for_rank` returns a dict with these values. Under another data-parallel size, the workers of all ranks are put
+        together in order and divided, as `energon checkpoint redist` (7.4) does it. So the total number of workers
+        stays, and the new number of ranks must divide it.
+
+        Args:
+            workers: the states of the rank's workers, as plain values.
+            next_worker: the worker that gives the next sample.
+            micro_batch_size: the micro batch size, if the loader has one.
+            has_workers: False if the loader reads in the trainer's process. Then `workers` has one state.
+        """
+        state = {"workers": list(workers), "next_worker": next_worker, "micro_batch_size": micro_batch_size}
+        return ShardedPosition("energon", {**state, "has_workers": has_workers})
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The form in which it is stored. After a load under another size, it has the positions of all saved ranks."""
+        ranks = {} if self.states is None else {"ranks": list(self.states)}
+        return {MARK: _VERSION, "kind": self.kind, "state": self.state, **ranks}
+
+    @property
+    def compared(self) -> str:
+        """A digest of what must be equal on ranks of the same data-parallel place."""
+        known = _KINDS[self.kind].compared(self.state)
+        return hashlib.sha256(repr(known).encode()).hexdigest()[:16]
+
+    def for_rank(self, rank: int | None = None, size: int | None = None, workers: int | None = None) -> Any:
+        """Returns the position of a data-parallel rank. What it is, the function says that made the position.
+
+        Args:
+            rank, size: the data-parallel rank, and the number of them; None for those of the load.
+            workers: of `of_dataloader`, how many workers the loader has. Another number than the saved one counts as
+                another data-parallel size. None: torchdata itself refuses another number.
+
+        Raises:
+            CheckpointMismatchError: positions of this kind, or these positions, cannot be divided among so many ranks.
+            InvalidArgumentError: `rank` is not below `size`, or the positions of other ranks have not been loaded,
+                because the data-parallel size is the saved one.
+        """
+        rank, size = self.rank if rank is None else rank, self.size if size is None else size
+        if not 0 <= rank < size:
+            raise InvalidArgumentError(f"rank is {rank} of {size}: use a data-parallel rank below its size")
+        if self.states is None and (rank, size) != (self.rank, self.size):
+            raise InvalidArgumentError(
+                f"{self.name}: only the position of data-parallel rank {self.rank} of {self.size} was loaded, not that "
+                f"of {rank} of {size}"
+            )
+        states, saved = ([self.state], size) if self.states is None else (self.states, len(self.states))
+        kind, own = _KINDS[self.kind], states[rank % len(states)]
+        has_same_workers = workers is None or kind.workers(own) in (None, workers)
+        if size == saved and has_same_workers:
+            return kind.same(own)
+        try:
+            return kind.divided(states, rank, size)
+        except (CheckpointMismatchError, InvalidArgumentError) as error:
+            asked = f"was saved on {saved} data-parallel ranks, and is wanted on {size}"
+            if not has_same_workers:
+                asked = f"was saved with {kind.workers(own)} workers, and is wanted for {workers}"
+            raise CheckpointMismatchError(f"{self.name} ({self.kind}) {asked}: {error}") from None
+
+
+def of_record(record: Mapping[str, Any], name: str, rank: int, size: int) -> ShardedPosition:
+    """Returns a stored position. Raises ValueError if it is of a kind or version that this package does not know."""
+    kind, ranks = record.get("kind"), record.get("ranks")
+    if record[MARK] != _VERSION or kind not in _KINDS or "state" not in record:
+        raise ValueError(f"{name} is a data position of a kind that this mcore_ckpt does not know: upgrade it")
+    states = None if ranks is None else tuple(ranks)
+    return ShardedPosition(str(kind), record["state"], name, rank, size, states)
+
+
+def _count(name: str, value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise InvalidArgumentError(f"{name} is {value!r}: use a whole number of 0 or more")
+    return value
+
+
+# -- the kinds ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What can be done with the positions of one kind.
+
+    Attributes:
+        same: makes the result of `for_rank` under the saved size from a rank's state.
+        divided: makes it under another size, from the states of all ranks, the new rank and the new size. Raises
+            CheckpointMismatchError or InvalidArgumentError.
+        compared: returns the part of a state that must be equal on replicas.
+        workers: returns the number of workers whose states are in it; None if that may change.
+    """
+
+    same: Callable[[Any], Any]
+    divided: Callable[[Sequence[Any], int, int], Any]
+    compared: Callable[[Any], Any]
+    workers: Callable[[Any], int | None] = lambda state: None
+
+
+def _consumed(states: Sequence[int], rank: int, size: int) -> int:
+    if len(set(states)) > 1:
+        raise CheckpointMismatchError(
+            f"the ranks have consumed {min(states)} to {max(states)} samples together, which should be one number: use "
+            "ShardedPosition.of_share for ranks that take different numbers of samples"
+        )
+    return states[0]
+
+
+def _share(state: Mapping[str, Any]) -> SampleShare:
+    return SampleShare(**{**state, "left": tuple(state["left"])})
+
+
+def _divided_share(states: Sequence[Mapping[str, Any]], rank: int, size: int) -> SampleShare:
+    return divided_anew(list(map(_share, states)), rank, size)
+
+
+def _dealt_streams(states: Sequence[Mapping[str, Any]], rank: int, size: int) -> dict[str, Any]:
+    owner: dict[str, int] = {}
+    for number, state in enumerate(states):
+        for shard in state:
+            if owner.setdefault(shard, number) != number:
+                raise CheckpointMismatchError(f"ranks {owner[shard]} and {number} both read the shard {shard!r}")
+    return {shard: states[owner[shard]][shard] for shard in sorted(owner, key=natural_order)[rank::size]}
+
+
+def _next_epoch(states: Sequence[Mapping[str, Any]], rank: int, size: int) -> None:
+    within = [number for number, state in enumerate(states) if state.get("_iterator_finished") is not True]
+    if within:
+        raise CheckpointMismatchError(
+            f"rank {within[0]} is within an epoch, where the state is that of the loader's own sampler, which cannot "
+            "be divided: load it with the saved number of ranks and workers, or save at the end of an epoch"
+        )
+
+
+def _workers_of_dataloader(state: Mapping[str, Any]) -> int:
+    # torchdata 0.11: only a loader with workers has a snapshot of them.
+    return int(state["_snapshot"]["_main_snapshot"]["_num_workers"]) if "_snapshot" in state else 0
+
+
+def _divided_energon(states: Sequence[Mapping[str, Any]], rank: int, size: int) -> dict[str, Any]:
+    if not all(state["has_workers"] for state in states):
+        raise CheckpointMismatchError("a loader without workers has one state for each rank, which cannot be divided")
+    counts = {len(state["workers"]) for state in states}
+    batches = {state["micro_batch_size"] for state in states}
+    if len(counts) > 1 or len(batches) > 1:
+        raise CheckpointMismatchError("the ranks have different numbers of workers, or different micro batch sizes")
+    workers = [worker for state in states for worker in state["workers"]]
+    if len(workers) % size:
+        raise CheckpointMismatchError(
+            f"the {len(workers)} workers of all ranks cannot be divided evenly, and nothing can divide the state of a "
+            "worker: use a number of ranks that divides that of all workers"
+        )
+    count = len(workers) // size
+    return {
+        "workers": workers[rank * count : (rank + 1) * count],
+        "next_worker": 0,
+        "micro_batch_size": batches.pop(),
+        "has_workers": True,
+    }
+
+
+_KINDS: Mapping[str, _Kind] = {
+    "consumed": _Kind(lambda state: state, _consumed, lambda state: state),
+    "share": _Kind(_share, _divided_share, lambda state: sorted(state.items())),
+    "streams": _Kind(dict, _dealt_streams, lambda state: sorted(state.items())),
+    # Loaders of replicas have states of their own: seeds of workers, and where the last snapshot was.
+    "dataloader": _Kind(dict, _next_epoch, lambda state: state.get("_iterator_finished"), _workers_of_dataloader),
+    "energon": _Kind(dict, _divided_energon, lambda state: (len(state["workers"]), state["micro_batch_size"])),
+}
