@@ -128,7 +128,9 @@ class CheckpointConfig:
             that changes the state must call `manager.before_step()` first. Without the optimizer of a model that is
             trained, "lazy" is "snapshot". In both modes, state in CPU memory is copied
             before `save` returns.
-        if_busy: what `save` does while an earlier save is under way: "wait" for it, or "raise" BusyError.
+        if_busy: what `save` does while an earlier save is under way: "wait" for it, "raise" BusyError, or "skip": do
+            nothing and return a handle that says so (`SaveHandle.skipped`). With "skip", a save that is also due in the
+            root does not wait for an earlier step that is still being copied there, either.
         if_failed: what happens after a background save has failed. "raise": the next call of the manager raises the
             error of that save on every rank. "warn": the error is only logged.
         shared_writes: whether the data-parallel and context-parallel replicas of a file each write a part of it. If
@@ -196,7 +198,7 @@ class CheckpointConfig:
     load_contents: tuple[str, ...] = ("model", "optimizer", "extra")
     async_save: bool = False
     async_mode: str = one_of("snapshot", "lazy")
-    if_busy: str = one_of("wait", "raise")
+    if_busy: str = one_of("wait", "raise", "skip")
     if_failed: str = one_of("raise", "warn")
     shared_writes: bool = True
     verify_replicas: bool = False

@@ -10,15 +10,16 @@ them, pickle them or send them elsewhere.
 | Captured | every rank | all of this rank's state has been read, so nothing of the training is needed any more |
 | Written | every rank | this rank's files are on the disk |
 | Committed | every rank | the checkpoint is in its place: the save has succeeded |
+| Skipped | every rank | `save` has done nothing, because an earlier save is under way (`if_busy="skip"`) |
 | Failed | every rank (an upload: rank 0) | a save, load or upload has failed |
 | Loaded | every rank | a load has succeeded |
 | Deleted | rank 0 | an old step is gone from the local disk or the remote store, because the policy let it go |
 | Uploaded | rank 0 | a checkpoint is complete in the remote store |
 
 Each rank tells only its own listeners, with its own bytes and times: nothing is sent between ranks. Each Started is
-followed by exactly one Committed or Failed of the same step, unless the process dies. A call that is refused for its
-arguments has no event. Calls that need no manager, such as `load_hf` and `mcore-ckpt prune`, have no listeners and so
-no events. With a fast tier, Committed means committed on the nodes. Copies to other nodes and to the root, and
+followed by exactly one Committed, Failed or Skipped of the same step, unless the process dies. A call that is refused
+for its arguments has no event. Calls that need no manager, such as `load_hf` and `mcore-ckpt prune`, have no listeners
+and so no events. With a fast tier, Committed means committed on the nodes. Copies to other nodes and to the root, and
 deletions from the nodes' folders, have no events; `SaveHandle.copies` and `SaveHandle.drain` report the copies.
 """
 
@@ -153,6 +154,19 @@ class Committed(Event):
     seconds: float
     stall_s: float
     phases: tuple[Phase, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Skipped(Event):
+    """A save was skipped on all ranks, because an earlier one is under way. The earlier save goes on.
+
+    Attributes:
+        reason: says so, with the rank.
+        seconds: how long `save` held up the training.
+    """
+
+    reason: str
+    seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)

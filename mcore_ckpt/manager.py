@@ -209,7 +209,8 @@ class CheckpointManager:
             max_to_keep: how many steps to keep after this save. None: `config.max_to_keep`.
 
         Returns:
-            The save's handle. Without `async_save`, the save has ended and is committed.
+            The save's handle. Without `async_save`, the save has ended and is committed. With `if_busy="skip"`, nothing
+            may have been saved: see `SaveHandle.skipped`.
 
         Raises:
             CommitError: a rank failed, died or was late. All ranks raise it, and the previous checkpoint stays.

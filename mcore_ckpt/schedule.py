@@ -1,4 +1,4 @@
-"""Decides when to save: every given number of epochs, of steps and of seconds.
+"""Decides when to save: every given number of epochs, of steps, of seconds, or as soon as the last save is done.
 
 Nothing here does I/O. The ranks' clocks differ, so one rank decides for all ranks.
 """
@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from mcore_ckpt.errors import InvalidArgumentError
 from mcore_ckpt.field_checks import check_fields, check_value, checked, limited
@@ -26,35 +26,68 @@ def alone(topic: str, request: Record, answer: Callable[[], Record]) -> Record:
     return answer()
 
 
+class Copied(Protocol):
+    """Copies of a step on other nodes, as `CopyHandle` has them."""
+
+    @property
+    def done(self) -> bool: ...
+
+
+class Saved(Protocol):
+    """What `Schedule.saved` asks of a save. `SaveHandle` answers."""
+
+    @property
+    def has_begun(self) -> bool: ...
+    @property
+    def done(self) -> bool: ...
+    @property
+    def copies(self) -> Copied | None: ...
+
+
 @checked
 @dataclass(frozen=True)
 class Frequency:
-    """How often to save: every `epochs` epochs, every `steps` steps and every `secs` seconds.
+    """How often to save: every `epochs` epochs, every `steps` steps, and every `secs` seconds or `minutes` minutes.
 
     Attributes:
         epochs: the number of epochs between two saves. None: epochs cause no save.
         steps: the number of steps between two saves. None: steps cause no save.
         secs: the seconds between two saves. None: time causes no save.
+        minutes: the same in minutes. Give only one of the two.
+        continuous: whether to save again as soon as the last save is done: committed, and, with a fast tier, copied to
+            the other nodes. `Schedule.saved` tells which save is the last one.
 
     Raises:
-        InvalidArgumentError: a value is not above 0.
+        InvalidArgumentError: a value is not above 0, or `secs` and `minutes` are both given.
     """
 
     epochs: int | None = limited(None, least=1)
     steps: int | None = limited(None, least=1)
     secs: float | None = limited(None, above=0, of="seconds")
+    minutes: float | None = limited(None, above=0, of="minutes")
+    continuous: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self, before="freq_")
+        if self.secs is not None and self.minutes is not None:
+            raise InvalidArgumentError(f"freq_secs is {self.secs} and freq_minutes is {self.minutes}: give only one")
+
+    @property
+    def seconds(self) -> float | None:
+        """The seconds between two saves, however they are given."""
+        return self.secs if self.minutes is None else 60 * self.minutes
 
     @property
     def is_never(self) -> bool:
         """True if nothing causes a save."""
-        return self.epochs is None and self.steps is None and self.secs is None
+        return self.epochs is None and self.steps is None and self.seconds is None and not self.continuous
 
 
 class Schedule:
     """Counts epochs, steps and seconds. Each of the three counts begins again when it has caused a save.
+
+    Tell it of each save by `saved`. Then a save that was skipped, refused, or has raised an error is due again at the
+    next step, and a continuous schedule knows when the last save is done.
 
     Args:
         frequency: how often to save. `state_dict` does not contain it, so a restart uses the new configuration.
@@ -65,6 +98,8 @@ class Schedule:
         >>> schedule = Schedule(Frequency(steps=2))
         >>> [schedule.due(), schedule.due(), schedule.due()]
         [False, True, False]
+        >>> if schedule.due(agree=manager.agree):  # doctest: +SKIP
+        ...     schedule.saved(manager.save(step))
     """
 
     def __init__(self, frequency: Frequency, clock: Callable[[], float] = time.monotonic) -> None:
@@ -72,9 +107,14 @@ class Schedule:
         self._clock = clock
         self._epochs = self._steps = 0
         self._began = clock()
+        # What the counts would be if the last `due` had not been true.
+        self._before = (0, 0, self._began)
+        self._last: Saved | None = None
 
     def due(self, epochs: int = 0, steps: int = 1, agree: Agree = alone) -> bool:
         """Returns True if it is time to save. Call it once after every step, on every rank.
+
+        A continuous schedule without a last save is always due.
 
         Args:
             epochs: how many epochs have ended since the last call.
@@ -88,10 +128,11 @@ class Schedule:
         for name, value in (("epochs", epochs), ("steps", steps)):
             check_value(name, value, int, {"least": 0})
         counted = {"epochs": self._epochs + epochs, "steps": self._steps + steps}
-        fired: Record = {"epochs": False, "steps": False, "secs": False}
+        fired: Record = {"epochs": False, "steps": False, "secs": False, "continuous": False}
         if not self._frequency.is_never:
             request = {"frequency": asdict(self._frequency), "since the last save": counted}
             fired = agree("whether to save now", request, lambda: self._fired(**counted))
+        self._before = (counted["epochs"], counted["steps"], self._began)
         # A count begins again only if it has caused the save itself. So a save that is due by time does not move the
         # saves at every hundredth step.
         self._epochs = 0 if fired["epochs"] else counted["epochs"]
@@ -100,13 +141,32 @@ class Schedule:
             self._began = self._clock()
         return any(fired.values())
 
+    def saved(self, handle: Saved | None) -> None:
+        """Notes the save that the last `due` has caused. Every rank calls it.
+
+        If nothing was saved, the counts go on as if that `due` had been false, so the next one is true.
+
+        Args:
+            handle: what `CheckpointManager.save` returned. None: it raised an error.
+        """
+        if handle is not None and handle.has_begun:
+            self._last = handle
+        else:
+            self._epochs, self._steps, self._began = self._before
+
     def _fired(self, epochs: int, steps: int) -> Record:
         frequency = self._frequency
         return {
             "epochs": frequency.epochs is not None and epochs >= frequency.epochs,
             "steps": frequency.steps is not None and steps >= frequency.steps,
-            "secs": frequency.secs is not None and self._elapsed >= frequency.secs,
+            "secs": frequency.seconds is not None and self._elapsed >= frequency.seconds,
+            "continuous": frequency.continuous and self._last_is_done,
         }
+
+    @property
+    def _last_is_done(self) -> bool:
+        last = self._last
+        return last is None or (last.done and (last.copies is None or last.copies.done))
 
     @property
     def _elapsed(self) -> float:
@@ -129,6 +189,7 @@ class Schedule:
             )
         self._epochs, self._steps = int(epochs), int(steps)  # type: ignore[arg-type]
         self._began = self._clock() - float(secs)  # type: ignore[arg-type]
+        self._before = (self._epochs, self._steps, self._began)
 
 
 class RoleSchedules:
@@ -154,6 +215,10 @@ class RoleSchedules:
     def due(self, role: str, epochs: int = 0, steps: int = 1, agree: Agree = alone) -> bool:
         """Returns True if it is time to save this role. See `Schedule.due`."""
         return self._of(role).due(epochs, steps, agree)
+
+    def saved(self, role: str, handle: Saved | None) -> None:
+        """Notes the save of this role. See `Schedule.saved`."""
+        self._of(role).saved(handle)
 
     def state_dict(self) -> Record:
         """Returns the counts of each role, by role. See `Schedule.state_dict`."""

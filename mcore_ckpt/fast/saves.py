@@ -54,11 +54,15 @@ class FastSaves:
         Every rank calls it before the ranks' round, because the other ranks would not wait that long for a rank that
         waits in the round.
         """
-        is_due, _ = self.plan_durable()
-        if is_due and self.drains.busy:
+        if self.must_wait_for_root():
             if self.tier.rank == 0:
                 logger.warning("the training waits until an earlier step is in the root: use a larger durable_every")
             self.drains.wait()
+
+    def must_wait_for_root(self) -> bool:
+        """True if the next step is to be saved to the root, too, and an earlier one is still being copied there."""
+        is_due, _ = self.plan_durable()
+        return is_due and self.drains.busy
 
     def wait_for_copies_of(self, step: int) -> None:
         """Waits until no copy of a step is under way, neither to other nodes nor to the root.

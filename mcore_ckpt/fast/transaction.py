@@ -27,7 +27,7 @@ from mcore_ckpt.ranks.rounds import Agreement, Record, decide, same_everywhere
 from mcore_ckpt.steps import commit
 from mcore_ckpt.steps.node_steps import HeldRole, files_here
 from mcore_ckpt.steps.owner import write_owner
-from mcore_ckpt.steps.transaction import Attempt, failure_among, is_committed, raise_failure, refuse_busy
+from mcore_ckpt.steps.transaction import Attempt, is_committed, raise_refusal, refusal_among
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +58,7 @@ def open_on_nodes(
     busy: bool,
     failure: Record | None,
     plan_durable: Callable[[], tuple[bool, int]],
+    skips: bool = False,
 ) -> NodeAttempt:
     """Waits for all ranks, and lets each node's lead prepare the node's folder. Every rank must call it.
 
@@ -66,7 +67,7 @@ def open_on_nodes(
 
     Raises:
         LockedError: another trainer uses the folder of some node for this role.
-        BusyError, EarlierSaveError, CheckpointError: see `open_together`.
+        BusyError, SkippedSave, EarlierSaveError, CheckpointError: see `open_together`.
     """
     role_dir = tier.role_dir(step)
 
@@ -81,15 +82,14 @@ def open_on_nodes(
 
     def combine(records: Sequence[Record]) -> Record:
         same_everywhere([{"step": record["step"]} for record in records], "the step to save", CommitError)
-        refuse_busy(topic, records)
-        failed = failure_among(records)
-        if failed is not None:
-            return {"failure": failed}
+        refusal = refusal_among(topic, records, skips)
+        if refusal is not None:
+            return refusal
         is_durable, save_count = plan_durable()
         return {"attempt": commit.new_attempt(), "is_durable": is_durable, "save_count": save_count}
 
     outcome = decide(agreement, topic, work, combine, CommitError)
-    raise_failure(outcome)
+    raise_refusal(outcome)
     number = outcome["attempt"]
     attempt = Attempt(number, file_names.staging_dir(role_dir, number), role_dir)
     return NodeAttempt(attempt, outcome["is_durable"], outcome["save_count"])

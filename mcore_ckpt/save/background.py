@@ -57,8 +57,25 @@ def _never(stall_s: float | None) -> tuple[SaveReport, Following]:
     raise AssertionError("a save that has not begun cannot be finished")
 
 
+class _Nothing:
+    """What a rank writes in a save that is skipped."""
+
+    def progress(self) -> tuple[int, int]:
+        return 0, 0
+
+    def limit_device_wait(self, seconds: float) -> None:
+        pass
+
+
 class SaveHandle(Handle[SaveReport]):
-    """A save that is under way or has ended.
+    """A save that is under way, has ended, or was skipped.
+
+    Attributes:
+        step: the step.
+        skipped: why nothing is saved, if an earlier save was under way and `if_busy` is "skip"; None for other saves.
+            All ranks skip the same saves. `committed` is False then, and `wait` returns a report of 0 bytes.
+        has_begun: False if nothing was saved because the save was skipped, or, with `if_failed="warn"`, refused
+            (`NoRoomError`, `HungDiskError`). It is the same on all ranks.
 
     Example:
         >>> handle = manager.save(100)  # doctest: +SKIP
@@ -69,21 +86,32 @@ class SaveHandle(Handle[SaveReport]):
     def __init__(self, step: int, writing: Writing, finish: Finish = _never) -> None:
         super().__init__(f"the save of step {step} is still under way", ", and continues: wait again later")
         self.step = step
+        self.skipped: str | None = None
+        self.has_begun = True
         self._writing: Writing | None = writing
         self._finish: Finish | None = finish
         self._progress = writing.progress()
         self._following = Following()
         self._failure_seen = False
 
+    @classmethod
+    def of_skipped(cls, step: int, reason: str, report: SaveReport) -> SaveHandle:
+        """Returns the handle of a save that was skipped."""
+        handle = cls(step, _Nothing())
+        handle.skipped, handle.has_begun = reason, False
+        handle._writing = handle._finish = None
+        handle.end(report)
+        return handle
+
     @property
     def committed(self) -> bool:
-        """True if the checkpoint is committed. False while the save is under way, and if it has failed."""
-        return self._result is not None
+        """True if the checkpoint is committed. False while the save is under way, if it has failed, or was skipped."""
+        return self._result is not None and self.skipped is None
 
     @property
     def report(self) -> SaveReport | None:
         """The report of the save on this rank. None until the checkpoint is committed."""
-        return self._result
+        return self._result if self.skipped is None else None
 
     @property
     def upload(self) -> UploadHandle | None:
@@ -114,7 +142,7 @@ class SaveHandle(Handle[SaveReport]):
         return self._progress if writing is None else writing.progress()
 
     def wait(self, timeout: float | None = None) -> SaveReport:
-        """Waits until the checkpoint is committed, and returns the report.
+        """Waits until the checkpoint is committed, and returns the report. A skipped save has a report of 0 bytes.
 
         Args:
             timeout: how long to wait, in seconds. None: until the save ends.
@@ -159,6 +187,7 @@ class SaveHandle(Handle[SaveReport]):
 
     def fail(self, error: CheckpointError) -> None:
         """Ends a save that has not begun."""
+        self.has_begun = False
         self._writing = self._finish = None
         super().fail(error)
 

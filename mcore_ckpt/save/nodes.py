@@ -65,11 +65,15 @@ class Nodes:
         return self._fast.tier.role_dir(saving.step)
 
     def open(self, topic: str, saving: Saving, busy: bool, failure: Record | None, need: Need) -> Place:
-        fast = self._fast
-        fast.wait_before_durable()
-        fast.wait_for_copies_of(saving.step)
+        fast, skips = self._fast, self._context.trainer.config.if_busy == "skip"
+        if skips:
+            busy = busy or fast.must_wait_for_root()
+        else:
+            fast.wait_before_durable()
+        if not busy:
+            fast.wait_for_copies_of(saving.step)
         agreement = self._context.trainer.agreement
-        opened = open_on_nodes(agreement, topic, fast.tier, saving.step, busy, failure, fast.plan_durable)
+        opened = open_on_nodes(agreement, topic, fast.tier, saving.step, busy, failure, fast.plan_durable, skips)
         fast.begun(opened.save_count, opened.is_durable)
         drain = None
         if opened.is_durable:

@@ -57,6 +57,7 @@ class Root:
             need,
             folder_mode=partial(self._trainer.folder_mode, saving.role_dir),
             patience_s=deadlines.DISK_PATIENCE_S if self._trainer.config.async_save else math.inf,
+            skips=self._trainer.config.if_busy == "skip",
         )
         return PlaceInRoot(self._context, saving, attempt)
 

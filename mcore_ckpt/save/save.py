@@ -33,7 +33,7 @@ from mcore_ckpt.save.request import SaveRequest
 from mcore_ckpt.save.save_events import SaveEvents
 from mcore_ckpt.save.save_times import SaveReport, SaveTimes, timeline_of
 from mcore_ckpt.steps.commit import discard
-from mcore_ckpt.steps.transaction import Attempt
+from mcore_ckpt.steps.transaction import Attempt, SkippedSave
 
 
 def save_step(
@@ -52,7 +52,7 @@ def save_step(
     # Plan. While another save is under way, the host memory belongs to that save.
     folder = destination.folder_of(saving)
     events.started(folder)
-    busy, failure = background.earlier_save(waits=config.if_busy != "raise")
+    busy, failure = background.earlier_save(waits=config.if_busy == "wait")
     background.wait_for_deletion_of(saving.step, trainer.root)
     times.mark("started")
     files = None if busy or failure else RankFiles(context, request.extra_state, destination, times, events)
@@ -61,6 +61,9 @@ def save_step(
         # Open, together with all ranks.
         try:
             place = destination.open(topic, saving, busy, failure, NOTHING if files is None else files.need)
+        except SkippedSave as skipped:
+            events.skipped(skipped.reason)
+            return SaveHandle.of_skipped(saving.step, skipped.reason, times.report_of_nothing(saving.step, folder))
         except (NoRoomError, HungDiskError) as error:
             if files is None or not (config.async_save and config.if_failed == "warn"):
                 raise

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt.delivery import Delivery
-from mcore_ckpt.events import Captured, Committed, ErrorText, Failed, Phase, Started, Written
+from mcore_ckpt.events import Captured, Committed, ErrorText, Failed, Phase, Skipped, Started, Written
 from mcore_ckpt.save.save_times import SaveReport, SaveTimes
 
 
@@ -47,6 +47,12 @@ class SaveEvents:
                 **self._at(at), nbytes=report.nbytes, seconds=report.seconds, stall_s=report.stall_s, phases=phases
             )
         )
+
+    def skipped(self, reason: str) -> None:
+        """Tells that nothing is saved, because an earlier save is under way."""
+        self._is_under_way = False
+        now = time.perf_counter()
+        self._delivery.post(Skipped(**self._at(now), reason=reason, seconds=now - self._called))
 
     def failed(self, error: BaseException, times: SaveTimes | None = None) -> None:
         """Tells that the save has failed, if it has started and not ended; without `times`, during planning."""

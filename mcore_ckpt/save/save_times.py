@@ -122,6 +122,11 @@ class SaveTimes:
             commit_s=lengths["commit"],
         )
 
+    def report_of_nothing(self, step: int, path: Path) -> SaveReport:
+        """Returns the report of a save that was skipped: it held up the training until now, and wrote no byte."""
+        seconds = time.perf_counter() - self._called
+        return SaveReport(step, path, 0, seconds, seconds, seconds, 0.0, 0.0, 0.0, 0.0)
+
     def in_us(self) -> dict[str, Span]:
         """Returns `spans` in microseconds since the call of `save`, as the manifest has them."""
         spans = self.spans(time.perf_counter())

@@ -58,6 +58,7 @@ def open_together(
     number: str | None = None,
     folder_mode: Callable[[], int | None] = lambda: None,
     patience_s: float = math.inf,
+    skips: bool = False,
 ) -> Attempt:
     """Waits for all ranks, then makes the staging folder on rank 0. Every rank must call it.
 
@@ -74,9 +75,11 @@ def open_together(
         folder_mode: returns, on rank 0, the mode of new folders, as in `commit.open_staging`.
         patience_s: for how long one call to the file system may hold up the ranks, in seconds. Then they go on without
             the folder, which is made meanwhile. `await_opening` raises the error if that fails.
+        skips: whether this save is skipped if an earlier one is under way. It is the same on all ranks.
 
     Raises:
-        BusyError: an earlier save is still under way on some rank.
+        BusyError: an earlier save is still under way on some rank, and `skips` is false.
+        SkippedSave: the same, and `skips` is true.
         EarlierSaveError: an earlier save failed on some rank. All ranks raise it.
         CheckpointError: a rank is missing, or the folder cannot be made.
     """
@@ -91,10 +94,9 @@ def open_together(
 
     def combine(records: Sequence[Record]) -> Record:
         same_everywhere([{"folder": record["folder"]} for record in records], "the folder to save to", CommitError)
-        refuse_busy(topic, records)
-        failure = failure_among(records)
-        if failure is not None:
-            return {"failure": failure}
+        refusal = refusal_among(topic, records, skips)
+        if refusal is not None:
+            return refusal
         begun.append(Need.sum(_need_of(record["need"]) for record in records))
         openings.append(agreement.runner.start(open_now))
         if not openings[0].wait(patience_s):
@@ -110,7 +112,7 @@ def open_together(
         if begun and not isinstance(error, HungDiskError):
             agreement.runner.run(lambda: commit.discard(file_names.staging_dir(role_dir, number)))
         raise
-    raise_failure(outcome)
+    raise_refusal(outcome)
     staging, is_late = file_names.staging_dir(role_dir, outcome["attempt"]), outcome["late"]
     return Attempt(outcome["attempt"], staging, role_dir, is_late, openings[0] if openings and is_late else None)
 
@@ -162,11 +164,43 @@ class EarlierSaveError(Exception):
         self.error = from_record(failure, CommitError)
 
 
-def refuse_busy(topic: str, records: Sequence[Record]) -> None:
-    """Raises BusyError, which names the first rank on which an earlier save is still under way."""
-    for rank, record in enumerate(records):
-        if record["busy"]:
-            raise BusyError(f"{topic}: an earlier save is still under way on rank {rank}; wait for it first")
+class SkippedSave(Exception):
+    """An earlier save is under way, so all ranks skip this one.
+
+    Attributes:
+        reason: says so, with the rank.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+def refusal_among(topic: str, records: Sequence[Record], skips: bool) -> Record | None:
+    """Returns the outcome of an opening round in which no save begins; None if one begins.
+
+    Args:
+        topic: what is being saved, for messages.
+        records: what the ranks have submitted: whether an earlier save is under way (`busy`), and the error of one that
+            failed (`failure`).
+        skips: whether the save is skipped if an earlier one is under way.
+
+    Raises BusyError, which names the first rank on which an earlier save is under way, if `skips` is false.
+    """
+    busy = next((rank for rank, record in enumerate(records) if record["busy"]), None)
+    if busy is not None and skips:
+        return {"skipped": f"an earlier save is still under way on rank {busy}"}
+    if busy is not None:
+        raise BusyError(f"{topic}: an earlier save is still under way on rank {busy}; wait for it first")
+    failure = failure_among(records)
+    return None if failure is None else {"failure": failure}
+
+
+def raise_refusal(outcome: Record) -> None:
+    """Raises EarlierSaveError or SkippedSave if the ranks agreed that no save begins."""
+    raise_failure(outcome)
+    if "skipped" in outcome:
+        raise SkippedSave(outcome["skipped"])
 
 
 def failure_among(records: Sequence[Record]) -> Record | None:

@@ -12,10 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mcore_ckpt import CheckpointManager, SaveHandle
+from mcore_ckpt import CheckpointManager, FastTier, SaveHandle
 from mcore_ckpt.errors import BusyError, CommitError, UnsupportedError
+from mcore_ckpt.events import Event, Skipped, Started
 from mcore_ckpt.formats.native.writer import FileWriter
 from mcore_ckpt.save.guards import changing_methods
+from mcore_ckpt.schedule import Frequency, Schedule
+from mcore_ckpt.steps import complete_steps
 from tests.distributed.agreement import error_of, everywhere, gather, raised_everywhere
 from tests.distributed.checkpointing import assert_loads, manager_of
 from tests.distributed.layouts import LAYOUTS
@@ -141,6 +144,44 @@ def test_a_second_save_raises_on_every_rank_though_one_is_busy(
                 "global_steps_1",
                 "global_steps_3",
             ]
+
+
+@pytest.mark.parametrize("is_fast", [False, True])
+def test_a_save_is_skipped_on_every_rank_though_one_is_busy(
+    is_fast: bool, shared_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    got: list[Event] = []
+    fast = FastTier(shared_path / "node", replicas=0, durable_every=None) if is_fast else None
+    root = shared_path / ("node" if is_fast else "root")
+    with parallel(DP2):
+        training = build(DP2, seed=1)
+        train(training, 0, 1)
+        config = {"if_busy": "skip", "shared_writes": False, "fast": fast, "listeners": [got.append]}
+        manager = start(training, shared_path / "root", **config)
+        schedule = Schedule(Frequency(steps=1))
+        with held_up(monkeypatch, rank=1):
+            first = manager.save(1)
+            assert schedule.due(agree=manager.agree)
+            second = manager.save(2)
+            schedule.saved(second)
+            report = second.wait()
+        reasons = gather(second.skipped)
+        with everywhere():
+            assert reasons[0] == reasons[1] is not None
+            assert "rank" in reasons[0]
+            assert (second.committed, second.report, second.exception, second.done) == (False, None, None, True)
+            assert (report.step, report.nbytes, second.progress) == (2, 0, (0, 0))
+            assert schedule.state_dict()["steps"] == 1
+            assert first.skipped is None
+            assert first.wait().nbytes
+        manager.wait()
+        manager.save(3).wait()
+        manager.close()
+        with everywhere():
+            assert sorted(each.step for each in complete_steps(root)) == [1, 3]
+            of_second = [event for event in got if event.step == 2]
+            assert [type(event) for event in of_second] == [Started, Skipped]
+            assert of_second[1].reason == second.skipped
 
 
 @pytest.mark.parametrize("call", ["save", "load", "wait", "close"])

@@ -41,7 +41,7 @@ def test_saves_wait_and_raise_unless_asked_otherwise() -> None:
         ({"max_to_keep": 1, "keep_every": 2.5}, r"keep_every is 2\.5"),
         ({"keep_every": 100}, "keep_every is given without max_to_keep"),
         ({"async_mode": "eager"}, "async_mode is 'eager': use one of 'snapshot', 'lazy'"),
-        ({"if_busy": "skip"}, "if_busy is 'skip': use one of 'wait', 'raise'"),
+        ({"if_busy": "never"}, "if_busy is 'never': use one of 'wait', 'raise', 'skip'"),
         ({"if_failed": None}, "if_failed is None: use one of 'raise', 'warn'"),
         ({"max_host_bytes": 0}, "max_host_bytes is 0: use 1 or more"),
         ({"max_host_bytes": -1}, "max_host_bytes is -1"),

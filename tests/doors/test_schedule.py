@@ -105,6 +105,70 @@ def test_a_role_that_comes_late_has_waited_as_long() -> None:
     assert schedules.due("critic")
 
 
+class Handle:
+    """A save: skipped or refused, under way, or done; with a fast tier, its copies may follow later."""
+
+    def __init__(self, has_begun: bool = True, done: bool = True, copied: bool | None = None) -> None:
+        self.has_begun, self.done = has_begun, done
+        self.copies = None if copied is None else Handle(done=copied)
+
+
+def test_minutes_are_seconds() -> None:
+    clock = Clock()
+    schedule = Schedule(Frequency(minutes=2), clock)
+    clock.now += 119.0
+    assert not schedule.due()
+    clock.now += 1.0
+    assert [schedule.due(), schedule.due()] == [True, False]
+    with pytest.raises(ValueError, match="freq_secs is 5 and freq_minutes is 1"):
+        Frequency(secs=5, minutes=1)
+
+
+@pytest.mark.parametrize("handle", [Handle(has_begun=False), None])
+def test_a_save_that_was_not_made_is_due_again(handle: Any) -> None:
+    clock = Clock()
+    schedule = Schedule(Frequency(steps=3, secs=100), clock)
+    assert [schedule.due() for _ in range(3)] == [False, False, True]
+    schedule.saved(handle)
+    assert schedule.due()
+    schedule.saved(Handle())
+    assert [schedule.due() for _ in range(3)] == [False, False, True]
+    clock.now += 100.0
+    assert schedule.due()
+    schedule.saved(handle)
+    assert schedule.due()
+    state = schedule.state_dict()
+    schedule.saved(Handle())
+    assert schedule.state_dict() == state
+
+
+def test_a_continuous_schedule_saves_when_the_last_save_is_done() -> None:
+    schedule = Schedule(Frequency(continuous=True))
+    assert schedule.due()
+    under_way = Handle(done=False, copied=False)
+    schedule.saved(under_way)
+    assert not schedule.due()
+    under_way.done = True
+    assert not schedule.due()
+    assert under_way.copies is not None
+    under_way.copies.done = True
+    assert schedule.due()
+    schedule.saved(Handle(has_begun=False))
+    assert schedule.due()
+    roles = RoleSchedules(Frequency(continuous=True))
+    roles.saved("actor", Handle(done=False))
+    assert [roles.due("actor"), roles.due("critic")] == [False, True]
+
+
+def test_the_ranks_agree_on_when_the_last_save_is_done() -> None:
+    def work(seat: Agreement) -> list[bool]:
+        schedule = Schedule(Frequency(continuous=True))
+        schedule.saved(Handle(done=seat.rank == 0))  # rank 1 has not heard of the commit yet
+        return [schedule.due(agree=lambda topic, request, answer: agree(seat, topic, request, answer))]
+
+    assert on_ranks(work) == [[True], [True]]
+
+
 @pytest.mark.parametrize("arguments", [(0,), (None, -1), (None, None, 0), (True,), (1.5,), (None, None, float("nan"))])
 def test_a_frequency_that_is_none(arguments: Any) -> None:
     with pytest.raises(ValueError, match="freq_"):

@@ -1,20 +1,25 @@
 """Which steps of the fast tier are durable and which stay, when one manager saves after another one."""
 
+import threading
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager, FastTier
 from mcore_ckpt.fast.copies import Copies, CopyHandle
+from mcore_ckpt.save.drain import Drain
 from mcore_ckpt.steps.listing import complete_steps
 from mcore_ckpt.steps.transaction import Attempt
 from tests.support.unsharded_model import Model
+from tests.support.waiting import LONG_S
 
 
-def manager_of(tmp_path: Path, **fast: Any) -> CheckpointManager:
+def manager_of(tmp_path: Path, choices: Mapping[str, Any] = MappingProxyType({}), **fast: Any) -> CheckpointManager:
     tier = FastTier(tmp_path / "node", **{"replicas": 0, **fast})
-    config = CheckpointConfig(save_contents=("model",), timeout_s=20, fast=tier)
+    config = CheckpointConfig(save_contents=("model",), timeout_s=20, fast=tier, **choices)
     return CheckpointManager(tmp_path / "root", Model(), config=config)
 
 
@@ -29,6 +34,26 @@ def test_the_steps_until_the_next_durable_one_are_counted_across_managers(tmp_pa
         manager.save(step)
         manager.close()
     assert steps_in(tmp_path / "root") == [3]
+
+
+def test_a_save_that_would_wait_for_the_root_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = manager_of(tmp_path, {"if_busy": "skip", "async_save": True}, durable_every=2)
+    gate = threading.Event()
+    run = Drain.run
+
+    def wait_and_run(drain: Drain) -> Any:
+        assert gate.wait(LONG_S)
+        return run(drain)
+
+    monkeypatch.setattr(Drain, "run", wait_and_run)
+    for step in (1, 2, 3):  # the second is being copied to the root, and the third is not to be
+        assert manager.save(step).wait().nbytes
+    assert manager.save(4).skipped
+    gate.set()
+    manager.wait()
+    assert manager.save(5).wait().nbytes, "it is durable in the place of the one that was skipped"
+    manager.close()
+    assert steps_in(tmp_path / "root") == [2, 5]
 
 
 def test_an_older_step_stays_until_a_newer_one_is_known_to_have_its_copies(

@@ -14,7 +14,7 @@ from mcore_ckpt.errors import InvalidArgumentError
 from mcore_ckpt.integrations.areal.export import HfExport
 from mcore_ckpt.integrations.areal.loggers import enable_loggers
 from mcore_ckpt.integrations.kit.kept import KeptManager
-from mcore_ckpt.integrations.kit.options import refuse_fast
+from mcore_ckpt.integrations.kit.options import refuse_fast, refuse_skip
 from mcore_ckpt.manager import CheckpointManager
 
 logger = logging.getLogger(__name__)
@@ -84,6 +84,7 @@ class Checkpointer:
         refuse_fast(
             self._config, "checkpoint_config", "AReaL's RecoverHandler writes one role of each step only to the root"
         )
+        refuse_skip(self._config, "checkpoint_config", "AReaL's RecoverHandler waits for a step of all engines")
         self._saving = KeptManager()
         self._export: HfExport | None = None
 

@@ -17,6 +17,15 @@ def refuse_fast(config: CheckpointConfig, where: str, why: str) -> None:
         )
 
 
+def refuse_skip(config: CheckpointConfig, where: str, why: str) -> None:
+    """Raises UnsupportedError if saves may be skipped, although the framework counts on each of them.
+
+    `where` names the configuration, and `why` says what the framework does after each save.
+    """
+    if config.if_busy == "skip":
+        raise UnsupportedError(f"{where} has if_busy='skip', but {why}: leave if_busy out, or use 'wait' or 'raise'")
+
+
 def kept_count(count: int | None) -> int | None:
     """Returns how many checkpoints stay; None for all of them. Frameworks say None, 0 or -1 for all."""
     return count if count is not None and count > 0 else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mcore_ckpt.events import Committed, Deleted, Event, Failed, Loaded, Uploaded
+from mcore_ckpt.events import Committed, Deleted, Event, Failed, Loaded, Skipped, Uploaded
 
 
 def scalars(event: Event) -> dict[str, float]:
@@ -26,6 +26,8 @@ def _figures(event: Event) -> dict[str, float]:
             return _done("upload", event)
         case Deleted():
             return {"delete_seconds" if event.place == "local" else "remote_delete_seconds": event.seconds}
+        case Skipped():
+            return {"save_skipped": 1.0}
         case Failed():
             return {f"{event.operation}_failed": 1.0}
     return {}

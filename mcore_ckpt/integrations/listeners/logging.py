@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from mcore_ckpt.amounts import size_text
-from mcore_ckpt.events import Captured, Committed, Deleted, Event, Failed, Loaded, Started, Uploaded, Written
+from mcore_ckpt.events import Captured, Committed, Deleted, Event, Failed, Loaded, Skipped, Started, Uploaded, Written
 
 _LOGGER = logging.getLogger("mcore_ckpt.events")
 
@@ -45,6 +45,8 @@ def _told(event: Event) -> str:
             phases = ", ".join(f"{phase.name} {phase.seconds:.3f} s" for phase in event.phases)
             waited = f"training waited {event.stall_s:.3f} s"
             return f"committed, {size_text(event.nbytes)} in {event.seconds:.3f} s, {waited}: {phases}"
+        case Skipped():
+            return f"the save is skipped, because {event.reason}"
         case Failed():
             during = f" in the phase {event.phases[-1].name!r}" if event.phases else ""
             return f"the {event.operation} has failed after {event.seconds:.3f} s{during}: {event.error.message}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mcore_ckpt.events import Committed, Deleted, ErrorText, Event, Failed, Loaded, Phase, Started, Uploaded
+from mcore_ckpt.events import Committed, Deleted, ErrorText, Event, Failed, Loaded, Phase, Skipped, Started, Uploaded
 
 try:
     from opentelemetry import metrics, trace
@@ -73,6 +73,7 @@ class OpenTelemetryListener:
         self._stall = duration("save.stall", "How long a save held up the training.")
         self._phase = duration("save.phase", "How long one phase of a committed save took.")
         self._active = meter.create_up_down_counter("mcore_ckpt.save.active", "{save}", "Saves that are under way.")
+        self._skipped = meter.create_counter("mcore_ckpt.save.skipped", "{save}", "Saves that were skipped.")
         self._step = meter.create_gauge("mcore_ckpt.committed_step", "{step}", "The step that was committed last.")
 
     def __call__(self, event: Event) -> None:
@@ -88,6 +89,9 @@ class OpenTelemetryListener:
                 for phase in event.phases:
                     self._phase.record(phase.seconds, common | {"mcore_ckpt.phase": phase.name})
                 self._done("save", event, common)
+            case Skipped():
+                self._active.add(-1, common)
+                self._skipped.add(1, common)
             case Loaded():
                 self._done("load", event, common)
             case Uploaded():

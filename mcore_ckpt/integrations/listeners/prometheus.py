@@ -14,14 +14,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mcore_ckpt.errors import InvalidArgumentError
-from mcore_ckpt.events import Committed, Deleted, Event, Failed, Loaded, Started, Uploaded
+from mcore_ckpt.events import Committed, Deleted, Event, Failed, Loaded, Skipped, Started, Uploaded
 
 try:
     from prometheus_client import CollectorRegistry, Counter, Gauge, write_to_textfile
 except ImportError as error:
     raise ImportError(f"PrometheusListener needs prometheus_client: pip install prometheus_client ({error})") from error
 
-_DONE, _FAILED = "done", "failed"
+_DONE, _FAILED, _SKIPPED = "done", "failed", "skipped"
 
 
 class PrometheusListener:
@@ -70,6 +70,7 @@ class _Metrics:
     def __init__(self, run: str, role: str, rank: int) -> None:
         self.registry = CollectorRegistry()
         self._common = {"run": run, "role": role, "rank": str(rank)}
+        self._begun: list[int | None] = []  # steps whose saves have begun and not ended
         self._saves = self._counter("saves", "Saves that have ended.", ("outcome",))
         self._under_way = self._gauge("save_under_way", "1 while a save is under way, else 0.")
         self._stall_total = self._counter("save_stall_seconds", "How long saves have held up the training, in all.")
@@ -92,6 +93,7 @@ class _Metrics:
             # Make the counters at 0 now. A counter that begins with 1 would have no increase that an alert could see.
             for outcome in (_DONE, _FAILED):
                 counter.labels(**self._common, outcome=outcome)
+        self._saves.labels(**self._common, outcome=_SKIPPED)
         for place in ("local", "remote"):
             self._deleted.labels(**self._common, place=place)
 
@@ -99,9 +101,10 @@ class _Metrics:
         """Takes over the figures of one event."""
         match event:
             case Started():
+                self._begun.append(event.step)
                 self._set(self._under_way, 1)
             case Committed():
-                self._set(self._under_way, 0)
+                self._ended(event.step)
                 self._count(self._saves, _DONE)
                 self._committed_save(event)
             case Loaded():
@@ -115,13 +118,24 @@ class _Metrics:
                 self._set(self._upload_s, event.seconds)
                 self._set(self._upload_bytes, event.nbytes)
                 self._set(self._uploaded, event.step or 0)
+            case Skipped():
+                # The earlier save, for which this one was skipped, goes on.
+                self._begun = [step for step in self._begun if step != event.step]
+                self._set(self._under_way, 1 if self._begun else 0)
+                self._count(self._saves, _SKIPPED)
             case Failed(operation="save"):
-                self._set(self._under_way, 0)
+                self._ended(event.step)
                 self._count(self._saves, _FAILED)
             case Failed(operation="load"):
                 self._count(self._loads, _FAILED)
             case Failed(operation="upload"):
                 self._count(self._uploads, _FAILED)
+
+    def _ended(self, step: int | None) -> None:
+        """Notes that a save has ended. So have those that began before it, even if the event of one was dropped."""
+        while step in self._begun:
+            self._begun.pop(0)
+        self._set(self._under_way, 1 if self._begun else 0)
 
     def _committed_save(self, event: Committed) -> None:
         self._stall_total.labels(**self._common).inc(event.stall_s)

@@ -23,7 +23,7 @@ from mcore_ckpt.integrations.bridge.options import arguments, overridden_config,
 from mcore_ckpt.integrations.bridge.train_state import restore_train_state, saved_state
 from mcore_ckpt.integrations.bridge.unsupported import refuse_load, refuse_save
 from mcore_ckpt.integrations.kit.loop import LoopCheckpoints, Training
-from mcore_ckpt.integrations.kit.options import refuse_fast
+from mcore_ckpt.integrations.kit.options import refuse_fast, refuse_skip
 from mcore_ckpt.integrations.kit.together import decided_by_rank_0
 from mcore_ckpt.steps import write_tracker
 
@@ -61,6 +61,7 @@ class BridgeFunctions:
                 "error, so a failed save must raise an error: leave it out of checkpoint_config"
             )
         refuse_fast(config, "checkpoint_config", "NeMo-RL's driver renames the folder of each step")
+        refuse_skip(config, "checkpoint_config", "NeMo-RL's driver counts a step as saved when the workers return")
         self._config = config
         self._stock_load = stock_load
         self._beside = (hf_config, processing_class)

@@ -11,7 +11,7 @@ from mcore_ckpt.checkpoint import parse_step
 from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.errors import InvalidArgumentError
 from mcore_ckpt.field_checks import check_value
-from mcore_ckpt.integrations.kit.options import kept_count, refuse_fast
+from mcore_ckpt.integrations.kit.options import kept_count, refuse_fast, refuse_skip
 from mcore_ckpt.steps import PreservationPolicy
 
 PIPELINE_ROLE = "pipeline"  # ROLL's name for the driver's role, and for its folder
@@ -55,6 +55,7 @@ def read_options(checkpoint_config: Mapping[str, Any]) -> RollOptions:
     ours = {name: value for name, value in given.items() if name not in _ROLLS}
     config = CheckpointConfig.from_dict(ours, "checkpoint_config", but=_SAID_ELSEWHERE)
     refuse_fast(config, "checkpoint_config", "ROLL's driver commits one role of each step only in output_dir")
+    refuse_skip(config, "checkpoint_config", "ROLL's driver commits a role of its own after each save")
     output_dir = given.get("output_dir")
     if not output_dir:
         raise InvalidArgumentError("checkpoint_config has no output_dir: name a folder that all nodes share")

@@ -20,7 +20,7 @@ from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.errors import CheckpointMismatchError, CheckpointNotFoundError, UnsupportedError
 from mcore_ckpt.integrations.kit.arguments import COUNTERS, Arguments
 from mcore_ckpt.integrations.kit.loop import Loaded, LoopCheckpoints, Training, restore_counters
-from mcore_ckpt.integrations.kit.options import refuse_fast
+from mcore_ckpt.integrations.kit.options import refuse_fast, refuse_skip
 from mcore_ckpt.integrations.kit.published import published_config, published_tokenizer
 from mcore_ckpt.integrations.kit.together import decided_by_rank_0
 from mcore_ckpt.integrations.megatron.refusals import refuse_partial_loads
@@ -179,6 +179,7 @@ class ActorCheckpoints:
         given = getattr(self._args, "mcore_ckpt", None) or {}
         config = CheckpointConfig.from_dict(given, "args.mcore_ckpt", but=_SAID_ELSEWHERE)
         refuse_fast(config, "args.mcore_ckpt", "the driver looks for the data position of each step in --load")
+        refuse_skip(config, "args.mcore_ckpt", "the driver writes the data position of each step after the save")
         retains = config.max_to_keep is not None or Arguments(self._args)["save_retain_interval"] is not None
         if retains and self._args.rollout_global_dataset:
             # The driver may write the data position of a step after the previous step has been deleted.

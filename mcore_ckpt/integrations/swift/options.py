@@ -10,7 +10,7 @@ from typing import Any
 from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.errors import InvalidArgumentError, UnsupportedError
 from mcore_ckpt.integrations.kit.arguments import Arguments
-from mcore_ckpt.integrations.kit.options import refuse_fast
+from mcore_ckpt.integrations.kit.options import refuse_fast, refuse_skip
 
 # ms-swift has its own options for these fields: async_save, no_load_optim and the like, save_total_limit, tuner_type.
 _SAID_ELSEWHERE = ("async_save", "load_contents", "max_to_keep", "keep_every", "roles", "skip_frozen")
@@ -33,6 +33,7 @@ def read_config(args: Any) -> CheckpointConfig:
         raise InvalidArgumentError(f"--mcore_ckpt {given!r} is not a JSON object, such as '{{\"timeout_s\": 300}}'")
     config = CheckpointConfig.from_dict(given, "--mcore_ckpt", but=(*_SAID_ELSEWHERE, *_REFUSED))
     refuse_fast(config, "--mcore_ckpt", "ms-swift puts args.json and the HuggingFace weights beside each checkpoint")
+    refuse_skip(config, "--mcore_ckpt", "ms-swift writes args.json and a tracker beside each checkpoint")
     if getattr(args, "offload_model", False) or getattr(args, "offload_optimizer", False):
         # GRPO and GKD free the memory after the step, even if a save still reads it.
         config = replace(config, async_mode="snapshot")

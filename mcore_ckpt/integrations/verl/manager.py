@@ -14,7 +14,7 @@ from mcore_ckpt import load_hf
 from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, UnsupportedError, reworded
 from mcore_ckpt.integrations.kit.kept import KeptManager
-from mcore_ckpt.integrations.kit.options import kept_count
+from mcore_ckpt.integrations.kit.options import kept_count, refuse_skip
 from mcore_ckpt.integrations.verl import resume
 from mcore_ckpt.integrations.verl.options import read_options
 from mcore_ckpt.integrations.verl.place import Place, remote_root
@@ -103,6 +103,7 @@ class MegatronCheckpointManager:
         }
         self._kept = KeptManager()
         self._config = self._with(None, None)  # wrong options must raise here, not at the first save
+        refuse_skip(self._config, "the checkpoint options", "verl writes its tracker after each save")
         self._delete_later: Place | None = None
         _managers.add(self)
 
