@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -119,6 +120,7 @@ class CheckpointManager:
             "processing_class": processing_class,
         }
         self._home, self._closed = Home(), False
+        self._guards_made = itertools.count(1)
         # Meet first, so that all ranks learn of later failures.
         agreement = rendezvous(f"{role}/trainer", config.timeout_s, _SETTING_UP)
         with ExitStack() as failed:

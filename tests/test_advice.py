@@ -45,7 +45,8 @@ FOREIGN = {
     *("load_optim", "non_persistent_ckpt", "rng_state_key_prefix", "skip_load_to_model_and_opt", "alpha", "vpp"),
 }
 PUBLIC = (
-    *("mcore_ckpt", "mcore_ckpt.recover", "mcore_ckpt.schedule", "mcore_ckpt.tools.convert.merge"),
+    *("mcore_ckpt", "mcore_ckpt.preemption", "mcore_ckpt.recover", "mcore_ckpt.schedule"),
+    "mcore_ckpt.tools.convert.merge",
     *("mcore_ckpt.formats.huggingface.export_plan", "mcore_ckpt.config"),
 )
 

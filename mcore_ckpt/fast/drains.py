@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import threading
+import time
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,6 +24,9 @@ from mcore_ckpt.steps.transaction import Attempt
 from mcore_ckpt.steps.upload_queue import UploadHandle
 
 logger = logging.getLogger(__name__)
+
+# How many of the last copies predict how long the next one takes.
+_REMEMBERED = 5
 
 
 class DrainHandle(Handle[Path]):
@@ -73,6 +78,7 @@ class Drains:
         self._worker = Worker("mcore_ckpt drain")
         self._handle: DrainHandle | None = None
         self._agreement: Agreement | None = None
+        self._took: deque[float] = deque(maxlen=_REMEMBERED)
         _all_drains.add(self)
 
     @property
@@ -85,6 +91,11 @@ class Drains:
         """True if the last step could not be copied to the root."""
         handle = self._handle
         return handle is not None and handle.exception is not None
+
+    @property
+    def longest_s(self) -> float | None:
+        """The longest of the last times that copying a step to the root took, in seconds; None before the first."""
+        return max(self._took, default=None)
 
     def needed(self) -> set[str]:
         """Returns the ids of saves that must not be deleted from this node's folder."""
@@ -121,10 +132,11 @@ class Drains:
 
     def _run(self, drain: Draining, handle: DrainHandle) -> None:
         error: CheckpointError | None = CommitError("the copy was interrupted")
-        delete = None
+        delete, began = None, time.monotonic()
         try:
             handle.upload, delete = drain.run()
             error = None
+            self._took.append(time.monotonic() - began)
         except CheckpointError as failure:
             error = failure
         except Exception as failure:

@@ -34,6 +34,7 @@ class FastSaves:
     Attributes:
         drain_agreement: connects this rank with the other ranks, for rounds on the thread that copies to the root.
         save_count: how many saves into the tier the training has begun. Rank 0's count decides.
+        next_is_durable: whether the next step is durable, if that is decided otherwise than by counting.
         earlier: the checkpoints that earlier managers have left on the nodes. Only rank 0 knows them.
         agreements: the agreements of `copies` and `drains`, closed with them.
     """
@@ -43,6 +44,7 @@ class FastSaves:
     drains: Drains
     drain_agreement: Agreement
     save_count: int = 0
+    next_is_durable: bool | None = None
     earlier: Sequence[FastCheckpoint] = ()
     agreements: Sequence[Agreement] = ()
     _attempts: dict[int, str] = field(default_factory=dict)
@@ -80,12 +82,14 @@ class FastSaves:
         that role saves its next step to the root instead, and counts on.
         """
         every, count = self.tier.config.durable_every, self.save_count + 1
+        if every is not None and self.next_is_durable is not None:
+            return self.next_is_durable, count
         is_owed = self._owes_durable or self.drains.has_failed
         return every is not None and (count % every == 0 or is_owed), count
 
     def begun(self, save_count: int, is_durable: bool) -> None:
         """Notes that all ranks have begun a save."""
-        self.save_count, self._owes_durable = save_count, is_durable
+        self.save_count, self._owes_durable, self.next_is_durable = save_count, is_durable, None
 
     def committed(self, step: int, attempt: str, save_count: int) -> None:
         """Notes that a step is committed in the fast tier."""

@@ -265,8 +265,11 @@ class Agreement:
         self._store.delete_key(left)
 
     def limit_waits(self, seconds: float) -> None:
-        """Ends all present and future waits within `seconds` from now. An exiting interpreter calls it."""
-        self._limit.at = time.monotonic() + seconds
+        """Ends all present and future waits within `seconds` from now, or earlier if an earlier call says so.
+
+        An exiting interpreter calls it, and a training whose machine is about to go.
+        """
+        self._limit.at = min(self._limit.at, time.monotonic() + seconds)
 
     def _given_key(self, key: str, rank: int) -> str:
         return f"{self._begun[-1].prefix}/given/{rank}/{key}"

@@ -16,6 +16,7 @@ import atexit
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -40,6 +41,9 @@ from mcore_ckpt.steps.transaction import EarlierSaveError
 from mcore_ckpt.steps.upload_queue import UploadHandle
 
 logger = logging.getLogger(__name__)
+
+# How many of the last saves predict how long the next one takes.
+_REMEMBERED = 5
 
 # Writes and commits a save. The argument is how long the trainer was held up, in seconds; None if the trainer waits
 # until this function returns. Raises CheckpointError if the save failed.
@@ -197,14 +201,19 @@ class BackgroundSaves:
 
     Old steps are deleted on a second thread, so that a new save need not wait for the deletion. With `warns`, failures
     are only logged; the manager's next call does not raise them.
+
+    Attributes:
+        newest_of_step: the last save that has begun and is part of a step; None before the first.
     """
 
     def __init__(self, commits: Agreement, warns: bool, is_async: bool = True) -> None:
         self._commits, self._warns, self._is_async = commits, warns, is_async
         self._handle: SaveHandle | None = None
+        self.newest_of_step: SaveHandle | None = None
         self._save = Worker("mcore_ckpt save")
         self._deletions = Worker("mcore_ckpt deletion")
         self._deleting: set[Following] = set()
+        self._took: deque[float] = deque(maxlen=_REMEMBERED)
         _all_saves.add(self)
 
     @property
@@ -222,6 +231,11 @@ class BackgroundSaves:
         """True while old steps are being deleted, or wait to be deleted. Most commits have no steps to delete."""
         return bool(self._deleting)
 
+    @property
+    def longest_s(self) -> float | None:
+        """The longest of the last times from a save's begin to its commit, in seconds; None before the first."""
+        return max(self._took, default=None)
+
     def finish(self, handle: SaveHandle, called: float) -> SaveHandle:
         """Finishes a save after the capture: in the background, or before this returns. Returns the handle.
 
@@ -233,7 +247,9 @@ class BackgroundSaves:
         if self._is_async:
             self.launch(handle, time.perf_counter() - called)
             return handle
-        self._delete(handle.run(None))
+        following = handle.run(None)
+        self._note_time(handle)
+        self._delete(following)
         handle.wait()
         if handle.drain is not None:
             handle.drain.wait()
@@ -325,7 +341,15 @@ class BackgroundSaves:
         finally:
             if handle.exception is not None:
                 self._log_failure(handle)
+        self._note_time(handle)
         self._delete(following)
+
+    def _note_time(self, handle: SaveHandle) -> None:
+        report = handle.report
+        if report is not None:
+            # The call may have waited for an earlier save. Copying and writing may overlap.
+            parts = (report.plan_s, report.copy_s, report.write_s, report.export_s, report.commit_s)
+            self._took.append(min(report.seconds, sum(parts)))
 
     def _log_failure(self, handle: SaveHandle) -> None:
         """Logs the error of a save now, because there may be no next call that raises it."""

@@ -138,3 +138,26 @@ class Destination(Protocol):
 
     def wait(self) -> None:
         """Waits until nothing that follows commits is under way."""
+
+    # -- the last save before the machine goes --------------------------------------------------------------
+
+    @property
+    def has_nodes(self) -> bool:
+        """True if a save can also be committed on the nodes alone."""
+
+    @property
+    def has_root(self) -> bool:
+        """True if a save can be durable."""
+
+    @property
+    def drain_s(self) -> float | None:
+        """The longest of the last times from a commit until the step was in the root, in seconds; None if unknown."""
+
+    def choose_next(self, durable: bool) -> None:
+        """Decides whether the next save is durable, which the count would decide else. Every rank calls it.
+
+        Before a durable one, waits for an earlier step that is being copied to the root.
+        """
+
+    def limit_waits(self, seconds: float) -> None:
+        """Ends all waits for other ranks that follow a commit within `seconds` from now."""

@@ -95,6 +95,25 @@ class Nodes:
     def wait(self) -> None:
         self._fast.wait()
 
+    has_nodes = True
+
+    @property
+    def has_root(self) -> bool:
+        return self._fast.tier.config.durable_every is not None
+
+    @property
+    def drain_s(self) -> float | None:
+        return self._fast.drains.longest_s
+
+    def choose_next(self, durable: bool) -> None:
+        if durable:
+            self._fast.drains.wait()
+        self._fast.next_is_durable = durable
+
+    def limit_waits(self, seconds: float) -> None:
+        for agreement in self._fast.agreements:
+            agreement.limit_waits(seconds)
+
 
 @dataclass(frozen=True, eq=False)
 class _PlaceOnNodes:

@@ -72,6 +72,14 @@ class Root:
     def wait(self) -> None:
         pass
 
+    has_nodes, has_root, drain_s = False, True, 0.0
+
+    def choose_next(self, durable: bool) -> None:
+        pass
+
+    def limit_waits(self, seconds: float) -> None:
+        pass
+
     def interrupted(self, attempt: Attempt) -> None:
         """Notes a save that a signal handler has ended on this rank. Other ranks may still be writing."""
         self._interrupted.append(attempt)

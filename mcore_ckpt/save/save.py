@@ -94,7 +94,10 @@ def save_step(
             # Retire.
             return report, place.follow()
 
-        return background.finish(SaveHandle(saving.step, files, finish), called)
+        handle = SaveHandle(saving.step, files, finish)
+        if saving.policy is not None:
+            background.newest_of_step = handle
+        return background.finish(handle, called)
 
 
 class _Description:

@@ -1,0 +1,74 @@
+"""When the machine goes without being asked to: the end of a Slurm job, or of reserved capacity."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+import subprocess
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+
+logger = logging.getLogger(__name__)
+
+# Seconds since the epoch. The last two are those that verl asks ("elastic server instance", verl 0.9,
+# utils/checkpoint/checkpoint_manager.py, should_save_ckpt_esi).
+_VARIABLES = (
+    "SLURM_JOB_END_TIME",
+    "MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP",
+    "SAGEMAKER_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP",
+)
+_SCONTROL_S = 10.0
+
+
+@dataclass(frozen=True)
+class EndTime:
+    """When the machine goes.
+
+    Attributes:
+        at: the time, by `time.monotonic()`.
+        source: who says so, for messages.
+    """
+
+    at: float
+    source: str
+
+
+def find_end(given_s: float | None, environment: Mapping[str, str]) -> EndTime | None:
+    """Returns when the machine goes; None if nobody says so.
+
+    Args:
+        given_s: in so many seconds; `math.inf`: never. None: as the environment says, or `scontrol` in a Slurm job
+            whose Slurm does not set SLURM_JOB_END_TIME.
+        environment: the variables of the environment.
+    """
+    if given_s is not None:
+        return None if given_s == math.inf else EndTime(time.monotonic() + given_s, "training_ends_in_s")
+    for name in _VARIABLES:
+        if name in environment:
+            return _end_at(environment[name], name)
+    if "SLURM_JOB_ID" in environment:
+        return _of_scontrol(environment["SLURM_JOB_ID"])
+    return None
+
+
+def _end_at(text: str, source: str) -> EndTime | None:
+    try:
+        left_s = float(text) - time.time()
+    except ValueError:
+        logger.warning("%s is %r, which is no time: it is ignored", source, text)
+        return None
+    return EndTime(time.monotonic() + left_s, source) if math.isfinite(left_s) else None
+
+
+def _of_scontrol(job: str) -> EndTime | None:
+    command = ["scontrol", "show", "job", job, "--oneliner"]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, timeout=_SCONTROL_S).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.warning("the end of Slurm's job %s is not known, because scontrol does not answer: %s", job, error)
+        return None
+    found = re.search(r"\bEndTime=(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)\b", told)
+    return None if found is None else _end_at(str(datetime.fromisoformat(found[1]).timestamp()), "scontrol")

@@ -1,0 +1,258 @@
+"""Defines the PreemptionGuard, which stops a training at a step boundary and saves before its machine goes."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
+
+from mcore_ckpt.errors import InvalidArgumentError, InvalidStateError, InvalidTypeError
+from mcore_ckpt.field_checks import check_value
+from mcore_ckpt.manager import CheckpointManager
+from mcore_ckpt.preemption.end_times import EndTime, find_end
+from mcore_ckpt.preemption.last_save import MARGIN, LastSave, Stopped
+from mcore_ckpt.preemption.pace import Pace
+from mcore_ckpt.preemption.requests import Signals, StopRequest, TriggerFile
+from mcore_ckpt.ranks.rounds import Agreement, Record, decide, same_everywhere
+from mcore_ckpt.save.background import SaveHandle
+from mcore_ckpt.urls import local_path
+
+logger = logging.getLogger(__name__)
+
+# How long a save is assumed to take before the first one, and how long a process takes to end, in seconds.
+_UNKNOWN_SAVE_S, _TO_END_S = 60.0, 5.0
+
+
+class PreemptionGuard:
+    """Stops a training at a step boundary, and saves there, before its machine goes.
+
+    Every rank makes one, enters it around its loop on the main thread, and asks `should_stop` after each step. What one
+    rank has heard stops all ranks at the same step. Signals are only noted: they interrupt no step and no save, however
+    many come. Only SIGKILL ends the last save.
+
+    Args:
+        manager: the manager that saves.
+        signals: the signals that ask for a stop, on any rank. Handlers that these signals have already are called, too,
+            and are put back at the end.
+        trigger_file: a file that asks for a stop as soon as it exists. Rank 0 looks for it once a second, and removes
+            it when the training stops. None: no file. A file that is older than `deadline_s` when the guard is entered
+            was made for an earlier run, and is ignored.
+        deadline_s: how many seconds after such a request the machine goes. What cannot be saved until then is not
+            begun. None: unknown, and the last save takes what it takes.
+        training_ends_in_s: in how many seconds the machine goes without being asked to. The training stops early enough
+            to save. None: as SLURM_JOB_END_TIME or `scontrol` say, or the end of a reservation at SageMaker or
+            Volcengine; `math.inf`: never.
+        save_takes_s: how many seconds a durable save takes, as `mcore-ckpt bench` predicts it, until this run has made
+            one. None: unknown, and a save is tried.
+        extra_state: the trainer's own state for the last save, or a function that returns it.
+        save: saves a step, if `manager.save(step, extra_state)` is not what the trainer calls.
+        exit_status: what `exit_status` is when the training was stopped.
+
+    Raises:
+        InvalidArgumentError, InvalidTypeError: an argument has a value or a type that is not allowed.
+
+    Example:
+        >>> with PreemptionGuard(manager, deadline_s=120) as guard:  # doctest: +SKIP
+        ...     for step in range(first, last + 1):
+        ...         train_step()
+        ...         if guard.should_stop(step):
+        ...             break
+        >>> sys.exit(guard.exit_status)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        manager: CheckpointManager,
+        *,
+        signals: Sequence[int] = (signal.SIGTERM, signal.SIGUSR1),
+        trigger_file: str | Path | None = None,
+        deadline_s: float | None = None,
+        training_ends_in_s: float | None = None,
+        save_takes_s: float | None = None,
+        extra_state: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,
+        save: Callable[[int], SaveHandle] | None = None,
+        exit_status: int = 0,
+    ) -> None:
+        if not isinstance(manager, CheckpointManager):
+            raise InvalidTypeError(f"manager is a {type(manager).__name__}: use a CheckpointManager")
+        if save is not None and extra_state is not None:
+            raise InvalidArgumentError("save and extra_state are both given: let save pass the extra state itself")
+        check_value("deadline_s", deadline_s, float | None, {"above": 0, "of": "seconds"})
+        check_value("save_takes_s", save_takes_s, float | None, {"above": 0, "of": "seconds"})
+        if training_ends_in_s != math.inf:
+            check_value("training_ends_in_s", training_ends_in_s, float | None, {"above": 0, "of": "seconds"})
+        check_value("exit_status", exit_status, int, {"least": 0})
+        self._rank_0 = manager._trainer.agreement.is_coordinator
+        # With its own client of the store, and without a look at disks: if one hangs, training goes on.
+        name = f"preemption-{next(manager._guards_made)}"
+        self._open = partial(manager._trainer.agreement.for_thread, name)
+        self._agreement: Agreement | None = None
+        self._deadline_s, self._training_ends_in_s = deadline_s, training_ends_in_s
+        self._exit_status = exit_status
+        self._signals = Signals([_checked_signal(number) for number in signals])
+        self._file = None
+        if trigger_file is not None and self._rank_0:
+            self._file = TriggerFile(local_path(trigger_file, "trigger_file").absolute(), deadline_s)
+        self._has_file, self._has_been_entered = trigger_file is not None, False
+        self._end: EndTime | None = None
+        self._last_save = LastSave(manager, save or (lambda step: manager.save(step, extra_state)), save_takes_s)
+        self._pace = Pace(deadline_s)
+        self._stopped: Stopped | None = None
+
+    def __enter__(self) -> PreemptionGuard:
+        """Begins to note signals, and to look for the file. Every rank enters it, and waits for the others.
+
+        Raises:
+            InvalidStateError: a rank is not on its main thread, which alone can handle signals, and there is no trigger
+                file. All ranks raise it. Or this guard has been entered before.
+            AgreementError: a rank is missing.
+        """
+        if self._has_been_entered:
+            raise InvalidStateError("this PreemptionGuard has been entered before: make a new one")
+        self._has_been_entered = True
+        agreement = self._agreement = self._open()
+
+        def work() -> Record:
+            if self._rank_0:
+                self._end = find_end(self._training_ends_in_s, os.environ)
+            self._signals.install(can_do_without=self._has_file)
+            return {}
+
+        try:
+            decide(agreement, "entering a PreemptionGuard", work, lambda _: {})
+            if self._file is not None:
+                self._file.start()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Puts the handlers back that were there before, and ends the look for the file."""
+        self._signals.remove()
+        if self._file is not None:
+            self._file.end(acted=self._stopped is not None)
+        agreement, self._agreement = self._agreement, None
+        if agreement is not None:
+            agreement.close()
+
+    @property
+    def is_requested(self) -> bool:
+        """True if this rank has heard of a request to stop. It asks no other rank and costs nothing.
+
+        A long rollout can look at it to end early. But only `should_stop` says on all ranks alike whether to stop.
+        """
+        return self._request() is not None
+
+    @property
+    def stopped(self) -> Stopped | None:
+        """How the training was stopped. None if it was not."""
+        return self._stopped
+
+    @property
+    def exit_status(self) -> int:
+        """The status to exit with: the argument `exit_status` if the training was stopped, else 0."""
+        return 0 if self._stopped is None else self._exit_status
+
+    def should_stop(self, step: int) -> bool:
+        """Returns True, on all ranks alike, if the training must stop now. Then the last save has been made.
+
+        All ranks call it equally often, after each step and, if they like, between steps. While the training state is
+        still that of step `step`, it may be called at any point. Calls that follow each other quickly are passed over:
+        they return False without asking the other ranks.
+
+        If step `step` is saved already, or its save is under way, that save counts. If the last save does not fit into
+        the time that is left, or fails, the newest complete step remains, the log says so, and the result is True.
+
+        Args:
+            step: the last step that was trained.
+
+        Raises:
+            AgreementError: a rank is missing, or the ranks are not at the same step.
+            InvalidStateError: the guard is not entered, or this is a forked child.
+        """
+        if self._stopped is not None:
+            return True
+        agreement = self._agreement
+        if agreement is None:
+            raise InvalidStateError("this PreemptionGuard is not entered: use it in a with statement")
+        check_value("step", step, int, {"least": 0})
+        self._signals.warn_of_others()
+        if not self._pace.asks_now():
+            return False
+        began = time.monotonic()
+        outcome = self._ask(agreement, step)
+        self._pace.asked(began, outcome["passes"])
+        if outcome["reason"] is None:
+            return False
+        if self._rank_0:
+            logger.warning("the training stops at step %d, because of %s", step, outcome["reason"])
+        self._stopped = Stopped(step, outcome["reason"], None)
+        self._stopped = self._last_save.make(step, outcome["reason"], outcome["left"])
+        return True
+
+    def exit(self) -> NoReturn:
+        """Ends this process with `exit_status`. It waits neither for threads nor for process groups.
+
+        So a save that does not fit into the time, or a collective that waits for a dead rank, does not hold it up.
+        """
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(self.exit_status)
+
+    def _ask(self, agreement: Agreement, step: int) -> Record:
+        """Asks all ranks. Returns the reason to stop or None, the time that is left, and how many calls pass."""
+
+        def work() -> Record:
+            request = self._request()
+            if request is None:
+                return {"step": step, "reason": None, "left": None}
+            left = None if self._deadline_s is None else request.at + self._deadline_s - time.monotonic()
+            return {"step": step, "reason": request.reason, "left": left}
+
+        def combine(records: Sequence[Record]) -> Record:
+            same_everywhere([{"step": record["step"]} for record in records], "the step of should_stop")
+            found = [(rank, record) for rank, record in enumerate(records) if record["reason"] is not None]
+            reason, left = self._end_is_near(), [record["left"] for _, record in found if record["left"] is not None]
+            if self._end is not None and (found or reason is not None):
+                left.append(self._end.at - time.monotonic())
+            if found:
+                reason = f"{found[0][1]['reason']} on rank {found[0][0]}"
+            return {"reason": reason, "left": min(left, default=None), "passes": self._pace.passes()}
+
+        return decide(agreement, f"whether to stop at step {step}", work, combine)
+
+    def _request(self) -> StopRequest | None:
+        found = None if self._file is None else self._file.found
+        return self._signals.first or found
+
+    def _end_is_near(self) -> str | None:
+        """Says, on rank 0, that the machine goes before the next step could be saved; None if it does not."""
+        if self._end is None:
+            return None
+        durable_s = self._last_save.times.durable_s
+        needed_s = (
+            (_UNKNOWN_SAVE_S if durable_s is None else durable_s * MARGIN) + self._pace.longest_call_s + _TO_END_S
+        )
+        left_s = self._end.at - time.monotonic()
+        if left_s > needed_s:
+            return None
+        return f"the end of the training's time in {max(0.0, left_s):.0f} s ({self._end.source})"
+
+
+def _checked_signal(number: int) -> int:
+    try:
+        return signal.Signals(number)
+    except ValueError:
+        raise InvalidArgumentError(f"signals has {number!r}: use signals of the module signal") from None

@@ -1,0 +1,184 @@
+"""What can ask a training to stop: signals, and a file that any process may make.
+
+A signal handler only notes the signal. It logs nothing and takes no lock, because it may interrupt a save, a log record
+or a lock's owner.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from mcore_ckpt.errors import InvalidStateError
+from mcore_ckpt.processes import Home
+
+logger = logging.getLogger(__name__)
+
+# How often the file is looked for, in seconds. One stat a second costs no file system anything.
+LOOK_S = 1.0
+
+
+@dataclass(frozen=True)
+class StopRequest:
+    """Something has asked for a stop.
+
+    Attributes:
+        reason: what it was, such as "SIGTERM".
+        at: when, by `time.monotonic()`.
+    """
+
+    reason: str
+    at: float
+
+
+class Signals:
+    """Notes signals between `install` and `remove`. Handlers that were there before are called, too.
+
+    Args:
+        numbers: the signals.
+
+    Attributes:
+        first: the first signal that has come; None before.
+    """
+
+    def __init__(self, numbers: Sequence[int]) -> None:
+        self._numbers = tuple(numbers)
+        self._before: dict[int, Any] = {}
+        self._home, self._is_active = Home(), False
+        self._complained: set[int] = set()
+        self.first: StopRequest | None = None
+
+    def install(self, can_do_without: bool) -> None:
+        """Begins to note the signals.
+
+        Args:
+            can_do_without: whether something else can ask for a stop. Then a thread that cannot handle signals is only
+                told in a warning.
+
+        Raises InvalidStateError: this is not the main thread, which alone can handle signals, and nothing else can ask
+        for a stop.
+        """
+        if not self._numbers:
+            return
+        thread = threading.current_thread()
+        if thread is not threading.main_thread():
+            text = (
+                f"the thread {thread.name!r} cannot handle {', '.join(map(_name, self._numbers))}, because Python "
+                "handles signals only on the main thread"
+            )
+            if not can_do_without:
+                raise InvalidStateError(f"{text}: enter the guard there, or use a trigger_file and signals=()")
+            logger.warning("%s: only the trigger file and the end of the training's time stop it", text)
+            return
+        self._is_active = True
+        for number in self._numbers:
+            self._before[number] = signal.signal(number, self._note)
+
+    def remove(self) -> None:
+        """Puts back the handlers that were there before. One that came later stays, and may call this one."""
+        self._is_active = False
+        for number, before in self._before.items():
+            if signal.getsignal(number) == self._note:
+                # None: a handler of another language, which Python cannot put back.
+                signal.signal(number, signal.SIG_DFL if before is None else before)
+
+    def warn_of_others(self) -> None:
+        """Warns once of each signal that has another handler now, because it may never reach this one."""
+        for number in self._before:
+            if self._is_active and signal.getsignal(number) != self._note and number not in self._complained:
+                self._complained.add(number)
+                logger.warning(
+                    "%s has got another handler since the PreemptionGuard was entered, so it may not stop the training "
+                    "at a step boundary: enter the guard after that",
+                    _name(number),
+                )
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        before = self._before.get(number)
+        if not self._is_active or not self._home.is_here:
+            # In a forked child, such as a data loader's worker, and for a later handler that calls this one.
+            _as_before(number, before, frame)
+            return
+        if self.first is None:
+            self.first = StopRequest(_name(number), time.monotonic())
+        if callable(before) and before is not signal.default_int_handler:
+            before(number, frame)
+
+
+def _as_before(number: int, before: Any, frame: FrameType | None) -> None:
+    """Does what the signal would do without the guard."""
+    if callable(before):
+        before(number, frame)
+    elif before != signal.SIG_IGN:
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+
+def _name(number: int) -> str:
+    return signal.Signals(number).name
+
+
+class TriggerFile:
+    """Looks for a file on another thread, so that a file system that hangs does not hold up the training.
+
+    Args:
+        path: the file.
+        deadline_s: how long after a request the machine goes, in seconds; None if unknown. A file that was there before
+            `start` and is older was made for an earlier run, and does not count.
+
+    Attributes:
+        found: the request, once the file has been seen; None before.
+    """
+
+    def __init__(self, path: Path, deadline_s: float | None) -> None:
+        self._path, self._deadline_s = path, deadline_s
+        self._over = threading.Event()
+        self._old: tuple[int, int] | None = None
+        self.found: StopRequest | None = None
+
+    def start(self) -> None:
+        """Begins to look."""
+        threading.Thread(target=self._run, name="mcore_ckpt trigger file", daemon=True).start()
+
+    def end(self, acted: bool) -> None:
+        """Looks no more. If the training has stopped (`acted`), removes the file, else the next run stops, too."""
+        self._over.set()
+        if acted and self.found is not None:
+            with suppress(OSError):
+                self._path.unlink()
+
+    def _run(self) -> None:
+        self._look(began=None)
+        last = time.monotonic()
+        while self.found is None and not self._over.wait(LOOK_S):
+            now = time.monotonic()
+            self._look(began=last)  # the file was made after the last look
+            last = now
+
+    def _look(self, began: float | None) -> None:
+        try:
+            status = os.stat(self._path)
+        except OSError:  # mostly it is not there; a file system that fails now may answer at the next look
+            return
+        mark = (status.st_ino, status.st_mtime_ns)
+        if began is None:
+            age = max(0.0, time.time() - status.st_mtime)
+            if self._deadline_s is not None and age > self._deadline_s:
+                self._old = mark
+                logger.warning(
+                    "%s is %.0f s old, but the machine goes %g s after such a request, so it was made for an earlier "
+                    "run and does not stop this one: remove it",
+                    *(self._path, age, self._deadline_s),
+                )
+            began = time.monotonic() - age
+        if mark != self._old:
+            self.found = StopRequest(f"the file {self._path}", began)

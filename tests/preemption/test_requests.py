@@ -1,0 +1,161 @@
+"""What asks for a stop: signals, whose handlers only note them, and a file."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_ckpt.errors import InvalidStateError
+from mcore_ckpt.preemption import requests
+from mcore_ckpt.preemption.requests import Signals, TriggerFile
+from tests.support.waiting import LONG_S
+
+NUMBER = signal.SIGUSR1
+
+
+@pytest.fixture(autouse=True)
+def heard() -> Iterator[list[int]]:
+    """What the handler that was there before has heard."""
+    found: list[int] = []
+    before = signal.signal(NUMBER, lambda number, frame: found.append(number))
+    yield found
+    signal.signal(NUMBER, before)
+
+
+def test_a_signal_is_noted_once_and_the_earlier_handler_hears_of_all(heard: list[int]) -> None:
+    earlier = signal.getsignal(NUMBER)
+    signals = Signals([NUMBER])
+    signal.raise_signal(NUMBER)
+    signals.install(can_do_without=False)
+    assert signals.first is None, "it came before"
+    for _ in range(3):
+        signal.raise_signal(NUMBER)
+    assert signals.first is not None
+    assert signals.first.reason == "SIGUSR1"
+    assert time.monotonic() - LONG_S < signals.first.at <= time.monotonic()
+    first = signals.first
+    signals.remove()
+    assert signal.getsignal(NUMBER) is earlier
+    signal.raise_signal(NUMBER)
+    assert signals.first is first
+    assert len(heard) == 5
+
+
+def test_a_handler_that_came_later_stays_and_reaches_the_earlier_one_through_ours(
+    heard: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As megatron's DistributedSignalHandler does: it puts back what it has found, whenever it is released."""
+    signals = Signals([NUMBER])
+    signals.install(can_do_without=False)
+    ours = signal.getsignal(NUMBER)
+    signal.signal(NUMBER, theirs := lambda number, frame: None)
+    for _ in range(2):
+        signals.warn_of_others()
+    assert sum("SIGUSR1 has got another handler" in record.message for record in caplog.records) == 1
+    signals.remove()
+    assert signal.getsignal(NUMBER) is theirs
+    signal.signal(NUMBER, ours)
+    signal.raise_signal(NUMBER)
+    assert heard == [NUMBER]
+    assert signals.first is None
+
+
+def test_a_forked_child_does_with_a_signal_what_it_did_before() -> None:
+    """A data loader's worker must end when its parent ends it."""
+    signal.signal(NUMBER, signal.SIG_DFL)
+    signals = Signals([NUMBER])
+    signals.install(can_do_without=False)
+    pid = os.fork()
+    if pid == 0:
+        signal.raise_signal(NUMBER)
+        os._exit(0)
+    _, status = os.waitpid(pid, 0)
+    signals.remove()
+    assert os.waitstatus_to_exitcode(status) == -NUMBER
+    assert signals.first is None
+
+
+def test_an_ignored_signal_is_ignored_in_a_child() -> None:
+    signal.signal(NUMBER, signal.SIG_IGN)
+    signals = Signals([NUMBER])
+    signals.install(can_do_without=False)
+    pid = os.fork()
+    if pid == 0:
+        signal.raise_signal(NUMBER)
+        os._exit(3)
+    _, status = os.waitpid(pid, 0)
+    signals.remove()
+    assert os.waitstatus_to_exitcode(status) == 3
+
+
+def test_another_thread_is_refused_by_name_unless_there_is_a_file(caplog: pytest.LogCaptureFixture) -> None:
+    raised: list[Any] = []
+
+    def enter() -> None:
+        try:
+            Signals([NUMBER]).install(can_do_without=False)
+        except InvalidStateError as error:
+            raised.append(str(error))
+        Signals([NUMBER]).install(can_do_without=True)
+        Signals([]).install(can_do_without=False)
+
+    thread = threading.Thread(target=enter, name="the loop")
+    thread.start()
+    thread.join()
+    assert len(raised) == 1
+    assert "the thread 'the loop' cannot handle SIGUSR1" in raised[0]
+    assert "trigger_file" in raised[0]
+    assert sum("the thread 'the loop' cannot handle" in record.message for record in caplog.records) == 1
+
+
+@pytest.fixture
+def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "LOOK_S", 0.01)
+
+
+def wait_until_found(file: TriggerFile) -> requests.StopRequest:
+    until = time.monotonic() + LONG_S
+    while file.found is None:
+        assert time.monotonic() < until
+        time.sleep(0.005)
+    return file.found
+
+
+def test_a_file_asks_for_a_stop_and_is_removed(tmp_path: Path, quick_looks: None) -> None:
+    path = tmp_path / "stop"
+    file = TriggerFile(path, deadline_s=60.0)
+    file.start()
+    time.sleep(0.05)
+    assert file.found is None
+    path.touch()
+    found = wait_until_found(file)
+    assert found.reason == f"the file {path}"
+    assert 0 <= time.monotonic() - found.at < LONG_S
+    file.end(acted=False)
+    assert path.exists()
+    file.end(acted=True)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(("age_s", "deadline_s", "counts"), [(5, 60, True), (100, 60, False), (100, None, True)])
+def test_a_file_that_is_there_already_counts_unless_it_is_of_an_earlier_run(
+    age_s: float, deadline_s: float | None, counts: bool, tmp_path: Path, quick_looks: None
+) -> None:
+    path = tmp_path / "stop"
+    path.touch()
+    os.utime(path, (time.time() - age_s,) * 2)
+    file = TriggerFile(path, deadline_s)
+    file.start()
+    if not counts:
+        time.sleep(0.1)
+        assert file.found is None
+        path.touch()  # made once more
+    found = wait_until_found(file)
+    if counts:
+        assert age_s <= time.monotonic() - found.at < age_s + LONG_S
+    file.end(acted=True)
