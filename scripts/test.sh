@@ -16,7 +16,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # The folders of each part of --full. `rest` has what no other part has, and `chaos` what scripts do.
 declare -A folders=(
     [ranks]="tests/distributed"
-    [saves]="tests/save tests/load tests/fast tests/state tests/steps tests/doors tests/io tests/ranks tests/faults/crash"
+    [saves]="tests/save tests/load tests/fast tests/state tests/steps tests/doors tests/io tests/ranks tests/preemption tests/faults/crash"
     [files]="tests/checkpoint tests/formats tests/models tests/sharding tests/faults/hostile"
     [tools]="tests/tools tests/cli tests/faults/disks"
     [frameworks]="tests/integrations tests/verl tests/swift tests/bridge tests/te"

@@ -61,6 +61,7 @@ RUN_BY = {
     r"scripts/chaos\.sh .*": ("scripts/test.sh", "tests/faults/kills/test_chaos.py", HERE),
     r"scripts/fault_chaos\.sh .*": ("scripts/test.sh", "tests/faults/kills/test_faults.py", HERE),
     r"scripts/fast_chaos\.sh .*": ("scripts/test.sh", "tests/hosts/test_fast_chaos.py", HERE),
+    r"scripts/preemptions\.sh .*": ("tests/faults/kills/test_preemptions.py", HERE),
     r"scripts/power_loss\.sh .*": ("tests/faults/power/test_power_loss.py", HERE),
     r"scripts/soak\.sh .*": ("scripts/test.sh", "tests/faults/soak/test_soak.py", HERE),
     r"python -m tests\.faults\.soak\.publish .*": ("tests/faults/soak/test_soak.py",),

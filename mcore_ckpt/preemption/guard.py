@@ -173,6 +173,7 @@ class PreemptionGuard:
 
         If step `step` is saved already, or its save is under way, that save counts. If the last save does not fit into
         the time that is left, or fails, the newest complete step remains, the log says so, and the result is True.
+        Then end the training: with `deadline_s`, the manager waits for other ranks only until the machine goes.
 
         Args:
             step: the last step that was trained.

@@ -77,10 +77,10 @@ class Times:
 
     @property
     def durable_s(self) -> float | None:
-        """How long a durable save takes."""
-        if self.commit_s is None or self.drain_s is None:
-            return self.given_s
-        return self.commit_s + self.drain_s
+        """How long a durable save takes, or at least takes."""
+        if self.commit_s is not None and self.drain_s is not None:
+            return self.commit_s + self.drain_s
+        return max((each for each in (self.commit_s, self.given_s) if each is not None), default=None)
 
 
 def choose(left_s: float, times: Times, saved: str | None, has_nodes: bool, has_root: bool) -> Choice:

@@ -77,6 +77,7 @@ def test_every_choice_of_ours_can_be_made_in_verls_options() -> None:
         ({"use_megatron_fsdp": True}, UnsupportedError, "use_megatron_fsdp"),
         ({"checkpoint_config": {"save_contents": ["weights"]}}, ValueError, "save_contents has 'weights'"),
         ({"checkpoint_config": {"if_busy": "maybe"}}, ValueError, "if_busy"),
+        ({"checkpoint_config": {"if_busy": "skip"}}, UnsupportedError, "if_busy='skip', but verl writes its tracker"),
         ({"checkpoint_contents": ["weights"]}, ValueError, "save_contents has 'weights'"),
     ],
 )

@@ -33,6 +33,8 @@ FAST = Times(2.0, 10.0, None)
         (math.inf, FAST, ON_NODES, (True, False), ON_NODES, False),
         (0.0, FAST, DURABLE, (True, True), DURABLE, False),
         (5.0, Times(2.0, None, None), None, (True, True), DURABLE, True),  # no step was copied yet
+        (5.0, Times(2.0, None, 9.0), None, (True, True), ON_NODES, True),
+        (5.0, Times(9.0, None, None), None, (True, True), None, False),
     ],
 )
 def test_what_fits_is_saved(

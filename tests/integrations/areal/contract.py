@@ -208,6 +208,8 @@ def test_a_fast_tier_is_refused_because_areal_resumes_from_a_shared_folder() -> 
     config = CheckpointConfig(fast=FastTier("/dev/shm/run", durable_every=5))
     with pytest.raises(UnsupportedError, match=r"checkpoint_config has a fast tier, but .*: leave fast out"):
         ours.Checkpointer([], config=config)
+    with pytest.raises(UnsupportedError, match="checkpoint_config has if_busy='skip', but AReaL's RecoverHandler"):
+        ours.Checkpointer([], config=CheckpointConfig(if_busy="skip"))
 
 
 def test_an_engine_of_another_kind_is_refused_before_anything_is_saved(tmp_path: Path) -> None:

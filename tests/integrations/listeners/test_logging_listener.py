@@ -6,6 +6,7 @@ import re
 import pytest
 
 from mcore_ckpt import Event, SaveReport
+from mcore_ckpt.events import Skipped
 from mcore_ckpt.integrations.listeners import LoggingListener
 from tests.support.told_events import BAD, DISK_ERROR, GOOD, NEWEST
 
@@ -24,6 +25,8 @@ def test_each_event_is_one_line(told: Told, caplog: pytest.LogCaptureFixture) ->
     for part in (*saved, "deleted, in", "deleted from the remote store, in"):
         assert sum(re.search(part, text) is not None for text in good) == 1, part
     assert any(re.match(rf"step {NEWEST} of actor .*: loaded, [\d.]+ kB in", text) for _, text in lines)
+    listener(Skipped(step=7, role="actor", rank=0, path="steps", time=1.0, reason="of rank 1", seconds=0.1))
+    assert "step 7 of actor on rank 0: the save is skipped, because of rank 1" in caplog.text
     failed_load, failed_save = (text for level, text in lines if level == "ERROR")
     assert "the load has failed" in failed_load
     assert f"step {BAD} of actor" in failed_save

@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 
 from mcore_ckpt import Event, SaveReport
-from mcore_ckpt.events import Committed, Failed, Started
+from mcore_ckpt.events import Committed, Failed, Skipped, Started
 from mcore_ckpt.integrations.listeners import OpenTelemetryListener
 from tests.support.told_events import BAD, DISK_ERROR, GOOD, NEWEST
 
@@ -63,7 +63,9 @@ class Recorded:
 
 @pytest.fixture(scope="module")
 def recorded(told: tuple[list[Event], list[SaveReport]]) -> Recorded:
-    return Recorded(told[0])
+    common = {"step": NEWEST + 1, "role": "actor", "rank": 0, "path": "steps", "time": 1.0}
+    skipped = [Started(**common), Skipped(**common, reason="an earlier save is under way", seconds=0.1)]
+    return Recorded([*told[0], *skipped])
 
 
 def the(kind: type[Event], step: int, told: tuple[list[Event], list[SaveReport]]) -> Any:
@@ -151,6 +153,8 @@ def test_the_figures_of_the_metrics(recorded: Recorded, told: tuple[list[Event],
     assert sizes.sum == sum(report.nbytes for report in reports)
     active: Any = recorded.points("mcore_ckpt.save.active")[good]
     assert active.value == 0
+    skipped: Any = recorded.points("mcore_ckpt.save.skipped")[good]
+    assert skipped.value == 1
     step: Any = recorded.points("mcore_ckpt.committed_step")[good]
     assert step.value == NEWEST
     deletions: Any = recorded.points("mcore_ckpt.delete.duration")

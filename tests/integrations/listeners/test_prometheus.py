@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from mcore_ckpt import Event, SaveReport
 from mcore_ckpt.errors import InvalidArgumentError
-from mcore_ckpt.events import Committed, Failed, Started
+from mcore_ckpt.events import Committed, Failed, Skipped, Started
 from mcore_ckpt.integrations.listeners import PrometheusListener
 from tests.support.told_events import GOOD, NEWEST
 
@@ -78,6 +78,26 @@ def test_counters_are_there_before_they_count(told: Told, tmp_path: Path) -> Non
     assert found["mcore_ckpt_save_under_way"] == 1
     assert found["mcore_ckpt_saves_total failed"] == 0
     assert found["mcore_ckpt_deleted_steps_total remote"] == 0
+
+
+def test_a_skipped_save_is_counted_and_the_earlier_one_stays_under_way(told: Told, tmp_path: Path) -> None:
+    listener, committed = PrometheusListener(tmp_path), next(each for each in told[0] if isinstance(each, Committed))
+    first, common = committed.step, {"role": "actor", "rank": 0, "path": "steps", "time": 1.0}
+    assert first is not None
+    skipped = Skipped(step=first + 1, **common, reason="an earlier save is still under way on rank 1", seconds=0.1)
+    events: list[tuple[Event, int]] = [
+        (Started(step=first, **common), 1),
+        (Started(step=first + 1, **common), 1),
+        (skipped, 1),
+        (committed, 0),
+        (Started(step=first + 1, **common), 1),  # another rank has skipped it, which this one could have saved
+        (skipped, 0),
+    ]
+    for event, under_way in events:
+        listener(event)
+        found = samples(tmp_path / "mcore_ckpt_actor_rank0.prom")
+        assert found["mcore_ckpt_save_under_way"] == under_way, event
+    assert (found["mcore_ckpt_saves_total done"], found["mcore_ckpt_saves_total skipped"]) == (1, 2)
 
 
 def test_each_role_rank_and_run_has_a_file(told: Told, tmp_path: Path) -> None:
