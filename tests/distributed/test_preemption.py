@@ -67,8 +67,10 @@ def run(
     raise AssertionError("nothing has stopped the training")
 
 
-@pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(
+    ("is_async", "victim"),
+    [(True, 1), (False, 0), pytest.param(True, 0, marks=FULL), pytest.param(False, 1, marks=FULL)],
+)
 def test_a_signal_on_one_rank_stops_all_at_the_same_step_and_training_goes_on_from_it(
     is_async: bool, victim: int, shared_path: Path
 ) -> None:

@@ -18,7 +18,9 @@ SCRIPT = Path(__file__).parent / "preempted_by_torchrun.py"
 START_S = 200.0
 
 
-@pytest.mark.parametrize("how", ["a file", pytest.param("SIGTERM", marks=pytest.mark.full)])
+# CI has preemptions of forked ranks (test_preemptions.py): here each rank imports megatron.
+@pytest.mark.full
+@pytest.mark.parametrize("how", ["a file", "SIGTERM"])
 def test_ranks_of_torchrun_save_before_they_are_killed(how: str, tmp_path: Path) -> None:
     root, results = tmp_path / "root", tmp_path / "results"
     results.mkdir()
