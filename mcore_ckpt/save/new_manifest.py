@@ -31,7 +31,7 @@ def build_manifest(
     roles: tuple[str, ...],
     contents: tuple[str, ...],
     reports: Sequence[RankReport],
-    metrics: Mapping[str, float],
+    metrics: Mapping[str, float] | None = None,
 ) -> Manifest:
     """Checks that all reported files are there, writes `common.pt`, and returns the manifest.
 
@@ -82,7 +82,7 @@ def build_manifest(
         adapters=trainer.adapters,
         model=trainer.model or None,
         placement=placement,
-        metrics=metrics,
+        metrics=metrics or {},
     )
 
 
