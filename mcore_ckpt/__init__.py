@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from mcore_ckpt.save.save_times import SaveReport
     from mcore_ckpt.sharding.data_position import ShardedPosition
     from mcore_ckpt.sharding.sample_share import SampleShare
+    from mcore_ckpt.steps.later_metrics import set_metrics
     from mcore_ckpt.steps.pins import pin, unpin
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "ShardedPosition",
     "load_hf",
     "pin",
+    "set_metrics",
     "unpin",
 ]
 
@@ -50,6 +52,7 @@ __getattr__ = lazy_names(
         "save.save_times": ("SaveReport",),
         "sharding.data_position": ("ShardedPosition",),
         "sharding.sample_share": ("SampleShare",),
+        "steps.later_metrics": ("set_metrics",),
         "steps.pins": ("pin", "unpin"),
     },
 )

@@ -13,6 +13,7 @@ from typing import Any
 from mcore_ckpt.errors import InvalidArgumentError, InvalidTypeError
 from mcore_ckpt.events import Listener
 from mcore_ckpt.field_checks import check_fields, checked, limited, one_of, options_of
+from mcore_ckpt.keep_best import KeepBest, keep_best_rules
 from mcore_ckpt.urls import checked_url, local_path
 
 # How long a rank waits for another rank before it gives up, in seconds, unless the caller chooses.
@@ -147,13 +148,21 @@ class CheckpointConfig:
         max_to_keep: how many complete steps to keep on disk, including those of earlier runs. None: all. After each
             commit, older steps are deleted in the background. Pinned steps (`mcore_ckpt.pin`) are never deleted.
         keep_every: steps that are multiples of this number are also kept, however old they are. Requires max_to_keep.
+        keep_best: ("reward", 3, "max"): the three complete steps with the largest `reward` are also kept; "min": the
+            smallest. Several such rules may be given as a list, and each also as a text, "reward:3:max". `save` gets
+            the metrics. Of equal values the later commit counts. A step without the metric and an abandoned step never
+            count. Requires max_to_keep.
+        keep_for: complete steps that were saved less than this many seconds ago are also kept. Requires max_to_keep.
+        optimizer_for_last: how many of the newest complete steps keep their optimizer. Older steps that are kept lose
+            its files after each commit, unless they are pinned; their weights and their extra state stay loadable.
+            None: all keep it. The remote store keeps what was uploaded.
         remote: the URL of a remote store that fsspec supports: s3://bucket/prefix, gs://..., hdfs://host/path,
             file:///folder. Committed checkpoints are uploaded to it in the background. `load` takes a checkpoint from
             the store if it is newer than the local ones, or if the local ones are gone. None: no remote store.
             Credentials are read from the environment, in the same way as by the store's own tools. In file://~/folder,
             `~` is the home folder.
-        prune_remote: whether `max_to_keep` and `keep_every` also apply to the remote store. If not, the store keeps all
-            checkpoints.
+        prune_remote: whether `max_to_keep`, `keep_every`, `keep_best` and `keep_for` also apply to the remote store. If
+            not, the store keeps all checkpoints.
         upload_timeout_s: how long `wait` and `close` wait for unfinished uploads, in seconds. Only rank 0 waits. If
             training continues after `wait`, this time must be shorter than the process group's timeout.
         roles: the roles that every step consists of. A step is complete once all of them are committed. None: only this
@@ -206,6 +215,9 @@ class CheckpointConfig:
     max_host_bytes: int | None = limited(None, least=1, or_none="for no limit")
     max_to_keep: int | None = limited(None, least=1, or_none="to keep every checkpoint")
     keep_every: int | None = limited(None, least=1)
+    keep_best: tuple[KeepBest, ...] = ()
+    keep_for: float | None = limited(None, above=0, of="seconds")
+    optimizer_for_last: int | None = limited(None, least=1)
     remote: str | None = dataclasses.field(default=None, repr=False)  # the URL can contain a password
     prune_remote: bool = True
     upload_timeout_s: float = limited(300.0, least=0, of="seconds (0: do not wait for uploads)")
@@ -237,10 +249,12 @@ class CheckpointConfig:
             raise InvalidTypeError(
                 f"fast is {self.fast!r}: use a FastTier, or None. CheckpointConfig.from_dict also takes a mapping"
             )
-        if self.keep_every is not None and self.max_to_keep is None:
-            raise InvalidArgumentError(
-                "keep_every is given without max_to_keep, but without max_to_keep every step is kept: give both"
-            )
+        object.__setattr__(self, "keep_best", keep_best_rules(self.keep_best))
+        for field in ("keep_every", "keep_best", "keep_for"):
+            if getattr(self, field) not in (None, ()) and self.max_to_keep is None:
+                raise InvalidArgumentError(
+                    f"{field} is given without max_to_keep, but without max_to_keep every step is kept: give both"
+                )
 
     @classmethod
     def from_dict(

@@ -186,6 +186,7 @@ class CheckpointManager:
         roles: Sequence[str] | None = None,
         path: str | Path | None = None,
         max_to_keep: int | None = None,
+        metrics: Mapping[str, float] | None = None,
     ) -> SaveHandle:
         """Saves the state that `save_contents` names. Every rank calls it, at the same point of training.
 
@@ -209,6 +210,9 @@ class CheckpointManager:
                 it is not uploaded to the remote store. Files that a trainer has put into the folder stay, unless the
                 save writes a file or folder with the same name (docs/format.md).
             max_to_keep: how many steps to keep after this save. None: `config.max_to_keep`.
+            metrics: numbers by name, such as {"reward": 0.7}, for `config.keep_best` and `mcore-ckpt list`. Rank 0's
+                count. One that is not finite counts as missing, with a warning. `mcore_ckpt.set_metrics` adds those
+                that are known only later.
 
         Returns:
             The save's handle. Without `async_save`, the save has ended and is committed. With `if_busy="skip"`, nothing
@@ -236,7 +240,7 @@ class CheckpointManager:
         with self._trainer.agreement.call(topic), events.telling_of_failure(), self._settings():
             self._check_open()
             self._check_contents("save_contents")
-            request = read_request(self._trainer, step, extra_state, roles, path, max_to_keep, started)
+            request = read_request(self._trainer, step, extra_state, roles, path, max_to_keep, metrics, started)
             return save_step(self._context, self._destination, self._background, request, events)
 
     def load(self, *, step: int | None = None, path: str | Path | None = None, verify: str = "read") -> LoadResult:

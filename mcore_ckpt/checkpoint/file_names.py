@@ -49,6 +49,10 @@ _ROLE_LENGTH = 128
 # Matches the names of working folders of roles and of exported models. A model can have any name ("Qwen2.5-7B").
 _ROLE_WORK_DIR = re.compile(r"\.([^/]+)\.(staging|replaced|uploading)-([0-9a-f]+)")
 _DELETED_DIR = re.compile(r"\.deleted-" + _STEP_PREFIX + r"[0-9]+-[0-9a-f]+")
+# The metrics of a role's checkpoint that were set after its save, in the step's folder.
+_METRICS_FILE = re.compile(r"\.([^./]+)\.metrics-([0-9a-f]{32})\.json")
+# An optimizer's folder that retention has taken out of a checkpoint, until its files are removed.
+_DROPPED_DIR = re.compile(r"\.optim\.dropped-[0-9a-f]+")
 _TRIAL_DIR = re.compile(r"\.doctor-[0-9a-f]+")
 _TRAINER_FILE = re.compile(r"\.([^./]+)\.trainer\.json")
 _ATTEMPT = re.compile(r"[0-9a-f]{32}")
@@ -137,8 +141,8 @@ def step_root(role_dir: Path, role: str, step: int) -> Path | None:
 
 
 def is_own(name: str) -> bool:
-    """Returns True if a save writes a file or folder with this name into a role's folder."""
-    return name in _OWN_NAMES
+    """Returns True if this package writes a file or folder with this name into a role's folder."""
+    return name in _OWN_NAMES or is_dropped_dir(name) or parse_metrics_file(name) is not None
 
 
 def check_role(role: str) -> str:
@@ -189,6 +193,33 @@ def replaced_dir(role_dir: Path, attempt: str) -> Path:
 def uploading_dir(role_dir: Path, attempt: str) -> Path:
     """Returns the folder that protects a checkpoint from deletion while it is copied to a remote store."""
     return role_dir.with_name(f".{role_dir.name}.uploading-{attempt}")
+
+
+def metrics_file(place: Path, role: str, attempt: str) -> Path:
+    """Returns the file with the metrics of a role's checkpoint that were set after its save.
+
+    Args:
+        place: the step's own folder.
+        role: the role.
+        attempt: the id of the save. Metrics of an earlier save of the step do not count.
+    """
+    return place / f".{role}.metrics-{attempt}.json"
+
+
+def parse_metrics_file(name: str) -> tuple[str, str] | None:
+    """Returns the role and the attempt that a file of metrics has in its name; None for any other name."""
+    match = _METRICS_FILE.fullmatch(name)
+    return None if match is None else (match.group(1), match.group(2))
+
+
+def dropped_dir(role_dir: Path, attempt: str) -> Path:
+    """Returns the path to which an optimizer's folder is renamed before retention removes its files."""
+    return role_dir / f".{OPTIMIZER_DIR}.dropped-{attempt}"
+
+
+def is_dropped_dir(name: str) -> bool:
+    """Returns True for the name of an optimizer's folder that retention has taken out of a checkpoint."""
+    return _DROPPED_DIR.fullmatch(name) is not None
 
 
 def partial_file(path: Path) -> Path:

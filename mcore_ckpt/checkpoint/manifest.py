@@ -6,7 +6,7 @@ This module only translates between bytes and dataclasses. It reads no files.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from operator import attrgetter
 from typing import Any
 
@@ -15,6 +15,7 @@ import msgspec
 from mcore_ckpt.checkpoint import file_names, manifest_text, provenance
 from mcore_ckpt.checkpoint import placement as placements
 from mcore_ckpt.checkpoint.manifest_text import ENTRY_LIST, NO_TENSORS, Entry, Holds, Members
+from mcore_ckpt.checkpoint.metrics import decode_metrics
 from mcore_ckpt.checkpoint.placement import Placement
 from mcore_ckpt.checkpoint.provenance import Commit, Run
 from mcore_ckpt.checkpoint.timeline import SaveTimeline, decode_timeline, encoded_timeline
@@ -138,6 +139,8 @@ class Manifest:
     placement: Placement | None = None
     run: Run | None = None
     commit: Commit | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    dropped: tuple[str, ...] = ()
 
     def files_of(self, kind: str) -> list[FileRecord]:
         """Returns the files of one kind."""
@@ -156,12 +159,26 @@ class Manifest:
     @property
     def head(self) -> ManifestSummary:
         """The part of the manifest that a listing needs."""
-        return ManifestSummary(self.step, self.role, self.roles, self.attempt, self.created, self.run, self.commit)
+        return ManifestSummary(
+            self.step,
+            self.role,
+            self.roles,
+            self.attempt,
+            self.created,
+            self.run,
+            self.commit,
+            self.contents,
+            self.metrics,
+            self.dropped,
+        )
 
 
 @dataclass(frozen=True)
 class ManifestSummary:
-    """The part of a manifest that a listing needs. Its size does not grow with ranks, tensors and files."""
+    """The part of a manifest that a listing needs. Its size does not grow with ranks, tensors and files.
+
+    `metrics` also has those that were set after the save. `dropped` has the contents that retention has removed.
+    """
 
     step: int
     role: str
@@ -170,6 +187,9 @@ class ManifestSummary:
     created: str
     run: Run | None = None
     commit: Commit | None = None
+    contents: tuple[str, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    dropped: tuple[str, ...] = ()
 
     @property
     def number(self) -> int:
@@ -215,6 +235,7 @@ def _encode(manifest: Manifest, ranks: Sequence[_Rank], entries: Sequence[Entry]
     record["placement"] = manifest.placement and placements.encoded(manifest.placement)
     record["run"] = manifest.run and provenance.encoded_run(manifest.run)
     record["commit"] = manifest.commit and provenance.encoded_commit(manifest.commit)
+    record["metrics"], record["dropped"] = dict(manifest.metrics) or None, manifest.dropped or None
     record = {key: value for key, value in record.items() if value is not None}
     del record["files"]
     return manifest_text.encode(record, entries)
@@ -257,7 +278,10 @@ def decode_summary(data: bytes) -> ManifestSummary:
     step, role = fields.get_int(record, "step"), fields.get_name(record, "role")
     roles, attempt = fields.get_names(record, "roles"), fields.get_name(record, "attempt")
     _check_roles(role, roles)
-    return ManifestSummary(step, role, roles, attempt, fields.get_name(record, "created"), *provenance.optional(record))
+    contents, created = fields.get_names(record, "contents"), fields.get_name(record, "created")
+    run, commit = provenance.optional(record)
+    metrics, dropped = decode_metrics(record), _read_dropped(record)
+    return ManifestSummary(step, role, roles, attempt, created, run, commit, contents, metrics, dropped)
 
 
 def _checked_members(data: bytes) -> Members:
@@ -310,6 +334,8 @@ def _read_manifest(members: Members, known: Manifest | None = None) -> Manifest:
         placement=placements.decode(placement, len(files)) if placement else None,
         run=run,
         commit=commit,
+        metrics=decode_metrics(record),
+        dropped=_read_dropped(record),
     )
 
 
@@ -333,6 +359,10 @@ def _file_record(entry: Entry, holds: Holds, same: dict[Any, Any]) -> FileRecord
         index=place,
         holds=holds,
     )
+
+
+def _read_dropped(record: Mapping[str, Any]) -> tuple[str, ...]:
+    return fields.get_names(record, "dropped") if "dropped" in record else ()
 
 
 def _read_adapters(item: Any) -> AdapterSettings:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -54,6 +55,18 @@ def _number_in(text: str) -> int | None:
         return int(text)
     except ValueError:
         return None
+
+
+def seconds_in(text: str) -> float:
+    """Returns the seconds of an argument such as 90, 45min, 12h or 2d, for argparse."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) *(s|min|h|d)?", text)
+    seconds = 0.0 if match is None else float(match.group(1)) * _SECONDS[match.group(2) or "s"]
+    if not seconds:
+        raise argparse.ArgumentTypeError(f"{text}: use a time, such as 45min, 12h or 2d")
+    return seconds
+
+
+_SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def folder_or_model(text: str) -> str:

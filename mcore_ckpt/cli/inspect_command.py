@@ -13,7 +13,7 @@ from rich.console import Console
 
 from mcore_ckpt.amounts import size_text
 from mcore_ckpt.cli.arguments import add_json, add_step, check_can_be_file, check_patterns, expanded_path, taken
-from mcore_ckpt.cli.inspect_tables import model_facts, node_facts, origin_facts, show_tables
+from mcore_ckpt.cli.inspect_tables import contents_text, model_facts, node_facts, origin_facts, show_tables
 from mcore_ckpt.cli.list_command import node_files_as_json
 from mcore_ckpt.cli.progress import progress_in, progress_of_bytes
 from mcore_ckpt.cli.results import is_terminal, result_console
@@ -179,7 +179,7 @@ def _show(console: Console, role_dir: Path, manifest: Manifest, pattern: str | N
     lines = (
         f"saved {manifest.created} with {versions}",
         f"by {manifest.topology}",
-        f"holds {', '.join(manifest.contents) or 'files of its program'}",
+        f"holds {contents_text(manifest)}",
         f"roles of the step: {', '.join(manifest.roles)}",
         *(f"{kind}: {count} files, {size_text(nbytes)}" for kind, (count, nbytes) in _kinds(manifest).items()),
         f"{len(manifest.tensors)} tensors",
@@ -221,6 +221,7 @@ def _as_json(role_dir: Path, manifest: Manifest, pattern: str | None) -> dict[st
         "commit": None if manifest.commit is None else asdict(manifest.commit),
         "versions": dict(manifest.versions),
         "contents": list(manifest.contents),
+        "dropped": list(manifest.dropped),
         "model": None if manifest.model is None else dict(manifest.model),
         "topology": asdict(manifest.topology),
         "bytes": manifest.nbytes,

@@ -29,7 +29,7 @@ def show_tables(
         ("saved", f"{manifest.created} {_age(manifest.created)}"),
         ("with", ", ".join(f"{name} {version}" for name, version in manifest.versions.items())),
         ("by", str(manifest.topology)),
-        ("holds", ", ".join(manifest.contents) or "files of its program"),
+        ("holds", contents_text(manifest)),
         ("roles of the step", ", ".join(manifest.roles)),
         ("tensors", str(len(manifest.tensors))),
         *model_facts(manifest),
@@ -44,6 +44,12 @@ def show_tables(
     if tensors:
         console.print()
         console.print(table_of(console, ("tensor", "dtype", "shape", "optimizer"), list(map(_row, tensors))))
+
+
+def contents_text(manifest: Manifest) -> str:
+    """Says what a checkpoint holds, and what retention has removed from it."""
+    removed = f" (retention has removed: {', '.join(manifest.dropped)})" if manifest.dropped else ""
+    return (", ".join(manifest.contents) or "files of its program") + removed
 
 
 def origin_facts(manifest: Manifest) -> list[tuple[str, str]]:

@@ -131,7 +131,9 @@ def _marks(step: ListedStep) -> list[str]:
         "pinned": step.pinned,
         "being saved again": is_saved_again,
     }
-    return [mark for mark, holds in marks.items() if holds]
+    without = [f"without {word}" for word in step.dropped]
+    metrics = [f"{name} {value:g}" for name, value in sorted(step.metrics.items())]
+    return [mark for mark, holds in marks.items() if holds] + without + metrics
 
 
 def _savers(step: ListedStep) -> str:
@@ -165,6 +167,8 @@ def step_as_json(step: ListedStep) -> dict[str, Any]:
         "commit": step.commit,
         "run": step.run,
         "parent": step.parent and vars(step.parent),
+        "metrics": dict(step.metrics),
+        "dropped": list(step.dropped),
         "places": list(step.places),
         "nodes": None if step.of_nodes is None else nodes_as_json(step.of_nodes),
         "saves": [save_as_json(save) for save in step.saves],

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mcore_ckpt.amounts import size_text
-from mcore_ckpt.cli.arguments import add_json, at_least, expanded_path, step_number, taken
+from mcore_ckpt.cli.arguments import add_json, at_least, expanded_path, seconds_in, step_number, taken
 from mcore_ckpt.cli.progress import progress_in, progress_of_bytes
 from mcore_ckpt.cli.results import result_console
 from mcore_ckpt.errors import CheckpointError, InvalidArgumentError
@@ -19,13 +19,14 @@ if TYPE_CHECKING:
 
 HELP = "delete old steps and the leftovers of crashes"
 DESCRIPTION = """\
-Deletes old steps like a trainer with the same max_to_keep and keep_every, and the leftovers of processes that died.
-Without --max-to-keep every step stays. These always stay: pinned steps, the newest complete step, steps that a process
-is writing or reading, and folders of unknown content. The command can run while trainers run. The exit status is 1 if a
-folder that should go cannot be deleted."""
+Deletes old steps like a trainer with the same options, and the leftovers of processes that died. A step stays if a rule
+keeps it. Without --max-to-keep every step stays. These always stay: pinned steps, the newest complete step, steps that
+a process is writing or reading, and folders of unknown content. The command can run while trainers run. The exit status
+is 1 if something that should go cannot be deleted."""
 
 EXAMPLES = (
     "prune checkpoints --max-to-keep 2 --keep-every 1000 --dry-run # what would go",
+    "prune checkpoints --max-to-keep 2 --keep-best reward:3:max --optimizer-for-last 2 --dry-run",
     "prune checkpoints # only what crashes have left",
     "prune checkpoints --pin 100",
 )
@@ -37,6 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-to-keep", type=at_least(1), metavar="N", help="keep the N newest complete steps of each role"
     )
     parser.add_argument("--keep-every", type=at_least(1), metavar="N", help="also keep steps that are multiples of N")
+    text = "also keep the N complete steps with the largest value of a metric, or with :min the smallest"
+    parser.add_argument("--keep-best", metavar="METRIC:N:max", action="append", default=[], help=text)
+    text = "also keep steps that are younger, such as 45min, 12h or 2d"
+    parser.add_argument("--keep-for", type=seconds_in, metavar="TIME", help=text)
+    text = "remove the optimizer from all but the N newest complete steps of each role and pinned ones"
+    parser.add_argument("--optimizer-for-last", type=at_least(1), metavar="N", help=text)
     parser.add_argument("--role", help="delete only steps that have this role; they are deleted with all their roles")
     text = "never delete this step from now on"
     parser.add_argument("--pin", type=step_number, metavar="STEP", action="append", default=[], help=text)
@@ -51,8 +58,16 @@ def run(args: argparse.Namespace) -> int:
     from mcore_ckpt.steps import PreservationPolicy
     from mcore_ckpt.tools.maintain.prune import prune
 
-    if args.keep_every is not None and args.max_to_keep is None:
-        raise InvalidArgumentError("--keep-every is given, but without --max-to-keep every step stays: give both")
+    for flag in ("--keep-every", "--keep-best", "--keep-for"):
+        if getattr(args, flag[2:].replace("-", "_")) not in (None, []) and args.max_to_keep is None:
+            raise InvalidArgumentError(f"{flag} is given, but without --max-to-keep every step stays: give both")
+    policy = PreservationPolicy(
+        args.max_to_keep,
+        args.keep_every,
+        args.keep_best,
+        args.keep_for,
+        args.optimizer_for_last,
+    )
     if args.dry_run and (args.pin or args.unpin):
         raise InvalidArgumentError("--dry-run changes nothing, so it cannot be combined with --pin or --unpin")
     args.root = taken(args.root, "prune")
@@ -64,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
         with progress_of_bytes(args.json or args.dry_run) as bar:
             folders = prune(
                 args.root,
-                PreservationPolicy(args.max_to_keep, args.keep_every),
+                policy,
                 role=args.role,
                 dry_run=args.dry_run,
                 progress=progress_in(bar, "prune"),
@@ -90,6 +105,10 @@ def _show(folders: Sequence[PrunedFolder], root: Path, dry_run: bool) -> None:
         f"{len(gone)} of {len(folders)} folders {word}, {size_text(_nbytes(gone))}; "
         f"{size_text(_nbytes([folder for folder in folders if folder.stays]))} stay"
     )
+    lost = [folder for folder in folders if folder.loses]
+    if lost:
+        word = "would lose their optimizer" if dry_run else "have lost their optimizer"
+        console.print(f"{len(lost)} steps {word}, {size_text(sum(folder.lost_bytes for folder in lost))}")
 
 
 def _nbytes(folders: Sequence[PrunedFolder]) -> int:
@@ -107,6 +126,8 @@ def _as_json(folders: Sequence[PrunedFolder], dry_run: bool) -> dict[str, Any]:
                 "deleted": not folder.stays,
                 "reason": folder.reason,
                 "bytes": folder.nbytes,
+                "loses_optimizer": list(folder.loses),
+                "lost_bytes": folder.lost_bytes,
             }
             for folder in folders
         ],

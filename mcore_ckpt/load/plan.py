@@ -236,9 +236,12 @@ def _check_contents(trainer: Trainer, manifest: Manifest) -> None:
     there = {*manifest.contents, *(("model",) if "optimizer" in manifest.contents else ())}
     missing = [word for word in trainer.config.load_contents if word not in there]
     if missing:
+        gone = [word for word in missing if word in manifest.dropped]
+        has = ", ".join(manifest.contents)
+        if gone:
+            has += f" (retention has removed its {', '.join(gone)}, which only the newest steps keep)"
         raise CheckpointMismatchError(
-            f"load_contents names {', '.join(missing)}, but the checkpoint has only {', '.join(manifest.contents)}: "
-            "leave out what it lacks"
+            f"load_contents names {', '.join(missing)}, but the checkpoint has only {has}: leave out what it lacks"
         )
 
 

@@ -89,7 +89,7 @@ def _upload_queue(trainer: Trainer, remote: RemoteSteps | None, delivery: Delive
     if remote is None or not trainer.agreement.is_coordinator:
         return None
     config = trainer.config
-    policy = PreservationPolicy(config.max_to_keep, config.keep_every) if config.prune_remote else PreservationPolicy()
+    policy = PreservationPolicy.of(config) if config.prune_remote else PreservationPolicy()
     return UploadQueue(remote, trainer.root, trainer.role, policy, delivery)
 
 

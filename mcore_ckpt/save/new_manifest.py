@@ -31,6 +31,7 @@ def build_manifest(
     roles: tuple[str, ...],
     contents: tuple[str, ...],
     reports: Sequence[RankReport],
+    metrics: Mapping[str, float] | None = None,
 ) -> Manifest:
     """Checks that all reported files are there, writes `common.pt`, and returns the manifest.
 
@@ -43,6 +44,7 @@ def build_manifest(
         groups: the keys of the param groups in `common`, by optimizer.
         step, roles, contents: values that the manifest contains unchanged.
         reports: the report of each rank, by rank.
+        metrics: the checkpoint's metrics, by name.
 
     Raises:
         CommitError: a file is missing or has the wrong size, or the ranks' reports contradict each other.
@@ -80,6 +82,7 @@ def build_manifest(
         adapters=trainer.adapters,
         model=trainer.model or None,
         placement=placement,
+        metrics=metrics or {},
     )
 
 

@@ -1,7 +1,8 @@
-"""Reads and checks what a trainer asks to save: the step, its folder, its roles, and which steps stay."""
+"""Reads and checks what a trainer asks to save: the step, its folder, its roles and metrics, and which steps stay."""
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.metrics import read_metrics
 from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.errors import CheckpointError, CommitError, InvalidArgumentError, InvalidTypeError
 from mcore_ckpt.field_checks import check_value
@@ -17,6 +19,8 @@ from mcore_ckpt.steps.retention import PreservationPolicy
 from mcore_ckpt.steps.space_watch import Saving
 from mcore_ckpt.urls import local_path
 
+logger = logging.getLogger(__name__)
+
 LARGEST_STEP = 10**18  # steps are smaller than this, because the tracker has 18 digits (file_names.parse_tracker)
 
 
@@ -24,11 +28,13 @@ LARGEST_STEP = 10**18  # steps are smaller than this, because the tracker has 18
 class SaveRequest:
     """What the trainer asks to save.
 
-    The trainer has `called` save at this time (time.perf_counter()), and may have waited for an earlier save.
+    The trainer has `called` save at this time (time.perf_counter()), and may have waited for an earlier save. Of all
+    ranks' `metrics`, those of rank 0 count.
     """
 
     saving: Saving
     roles: tuple[str, ...]
+    metrics: Mapping[str, float]
     extra_state: Mapping[str, Any] | None
     called: float
 
@@ -40,6 +46,7 @@ def read_request(
     roles: Sequence[str] | None,
     path: str | Path | None,
     max_to_keep: int | None,
+    metrics: Mapping[str, float] | None,
     called: float,
 ) -> SaveRequest:
     """Reads and checks the arguments of `CheckpointManager.save`, and raises the errors that `save` documents."""
@@ -51,7 +58,15 @@ def read_request(
     policy = _policy(trainer.config, max_to_keep)
     declared = file_names.check_roles(roles or trainer.config.roles or ())
     declared = file_names.check_roles([*declared, trainer.role])
-    return SaveRequest(Saving(role_dir, step, policy if counts else None), declared, extra_state, called)
+    found = {} if metrics is None else _metrics(trainer, step, metrics)
+    return SaveRequest(Saving(role_dir, step, policy if counts else None), declared, found, extra_state, called)
+
+
+def _metrics(trainer: Trainer, step: int, metrics: object) -> dict[str, float]:
+    found, missing = read_metrics(metrics)
+    if missing and trainer.agreement.is_coordinator:
+        logger.warning("step %d is saved without %s, because it is not a finite number", step, ", ".join(missing))
+    return found
 
 
 def check_step(step: object) -> None:
@@ -106,7 +121,5 @@ def _find_folder(root: Path, role: str, step: int, path: str | Path | None) -> t
 
 
 def _policy(config: CheckpointConfig, max_to_keep: int | None) -> PreservationPolicy:
-    if max_to_keep is None:
-        return PreservationPolicy(config.max_to_keep, config.keep_every)
     check_value("max_to_keep", max_to_keep, int | None, {"least": 1, "or_none": "for config.max_to_keep"})
-    return PreservationPolicy(max_to_keep, config.keep_every)
+    return PreservationPolicy.of(config, max_to_keep)

@@ -21,7 +21,13 @@ from mcore_ckpt.save.context import SaveContext
 from mcore_ckpt.save.hf_export import completed, export_together
 from mcore_ckpt.save.save_times import SaveTimes, with_export
 from mcore_ckpt.steps.listing import StepStatus, list_steps
-from mcore_ckpt.steps.retention import PreservationPolicy, delete_step, too_old
+from mcore_ckpt.steps.retention import (
+    PreservationPolicy,
+    RetentionDecision,
+    delete_step,
+    judge,
+    remove_optimizers,
+)
 from mcore_ckpt.steps.space_watch import Saved, Saving
 from mcore_ckpt.steps.transaction import Attempt, commit_together
 from mcore_ckpt.steps.upload_queue import UploadHandle
@@ -115,23 +121,25 @@ class OldSteps:
     """The steps to delete after one commit.
 
     Attributes:
-        found: the steps. Another process may delete or pin them meanwhile.
+        found: the decisions about steps that go, or that lose their optimizer. Another process may delete or pin these
+            steps meanwhile.
         saved: what `SpaceWatch` needs once they are deleted; None if it need not look.
     """
 
     context: SaveContext
-    found: tuple[StepStatus, ...]
+    found: tuple[RetentionDecision[StepStatus], ...]
     saved: Saved | None
 
     def delete(self) -> None:
-        """Deletes the steps. Then a thread of `SpaceWatch` checks whether the next save will fit."""
-        for status in self.found:
+        """Deletes steps and optimizers. Then a thread of `SpaceWatch` checks whether the next save will fit."""
+        for status in (decision.status for decision in self.found if not decision.stays):
             started = time.perf_counter()
             obstacle = delete_step(status)
             if obstacle is not None:
                 logger.info("step %d is too old, but stays for now: %s", status.step, obstacle)
             else:
                 self._tell(status, time.perf_counter() - started)
+        remove_optimizers(self.found)
         if self.saved is not None:
             self.context.space_watch.foresee(self.saved)
 
@@ -155,18 +163,24 @@ def _find_old_steps(context: SaveContext, saving: Saving, policy: PreservationPo
     It looks at the commit, because a later save with another policy may be committed when the deletion begins.
     """
     role_dir, step = saving.role_dir, saving.step
-    found: tuple[StepStatus, ...] = ()
+    found: tuple[RetentionDecision[StepStatus], ...] = ()
     deletes = False
-    if policy.max_to_keep is not None:
+    if policy.max_to_keep is not None or policy.optimizer_for_last is not None:
         try:
             # The commit has just looked at all files of this role.
             statuses = [status.having_seen(role_dir) for status in list_steps(context.trainer.root)]
-            found = tuple(too_old(statuses, policy, step))
-            deletes = bool(too_old(_with_whole(statuses, step), policy, step))
+            found = _to_do(statuses, policy, step)
+            deletes = bool(_to_do(_with_whole(statuses, step), policy, step))
         except OSError as error:
             logger.warning("the checkpoint is committed, but old steps could not be deleted: %s", error)
             deletes = True  # by the next save, or by another process
     return OldSteps(context, found, context.space_watch.committed(role_dir, step, deletes))
+
+
+def _to_do(
+    statuses: Sequence[StepStatus], policy: PreservationPolicy, step: int
+) -> tuple[RetentionDecision[StepStatus], ...]:
+    return tuple(each for each in judge(statuses, policy, step) if not each.stays or each.loses)
 
 
 def _with_whole(statuses: Sequence[StepStatus], step: int) -> list[StepStatus]:

@@ -9,7 +9,7 @@ It runs on three threads:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -46,7 +46,7 @@ def save_step(
     """Saves one step. Every rank calls it. Returns once training may go on: see `CheckpointManager.save`."""
     trainer, saving, times = context.trainer, request.saving, SaveTimes(request.called)
     # `finish` must not keep `request` alive, because its extra state may be large.
-    roles, called = request.roles, request.called
+    roles, metrics, called = request.roles, request.metrics, request.called
     config, topic = trainer.config, f"saving step {saving.step} of {trainer.role}"
 
     # Plan. While another save is under way, the host memory belongs to that save.
@@ -76,7 +76,7 @@ def save_step(
             files.capture(place)
 
         def finish(stall_s: float | None) -> tuple[SaveReport, Following]:
-            description = _Description(context, saving.step, roles, destination.contents, place, files, times)
+            description = _Description(context, saving.step, roles, metrics, destination.contents, place, files, times)
             try:
                 # Write, and commit together.
                 place.await_opening(topic)
@@ -108,13 +108,14 @@ class _Description:
         context: SaveContext,
         step: int,
         roles: tuple[str, ...],
+        metrics: Mapping[str, float],
         contents: tuple[str, ...],
         place: Place,
         files: RankFiles,
         times: SaveTimes,
     ) -> None:
-        self._context, self._step, self._roles, self._contents = context, step, roles, contents
-        self._place, self._files, self._times = place, files, times
+        self._context, self._step, self._roles, self._metrics = context, step, roles, metrics
+        self._contents, self._place, self._files, self._times = contents, place, files, times
         self._stamped: list[Manifest] = []
         self.different: tuple[DifferentReplicas, ...] = ()
 
@@ -132,6 +133,7 @@ class _Description:
             self._roles,
             self._contents,
             reports,
+            self._metrics,
         )
         self.different = compare_replicas([report.replicas for report in reports])
         context.replica_warnings.tell(self.different)

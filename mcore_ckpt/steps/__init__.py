@@ -9,7 +9,8 @@ Public names, for integrations and commands:
 - the files of a checkpoint on a node of the fast tier: `NodeFiles`, `files_of_node`, and a step on all nodes together:
   `NodeStep`;
 - the file that names the newest step: `read_tracker`, `write_tracker`, `move_tracker`, `remove_tracker`;
-- which steps stay: `PreservationPolicy`, `delete_old_steps`, `delete_step`, `discard_step`, `pin`, `unpin`;
+- which steps stay: `PreservationPolicy`, `delete_old_steps`, `delete_step`, `discard_step`, `pin`, `unpin`,
+  and by which metrics: `set_metrics`;
 - a role of plain files, such as a data position: `commit_role` with `RoleWriter`, `RoleReader`, `uncommit_role`,
   `roles_begun`;
 - from which checkpoint a training goes on: `RunHistory`;
@@ -28,6 +29,7 @@ from mcore_ckpt.public_names import lazy_names
 if TYPE_CHECKING:
     from mcore_ckpt.steps.choice import oldest_first
     from mcore_ckpt.steps.history import RunHistory
+    from mcore_ckpt.steps.later_metrics import set_metrics
     from mcore_ckpt.steps.leftovers import remove_leftovers, remove_sibling_leftovers
     from mcore_ckpt.steps.listing import (
         StepStatus,
@@ -83,6 +85,7 @@ __all__ = [
     "remove_tracker",
     "roles_begun",
     "running_saves",
+    "set_metrics",
     "size_of",
     "step_status",
     "uncommit_role",
@@ -96,6 +99,7 @@ __getattr__ = lazy_names(
         "choice": ("oldest_first",),
         "history": ("RunHistory",),
         "leftovers": ("remove_leftovers", "remove_sibling_leftovers"),
+        "later_metrics": ("set_metrics",),
         "listing": (
             "StepStatus",
             "check_own_step",

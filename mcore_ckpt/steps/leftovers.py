@@ -12,6 +12,7 @@ from mcore_ckpt.io import tuning
 from mcore_ckpt.io.access import is_foreign, naming_owner, owner_of
 from mcore_ckpt.io.threads import results_of
 from mcore_ckpt.steps.commit import remove_folder, remove_if_empty, remove_replaced, restore_replaced, taken_away
+from mcore_ckpt.steps.optimizer_files import remove_dropped
 from mcore_ckpt.steps.work_folders import (
     entries,
     is_dead_trial,
@@ -116,9 +117,11 @@ def _remove_in_if_allowed(step_path: Path, role: str, alone: bool) -> None:
 
 def _remove_in(step_path: Path, role: str, alone: bool) -> None:
     # Retention writes an owner file into a step before it deletes the step, and its process may have died in between.
-    # A save does the same to a role's folder before it replaces the folder.
+    # A save does the same to a role's folder before it replaces the folder, and retention before it removes an
+    # optimizer.
     for folder in (step_path, step_path / role):
         if (folder / file_names.OWNER_FILE).exists() and is_leftover(folder, alone):
+            remove_dropped(folder, alone)
             (folder / file_names.OWNER_FILE).unlink(missing_ok=True)
     for entry in entries(step_path):
         work = file_names.parse_work_dir(entry.name)

@@ -16,7 +16,7 @@ import errno
 import itertools
 import logging
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import ManifestSummary
+from mcore_ckpt.checkpoint.metrics import read_later_metrics
 from mcore_ckpt.checkpoint.provenance import Commit
 from mcore_ckpt.checkpoint.reading import read_manifest_summary
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, CommitError
@@ -395,9 +396,22 @@ def _look(path: Path, moved: Path | None, known: _Heads) -> _Look:
         pinned=file_names.PINNED_FILE in {entry.name for entry in entries},
         flat=flat,
         aside={role: folder for role, folder in aside.items() if folder in found},
-        says={read.role: read.says for read in found.values() if read.role is not None and read.says is not None},
+        says=_with_later_metrics(entries, found.values()),
     )
     return _Look(status, is_sure=not has_moved)
+
+
+def _with_later_metrics(
+    entries: Sequence[os.DirEntry[str]], found: Iterable[_RoleFolder]
+) -> dict[str, ManifestSummary]:
+    """Returns the summaries of a step's manifests, with the metrics that were set after the saves."""
+    says = {read.role: read.says for read in found if read.role is not None and read.says is not None}
+    for entry in entries:
+        role, attempt = file_names.parse_metrics_file(entry.name) or ("", "")
+        if role in says and says[role].attempt == attempt:
+            metrics = {**says[role].metrics, **read_later_metrics(Path(entry.path))}
+            says[role] = replace(says[role], metrics=metrics)
+    return says
 
 
 def _has_moved(entries: Sequence[os.DirEntry[str]], moved: Path | None, found: Collection[str | None]) -> bool:

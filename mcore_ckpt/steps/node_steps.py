@@ -45,16 +45,21 @@ class HeldRole:
 
     def to_record(self) -> list[Any]:
         """Returns JSON values, which a rank can send."""
-        *rest, run, commit = vars(self.head).values()
-        encoded = [*rest, run and encoded_run(run), commit and encoded_commit(commit)]
+        head, run, commit = self.head, self.head.run, self.head.commit
+        of = [head.step, head.role, head.roles, head.attempt, head.created]
+        more = [head.contents, dict(head.metrics), head.dropped]
+        encoded = [*of, run and encoded_run(run), commit and encoded_commit(commit), *more]
         return [encoded, self.files, self.has, self.is_committed, self.save_count]
 
     @staticmethod
     def of(record: Sequence[Any]) -> HeldRole:
         """Returns the object that `to_record` has turned into this record."""
-        (step, role, roles, attempt, created, run, commit), files, has, is_committed, save_count = record
+        encoded, files, has, is_committed, save_count = record
+        step, role, roles, attempt, created, run, commit, contents, metrics, dropped = encoded
         found = run and decode_run(run), commit and decode_commit(commit)
-        head = ManifestSummary(step, role, tuple(roles), attempt, created, *found)
+        head = ManifestSummary(
+            step, role, tuple(roles), attempt, created, *found, tuple(contents), metrics, tuple(dropped)
+        )
         return HeldRole(head, files, tuple((first, last) for first, last in has), is_committed, save_count)
 
 

@@ -7,7 +7,7 @@ docs/format.md.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -46,6 +46,7 @@ class RemoteStep(Weighed):
         look: lists the files that a role lacks. Raises RemoteError.
         is_shared: true if another run has attempts in the step, so that the step is not deleted as a whole.
         replaced: the other attempts of this run that have a manifest.
+        local_metrics: the metrics of the same step in the root, some of which may have been set after the upload.
     """
 
     step: int
@@ -56,6 +57,12 @@ class RemoteStep(Weighed):
     look: Callable[[str], Lack | None] = field(default=lambda role: None, compare=False, repr=False)
     is_shared: bool = False
     replaced: tuple[RemoteRole, ...] = ()
+    local_metrics: Mapping[str, float] = field(default_factory=dict, compare=False)
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """The metrics in its manifests, and those of the same step in the root, which count before them."""
+        return {**super().metrics, **self.local_metrics}
 
     @property
     def heads(self) -> list[RemoteRole]:

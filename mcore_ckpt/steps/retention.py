@@ -3,33 +3,40 @@
 `judge` decides, and needs only the statuses of the steps. They are read from disk each time, so any process can delete:
 a trainer after its commit, a restarted trainer, or `mcore-ckpt prune` while a trainer runs.
 
-To add a rule, add a field to `PreservationPolicy` and a reason to `_why_it_stays`. So that users can set it, add the
-field to `config.py`, and pass it on wherever a policy is made: in `save/request.py` (for the root), in
-`save/context.py` (for the remote store) and in `cli/prune.py`. Integrations make policies of their frameworks' options.
+To add a rule, add a field to `PreservationPolicy`, and a reason to `_why_it_stays`. So that users can set it, add the
+field to `config.py`, to `PreservationPolicy.of` (the policy of a trainer), and to `cli/prune.py`. Integrations make
+policies of their frameworks' options.
+
+`keep_for` compares the time in the manifest with this host's clock. If a clock was set back, or a host's clock is late,
+a step seems younger than it is, and stays longer. If a clock jumps forward, or a host's clock is early, `keep_for` ends
+too soon for some steps. No other rule looks at clocks, so the newest `max_to_keep` steps stay in any case.
 """
 
 from __future__ import annotations
 
-import errno
+import datetime
 import logging
-import os
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from mcore_ckpt.amounts import duration_text
 from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.errors import CheckpointCorruptError
 from mcore_ckpt.field_checks import check_fields, checked, limited
 from mcore_ckpt.io.files import sync_dir
-from mcore_ckpt.steps.choice import abandoned, oldest_first
+from mcore_ckpt.keep_best import KeepBest, keep_best_rules
+from mcore_ckpt.steps.choice import abandoned, oldest_first, order_of
 from mcore_ckpt.steps.hidden_step import HiddenStep, hide_step
 from mcore_ckpt.steps.listing import StepStatus, list_steps
+from mcore_ckpt.steps.optimizer_files import drop_optimizer
 from mcore_ckpt.steps.owner import write_owner
 from mcore_ckpt.steps.read_lock import unread
-from mcore_ckpt.steps.work_folders import is_in_use
+from mcore_ckpt.steps.step_obstacles import obstacle_to
 from mcore_ckpt.steps.worth import Weighed, look_at_all
 
 logger = logging.getLogger(__name__)
@@ -38,11 +45,16 @@ logger = logging.getLogger(__name__)
 @checked
 @dataclass(frozen=True)
 class PreservationPolicy:
-    """The rules that decide which steps stay. Pinned steps stay in any case.
+    """The rules that decide which steps stay: those that one of the rules keeps. Pinned steps stay in any case.
 
     Attributes:
         max_to_keep: how many of the newest complete steps of each role stay; None keeps all steps.
         keep_every: complete steps whose number is a multiple of this stay, too, including step 0; None for no rule.
+        keep_best: for each of these rules, the complete steps with the best values of its metric stay, too. Abandoned
+            steps and steps without the metric do not count. Of equal values the later commit counts.
+        keep_for: complete steps that were saved less than this many seconds ago stay, too; None for no rule.
+        optimizer_for_last: how many of the newest complete steps of each role keep their optimizer. Other steps that
+            stay lose it, unless they are pinned. None: all keep it.
 
     Example:
         >>> PreservationPolicy(max_to_keep=2, keep_every=1000)
@@ -51,9 +63,24 @@ class PreservationPolicy:
 
     max_to_keep: int | None = limited(None, least=1, or_none="to keep every checkpoint")
     keep_every: int | None = limited(None, least=1)
+    keep_best: tuple[KeepBest, ...] = ()
+    keep_for: float | None = limited(None, above=0, of="seconds")
+    optimizer_for_last: int | None = limited(None, least=1)
 
     def __post_init__(self) -> None:
         check_fields(self)
+        object.__setattr__(self, "keep_best", keep_best_rules(self.keep_best))
+
+    @classmethod
+    def of(cls, config: CheckpointConfig, max_to_keep: int | None = None) -> PreservationPolicy:
+        """Returns the policy of a trainer; with `max_to_keep` in place of the configured one, if it is given."""
+        return cls(
+            config.max_to_keep if max_to_keep is None else max_to_keep,
+            config.keep_every,
+            config.keep_best,
+            config.keep_for,
+            config.optimizer_for_last,
+        )
 
 
 Step = TypeVar("Step", bound=Weighed)
@@ -61,24 +88,35 @@ Step = TypeVar("Step", bound=Weighed)
 
 @dataclass(frozen=True)
 class RetentionDecision(Generic[Step]):
-    """The decision whether a step stays, and its reason."""
+    """The decision whether a step stays, and its reason.
+
+    Attributes:
+        status: the step.
+        stays: True if it stays.
+        reason: why it stays or goes: what the rules say that keep it, or why none does.
+        loses: the roles that lose their optimizer, sorted.
+    """
 
     status: Step
     stays: bool
     reason: str
+    loses: tuple[str, ...] = ()
 
 
 def too_old(
     statuses: Sequence[Step], policy: PreservationPolicy, committed: int | None = None, spared: Collection[int] = ()
 ) -> list[Step]:
     """Returns the steps that may be deleted. It has the arguments of `judge`."""
+    policy = replace(policy, optimizer_for_last=None)  # the question takes looks at files
     return [decision.status for decision in judge(statuses, policy, committed, spared) if not decision.stays]
 
 
 def judge(
     statuses: Sequence[Step], policy: PreservationPolicy, committed: int | None = None, spared: Collection[int] = ()
 ) -> list[RetentionDecision[Step]]:
-    """Decides for each step of a root, ordered by step, whether it stays. Returns the decisions in the same order.
+    """Decides which steps of a root, ordered by step, stay, and which of them lose their optimizer.
+
+    Returns one decision for each step, in the same order.
 
     A step that is not understood stays: a folder without a manifest of this package, or with a manifest that is
     damaged, has a newer format, or was copied from another step.
@@ -87,22 +125,114 @@ def judge(
     whole, and not at the files of older steps. A step that lacks files and would otherwise count stays, because it may
     be a copy under way, or the only one left. Once enough newer steps are whole, it goes like any other old step.
 
-    The step that was saved last (`committed`) stays even if it is not among the newest, as after a rollback, and so do
-    those that are `spared`, such as the best one. Raises OSError or RemoteError: the files of a step cannot be looked
-    at.
+    The step that was saved last (`committed`) stays with all its files even if it is not among the newest, as after a
+    rollback, and so do those that are `spared`, such as the best one. Raises OSError or RemoteError: the files of a
+    step cannot be looked at.
     """
     newest, lacking = _newest(statuses, policy.max_to_keep)
     given_up = frozenset[int]() if policy.max_to_keep is None else abandoned(statuses)
+    best, lacking_best = _best(statuses, policy.keep_best, given_up)
+    kept = _Kept(policy, newest, best, {*lacking, *lacking_best}, _now())
     # While no step is complete, another role may still be saving the first one, so nothing is too old.
     needed = [each.commit.number for each in statuses if each.step in newest or each.step == committed]
     oldest_needed = min(needed) if newest else 0
     named = dict.fromkeys(spared, "spared by its number") | ({} if committed is None else {committed: "saved last"})
+    with_optimizer, _ = _newest(statuses, policy.optimizer_for_last)
     decisions = []
     for status in statuses:
-        stays = _why_it_stays(status, policy, newest, lacking, oldest_needed, named)
+        stays = _why_it_stays(status, kept, oldest_needed, named)
         reason = stays or _why_it_goes(status, policy, status.step in given_up)
-        decisions.append(RetentionDecision(status, stays is not None, reason))
+        loses: tuple[str, ...] = ()
+        if stays and policy.optimizer_for_last is not None and status.step not in named:
+            loses = _roles_to_strip(status, with_optimizer.get(status.step, ()))
+        decisions.append(RetentionDecision(status, stays is not None, reason, loses))
     return decisions
+
+
+def _roles_to_strip(status: Weighed, among_newest: Collection[str]) -> tuple[str, ...]:
+    """Returns the roles of a step that lose their optimizer: of whole steps only, and only roles that keep weights."""
+    if status.pinned or not status.is_claimed:
+        return ()
+    having = [head.role for head in status.heads if "optimizer" in head.contents and "model" in head.contents]
+    roles = tuple(sorted(set(having) - set(among_newest)))
+    return roles if roles and status.is_complete else ()
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """The steps that the rules keep.
+
+    Attributes:
+        policy: the rules.
+        newest: the newest steps of each role, as a mapping from step to roles.
+        best: the best steps, as a mapping from step to the rules by which they are.
+        lacking: the steps that would be among them, but lack files.
+        now: the present time.
+    """
+
+    policy: PreservationPolicy
+    newest: Mapping[int, Sequence[str]]
+    best: Mapping[int, Sequence[KeepBest]]
+    lacking: Collection[int]
+    now: datetime.datetime
+
+    def reasons(self, status: Weighed) -> list[str]:
+        """Returns what the rules say that keep a complete step."""
+        step, policy = status.step, self.policy
+        found = []
+        if step in self.newest:
+            found.append(f"among the newest {policy.max_to_keep} of {', '.join(self.newest[step])}")
+        found += [f"among the best {rule.keep} by {_value(status, rule)}" for rule in self.best.get(step, ())]
+        if policy.keep_every is not None and step % policy.keep_every == 0:
+            found.append(f"a multiple of {policy.keep_every}")
+        age_s = None if policy.keep_for is None else _age_s(status, self.now)
+        if policy.keep_for is not None and age_s is not None and age_s < policy.keep_for:
+            found.append(f"younger than {duration_text(policy.keep_for)}")
+        return found
+
+
+def _value(status: Weighed, rule: KeepBest) -> str:
+    return f"{rule.metric} ({rule.better}): {status.metrics[rule.metric]:g}"
+
+
+def _now() -> datetime.datetime:
+    return datetime.datetime.now(datetime.UTC)
+
+
+def _age_s(status: Weighed, now: datetime.datetime) -> float | None:
+    """Returns how long ago the last role of a step was saved, in seconds; None if no manifest has a time."""
+    ages = []
+    for head in status.heads:
+        with suppress(ValueError):
+            created = datetime.datetime.fromisoformat(head.created)
+            ages.append((now - (created if created.tzinfo else created.replace(tzinfo=datetime.UTC))).total_seconds())
+    return min(ages, default=None)
+
+
+def _best(
+    statuses: Sequence[Weighed], rules: Sequence[KeepBest], given_up: Collection[int]
+) -> tuple[dict[int, list[KeepBest]], set[int]]:
+    """Returns the best complete steps by each rule, as a mapping from step to rules.
+
+    The second result contains the steps that would be among the best, but lack files.
+    """
+    best, lacking = dict[int, list[KeepBest]](), set[int]()
+    claimed = [status for status in statuses if rules and status.is_claimed and status.step not in given_up]
+    for rule in rules:
+        sign = 1 if rule.better == "max" else -1
+        having = [(sign * metrics[rule.metric], each) for each in claimed if rule.metric in (metrics := each.metrics)]
+        best_first = [each for _, each in sorted(having, key=lambda pair: (pair[0], order_of(pair[1])), reverse=True)]
+        look_at_all(best_first[: rule.keep])
+        count = 0
+        for each in best_first:
+            if count == rule.keep:
+                break
+            if each.is_complete:
+                best.setdefault(each.step, []).append(rule)
+                count += 1
+            else:
+                lacking.add(each.step)
+    return best, lacking
 
 
 def _newest(statuses: Sequence[Weighed], count: int | None) -> tuple[dict[int, list[str]], set[int]]:
@@ -141,55 +271,66 @@ def _may_count(steps: Sequence[Weighed], looked_at: Collection[int]) -> list[Wei
     return [each for each in steps if each.step not in looked_at or each.is_complete]
 
 
-def _why_it_stays(
-    status: Weighed,
-    policy: PreservationPolicy,
-    newest: dict[int, list[str]],
-    lacking: Collection[int],
-    oldest_needed: int,
-    named: Mapping[int, str],
-) -> str | None:
+def _why_it_stays(status: Weighed, kept: _Kept, oldest_needed: int, named: Mapping[int, str]) -> str | None:
     if status.pinned:
         return "pinned"
     if not status.is_claimed:
         if status.problems or not status.committed:
             return f"not understood, so it is not deleted: {status.reason}"
-        if policy.max_to_keep is None or status.commit.number >= oldest_needed:
+        if kept.policy.max_to_keep is None or status.commit.number >= oldest_needed:
             return f"may still become complete: {status.reason}"
         return named.get(status.step)  # no trainer can resume from it
-    if policy.max_to_keep is None:
+    if kept.policy.max_to_keep is None:
         return "every complete step stays"
-    if status.step in newest:
-        return f"among the newest {policy.max_to_keep} of {', '.join(newest[status.step])}"
-    if policy.keep_every is not None and status.step % policy.keep_every == 0:
-        return f"a multiple of {policy.keep_every}"
+    if reasons := kept.reasons(status):
+        return "; ".join(reasons)
     if status.step in named:
         return named[status.step]
-    return f"does not count, but may be a copy under way: {status.reason}" if status.step in lacking else None
+    return f"does not count, but may be a copy under way: {status.reason}" if status.step in kept.lacking else None
 
 
 def _why_it_goes(status: Weighed, policy: PreservationPolicy, is_given_up: bool) -> str:
     if not status.is_claimed:
         return f"older than all needed steps, and not complete: {status.reason}"
     by = ", and abandoned by the newest one" if is_given_up else ""
-    return f"not among the newest {policy.max_to_keep} of any role{by}"
+    best = "".join(f", nor among the best {rule.keep} by {rule.metric}" for rule in policy.keep_best)
+    return f"not among the newest {policy.max_to_keep} of any role{best}{by}"
 
 
 def delete_old_steps(
     root: Path, policy: PreservationPolicy, committed: int | None = None, spared: Collection[int] = ()
 ) -> list[int]:
-    """Deletes the steps that the policy does not keep, and returns their numbers. The arguments are those of `judge`.
+    """Deletes the steps that the policy does not keep, and returns their numbers. Then removes optimizers of others.
+
+    The arguments are those of `judge`.
 
     A step that cannot be deleted now is left for the next call. Raises OSError: the steps cannot be listed.
     """
     deleted = []
-    for status in too_old(list_steps(root), policy, committed, spared):
+    decisions = judge(list_steps(root), policy, committed, spared)
+    for status in (decision.status for decision in decisions if not decision.stays):
         obstacle = delete_step(status)
         if obstacle is None:
             deleted.append(status.step)
         else:
             logger.info("step %d is too old, but stays for now: %s", status.step, obstacle)
+    remove_optimizers(decisions)
     return deleted
+
+
+def remove_optimizers(decisions: Iterable[RetentionDecision[StepStatus]]) -> None:
+    """Removes the optimizers that steps lose by these decisions. One that cannot be removed is left for the next call.
+
+    Raises nothing.
+    """
+    for decision in decisions:
+        if decision.loses:
+            obstacle = drop_optimizer(decision.status, decision.loses)
+            step = decision.status.step
+            if obstacle is None:
+                logger.info("step %d has lost the optimizer of %s", step, ", ".join(decision.loses))
+            else:
+                logger.info("step %d keeps its optimizer for now: %s", step, obstacle)
 
 
 def delete_step(status: StepStatus) -> str | None:
@@ -265,34 +406,3 @@ def _hide_unless_changed(status: StepStatus) -> HiddenStep | str:
     with suppress(OSError):  # the renames are done, even if they cannot be made durable
         sync_dir(status.path.parent)
     return hidden if obstacle is None else obstacle
-
-
-def obstacle_to(status: StepStatus, path: Path) -> str | None:
-    """Returns what prevents the deletion of a step that is now at `path`, such as a pin; None if nothing does.
-
-    Raises OSError: the step is gone, or its files cannot be deleted.
-    """
-    if status.aside:
-        return "a save was replacing it and died; the next start or save of a trainer puts it back"
-    if path.is_symlink():
-        return "it is a link, and its target may belong to somebody else"
-    if (path / file_names.PINNED_FILE).exists():
-        return "it was pinned"
-    for folder in (path, *map(path.joinpath, sorted(status.committed))):
-        if _is_protected(folder):
-            raise PermissionError(errno.EACCES, "may not be changed: it is another user's, or protected", str(folder))
-    if is_in_use(path, status.path):
-        return "a save is under way in it"
-    flat = {status.flat or path.name} if (path / file_names.MANIFEST_FILE).exists() else set()
-    roles = {each.name for each in path.iterdir() if file_names.is_role(each.name)}
-    if {role for role in roles if (path / role / file_names.MANIFEST_FILE).exists()} | flat != status.committed:
-        return "it has just changed"
-    return None
-
-
-def _is_protected(folder: Path) -> bool:
-    """True if the files in it cannot be removed. A rename would lose them, and they would still take space."""
-    # The system call filter of an old container makes every `access` call fail, even this one. Then only an attempt to
-    # remove the files shows whether they can be removed.
-    is_seen = folder.is_dir() and os.access(folder, os.F_OK, effective_ids=True)
-    return is_seen and not os.access(folder, os.W_OK | os.X_OK, effective_ids=True)

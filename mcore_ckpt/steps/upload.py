@@ -232,6 +232,7 @@ def tidy_up(
     policy: PreservationPolicy,
     pinned: Mapping[int, bool],
     latest: int,
+    metrics: Mapping[int, Mapping[str, float]],
     deleted: Callable[[int, float], object] = lambda step, seconds: None,
 ) -> None:
     """Moves the remote tracker after an upload, copies pins, and deletes steps and attempts that are no longer needed.
@@ -244,6 +245,7 @@ def tidy_up(
         policy: which steps stay.
         pinned: for each local step, whether it is pinned. Remote steps that are not local keep their pins.
         latest: the step that was saved last. It stays even if it is not the newest, as after a rollback.
+        metrics: the metrics of each local step.
         deleted: called with each step that is deleted, and the seconds that it took.
     """
     steps = remote.steps()
@@ -261,7 +263,10 @@ def tidy_up(
     for step in steps:
         if pinned.get(step.step, step.pinned) != step.pinned:
             _pin(remote, step.step, pinned[step.step])
-    judged = [replace(step, pinned=pinned.get(step.step, step.pinned)) for step in steps]
+    judged = [
+        replace(step, pinned=pinned.get(step.step, step.pinned), local_metrics=metrics.get(step.step, {}))
+        for step in steps
+    ]
     for step in too_old(judged, policy, latest):
         if step.is_shared:
             continue

@@ -23,6 +23,7 @@ import atexit
 import logging
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -99,6 +100,7 @@ class UploadQueue:
         self._waiting: dict[int, UploadHandle] = {}  # committed locally, not yet in the store
         self._begun: dict[str, Upload] = {}  # by folder in the store, so that a failed upload continues where it was
         self._pins: dict[int, bool] = {}  # of local steps, and of those that were local at the last upload
+        self._metrics: dict[int, Mapping[str, float]] = {}  # of the same steps
         self._latest = -1
         self._asked = False
         self._warned = False
@@ -194,14 +196,28 @@ class UploadQueue:
             uploaded = self._upload(step, there.get(step, RemoteStep(step)))
             if uploaded is not None:
                 seen, pins = self._look_at_pins(), dict(self._pins)
-                tidy_up(self._remote, uploaded, self._begun, self._policy, pins, self._latest, self._tell_deleted)
+                tidy_up(
+                    self._remote,
+                    uploaded,
+                    self._begun,
+                    self._policy,
+                    pins,
+                    self._latest,
+                    self._metrics,
+                    self._tell_deleted,
+                )
                 self._pins = seen
 
     def _look_at_pins(self) -> dict[int, bool]:
-        """Returns which local steps are pinned, and updates `_pins`: retention can delete a step after each commit."""
+        """Returns which local steps are pinned, and updates `_pins` and `_metrics`.
+
+        Retention can delete a step after each commit.
+        """
         seen: dict[int, bool] = {}
         with suppress(OSError):
-            seen = {status.step: status.pinned for status in steps.list_steps(self._root) if status.committed}
+            there = [status for status in steps.list_steps(self._root) if status.committed]
+            seen = {status.step: status.pinned for status in there}
+            self._metrics = {status.step: status.metrics for status in there}
         self._pins = self._pins | seen
         return seen
 
@@ -236,7 +252,10 @@ class UploadQueue:
             with work_folders.kept_for_upload(role_dir, attempt):
                 upload = Upload(self._remote.store, role_dir, self._stop)
                 if not _is_there(upload.manifest, there):
-                    upload = self._begun.setdefault(upload.key, upload)
+                    begun = self._begun.get(upload.key)
+                    if begun is not None and begun.manifest.files == upload.manifest.files:
+                        upload = begun  # otherwise retention has removed the optimizer since
+                    self._begun[upload.key] = upload
                     upload.run()
         except RemoteError as error:
             handle.has_failed(error)

@@ -102,6 +102,17 @@ class Weighed:
         return self.heads
 
     @property
+    def metrics(self) -> Mapping[str, float]:
+        """The metrics of its committed roles, by name. If several have one of a name, that of the first role counts."""
+        last_first = sorted(self.heads, key=lambda head: head.role, reverse=True)
+        return {name: value for head in last_first for name, value in head.metrics.items()}
+
+    @property
+    def dropped(self) -> frozenset[str]:
+        """The contents that retention has removed from one of its roles, such as "optimizer"."""
+        return frozenset(word for head in self.heads for word in head.dropped)
+
+    @property
     def given_up(self) -> frozenset[str]:
         """The roles of a branch that another role has given up: they have not saved the step again, but it has.
 

@@ -1,7 +1,9 @@
 """`mcore-ckpt prune` as it is typed."""
 
+import datetime
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.cli.main import main
 from tests.support.checkpoints import ROLE, checkpoints, dead_owner, make, own, stage
 from tests.support.privileges import without_privileges
+from tests.support.small_steps import save_small
 
 
 def make_steps(root: Path, *numbers: int) -> None:
@@ -118,3 +121,57 @@ def test_a_root_or_a_step_that_is_not_there(tmp_path: Path, capsys: pytest.Captu
     assert main(["prune", str(tmp_path / "none")]) == 2
     assert main(["prune", str(tmp_path), "--pin", "7"]) == 1
     assert "there is no step 7" in capsys.readouterr().err
+
+
+def test_all_rules_of_a_trainer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A dry run says which rule keeps each step, and what would lose its optimizer; the run does just that."""
+    now = datetime.datetime.now(datetime.UTC)
+    for step in range(1, 7):
+        created = now - datetime.timedelta(hours=6 - step)
+        save_small(tmp_path, step, metrics={"val/reward": -step}, created=created.isoformat(timespec="seconds"))
+    flags = ["--max-to-keep", "1", "--keep-best", "val/reward:1:max", "--keep-for", "1.5h", "--optimizer-for-last", "1"]
+    dry = prune(tmp_path, capsys, *flags, "--dry-run")
+    assert {folder["step"]: folder["reason"] for folder in dry["folders"] if not folder["deleted"]} == {
+        1: "among the best 1 by val/reward (max): -1; loses the optimizer of actor",
+        5: "younger than 1 h 30 min; loses the optimizer of actor",
+        6: "among the newest 1 of actor; younger than 1 h 30 min",
+    }
+    sizes = {folder["step"]: folder["bytes"] for folder in dry["folders"]}
+    assert [folder["lost_bytes"] for folder in dry["folders"] if folder["loses_optimizer"]] == [64, 64]
+    wet = prune(tmp_path, capsys, *flags)
+    assert wet == dry | {"dry_run": False}
+    role_dirs = {step: tmp_path / f"global_steps_{step}" / ROLE for step in (1, 5, 6)}
+    assert {step: (role_dir / "optim").exists() for step, role_dir in role_dirs.items()} == {
+        1: False,
+        5: False,
+        6: True,
+    }
+    others = sum(path.stat().st_size for path in role_dirs[5].rglob("*") if path.name != "manifest.json")
+    assert sizes[5] >= others
+    assert main(["prune", str(tmp_path), *flags, "--dry-run"]) == 0
+    assert "would lose" not in capsys.readouterr().out
+    assert main(["list", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("actor  without optimizer  val/reward -1")
+    assert lines[2].endswith("actor  newest  val/reward -6")
+    assert main(["inspect", str(role_dirs[1])]) == 0
+    assert "holds model, extra (retention has removed: optimizer)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--keep-best", "reward:1:max"], "--keep-best is given, but without --max-to-keep every step stays"),
+        (["--keep-for", "2d"], "--keep-for is given"),
+        (["--max-to-keep", "1", "--keep-best", "reward"], "keep_best is 'reward': use"),
+        (["--max-to-keep", "1", "--keep-for", "2 weeks"], "2 weeks: use a time, such as 45min, 12h or 2d"),
+        (["--max-to-keep", "1", "--keep-for", "0s"], "0s: use a time"),
+        (["--optimizer-for-last", "0"], "0: use 1 or more"),
+    ],
+)
+def test_rules_that_make_no_sense(
+    tmp_path: Path, flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with suppress(SystemExit):
+        assert main(["prune", str(tmp_path), *flags]) == 2
+    assert message in capsys.readouterr().err

@@ -7,15 +7,18 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from mcore_ckpt.errors import CheckpointCorruptError
+from mcore_ckpt import set_metrics
+from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError
 from mcore_ckpt.load import load as loading
+from mcore_ckpt.steps.listing import complete_steps
 from mcore_ckpt.steps.retention import PreservationPolicy, delete_old_steps
+from mcore_ckpt.tools.examine.verify import verify
 from tests.distributed.agreement import error_of, everywhere, gather, raised_everywhere
-from tests.distributed.checkpointing import manager_of
+from tests.distributed.checkpointing import manager_of, position
 from tests.distributed.layouts import LAYOUTS
 from tests.distributed.snapshot import assert_same, poison, snapshot
 from tests.distributed.test_fallback import save_twice
-from tests.distributed.training import build, parallel
+from tests.distributed.training import build, parallel, train
 
 DP2 = LAYOUTS["dp2-bf16"]
 
@@ -70,3 +73,58 @@ def test_a_step_that_is_deleted_while_it_is_loaded(
                 assert result.step == 2
                 assert_same(found, states[1])
         manager.close()
+
+
+REWARDS = {1: 0.5, 2: 0.9, 3: 0.1, 4: 0.2, 5: float("nan")}
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("async_save", [False, True])
+def test_the_best_steps_stay_and_lose_their_optimizer(shared_path: Path, async_save: bool) -> None:
+    """Step 3 is measured only later, and becomes the best; 4 and 5 are the newest."""
+    options = {"max_to_keep": 2, "keep_best": ("reward", 2, "max"), "optimizer_for_last": 1}
+    with parallel(DP2):
+        training, states = build(DP2, seed=1), {}
+        manager = manager_of(training, shared_path, async_save=async_save, **options)
+        for step, reward in REWARDS.items():
+            train(training, step - 1, step)
+            metrics = {"reward": reward, "rank": dist.get_rank()}
+            manager.save(step, extra_state=position(step), metrics=metrics).wait()
+            manager.wait()
+            states[step] = snapshot(training)
+            if step == 4 and dist.get_rank() == 0:
+                set_metrics(shared_path, 3, {"reward": 2.0})
+            dist.barrier()
+        manager.close()
+        with everywhere():
+            there = {status.step: status for status in complete_steps(shared_path)}
+            assert sorted(there) == [2, 3, 4, 5]
+            assert there[3].metrics == {"reward": 2.0, "rank": 0.0}
+            assert there[5].metrics == {"rank": 0.0}
+            assert {step: sorted(status.dropped) for step, status in there.items()} == {
+                2: ["optimizer"],
+                3: ["optimizer"],
+                4: ["optimizer"],
+                5: [],
+            }
+            assert [path.parent.parent.name for path in shared_path.glob("*/actor/optim")] == ["global_steps_5"]
+            assert not [role for role in verify(shared_path).roles if role.damages]
+        manager = manager_of(training, shared_path)
+        for message in raised_everywhere(CheckpointMismatchError, error_of(lambda: manager.load(step=2))):
+            assert "retention has removed its optimizer" in message
+        poison(training)
+        result = manager.load()
+        found = snapshot(training)
+        manager.close()
+        with everywhere():
+            assert result.step == 5
+            assert_same(found, states[5])
+        poison(training)
+        manager = manager_of(training, shared_path, load_contents=("model", "extra"))
+        result = manager.load(step=2)
+        found = snapshot(training)
+        manager.close()
+        with everywhere():
+            assert result.extra_state["step"] == 2
+            weights = {name: value for name, value in states[2].items() if not name.startswith(("optim", "sched"))}
+            assert_same({name: found[name] for name in weights}, weights)

@@ -114,6 +114,7 @@ def test_a_checkpoint_of_others_is_not_ours_and_half_of_one_is_refused(tmp_path:
         ({"output_dir": "/models", "async_save": True}, "async_save"),
         ({"output_dir": "/models", "timeout_s": -1}, "timeout_s"),
         ({"output_dir": "/models", "async_upload": "False"}, "async_upload is 'False': use False"),
+        ({"output_dir": "/models", "keep_best": "reward"}, "keep_best is 'reward'"),
         ({"output_dir": "/models", "keep_every": "100"}, "keep_every is '100': use 100, without quotes"),
     ],
 )
@@ -130,6 +131,9 @@ def test_options_are_rolls_and_ours() -> None:
     assert options.policy(SimpleNamespace(max_ckpt_to_keep=0)).max_to_keep is None
     policy = options.policy(SimpleNamespace(max_ckpt_to_keep=3))
     assert (policy.max_to_keep, policy.keep_every) == (3, 500)
+    best = read_options({"output_dir": "/models/run", "keep_best": [["reward", 2, "max"]], "keep_for": 60.0})
+    assert best.policy(SimpleNamespace(max_ckpt_to_keep=3)).keep_best == (("reward", 2, "max"),)
+    assert best.policy(SimpleNamespace(max_ckpt_to_keep=0)).keep_best == ()
     assert step_of("checkpoint-12") == 12
     with pytest.raises(ValueError, match="checkpoint-"):
         step_of("step12")

@@ -62,7 +62,7 @@ def together(*folders: Path) -> list[FastCheckpoint]:
 def test_what_a_node_has(tmp_path: Path) -> None:
     put(tmp_path, manifest(), [0, 1, 3])
     created = "2025-01-01T00:00:00+00:00"
-    head = ManifestSummary(7, "actor", ("actor",), "a" * 32, created)
+    head = ManifestSummary(7, "actor", ("actor",), "a" * 32, created, contents=("model", "extra"))
     held = HeldRole(head, FILES, ((0, 1), (3, 3)), True, save_count=3)
     assert held_roles(tmp_path) == [held]
     assert [HeldRole.of(held.to_record()) for held in held_roles(tmp_path)] == held_roles(tmp_path)

@@ -256,6 +256,9 @@ def remains(root: Path) -> list[str]:
     """What a sweep must not leave: folders of work in progress, owner files, step folders with nothing in them."""
     found = [path for path in root.rglob("*") if _is_work(path.name) or path.name == file_names.OWNER_FILE]
     found += [path for paths in file_names.step_dirs(root).values() for path in paths if not any(path.iterdir())]
+    found += [path for path in root.rglob("*") if file_names.is_dropped_dir(path.name)]
+    dropped = [path.parent for path in root.rglob(file_names.MANIFEST_FILE) if b'"dropped"' in path.read_bytes()]
+    found += [folder / file_names.OPTIMIZER_DIR for folder in dropped if (folder / file_names.OPTIMIZER_DIR).exists()]
     return sorted(path.relative_to(root).as_posix() for path in found)
 
 

@@ -52,7 +52,7 @@ class Checkpointer:
     The arguments are the engine's own, as in CheckpointManager. In the config, `save_contents` and `load_contents` have
     no effect, because each call gives the contents.
 
-    Raises InvalidArgumentError: the config has `max_to_keep` or `keep_every`, although the RecoverHandler decides which
+    Raises InvalidArgumentError: the config has rules of retention, although the RecoverHandler decides which
     steps stay; or it has `roles`; or it names a remote store, where the steps would lack their recover_info.
     UnsupportedError: the config has a fast tier.
 
@@ -78,8 +78,8 @@ class Checkpointer:
             "processing_class": processing_class,
         }
         self._config = config or CheckpointConfig()
-        for field in ("max_to_keep", "keep_every", "remote", "roles"):
-            if getattr(self._config, field) is not None:
+        for field in ("max_to_keep", "keep_every", "keep_best", "keep_for", "optimizer_for_last", "remote", "roles"):
+            if getattr(self._config, field) not in (None, ()):
                 raise InvalidArgumentError(f"{field} is not for engines of AReaL: leave it out of checkpoint_config")
         refuse_fast(
             self._config, "checkpoint_config", "AReaL's RecoverHandler writes one role of each step only to the root"

@@ -49,8 +49,8 @@ class BridgeFunctions:
         hf_config: Any = None,
         processing_class: Any = None,
     ) -> None:
-        for name in ("max_to_keep", "keep_every", "remote", "roles"):
-            if getattr(config, name) is not None:
+        for name in ("max_to_keep", "keep_every", "keep_best", "keep_for", "optimizer_for_last", "remote", "roles"):
+            if getattr(config, name) not in (None, ()):
                 raise InvalidArgumentError(
                     f"{name} is not for NeMo-RL's workers, because its driver keeps and deletes the steps: leave it "
                     "out of checkpoint_config"

@@ -22,7 +22,8 @@ _SAID_ELSEWHERE = (
     *("save_contents", "load_contents", "async_save", "max_to_keep", "keep_every", "roles"),
     *("remote", "prune_remote", "upload_timeout_s"),
 )
-_ROLLS = {"type", "output_dir", "async_upload", "keep_every", "verify_on_resume"}
+_RULES = ("keep_every", "keep_best", "keep_for")
+_ROLLS = {"type", "output_dir", "async_upload", "verify_on_resume", *_RULES}
 
 
 @dataclass(frozen=True)
@@ -33,20 +34,20 @@ class RollOptions:
         root: `output_dir`, the folder that contains each `checkpoint-{N}`.
         async_upload: True if training continues while a checkpoint is written. This is the default, as in ROLL.
         verify_on_resume: True if `resume_from_checkpoint: true` reads all of a checkpoint before choosing it.
-        keep_every: with `max_ckpt_to_keep`, steps that are multiples of this number stay, too.
+        rules: further rules that keep steps if `max_ckpt_to_keep` is set, by the names of CheckpointConfig's fields.
         config: the options of this package.
     """
 
     root: Path
     async_upload: bool
     verify_on_resume: bool
-    keep_every: int | None
+    rules: Mapping[str, Any]
     config: CheckpointConfig
 
     def policy(self, pipeline_config: Any) -> PreservationPolicy:
-        """Returns the policy that follows from `max_ckpt_to_keep` and `keep_every`."""
+        """Returns the policy that follows from `max_ckpt_to_keep` and the further rules."""
         count = kept_count(getattr(pipeline_config, "max_ckpt_to_keep", 0))
-        return PreservationPolicy(count, self.keep_every) if count else PreservationPolicy()
+        return PreservationPolicy(count, **self.rules) if count else PreservationPolicy()
 
 
 def read_options(checkpoint_config: Mapping[str, Any]) -> RollOptions:
@@ -66,12 +67,13 @@ def read_options(checkpoint_config: Mapping[str, Any]) -> RollOptions:
     ours = {"async_upload": given.get("async_upload", True), "verify_on_resume": given.get("verify_on_resume", False)}
     for name, value in ours.items():
         check_value(f"checkpoint_config.{name}", value, bool)
-    check_value("checkpoint_config.keep_every", given.get("keep_every"), int | None, {"least": 1})
+    rules = {name: given[name] for name in _RULES if given.get(name) is not None}
+    PreservationPolicy(1, **rules)  # refuses what is not allowed
     return RollOptions(
         root=Path(output_dir).expanduser().absolute(),
         async_upload=ours["async_upload"],
         verify_on_resume=ours["verify_on_resume"],
-        keep_every=given.get("keep_every"),
+        rules=rules,
         config=config,
     )
 

@@ -152,6 +152,8 @@ class CheckpointStrategy:
                 options.config,
                 max_to_keep=policy.max_to_keep,
                 keep_every=policy.keep_every,
+                keep_best=policy.keep_best,
+                keep_for=policy.keep_for,
                 save_contents=(*contents, "hf_model") if args.save_hf_model else contents,
                 async_save=options.async_upload,
                 # ROLL fills the base model from model_name_or_path, and its own strategy saves only the adapters, too.

@@ -184,6 +184,9 @@ class ActorCheckpoints:
         if retains and self._args.rollout_global_dataset:
             # The driver may write the data position of a step after the previous step has been deleted.
             config = replace(config, max_to_keep=max(2, config.max_to_keep or 1))
+        if config.optimizer_for_last is not None and self._args.rollout_global_dataset:
+            # A run resumes from the step before the newest if the newest has no data position yet.
+            config = replace(config, optimizer_for_last=max(2, config.optimizer_for_last))
         return config
 
     def _training(self, model: Any, optimizer: Any, scheduler: Any) -> Training:

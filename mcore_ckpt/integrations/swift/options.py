@@ -12,8 +12,12 @@ from mcore_ckpt.errors import InvalidArgumentError, UnsupportedError
 from mcore_ckpt.integrations.kit.arguments import Arguments
 from mcore_ckpt.integrations.kit.options import refuse_fast, refuse_skip
 
-# ms-swift has its own options for these fields: async_save, no_load_optim and the like, save_total_limit, tuner_type.
-_SAID_ELSEWHERE = ("async_save", "load_contents", "max_to_keep", "keep_every", "roles", "skip_frozen")
+# ms-swift has its own options for these fields: async_save, no_load_optim and the like, tuner_type, save_total_limit
+# (with which the checkpoint that is best by metric_for_best_model stays, too).
+_SAID_ELSEWHERE = (
+    *("async_save", "load_contents", "roles", "skip_frozen"),
+    *("max_to_keep", "keep_every", "keep_best", "keep_for"),
+)
 # A step in a remote store would lack the files that ms-swift puts next to our folder: args.json, HuggingFace weights.
 _REFUSED = ("remote", "prune_remote", "upload_timeout_s")
 

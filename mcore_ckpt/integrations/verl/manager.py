@@ -274,7 +274,8 @@ class MegatronCheckpointManager:
             # verl applies max_ckpt_to_keep only to local folders, and never deletes remote copies.
             options.update(remote=remote_root(hdfs_path), prune_remote=False)
         if max_to_keep is None:
-            options.pop("keep_every", None)  # refused without max_to_keep, and not needed then, because all steps stay
+            for rule in ("keep_every", "keep_best", "keep_for"):
+                options.pop(rule, None)  # refused without max_to_keep, and not needed then, because all steps stay
         return CheckpointConfig(**options)
 
     def _roles(self, place: Place) -> tuple[str, ...]:

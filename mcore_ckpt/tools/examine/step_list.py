@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -52,6 +52,8 @@ class ListedStep:
             earlier step, or has started anew.
         commit, run: the step's commit number, and the id of its run; None if its manifests have none.
         parent: the step of another run that its run began with; None if there is none.
+        metrics: its metrics, by name.
+        dropped: the contents that retention has removed from one of its roles, such as "optimizer".
     """
 
     step: int
@@ -71,6 +73,8 @@ class ListedStep:
     commit: int | None = None
     run: str | None = None
     parent: RunParent | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    dropped: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -208,6 +212,8 @@ def _local(
         places=("local", "remote") if is_remote else ("local",),
         saves=saves,
         of_nodes=least,
+        metrics=status.metrics,
+        dropped=tuple(sorted(status.dropped)),
     )
 
 
@@ -237,4 +243,6 @@ def _remote_only(store: RemoteSteps, step: RemoteStep, is_newest: bool) -> Liste
         nbytes=sum(role.nbytes for role in step.found.values()),
         created=max((role.created for role in step.found.values()), default=""),
         places=("remote",),
+        metrics=step.metrics,
+        dropped=tuple(sorted(step.dropped)),
     )

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.io import tuning
 from mcore_ckpt.io.threads import results_of
 from mcore_ckpt.steps import leftovers
 from mcore_ckpt.steps.listing import StepStatus, list_steps, read_tracker
 from mcore_ckpt.steps.node_files import as_in_folder
-from mcore_ckpt.steps.retention import PreservationPolicy, RetentionDecision, delete_or_raise, judge, obstacle_to
+from mcore_ckpt.steps.optimizer_files import drop_or_raise, find_dropped, remove_dropped
+from mcore_ckpt.steps.retention import PreservationPolicy, RetentionDecision, delete_or_raise, judge
 from mcore_ckpt.steps.runs import read_root_run
+from mcore_ckpt.steps.step_obstacles import obstacle_to
 from mcore_ckpt.tools.examine.progress import Progress, no_progress
 
 
@@ -23,7 +26,8 @@ class PrunedFolder:
     """A step or a leftover of a dead process, and what happened to it. A leftover has no `step`.
 
     `stays` is True if the folder is still there; in a dry run, if it would still be there. `failed` is True if it stays
-    because it cannot be deleted. `nbytes` is the size of its files in bytes.
+    because it cannot be deleted. `nbytes` is the size of its files in bytes, without those that it has lost. The roles
+    in `loses` have lost (or would lose) their optimizer, of `lost_bytes` together.
     """
 
     path: Path
@@ -31,6 +35,8 @@ class PrunedFolder:
     stays: bool
     reason: str
     nbytes: int
+    loses: tuple[str, ...] = ()
+    lost_bytes: int = 0
     failed: bool = False
 
 
@@ -42,7 +48,7 @@ def prune(
     dry_run: bool = False,
     progress: Progress = no_progress,
 ) -> list[PrunedFolder]:
-    """Deletes the steps that a trainer with this policy would delete, and the leftovers of dead processes.
+    """Deletes the steps and optimizers that a trainer with this policy would delete, and leftovers of dead processes.
 
     Args:
         policy: which steps stay. The newest complete step and the tracker's step always stay.
@@ -70,15 +76,31 @@ def prune(
             pruned = _deleted(pruned, decision.status, dry_run)
             done += nbytes
             progress(done, total)
+        elif decision.loses:
+            pruned = _without_optimizer(pruned, decision, dry_run)
         folders.append(pruned)
     for path in leftovers.find_leftovers(root, role):
-        nbytes = _nbytes(path)
-        if not dry_run:
-            leftovers.remove_leftover(path)
-        stays = not dry_run and os.path.lexists(path)
-        reason = "left by a process that died" + (", but not all of it could be removed" if stays else "")
-        folders.append(PrunedFolder(path, None, stays, reason, nbytes, failed=stays))
+        folders.append(_removed(path, dry_run, leftovers.remove_leftover))
+    for path in _dropped_in(statuses, role):
+        folders.append(_removed(path, dry_run, lambda path: remove_dropped(path.parent)))
     return folders
+
+
+def _removed(path: Path, dry_run: bool, remove: Callable[[Path], object]) -> PrunedFolder:
+    """Removes a leftover, unless it is a dry run. Returns the entry for the report."""
+    nbytes = _nbytes(path)
+    if not dry_run:
+        remove(path)
+    stays = not dry_run and os.path.lexists(path)
+    reason = "left by a process that died" + (", but not all of it could be removed" if stays else "")
+    return PrunedFolder(path, None, stays, reason, nbytes, failed=stays)
+
+
+def _dropped_in(statuses: Sequence[StepStatus], role: str | None) -> list[Path]:
+    """Returns the folders of optimizers that processes have not wholly removed before they died."""
+    roles = [(status, head.role) for status in statuses for head in status.heads if head.dropped]
+    kept = [status.role_dir(name) for status, name in roles if role in (None, name)]
+    return [path for role_dir in kept if role_dir.is_dir() for path in find_dropped(role_dir)]
 
 
 def _by_run(root: Path, statuses: Sequence[StepStatus]) -> list[list[StepStatus]]:
@@ -94,9 +116,11 @@ def _by_run(root: Path, statuses: Sequence[StepStatus]) -> list[list[StepStatus]
 
 def _of_role(decision: RetentionDecision[StepStatus], role: str | None) -> RetentionDecision[StepStatus]:
     """Returns the decision; or, if the step does not have the role, the decision that the step stays."""
-    if role is None or role in decision.status.committed | decision.status.declared:
+    if role is None:
         return decision
-    return replace(decision, stays=True, reason=f"without {role}")
+    if role in decision.status.committed | decision.status.declared:
+        return replace(decision, loses=tuple(each for each in decision.loses if each == role))
+    return replace(decision, stays=True, reason=f"without {role}", loses=())
 
 
 def _deleted(pruned: PrunedFolder, status: StepStatus, dry_run: bool) -> PrunedFolder:
@@ -106,6 +130,20 @@ def _deleted(pruned: PrunedFolder, status: StepStatus, dry_run: bool) -> PrunedF
     except OSError as error:
         return replace(pruned, stays=True, reason=f"it cannot be deleted: {error}", failed=True)
     return pruned if obstacle is None else replace(pruned, stays=True, reason=obstacle)
+
+
+def _without_optimizer(pruned: PrunedFolder, decision: RetentionDecision[StepStatus], dry_run: bool) -> PrunedFolder:
+    """Removes optimizers of a step, or only looks whether that is possible. Returns the entry for the report."""
+    status, roles = decision.status, decision.loses
+    nbytes = sum(_nbytes(status.role_dir(role) / file_names.OPTIMIZER_DIR) for role in roles)
+    try:
+        obstacle = obstacle_to(status, status.path) if dry_run else drop_or_raise(status, roles)
+    except (OSError, ValueError) as error:
+        return replace(pruned, reason=f"{pruned.reason}; its optimizer cannot be removed: {error}", failed=True)
+    if obstacle is not None:
+        return replace(pruned, reason=f"{pruned.reason}; keeps its optimizer for now: {obstacle}")
+    what = f"; loses the optimizer of {', '.join(roles)}"
+    return replace(pruned, nbytes=pruned.nbytes - nbytes, loses=roles, lost_bytes=nbytes, reason=pruned.reason + what)
 
 
 def _nbytes(path: Path) -> int:

@@ -92,6 +92,7 @@ def run_rank(rank: int, folder: Path) -> None:
         saver.save(4, [2, 3, 4])
         saver.save(5, [2, 4, 5])
         if rank == 0:
+            prune(saver.root, PreservationPolicy(optimizer_for_last=1))  # step 4 loses its optimizer
             mark(foreign=[], pinning=[2])
             unpin(saver.root, 2)
             mark(pinned=[], keeps=[5])

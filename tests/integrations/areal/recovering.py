@@ -508,7 +508,9 @@ def test_an_evaluator_counts_like_the_others(tmp_path: Path) -> None:
     assert evaluated(resumed, range(3, 8)) == [4, 6]
 
 
-@pytest.mark.parametrize("field", [{"max_to_keep": 1}, {"remote": "memory://x"}, {"roles": ("a",)}])
+@pytest.mark.parametrize(
+    "field", [{"max_to_keep": 1}, {"optimizer_for_last": 1}, {"remote": "memory://x"}, {"roles": ("a",)}]
+)
 def test_what_is_the_handler_s_is_refused(field: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(field))):
         Checkpointer([], config=CheckpointConfig(**field))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,8 @@ class Identity:
     versions: Mapping[str, str]
     adapters: AdapterSettings | None = None
     model: Mapping[str, Any] | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    dropped: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,6 +179,8 @@ def _manifest(
         files=(*records, *(_record(file, rank, NO_TENSORS) for rank, file in small)),
         adapters=identity.adapters,
         model=identity.model,
+        metrics=identity.metrics,
+        dropped=identity.dropped,
     )
 
 

@@ -1,0 +1,89 @@
+"""Metrics of a checkpoint, such as its reward: names with finite numbers, by which retention finds the best steps.
+
+They are in the manifest. Those that are known only later are in a small file of the step (`steps/later_metrics.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt.errors import CheckpointCorruptError, InvalidArgumentError, InvalidTypeError
+from mcore_ckpt.io import json_fields as fields
+from mcore_ckpt.io import limits
+from mcore_ckpt.io.files import read_small
+
+# A listing of thousands of steps reads the metrics of all of them, so there are few, with short names.
+MOST_METRICS = 256
+_NAME_LENGTH = 256
+
+
+def read_metrics(given: object) -> tuple[dict[str, float], list[str]]:
+    """Reads the metrics that a trainer gives.
+
+    Args:
+        given: the metrics by name: Python numbers, or scalars of NumPy or torch.
+
+    Returns:
+        The metrics, and the names of those that are NaN or infinite, which count as missing.
+
+    Raises:
+        InvalidTypeError: `given` is no mapping, or a value is no number.
+        InvalidArgumentError: there are too many metrics, or one has no printable name.
+
+    Example:
+        >>> read_metrics({"reward": 0.7, "loss": float("nan")})
+        ({'reward': 0.7}, ['loss'])
+    """
+    if not isinstance(given, Mapping):
+        raise InvalidTypeError(f"metrics is a {type(given).__name__}: use a dict, such as {{'reward': 0.7}}")
+    if len(given) > MOST_METRICS:
+        raise InvalidArgumentError(f"metrics has {len(given)} names: use at most {MOST_METRICS}")
+    found = {_name(name): _number(name, value) for name, value in given.items()}
+    missing = [name for name, value in found.items() if not math.isfinite(value)]
+    return {name: value for name, value in found.items() if name not in missing}, missing
+
+
+def _name(name: object) -> str:
+    if not isinstance(name, str) or not name or not name.isprintable() or len(name) > _NAME_LENGTH:
+        raise InvalidArgumentError(
+            f"metrics has the name {fields.shown(name)}: use a printable text of at most {_NAME_LENGTH} characters"
+        )
+    return name
+
+
+def _number(name: str, value: Any) -> float:
+    plain = value.item() if callable(getattr(value, "item", None)) else value
+    if isinstance(plain, bool) or not isinstance(plain, (int, float)):
+        raise InvalidTypeError(f"metrics has {name} = {fields.shown(value)}: use a number")
+    try:
+        return float(plain)
+    except OverflowError:  # no float holds this whole number
+        return math.inf
+
+
+def decode_metrics(record: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the metrics in a record of JSON values; none if it has no such member. Raises FieldError."""
+    found = fields.as_dict(record.get("metrics", {}), "metrics")
+    if len(found) > MOST_METRICS:
+        raise fields.FieldError(f"'metrics' has {len(found)} names, more than {MOST_METRICS}")
+    return {fields.as_name(name, "metrics"): _decoded(value) for name, value in found.items()}
+
+
+def _decoded(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < math.inf:
+        raise fields.FieldError(f"'metrics' has {fields.shown(value)}, not a number")
+    try:
+        return float(value)
+    except OverflowError:
+        raise fields.FieldError("'metrics' has a number that is too large") from None
+
+
+def read_later_metrics(path: Path) -> dict[str, float]:
+    """Returns the metrics in a file of a step; none if the file is missing or damaged. Raises nothing."""
+    try:
+        return decode_metrics({"metrics": fields.decode(read_small(path, limits.SMALL_BYTES))})
+    except (OSError, CheckpointCorruptError, fields.FieldError):
+        return {}
