@@ -6,7 +6,7 @@ This module only translates between bytes and dataclasses. It reads no files.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from operator import attrgetter
 from typing import Any
 
@@ -29,6 +29,10 @@ FORMAT_VERSION = 2
 
 # The longest name, in bytes, that Linux accepts between two slashes of a path.
 _MOST_PART_BYTES = 255
+
+
+# Each part of a step, with the ranks that have saved something for it, as inclusive runs.
+Parts = Mapping[str, Sequence[tuple[int, int]]]
 
 
 class NewerFormatError(ValueError):
@@ -138,6 +142,7 @@ class Manifest:
     placement: Placement | None = None
     run: Run | None = None
     commit: Commit | None = None
+    parts: Parts = field(default_factory=dict)
 
     def files_of(self, kind: str) -> list[FileRecord]:
         """Returns the files of one kind."""
@@ -215,6 +220,7 @@ def _encode(manifest: Manifest, ranks: Sequence[_Rank], entries: Sequence[Entry]
     record["placement"] = manifest.placement and placements.encoded(manifest.placement)
     record["run"] = manifest.run and provenance.encoded_run(manifest.run)
     record["commit"] = manifest.commit and provenance.encoded_commit(manifest.commit)
+    record["parts"] = manifest.parts or None
     record = {key: value for key, value in record.items() if value is not None}
     del record["files"]
     return manifest_text.encode(record, entries)
@@ -310,6 +316,7 @@ def _read_manifest(members: Members, known: Manifest | None = None) -> Manifest:
         placement=placements.decode(placement, len(files)) if placement else None,
         run=run,
         commit=commit,
+        parts=_read_parts(record["parts"]) if "parts" in record else {},
     )
 
 
@@ -352,6 +359,22 @@ def _read_fact(value: Any, name: str) -> Any:
     if value is None or isinstance(value, (bool, int, float)):
         return value
     return fields.as_name(value, name)
+
+
+def _read_parts(item: Any) -> dict[str, list[tuple[int, int]]]:
+    record, parts = fields.as_dict(item, "parts"), dict[str, list[tuple[int, int]]]()
+    for name in record:
+        if not file_names.is_part(name):
+            raise fields.FieldError(f"part {fields.shown(name)} is not a folder name")
+        parts[name], least = [], 0
+        for run in fields.get_list(record, name):
+            first, last = fields.as_ints(run, name) if isinstance(run, list) and len(run) == 2 else (1, 0)
+            # The ranks are those of the save, and may be more than the step has since it was resharded.
+            if not least <= first <= last < limits.PART_RANKS:
+                raise fields.FieldError(f"part {name!r} lists ranks {fields.shown(run)}")
+            parts[name].append((first, last))
+            least = last + 2
+    return parts
 
 
 def _ints_of(cls: type, item: Any) -> dict[str, int]:

@@ -36,6 +36,7 @@ from mcore_ckpt.load.fill import fill_tensors
 from mcore_ckpt.load.huggingface import load_hf
 from mcore_ckpt.load.plan import LoadPlan, check_all_used, plan_load
 from mcore_ckpt.load.report import LoadResult, foreign_result, native_result
+from mcore_ckpt.load.stored_parts import load_parts_together
 from mcore_ckpt.load.together import fill_together, plan_together
 from mcore_ckpt.ranks.rounds import Record, decide, same_everywhere
 from mcore_ckpt.state import optimizer as optimizer_state
@@ -116,6 +117,7 @@ def load_state(
                     nbytes = fill_together(trainer.agreement, trainer.replicas, topic, plan.fills, fill, apply)
                     _make_consistent(trainer)
                     nbytes += _load_hf_model(trainer, plan)
+                    load_parts_together(trainer.agreement, topic, plan.step_parts)
             except CheckpointError as error:
                 is_damaged, is_first = isinstance(error, CheckpointCorruptError), number == 0
                 if not is_damaged and is_first and not changed:
@@ -125,6 +127,7 @@ def load_state(
                 logger.warning("step %d cannot be loaded, taking the next older one: %s", saved_step, error)
                 skipped.append(str(error))
                 continue
+        plan.step_parts.close()
         # Report.
         loaded(plan.manifest, folder.place)
         return native_result(trainer, plan, nbytes, skipped, started)

@@ -30,6 +30,7 @@ from mcore_ckpt.save.file_contents import saves_model
 from mcore_ckpt.save.guards import why_not_lazy
 from mcore_ckpt.save.hf_export import least_exported_bytes
 from mcore_ckpt.save.host_images import ReservedImages
+from mcore_ckpt.save.part_files import PartFiles
 from mcore_ckpt.save.plan import SavePlan
 from mcore_ckpt.save.rank_reports import NO_GROUPS, keys_to_save, rank_report
 from mcore_ckpt.save.replica_check import ReplicaReport, ReplicaSamples, take_samples
@@ -74,6 +75,7 @@ class RankFiles:
         self._context, self._trainer, self._lock = context, context.trainer, destination.lock
         self._times, self._events = times, events
         self._small = SmallFiles(self._trainer, extra_state, destination.contents)
+        self._parts = PartFiles(self._trainer.parts, self._trainer.agreement.rank)
         self.common = self._small.common
         self.plan = context.planner.plan(self._trainer, destination.writers_of)
         self._nbytes = sum(plan.nbytes for plan in self.plan.files)
@@ -124,6 +126,7 @@ class RankFiles:
             # work that can fail on one rank alone.
             weights = self._complete_weights()
             place.prepare()
+            self._parts.capture(place.attempt)
             self._copy_state(place, weights)
             if self._has_images:
                 # The trainer may offload its tensors now.
@@ -242,6 +245,7 @@ class RankFiles:
         # Write the small files while the disk is writing the large ones.
         written = self._small.write(staging)
         steps = read_steps(self._trainer) if self._steps is None else self._steps
+        written += self._parts.write(staging)
         written += writer.finish()
         self._times.copied = self._copied_at(writer.times()[0])
         # Each rank syncs the names that it may have made. On some shared file systems (CephFS with `wsync` off), a sync
@@ -258,8 +262,11 @@ class RankFiles:
         names = self._context.names.to_send(self.plan.files, self._trainer.agreement.rank, self._groups)
         replicas, times = self._replicas(writer), self._times.to_record(stall_s, nbytes)
         groups = self._groups.holds
-        positions = self._small.positions
-        report = rank_report(self._trainer, written, self.plan.files, names, steps, groups, replicas, times, positions)
+        report = rank_report(
+            *(self._trainer, written, self.plan.files, names, steps, groups, replicas, times),
+            positions=self._small.positions,
+            step_parts=self._parts.names,
+        )
         return report.to_record()
 
     def _start(self, staging: Path) -> FileWriter:
@@ -282,6 +289,7 @@ class RankFiles:
 
     def committed(self, exported: Sequence[WrittenFile]) -> int:
         """Notes for later saves what rank 0 knows now. Returns how many bytes this rank has written."""
+        self._parts.committed()
         self._context.names.mark_sent([*self.plan.files, self._groups])
         written = [*self._written, *exported]
         if self._trainer.agreement.is_coordinator:

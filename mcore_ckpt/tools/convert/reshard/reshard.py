@@ -144,7 +144,7 @@ def _writer(source: Path, manifest: Manifest, destination: RolesOfStep, wanted: 
         raise type(error)(f"{source}: {error}") from error
     # Keep the megatron version of the training. This process may have another version, or none.
     versions = {name: version for name, version in manifest.versions.items() if name == "megatron_core"}
-    identity = Identity(manifest.role, manifest.contents, versions, manifest.adapters, manifest.model)
+    identity = Identity(manifest.role, manifest.contents, versions, manifest.adapters, manifest.model, manifest.parts)
     return RoleWriter(
         *(reader, reader.read, planned, target, identity, destination),
         write_others=partial(write_made, carried),

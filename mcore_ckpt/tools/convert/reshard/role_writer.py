@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from mcore_ckpt.checkpoint.manifest import AdapterSettings, FileRecord, IndexPlace, Manifest, StageRecord, WrittenFile
+from mcore_ckpt.checkpoint.manifest import (
+    AdapterSettings,
+    FileRecord,
+    IndexPlace,
+    Manifest,
+    Parts,
+    StageRecord,
+    WrittenFile,
+)
 from mcore_ckpt.checkpoint.manifest_text import NO_TENSORS, Holds
 from mcore_ckpt.checkpoint.versions import package_versions
 from mcore_ckpt.formats.contract import CheckpointReader, FileReport, FileToWrite, Read, RegionRead
@@ -42,6 +50,7 @@ class Identity:
     versions: Mapping[str, str]
     adapters: AdapterSettings | None = None
     model: Mapping[str, Any] | None = None
+    parts: Parts = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,6 +186,7 @@ def _manifest(
         files=(*records, *(_record(file, rank, NO_TENSORS) for rank, file in small)),
         adapters=identity.adapters,
         model=identity.model,
+        parts=identity.parts,
     )
 
 
