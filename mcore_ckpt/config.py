@@ -236,6 +236,10 @@ class CheckpointConfig:
             if not self.roles:
                 raise InvalidArgumentError("roles is empty: name the roles of a step, or use None for this one alone")
         object.__setattr__(self, "parts", tuple(dict.fromkeys(_texts("parts", self.parts, "replay_buffer"))))
+        if self.parts and "extra" not in self.save_contents:
+            raise InvalidArgumentError(
+                f"parts names {self.parts[0]!r}, but save_contents has no 'extra': add the word, or leave parts empty"
+            )
         object.__setattr__(self, "listeners", _callable(self.listeners))
         if self.fast is not None and not isinstance(self.fast, FastTier):
             raise InvalidTypeError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -113,7 +113,7 @@ def load_state(
                 changed = changed or trainer.config.load_contents != ("hf_model",)
                 fill = partial(fill_tensors, read=partial(plan.reader.read, check=verify != "off"))
                 apply, topic = partial(_apply_small_state, trainer, plan), f"loading {folder}"
-                with _naming(folder):
+                with _naming(folder), closing(plan.step_parts):
                     nbytes = fill_together(trainer.agreement, trainer.replicas, topic, plan.fills, fill, apply)
                     _make_consistent(trainer)
                     nbytes += _load_hf_model(trainer, plan)
@@ -127,7 +127,6 @@ def load_state(
                 logger.warning("step %d cannot be loaded, taking the next older one: %s", saved_step, error)
                 skipped.append(str(error))
                 continue
-        plan.step_parts.close()
         # Report.
         loaded(plan.manifest, folder.place)
         return native_result(trainer, plan, nbytes, skipped, started)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -18,8 +19,11 @@ from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
 from mcore_ckpt.formats.native.folder import Folder, LocalFolder
 from mcore_ckpt.interrupts import is_interrupt
+from mcore_ckpt.io import tuning
 from mcore_ckpt.io.files import make_folders
-from mcore_ckpt.ranks.rounds import Agreement, Done, decide
+from mcore_ckpt.io.removal import remove_tree
+from mcore_ckpt.io.threads import for_each
+from mcore_ckpt.ranks.rounds import Agreement, Done, Runner, decide
 from mcore_ckpt.state.attached_parts import Part, SavedPart
 from mcore_ckpt.state.trainer import Trainer
 
@@ -32,48 +36,51 @@ class PartsFolder:
     Args:
         folder: the checkpoint's folder.
         manifest: its manifest.
+        runner: runs work under the watch of the disk.
     """
 
-    def __init__(self, folder: Folder, manifest: Manifest) -> None:
-        self._folder = folder
+    def __init__(self, folder: Folder, manifest: Manifest, runner: Runner) -> None:
+        self._folder, self._runner = folder, runner
         self._records: dict[str, list[FileRecord]] = {}
         for record in manifest.files_of("part"):
             if (place := file_names.parse_part(record.path)) is not None:
                 self._records.setdefault(file_names.part_dir(*place[:2]), []).append(record)
-        self._checked: set[str] = set()
-        self._scratch: tempfile.TemporaryDirectory[str] | None = None
+        self._places: dict[str, Path] = {}
+        self._scratch: Path | None = None
 
     def folder(self, part: str, rank: int) -> Path:
-        """Returns a folder with the checked files of one part of one rank. Raises CheckpointCorruptError."""
+        """Returns a folder with the checked files of one part of one rank.
+
+        Raises CheckpointCorruptError, OSError, and HungDiskError.
+        """
         path = file_names.part_dir(part, rank)
-        place = self._local / path
-        if path not in self._checked:
-            self._bring(path, self._records.get(path, []))
-            self._checked.add(path)
-        return place
+        if path not in self._places:
+            self._places[path] = self._runner.run(partial(self._bring, path))
+        return self._places[path]
 
-    @property
-    def _local(self) -> Path:
-        if isinstance(self._folder, LocalFolder):
-            return self._folder.place
-        if self._scratch is None:
-            self._scratch = tempfile.TemporaryDirectory(prefix="mcore_ckpt-parts-")
-        return Path(self._scratch.name)
-
-    def _bring(self, path: str, records: list[FileRecord]) -> None:
-        if isinstance(self._folder, LocalFolder):
+    def _bring(self, path: str) -> Path:
+        records = self._records.get(path, [])
+        # Without files there may be no folder, because a copy of a checkpoint has only the files of its manifest.
+        if records and isinstance(self._folder, LocalFolder):
             if damages := self._folder.verify(records):
                 raise CheckpointCorruptError(damages[0].problem)
-            return
-        make_folders(self._local, f"{path}/{file_names.PART_FILE}")
+            return self._folder.place / path
+        if self._scratch is None:
+            self._scratch = Path(tempfile.mkdtemp(prefix="mcore_ckpt-parts-"))
+            # If another rank fails, nobody calls `close`.
+            self._removal = weakref.finalize(self, remove_tree, self._scratch)
+        place = self._scratch
+        make_folders(place, f"{path}/{file_names.PART_FILE}")
         for record in records:
-            make_folders(self._local, record.path)
-            self._folder.fetch(record, self._local / record.path)
+            make_folders(place, record.path)
+        fetch = self._folder.fetch
+        for_each(records, lambda record: fetch(record, place / record.path), tuning.PEER_THREADS)
+        return place / path
 
     def close(self) -> None:
         """Removes what was fetched."""
         if self._scratch is not None:
-            self._scratch.cleanup()
+            self._removal()
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,7 +129,8 @@ def plan_step_parts(trainer: Trainer, folder: Folder, manifest: Manifest) -> Par
         CheckpointMismatchError: the step does not have a part that this rank has attached, and that is not optional.
         CheckpointCorruptError: a file is missing or damaged.
     """
-    files, rank, world_size = PartsFolder(folder, manifest), trainer.agreement.rank, manifest.topology.world_size
+    files = PartsFolder(folder, manifest, trainer.agreement.runner)
+    rank, world_size = trainer.agreement.rank, manifest.topology.world_size
     found: list[tuple[Part, SavedPart]] = []
     for part in trainer.parts:
         runs = manifest.parts.get(part.name)

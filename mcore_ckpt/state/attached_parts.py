@@ -87,7 +87,7 @@ class Part:
     """A part as one rank has attached it. See `CheckpointManager.attach`."""
 
     name: str
-    save: Save | None
+    save: Save | Content
     load: Load | None
     is_optional: bool
 
@@ -130,10 +130,9 @@ def part_of(name: str, save: object, load: object, is_optional: bool) -> Part:
         raise InvalidArgumentError(f"part {name!r} has neither save nor load: pass one, or both")
     if load is not None and not callable(load):
         raise InvalidTypeError(f"load of part {name!r} is {load!r}: use a function with one argument, the saved part")
-    if save is None or callable(save):
-        return Part(name, save, load, is_optional)
-    check_content(name, save)
-    return Part(name, lambda folder: save, load, is_optional)
+    if not callable(save):
+        check_content(name, save)
+    return Part(name, save, load, is_optional)
 
 
 def check_content(name: str, content: Content) -> None:
