@@ -144,6 +144,15 @@ class Manifest:
     commit: Commit | None = None
     parts: Parts = field(default_factory=dict)
 
+    def part_sizes(self) -> dict[str, tuple[int, int]]:
+        """Returns the number of files of each part of the step, and their size in bytes."""
+        sizes = dict.fromkeys(self.parts, (0, 0))
+        for file in self.files_of("part"):
+            if (place := file_names.parse_part(file.path)) is not None and place[0] in sizes:
+                count, nbytes = sizes[place[0]]
+                sizes[place[0]] = count + 1, nbytes + file.size
+        return sizes
+
     def files_of(self, kind: str) -> list[FileRecord]:
         """Returns the files of one kind."""
         return [file for file in self.files if file.kind == kind]

@@ -41,9 +41,22 @@ def show_tables(
     rows.append(["all", str(len(manifest.files)), size_text(manifest.nbytes)])
     console.print()
     console.print(table_of(console, ("kind", "files>", "size>"), rows))
+    if parts := part_rows(manifest):
+        console.print()
+        shown = [[name, str(count), size_text(nbytes), ranks] for name, count, nbytes, ranks in parts]
+        console.print(table_of(console, ("part", "files>", "size>", "of"), shown))
     if tensors:
         console.print()
         console.print(table_of(console, ("tensor", "dtype", "shape", "optimizer"), list(map(_row, tensors))))
+
+
+def part_rows(manifest: Manifest) -> list[tuple[str, int, int, str]]:
+    """Returns, for each part of the step, its name, the number and size of its files, and the ranks that saved it."""
+    rows = []
+    for name, (count, nbytes) in manifest.part_sizes().items():
+        runs = [str(first) if first == last else f"{first} to {last}" for first, last in manifest.parts[name]]
+        rows.append((name, count, nbytes, f"rank {', '.join(runs)}" if runs else "no rank"))
+    return rows
 
 
 def origin_facts(manifest: Manifest) -> list[tuple[str, str]]:

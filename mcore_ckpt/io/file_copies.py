@@ -162,7 +162,7 @@ def _hash_open(reading: int, path: Path, take: Callable[[memoryview], None]) -> 
     before = os.fstat(reading)
     piece = bytearray(min(tuning.READ_BYTES, before.st_size + 1))  # a byte more shows that the file has grown
     size = crc = 0
-    while count := _read(reading, piece, path):
+    while size <= before.st_size and (count := _read(reading, piece, path)):  # a file may grow for ever
         memory = memoryview(piece)[:count]
         take(memory)
         size, crc = size + count, crc32(memory, crc)
