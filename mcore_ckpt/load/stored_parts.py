@@ -130,7 +130,7 @@ def plan_step_parts(trainer: Trainer, folder: Folder, manifest: Manifest) -> Par
         CheckpointCorruptError: a file is missing or damaged.
     """
     files = PartsFolder(folder, manifest, trainer.agreement.runner)
-    rank, world_size = trainer.agreement.rank, manifest.topology.world_size
+    rank = trainer.agreement.rank
     found: list[tuple[Part, SavedPart]] = []
     for part in trainer.parts:
         runs = manifest.parts.get(part.name)
@@ -142,6 +142,8 @@ def plan_step_parts(trainer: Trainer, folder: Folder, manifest: Manifest) -> Par
                 "optional=True to load steps that were saved without it, or load another step"
             )
         ranks = tuple(rank for first, last in runs for rank in range(first, last + 1))
+        # A step that was resharded has the parts of the ranks that saved it, which may be more than it has now.
+        world_size = max([manifest.topology.world_size, *(rank + 1 for rank in ranks)])
         own_files = partial(files.folder, part.name)
         found.append((part, SavedPart(part.name, manifest.step, rank, world_size, ranks, own_files)))
     _warn_of_others(trainer, folder, manifest)

@@ -10,6 +10,9 @@ import torch.distributed as dist
 
 from mcore_ckpt import HandOver, SavedPart
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError, CommitError
+from mcore_ckpt.tools.convert.reshard.reshard import reshard
+from mcore_ckpt.tools.convert.reshard.target import WantedLayout
+from mcore_ckpt.tools.examine.select import select
 from tests.distributed.agreement import everywhere
 from tests.distributed.checkpointing import assert_loads, manager_of
 from tests.distributed.layouts import LAYOUTS
@@ -181,4 +184,27 @@ def test_a_damaged_part_sends_all_ranks_to_the_older_step(shared_path: Path) -> 
             assert seen == [(1, b"old")]
         with everywhere(), pytest.raises(CheckpointCorruptError, match=r"parts/rows/rank_00001/data: has a wrong CRC"):
             manager.load(step=2)
+        manager.close()
+
+
+@pytest.mark.world(2)
+def test_other_numbers_of_ranks_get_the_parts_of_all(shared_path: Path) -> None:
+    """Saved by two ranks, resharded to one, and loaded by two."""
+    first, other = shared_path / "first", shared_path / "other"
+    with parallel(LAYOUT):
+        training = build(LAYOUT, seed=1)
+        manager = manager_of(training, first)
+        manager.attach("prompts", save=b"of rank %d" % dist.get_rank())
+        manager.save(1).wait()
+        manager.close()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            reshard(select(first), other, WantedLayout(dp=1))
+        dist.barrier()
+        manager = manager_of(training, other)
+        found: list[Any] = []
+        manager.attach("prompts", load=lambda part: found.append((part.world_size, [part.read(n) for n in part.ranks])))
+        manager.load()
+        with everywhere():
+            assert found == [(2, [b"of rank 0", b"of rank 1"])]
         manager.close()
