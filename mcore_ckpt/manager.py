@@ -253,7 +253,8 @@ class CheckpointManager:
                 which is moved. Or a function that gets a new folder, may write files into it, and returns None or one
                 of these. It is called by `save` on its thread, and training waits for it. If it returns a function,
                 that one is called without arguments while the training continues, and may return the same. What is
-                copied must not change before the save is committed. None: this rank saves nothing.
+                copied must not change before the save is committed. Functions must return within
+                `CheckpointConfig.timeout_s`, because the other ranks wait no longer. None: this rank saves nothing.
             load: called by `load`, on its thread, after model and optimizer have been loaded. It gets the saved part
                 (`state.SavedPart`), which has what each rank has saved. None: this rank loads nothing.
             optional: whether a step may be loaded that does not have the part. Then `load` is not called.

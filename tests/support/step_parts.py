@@ -5,9 +5,6 @@ from typing import Any
 
 from mcore_ckpt import CheckpointManager, HandOver, SavedPart
 
-# Large enough to be written in several calls.
-_REPEATS = 20_000
-
 
 class PartsOfStep:
     """What a trainer has beside its model.
@@ -15,14 +12,17 @@ class PartsOfStep:
     Args:
         manager: gets the parts.
         rank: this rank.
-        work: a folder of this rank.
+        work: a folder in which this rank makes what it hands over.
+        repeats: how often the number of the step is in each file. The default makes files of some calls.
 
     Attributes:
         step: the step that the parts are of: set it before a save, and compare it after a load.
     """
 
-    def __init__(self, manager: CheckpointManager, rank: int, work: Path) -> None:
-        self.step, self._rank, self._work = 0, rank, work
+    NAMES = ("counter", "rollouts", "prompts")
+
+    def __init__(self, manager: CheckpointManager, rank: int, work: Path, repeats: int = 20_000) -> None:
+        self.step, self._rank, self._work, self._repeats = 0, rank, work, repeats
         self._seen: dict[str, int] = {}
         if rank == 0:
             manager.attach("counter", save=lambda folder: self._data(), load=self._load_bytes)
@@ -30,7 +30,7 @@ class PartsOfStep:
         manager.attach("prompts", save=self._write, load=self._load_folder)
 
     def _data(self) -> bytes:
-        return b"%08d" % self.step * _REPEATS
+        return b"%08d" % self.step * self._repeats
 
     def _folder(self) -> Path:
         folder = self._work / f"rollouts-{self.step}"
@@ -55,11 +55,11 @@ class PartsOfStep:
         self._note(part, [path.read_bytes() for path in part.folder().rglob("*") if path.is_file()])
 
     def _note(self, part: SavedPart, files: list[bytes]) -> None:
-        assert set(files) == {b"%08d" % part.step * _REPEATS}, f"{part.name} of step {part.step}"
+        assert set(files) == {b"%08d" % part.step * self._repeats}, f"{part.name} of step {part.step}"
         self._seen[part.name] = part.step
 
     def check_loaded(self, step: int) -> None:
         """Fails unless the last load has brought all parts of this step."""
-        names = {"counter", "rollouts", "prompts"} if self._rank == 0 else {"prompts"}
+        names = self.NAMES if self._rank == 0 else ("prompts",)
         assert self._seen == dict.fromkeys(names, step), f"rank {self._rank}: step {step}, but parts {self._seen}"
         self._seen = {}
