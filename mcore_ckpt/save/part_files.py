@@ -25,7 +25,7 @@ from mcore_ckpt.interrupts import is_interrupt
 from mcore_ckpt.io import tuning
 from mcore_ckpt.io.checksums import crc32
 from mcore_ckpt.io.file_copies import Hashed, copy_hashed, hash_durably, link_file
-from mcore_ckpt.io.files import make_folders, new_folder, sync_dir, write_file
+from mcore_ckpt.io.files import make_folders, new_folder, write_file
 from mcore_ckpt.io.folder_sizes import sizes_below
 from mcore_ckpt.io.threads import for_each
 from mcore_ckpt.ranks import deadlines
@@ -44,6 +44,8 @@ PartSizes = MutableMapping[str, dict[str, int]]
 
 class PartFiles:
     """The files of this rank's parts in one save. Call `capture`, `start`, `finish`, `committed` and `close`.
+
+    The names of the files are not durable when `finish` returns: the caller syncs them with those of its other files.
 
     Args:
         trainer: has the parts.
@@ -199,8 +201,6 @@ class PartFiles:
         # The function may have written more, and what it has written counts as the part's own.
         found = list_part(name, folder)
         _each([file for file in found.files if file not in hashed], hash_durably, hashed)
-        for made in (*reversed(found.folders), folder):
-            sync_dir(made)
         paths = {file: file.relative_to(staging).as_posix() for file in found.files}
         files = [WrittenFile(path, "part", hashed[file].size, hashed[file].crc32) for file, path in paths.items()]
         sizes = {path: hashed[file].size for file, path in paths.items() if hashed[file].takes_space}
