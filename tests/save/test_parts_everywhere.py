@@ -112,6 +112,13 @@ def test_parts_of_the_fast_tier_and_of_the_root_after_it(tmp_path: Path) -> None
     assert loaded(lambda manager: manager.load(), root, fast=fast)["files"] == FILES
 
 
+def test_collect_takes_parts_along(tmp_path: Path) -> None:
+    root, fast = tmp_path / "root", FastTier(tmp_path / "node", replicas=0, durable_every=None)
+    save(root, 3, fast=fast)
+    assert main(["collect", str(tmp_path / "node"), str(tmp_path / "out")]) == 0
+    assert loaded(lambda manager: manager.load(), tmp_path / "out")["files"] == FILES
+
+
 def test_retention_deletes_parts_with_their_step(tmp_path: Path) -> None:
     save(tmp_path, 1, 2, 3, max_to_keep=1)
     assert [path.parts[-5] for path in tmp_path.rglob("cursor/rank_00000")] == ["global_steps_3"]
