@@ -3,7 +3,8 @@
     python benchmarks/step_parts.py [--ranks 2] [--gigabytes 1.7] [--part-gigabytes 1] [--pairs 9] [--folder DIR]
 
 Starts its own ranks. Rank 0 hands over a folder of 16 files before each save of one side, and no part before each save
-of the other. The stall is the time of the call `manager.save(step)` on the slowest rank.
+of the other. The stall is the time of the call `manager.save(step)` on the slowest rank. The files are on the disk
+before the call, so that the system does not write them back during one side alone.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from references import bytes_of_all_ranks
 from training_state import build, shape_of_size
 
 from mcore_ckpt import HandOver
+from mcore_ckpt.io.files import write_file
 
 FILES = 16
 MOST_S = 0.010
@@ -57,7 +59,7 @@ class Part:
             self._folder.mkdir()
             data = bytes(range(256)) * (self.nbytes // FILES // 256)
             for number in range(FILES):
-                (self._folder / f"{number:02d}").write_bytes(data)
+                write_file(self._folder / f"{number:02d}", [data])
             self._ours.manager.attach("rollouts", save=HandOver(self._folder))
         dist.barrier()
 
