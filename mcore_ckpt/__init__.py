@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from mcore_ckpt.save.save_times import SaveReport
     from mcore_ckpt.sharding.data_position import ShardedPosition
     from mcore_ckpt.sharding.sample_share import SampleShare
+    from mcore_ckpt.state.attached_parts import HandOver, SavedPart
     from mcore_ckpt.steps.later_metrics import set_metrics
     from mcore_ckpt.steps.pins import pin, unpin
 
@@ -25,12 +26,14 @@ __all__ = [
     "CheckpointManager",
     "Event",
     "FastTier",
+    "HandOver",
     "HfLoadReport",
     "LoadReport",
     "LoadResult",
     "SampleShare",
     "SaveHandle",
     "SaveReport",
+    "SavedPart",
     "ShardedPosition",
     "load_hf",
     "pin",
@@ -52,6 +55,7 @@ __getattr__ = lazy_names(
         "save.save_times": ("SaveReport",),
         "sharding.data_position": ("ShardedPosition",),
         "sharding.sample_share": ("SampleShare",),
+        "state.attached_parts": ("HandOver", "SavedPart"),
         "steps.later_metrics": ("set_metrics",),
         "steps.pins": ("pin", "unpin"),
     },

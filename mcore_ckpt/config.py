@@ -165,6 +165,8 @@ class CheckpointConfig:
             not, the store keeps all checkpoints.
         upload_timeout_s: how long `wait` and `close` wait for unfinished uploads, in seconds. Only rank 0 waits. If
             training continues after `wait`, this time must be shorter than the process group's timeout.
+        parts: the parts that every step must have (`CheckpointManager.attach`). A save without one of them fails.
+            Empty: each step has the parts that are attached.
         roles: the roles that every step consists of. A step is complete once all of them are committed. None: only this
             manager's role.
         vocab_size: the number of tokens, without the rows that megatron adds to embeddings as padding. It is needed
@@ -222,6 +224,7 @@ class CheckpointConfig:
     prune_remote: bool = True
     upload_timeout_s: float = limited(300.0, least=0, of="seconds (0: do not wait for uploads)")
     roles: tuple[str, ...] | None = None
+    parts: tuple[str, ...] = ()
     vocab_size: int | None = limited(None, least=1, of="tokens")
     timeout_s: float = limited(TIMEOUT_S, above=0, of="seconds")
     skip_frozen: bool = False
@@ -244,6 +247,11 @@ class CheckpointConfig:
             object.__setattr__(self, "roles", tuple(dict.fromkeys(_texts("roles", self.roles, "actor"))))
             if not self.roles:
                 raise InvalidArgumentError("roles is empty: name the roles of a step, or use None for this one alone")
+        object.__setattr__(self, "parts", tuple(dict.fromkeys(_texts("parts", self.parts, "replay_buffer"))))
+        if self.parts and "extra" not in self.save_contents:
+            raise InvalidArgumentError(
+                f"parts names {self.parts[0]!r}, but save_contents has no 'extra': add the word, or leave parts empty"
+            )
         object.__setattr__(self, "listeners", _callable(self.listeners))
         if self.fast is not None and not isinstance(self.fast, FastTier):
             raise InvalidTypeError(

@@ -40,6 +40,7 @@ from mcore_ckpt.save.request import check_step, read_request
 from mcore_ckpt.save.root import Root
 from mcore_ckpt.save.save import save_step
 from mcore_ckpt.save.save_events import SaveEvents
+from mcore_ckpt.state.attached_parts import Load, part_of
 from mcore_ckpt.state.model import as_chunks, has_weights_on_gpu
 from mcore_ckpt.state.thread_settings import settings_for_state, settings_here
 from mcore_ckpt.state.trainer import Trainer
@@ -242,6 +243,43 @@ class CheckpointManager:
             self._check_contents("save_contents")
             request = read_request(self._trainer, step, extra_state, roles, path, max_to_keep, metrics, started)
             return save_step(self._context, self._destination, self._background, request, events)
+
+    def attach(self, name: str, *, save: Any = None, load: Load | None = None, optional: bool = False) -> None:
+        """Attaches a part: state outside the model that belongs to each step, such as a replay buffer.
+
+        From now on, each `save` also saves the part, and each `load` loads it, with the weights of the same step or not
+        at all. Every rank may attach parts, or only some ranks. Parts need the word 'extra' in `save_contents` and
+        `load_contents`.
+
+        Args:
+            name: the part's name, which is the name of its folder: letters, digits, '_', '-' and '.'.
+            save: what this rank saves: bytes, the path of a file or folder, which is copied, or a `HandOver` of one,
+                which is moved. Or a function that gets a new folder, may write files into it, and returns None or one
+                of these. It is called by `save` on its thread, and training waits for it. If it returns a function,
+                that one is called without arguments while the training continues, and may return the same. What is
+                copied must not change before the save is committed. Functions must return within
+                `CheckpointConfig.timeout_s`, because the other ranks wait no longer. None: this rank saves nothing.
+            load: called by `load`, on its thread, after model and optimizer have been loaded. It gets the saved part
+                (`state.SavedPart`), which has what each rank has saved. None: this rank loads nothing.
+            optional: whether a step may be loaded that does not have the part. Then `load` is not called.
+
+        Raises:
+            InvalidArgumentError: the name cannot be used or is used already, or neither `save` nor `load` is given.
+            InvalidTypeError: `save` or `load` is of another type.
+
+        Example:
+            >>> def load(saved):
+            ...     buffer.restore(saved.folder())
+            >>> manager.attach("replay_buffer", save=buffer.dump, load=load)  # doctest: +SKIP
+        """
+        self._check_process()
+        self._check_open()
+        self._trainer.parts.attach(part_of(name, save, load, optional))
+
+    def detach(self, name: str) -> None:
+        """Detaches a part. Later saves and loads leave it out. Raises InvalidArgumentError if none has this name."""
+        self._check_process()
+        self._trainer.parts.detach(name)
 
     def load(self, *, step: int | None = None, path: str | Path | None = None, verify: str = "read") -> LoadResult:
         """Loads the contents that `load_contents` names. Every rank calls it.

@@ -36,9 +36,23 @@ MERGED_ADAPTER_DIR = "lora_adapter"
 OPTIMIZER_DIR = "optim"
 RNG_DIR = "rng_states"
 EXTRA_DIR = "extra_state"
+# Has a folder for each part of a step, and in it a folder for each rank that saved something for the part.
+PARTS_DIR = "parts"
+# The file of a part that a trainer hands over as bytes.
+PART_FILE = "data"
 COMMON_FILE = f"{OPTIMIZER_DIR}/common.pt"
 # The names that a save puts into a role's folder. Other files and folders there do not belong to this package.
-_OWN_NAMES = {MANIFEST_FILE, OWNER_FILE, WRITTEN_FILE, MODEL_DIR, OPTIMIZER_DIR, RNG_DIR, EXTRA_DIR, HUGGINGFACE_DIR}
+_OWN_NAMES = {
+    MANIFEST_FILE,
+    OWNER_FILE,
+    WRITTEN_FILE,
+    MODEL_DIR,
+    OPTIMIZER_DIR,
+    RNG_DIR,
+    EXTRA_DIR,
+    PARTS_DIR,
+    HUGGINGFACE_DIR,
+}
 
 # The names of step folders begin with "global_step" in this package and verl, and with "checkpoint-" in ROLL.
 _STEP_PREFIX = r"(?:global_steps?_|checkpoint-)"
@@ -46,6 +60,8 @@ _STEP_DIR = re.compile(_STEP_PREFIX + r"(0|[1-9][0-9]*)")
 _ROLE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 # File systems accept names of up to 255 bytes, and the name of a role's staging folder is longer than the role's name.
 _ROLE_LENGTH = 128
+_PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
+_PART_PLACE = re.compile(rf"{PARTS_DIR}/({_PART.pattern})/rank_([0-9]{{5,9}})/(.+)")
 # Matches the names of working folders of roles and of exported models. A model can have any name ("Qwen2.5-7B").
 _ROLE_WORK_DIR = re.compile(r"\.([^/]+)\.(staging|replaced|uploading)-([0-9a-f]+)")
 _DELETED_DIR = re.compile(r"\.deleted-" + _STEP_PREFIX + r"[0-9]+-[0-9a-f]+")
@@ -323,6 +339,31 @@ def rng_file(pp: int, tp: int, cp: int, dp: int) -> str:
 def extra_file(pp: int, tp: int, cp: int, dp: int) -> str:
     """Returns the path of the file with the extra state that the trainer passed to `save` on one rank."""
     return f"{EXTRA_DIR}/extra_state_pp{pp}_tp{tp}_cp{cp}_dp{dp}.pt"
+
+
+def part_dir(part: str, rank: int) -> str:
+    """Returns the path of the folder with what one rank has saved for a part of the step."""
+    return f"{PARTS_DIR}/{part}/rank_{rank:05d}"
+
+
+def parse_part(path: str) -> tuple[str, int, str] | None:
+    """Returns the part, the rank, and the path below `part_dir` of a file of a part; None for any other path."""
+    match = _PART_PLACE.fullmatch(path)
+    return (match.group(1), int(match.group(2)), match.group(3)) if match else None
+
+
+def is_part(name: str) -> bool:
+    """Returns True if a part of a step can have this name."""
+    return _PART.fullmatch(name) is not None
+
+
+def check_part(name: str) -> str:
+    """Returns `name` if it can be the name of a part. Raises InvalidArgumentError if it is something else."""
+    if not isinstance(name, str) or not is_part(name):
+        raise InvalidArgumentError(
+            f"part {name!r} is not a folder name: use at most 128 letters, digits, '_', '-' and '.'"
+        )
+    return name
 
 
 def config_dirs(role_dir: Path) -> list[Path]:

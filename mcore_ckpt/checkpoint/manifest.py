@@ -32,6 +32,10 @@ FORMAT_VERSION = 2
 _MOST_PART_BYTES = 255
 
 
+# Each part of a step, with the ranks that have saved something for it, as inclusive runs.
+Parts = Mapping[str, Sequence[tuple[int, int]]]
+
+
 class NewerFormatError(ValueError):
     """The manifest has a format version that is newer than this package."""
 
@@ -141,6 +145,16 @@ class Manifest:
     commit: Commit | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     dropped: tuple[str, ...] = ()
+    parts: Parts = field(default_factory=dict)
+
+    def part_sizes(self) -> dict[str, tuple[int, int]]:
+        """Returns the number of files of each part of the step, and their size in bytes."""
+        sizes = dict.fromkeys(self.parts, (0, 0))
+        for file in self.files_of("part"):
+            if (place := file_names.parse_part(file.path)) is not None and place[0] in sizes:
+                count, nbytes = sizes[place[0]]
+                sizes[place[0]] = count + 1, nbytes + file.size
+        return sizes
 
     def files_of(self, kind: str) -> list[FileRecord]:
         """Returns the files of one kind."""
@@ -236,6 +250,7 @@ def _encode(manifest: Manifest, ranks: Sequence[_Rank], entries: Sequence[Entry]
     record["run"] = manifest.run and provenance.encoded_run(manifest.run)
     record["commit"] = manifest.commit and provenance.encoded_commit(manifest.commit)
     record["metrics"], record["dropped"] = dict(manifest.metrics) or None, manifest.dropped or None
+    record["parts"] = manifest.parts or None
     record = {key: value for key, value in record.items() if value is not None}
     del record["files"]
     return manifest_text.encode(record, entries)
@@ -336,6 +351,7 @@ def _read_manifest(members: Members, known: Manifest | None = None) -> Manifest:
         commit=commit,
         metrics=decode_metrics(record),
         dropped=_read_dropped(record),
+        parts=_read_parts(record["parts"]) if "parts" in record else {},
     )
 
 
@@ -382,6 +398,22 @@ def _read_fact(value: Any, name: str) -> Any:
     if value is None or isinstance(value, (bool, int, float)):
         return value
     return fields.as_name(value, name)
+
+
+def _read_parts(item: Any) -> dict[str, list[tuple[int, int]]]:
+    record, parts = fields.as_dict(item, "parts"), dict[str, list[tuple[int, int]]]()
+    for name in record:
+        if not file_names.is_part(name):
+            raise fields.FieldError(f"part {fields.shown(name)} is not a folder name")
+        parts[name], least = [], 0
+        for run in fields.get_list(record, name):
+            first, last = fields.as_ints(run, name) if isinstance(run, list) and len(run) == 2 else (1, 0)
+            # The ranks are those of the save, and may be more than the step has since it was resharded.
+            if not least <= first <= last < limits.PART_RANKS:
+                raise fields.FieldError(f"part {name!r} lists ranks {fields.shown(run)}")
+            parts[name].append((first, last))
+            least = last + 2
+    return parts
 
 
 def _ints_of(cls: type, item: Any) -> dict[str, int]:

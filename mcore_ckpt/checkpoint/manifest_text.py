@@ -31,9 +31,9 @@ _CHECKSUM_KEY = b',"crc32":'
 # How many files' entries are joined at a time.
 _ENTRIES = 512
 # A large manifest has at least this many bytes for each occurrence of a text in a member. The texts count files, halves
-# of names, halves of nodes' names, and nodes' numbers. With more of them, the Python objects would take more than four
-# times the size of the manifest.
-_LEAST_BYTES = ((_FILES, b'"path":', 96), ("tensors", b'"', 12), (_PLACEMENT, b'"', 12), (_PLACEMENT, b",", 16))
+# of names, halves of nodes' names, and nodes' numbers. With more of them, the Python objects would take more than five
+# times the size of the manifest. The shortest entry is that of a part's file: 80 bytes with the shortest names.
+_LEAST_BYTES = ((_FILES, b'"path":', 80), ("tensors", b'"', 12), (_PLACEMENT, b'"', 12), (_PLACEMENT, b",", 16))
 _DIGITS = b"0123456789"
 # In place of a number of tensors.
 _OUT_OF_ORDER = -1

@@ -13,7 +13,14 @@ from rich.console import Console
 
 from mcore_ckpt.amounts import size_text
 from mcore_ckpt.cli.arguments import add_json, add_step, check_can_be_file, check_patterns, expanded_path, taken
-from mcore_ckpt.cli.inspect_tables import contents_text, model_facts, node_facts, origin_facts, show_tables
+from mcore_ckpt.cli.inspect_tables import (
+    contents_text,
+    model_facts,
+    node_facts,
+    origin_facts,
+    part_rows,
+    show_tables,
+)
 from mcore_ckpt.cli.list_command import node_files_as_json
 from mcore_ckpt.cli.progress import progress_in, progress_of_bytes
 from mcore_ckpt.cli.results import is_terminal, result_console
@@ -182,6 +189,7 @@ def _show(console: Console, role_dir: Path, manifest: Manifest, pattern: str | N
         f"holds {contents_text(manifest)}",
         f"roles of the step: {', '.join(manifest.roles)}",
         *(f"{kind}: {count} files, {size_text(nbytes)}" for kind, (count, nbytes) in _kinds(manifest).items()),
+        *(f"part {name}: {count} files, {size_text(size)}, of {by}" for name, count, size, by in part_rows(manifest)),
         f"{len(manifest.tensors)} tensors",
         *(f"{what}: {fact}" for what, fact in model_facts(manifest)),
         *(f"{what}: {fact}" for what, fact in origin_facts(manifest)),
@@ -227,6 +235,10 @@ def _as_json(role_dir: Path, manifest: Manifest, pattern: str | None) -> dict[st
         "bytes": manifest.nbytes,
         "files": [
             {"path": file.path, "kind": file.kind, "rank": file.rank, "bytes": file.size} for file in manifest.files
+        ],
+        "parts": [
+            {"name": name, "ranks": [list(run) for run in manifest.parts[name]], "files": count, "bytes": nbytes}
+            for name, (count, nbytes) in manifest.part_sizes().items()
         ],
         "nodes": None if held is None else node_files_as_json(held),
         "tensors": None if pattern is None else _tensors(role_dir, pattern),

@@ -41,6 +41,10 @@ def show_tables(
     rows.append(["all", str(len(manifest.files)), size_text(manifest.nbytes)])
     console.print()
     console.print(table_of(console, ("kind", "files>", "size>"), rows))
+    if parts := part_rows(manifest):
+        console.print()
+        shown = [[name, str(count), size_text(nbytes), ranks] for name, count, nbytes, ranks in parts]
+        console.print(table_of(console, ("part", "files>", "size>", "of"), shown))
     if tensors:
         console.print()
         console.print(table_of(console, ("tensor", "dtype", "shape", "optimizer"), list(map(_row, tensors))))
@@ -50,6 +54,15 @@ def contents_text(manifest: Manifest) -> str:
     """Says what a checkpoint holds, and what retention has removed from it."""
     removed = f" (retention has removed: {', '.join(manifest.dropped)})" if manifest.dropped else ""
     return (", ".join(manifest.contents) or "files of its program") + removed
+
+
+def part_rows(manifest: Manifest) -> list[tuple[str, int, int, str]]:
+    """Returns, for each part of the step, its name, the number and size of its files, and the ranks that saved it."""
+    rows = []
+    for name, (count, nbytes) in manifest.part_sizes().items():
+        runs = [str(first) if first == last else f"{first} to {last}" for first, last in manifest.parts[name]]
+        rows.append((name, count, nbytes, f"rank {', '.join(runs)}" if runs else "no rank"))
+    return rows
 
 
 def origin_facts(manifest: Manifest) -> list[tuple[str, str]]:

@@ -110,6 +110,13 @@ class SpreadFolder:
                     nbytes += self._of_file(path, lambda other, parts=parts: other.folder.fill(files, parts, check))  # type: ignore[misc]
         return nbytes
 
+    def fetch(self, record: FileRecord, target: Path) -> None:
+        def fetch(source: Source) -> None:
+            target.unlink(missing_ok=True)  # what another source has sent
+            source.folder.fetch(record, target)
+
+        self._of_file(record.path, fetch)
+
     def verify(self, files: Sequence[FileRecord]) -> list[Damage]:
         found = []
         for file in files:

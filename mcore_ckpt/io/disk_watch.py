@@ -41,6 +41,8 @@ _WAITERS = (
     *(f"mcore_ckpt.io.{name}" for name in ("device_waits", "disk_watch")),
     "mcore_ckpt.fast.peer_",
 )
+# Runs functions of the trainer. They may wait for anything, but only for a disk in a way that nothing interrupts.
+_OF_TRAINER = "mcore_ckpt.save.part_files"
 
 
 class Job(Protocol):
@@ -97,16 +99,19 @@ class Look:
         calls = [self._call_of(thread, frames, now) for thread in _family(self._thread)]
         return max((call for call in calls if call is not None), key=lambda call: call.seconds, default=None)
 
-    def wait(self, has_ended: Callable[[float], bool], most_s: float) -> Call | None:
+    def wait(self, has_ended: Callable[[float], bool], most_s: float, total_s: float = float("inf")) -> Call | None:
         """Waits until the thread has ended, or a call has lasted `most_s` seconds. Returns that call, or None.
 
-        `has_ended(seconds)` waits up to so many seconds for the end, and returns whether the thread has ended.
+        Also returns None after `total_s` seconds. `has_ended(seconds)` waits up to so many seconds for the end, and
+        returns whether the thread has ended.
         """
-        pause = _FIRST_LOOK_S
+        pause, until = _FIRST_LOOK_S, time.monotonic() + total_s
         while not has_ended(pause):
             call = self.longest()
             if call is not None and call.seconds >= most_s:
                 return call
+            if time.monotonic() >= until:
+                return None
             pause = max(_FIRST_LOOK_S, min(_LONGEST_PAUSE_S, most_s / _LOOKS))
         return None
 
@@ -117,7 +122,7 @@ class Look:
             found = job.longest_call()
             return None if found is None else Call(*found)
         frame = frames.get(number)
-        if frame is None or not _is_in_call(frame):
+        if frame is None or not (_is_in_call(frame) or _waits_for_disk(thread, frame)):
             self._seen.pop(number, None)
             return None
         place = (id(frame), frame.f_lasti, _cpu_time(thread))
@@ -144,6 +149,18 @@ def _is_in_call(frame: FrameType) -> bool:
     if package != "mcore_ckpt":
         return name in _CALLERS or package in _CALLING_PACKAGES
     return not name.startswith(_WAITERS)
+
+
+def _waits_for_disk(thread: threading.Thread, frame: FrameType | None) -> bool:
+    """Returns whether a function of the trainer is in a call that cannot be interrupted, as calls to disks are."""
+    while frame is not None and frame.f_globals.get("__name__") != _OF_TRAINER:
+        frame = frame.f_back
+    if frame is None:
+        return False
+    with suppress(OSError, IndexError):
+        state = Path(f"/proc/self/task/{thread.native_id}/stat").read_text(errors="replace").rpartition(")")[2]
+        return state.split()[0] == "D"
+    return False
 
 
 def _cpu_time(thread: threading.Thread) -> int:
@@ -219,16 +236,16 @@ class Work(Generic[Result]):
         """The call that has lasted longest."""
         return self._look.longest()
 
-    def wait(self, patience_s: float = float("inf")) -> bool:
+    def wait(self, patience_s: float = float("inf"), total_s: float = float("inf")) -> bool:
         """Waits for the end of the work, and returns True.
 
-        Returns False as soon as a call to the system has lasted `patience_s`.
+        Returns False as soon as a call to the system has lasted `patience_s`, and after `total_s` seconds.
 
         Raises HungDiskError as soon as a call has lasted too long. The work is then given up: its thread ends when the
         call returns.
         """
         try:
-            call = self._look.wait(self._await_end, min(self._timeout_s, patience_s))
+            call = self._look.wait(self._await_end, min(self._timeout_s, patience_s), total_s)
         except BaseException:  # such as Ctrl-C: it must end the work, too
             self.give_up()
             self._await_end(_INTERRUPTION_S)
@@ -237,7 +254,7 @@ class Work(Generic[Result]):
             self._left.append(self)
             self.give_up()
             raise _error(self._who, call)
-        return call is None
+        return call is None and self._has_ended
 
     def result(self) -> Result:
         """Waits for the end of the work like `wait`, and returns its result or raises its error."""

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from mcore_ckpt.errors import CheckpointCorruptError
 from mcore_ckpt.io import tuning
 from mcore_ckpt.io.checksums import Progress, crc32
-from mcore_ckpt.io.files import make_parents, new_folder, open_new, open_regular, sync_dir, write_all, write_file
+from mcore_ckpt.io.files import (
+    make_parents,
+    new_folder,
+    open_new,
+    open_regular,
+    opened,
+    sync_dir,
+    write_all,
+    write_file,
+)
 
 # ioctl(2), linux/fs.h: lets a file share the blocks of another one, on file systems that can (btrfs, XFS).
 _FICLONE = 0x40049409
@@ -105,6 +116,60 @@ def pieces_of(source: Path) -> Iterator[memoryview]:
             yield memoryview(piece)[:count]
     finally:
         os.close(descriptor)
+
+
+class Hashed(NamedTuple):
+    """What a file has, once it is on the disk: its size in bytes, its CRC-32, and whether it has taken disk space."""
+
+    size: int
+    crc32: int
+    takes_space: bool = True
+
+
+def copy_hashed(source: Path, target: Path) -> Hashed:
+    """Copies a file to a new one as `clone_file` does, waits until the bytes are on the disk, and hashes them.
+
+    Bytes that are copied are hashed on the way. Raises OSError, also if the source changes meanwhile.
+    """
+    with opened(source) as (reading, _):
+        writing = open_new(target)
+        try:
+            if _shares_blocks(writing, reading):
+                return hash_durably(target)._replace(takes_space=False)
+            copied = _hash_open(reading, source, lambda piece: _write(writing, piece, target))
+            os.fsync(writing)
+            return copied
+        finally:
+            os.close(writing)
+
+
+def _shares_blocks(writing: int, reading: int) -> bool:
+    """Lets a new file share the blocks of another one. Returns False if their file systems cannot do that."""
+    with suppress(OSError):
+        fcntl.ioctl(writing, _FICLONE, reading)
+        return True
+    return False
+
+
+def hash_durably(path: Path) -> Hashed:
+    """Waits until the bytes of a file are on the disk, and hashes them. Raises OSError, also if the file changes."""
+    with opened(path) as (reading, _):
+        os.fsync(reading)
+        return _hash_open(reading, path, lambda piece: None)
+
+
+def _hash_open(reading: int, path: Path, take: Callable[[memoryview], None]) -> Hashed:
+    before = os.fstat(reading)
+    piece = bytearray(min(tuning.READ_BYTES, before.st_size + 1))  # a byte more shows that the file has grown
+    size = crc = 0
+    while size <= before.st_size and (count := _read(reading, piece, path)):  # a file may grow for ever
+        memory = memoryview(piece)[:count]
+        take(memory)
+        size, crc = size + count, crc32(memory, crc)
+    after = os.fstat(reading)
+    if (size, after.st_size, after.st_mtime_ns) != (before.st_size, before.st_size, before.st_mtime_ns):
+        raise OSError(errno.EBUSY, "has changed while it was saved", str(path))
+    return Hashed(size, crc)
 
 
 def _read(descriptor: int, memory: bytearray, path: Path) -> int:

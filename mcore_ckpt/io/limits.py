@@ -16,6 +16,9 @@ DIRECTORY_BYTES = 256 << 20
 PICKLE_BYTES = 1 << 30
 # `common.pt`, random number generator states and the trainer's extra state. A save refuses to write larger files.
 PLAIN_BYTES = 4 << 30
+# The files of one part of a step on one rank. Each takes about 150 bytes of the manifest.
+PART_FILES = 10_000
+PART_RANKS = 1 << 20
 # config.json and the index of HuggingFace weights.
 HF_JSON_BYTES = 256 << 20
 # Tokenizers and other files that are copied with HuggingFace weights: the size of one, the size of all, and how many.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -36,6 +36,7 @@ from mcore_ckpt.load.fill import fill_tensors
 from mcore_ckpt.load.huggingface import load_hf
 from mcore_ckpt.load.plan import LoadPlan, check_all_used, plan_load
 from mcore_ckpt.load.report import LoadResult, foreign_result, native_result
+from mcore_ckpt.load.stored_parts import load_parts_together
 from mcore_ckpt.load.together import fill_together, plan_together
 from mcore_ckpt.ranks.rounds import Record, decide, same_everywhere
 from mcore_ckpt.state import optimizer as optimizer_state
@@ -112,10 +113,11 @@ def load_state(
                 changed = changed or trainer.config.load_contents != ("hf_model",)
                 fill = partial(fill_tensors, read=partial(plan.reader.read, check=verify != "off"))
                 apply, topic = partial(_apply_small_state, trainer, plan), f"loading {folder}"
-                with _naming(folder):
+                with _naming(folder), closing(plan.step_parts):
                     nbytes = fill_together(trainer.agreement, trainer.replicas, topic, plan.fills, fill, apply)
                     _make_consistent(trainer)
                     nbytes += _load_hf_model(trainer, plan)
+                    load_parts_together(trainer.agreement, topic, plan.step_parts)
             except CheckpointError as error:
                 is_damaged, is_first = isinstance(error, CheckpointCorruptError), number == 0
                 if not is_damaged and is_first and not changed:

@@ -28,6 +28,7 @@ from mcore_ckpt.load.group_plan import GroupPlan, plan_groups
 from mcore_ckpt.load.optimizer_plan import NewlyStarted, OptimizerPlanner, PartPlan
 from mcore_ckpt.load.quantized_weights import quantized_targets
 from mcore_ckpt.load.same_model import differences_to_live
+from mcore_ckpt.load.stored_parts import NO_PARTS, PartLoads, plan_step_parts
 from mcore_ckpt.load.tensor_fills import not_there, plan_fill, refuse_rounding, replicas_of
 from mcore_ckpt.load.together import Runs, names_left_over, positions_taken
 from mcore_ckpt.ranks.rounds import Record
@@ -67,6 +68,7 @@ class LoadPlan:
         rng: the states of the random number generators; None if they are not loaded, or if this rank has no saved ones.
         seed: the seed to start the generators from if `rng` is None; None if `rng` is set or they are not loaded.
         extra_state: the dict that this rank gave to `save`, or None.
+        step_parts: the parts of the step that this rank loads (`CheckpointManager.attach`).
         other_model: the facts by which the live model computes something else with the same tensors.
         used: under "model" and "optimizer", the tensors that this rank takes, as runs of positions in the manifest's
             list of tensors.
@@ -81,6 +83,7 @@ class LoadPlan:
     seed: int | None
     extra_state: dict[str, Any] | None
     used: dict[str, Runs]
+    step_parts: PartLoads = NO_PARTS
     other_model: tuple[DifferentFact, ...] = ()
 
     @property
@@ -190,6 +193,8 @@ def _plan(trainer: Trainer, reader: NativeReader, locator: Locator) -> LoadPlan:
     plan = LoadPlan(locator, reader, tuple(model_fills), parts, common, rng, seed, extra, used)
     _check_sizes(reader, plan.fills)
     refuse_rounding(trainer, (fill.rounding for fill in plan.fills))
+    if "extra" in wanted:  # last, because it may fetch files
+        plan = replace(plan, step_parts=plan_step_parts(trainer, reader.folder, reader.manifest))
     return plan
 
 

@@ -56,8 +56,11 @@ Result = TypeVar("Result", covariant=True)
 class Started(Protocol[Result]):
     """Work that has been started."""
 
-    def wait(self, patience_s: float) -> bool: ...
+    @property
+    def ended(self) -> bool: ...
+    def wait(self, patience_s: float = math.inf, total_s: float = math.inf) -> bool: ...
     def result(self) -> Result: ...
+    def give_up(self) -> None: ...
 
 
 class Runner(Protocol):
@@ -69,11 +72,16 @@ class Runner(Protocol):
 
 
 class _Over(Generic[T]):
+    ended = True
+
     def __init__(self, result: T) -> None:
         self.result = lambda: result
 
-    def wait(self, patience_s: float) -> bool:
+    def wait(self, patience_s: float = math.inf, total_s: float = math.inf) -> bool:
         return True
+
+    def give_up(self) -> None:
+        pass
 
 
 class _Here:

@@ -17,6 +17,7 @@ from mcore_ckpt.processes import Home
 from mcore_ckpt.ranks.rounds import Agreement
 from mcore_ckpt.save.background import is_deleting_here
 from mcore_ckpt.save.host_images import HostImages
+from mcore_ckpt.save.part_files import PartSizes
 from mcore_ckpt.save.plan import SavePlanner
 from mcore_ckpt.save.rank_reports import TensorNames
 from mcore_ckpt.save.replica_check import ReplicaWarnings
@@ -41,6 +42,7 @@ class SaveContext:
         uploads: the queue of uploads to the remote store; None without a store, and on all ranks except rank 0.
         names: the tensor names that rank 0 already knows.
         assets: the sizes of the HuggingFace assets of the last save, by path. Only rank 0 has them.
+        part_sizes: the sizes of this rank's files of each part in its last save.
     """
 
     trainer: Trainer
@@ -54,6 +56,7 @@ class SaveContext:
     planner: SavePlanner = field(default_factory=SavePlanner)
     names: TensorNames = field(default_factory=TensorNames)
     assets: dict[str, int] = field(default_factory=dict)
+    part_sizes: PartSizes = field(default_factory=dict)
     replica_warnings: ReplicaWarnings = field(default_factory=ReplicaWarnings)
 
 

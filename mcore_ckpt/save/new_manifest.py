@@ -17,6 +17,7 @@ from mcore_ckpt.io.files import sync_dir
 from mcore_ckpt.ranks.topology import RankCoordinates
 from mcore_ckpt.save.destination import Place
 from mcore_ckpt.save.rank_reports import FileReport, GroupId, RankReport, TensorNames
+from mcore_ckpt.sharding.plan import runs
 from mcore_ckpt.sharding.stored_positions import check_replicas
 from mcore_ckpt.state.trainer import Trainer
 
@@ -83,7 +84,22 @@ def build_manifest(
         model=trainer.model or None,
         placement=placement,
         metrics=metrics or {},
+        parts=_parts_of(trainer.parts.declared, [report.step_parts for report in reports]),
     )
+
+
+def _parts_of(declared: Sequence[str], by_rank: Sequence[Sequence[str]]) -> dict[str, list[tuple[int, int]]]:
+    """Returns each part of the step with the ranks that have saved it. Raises CommitError if one is missing."""
+    ranks: dict[str, list[int]] = {}
+    for rank, names in enumerate(by_rank):
+        for name in names:
+            ranks.setdefault(name, []).append(rank)
+    if missing := [name for name in declared if name not in ranks]:
+        raise CommitError(
+            f"no rank has saved part {missing[0]!r}, which CheckpointConfig.parts declares: attach it with save= "
+            "before the save, on the ranks that have it, or remove it from parts"
+        )
+    return {name: runs(of_part) for name, of_part in sorted(ranks.items())}
 
 
 def _record(rank: int, file: FileReport, holds: Mapping[str, Holds]) -> FileRecord:

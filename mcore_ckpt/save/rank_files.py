@@ -30,6 +30,7 @@ from mcore_ckpt.save.file_contents import saves_model
 from mcore_ckpt.save.guards import why_not_lazy
 from mcore_ckpt.save.hf_export import least_exported_bytes
 from mcore_ckpt.save.host_images import ReservedImages
+from mcore_ckpt.save.part_files import PartFiles
 from mcore_ckpt.save.plan import SavePlan
 from mcore_ckpt.save.rank_reports import NO_GROUPS, keys_to_save, rank_report
 from mcore_ckpt.save.replica_check import ReplicaReport, ReplicaSamples, take_samples
@@ -74,10 +75,12 @@ class RankFiles:
         self._context, self._trainer, self._lock = context, context.trainer, destination.lock
         self._times, self._events = times, events
         self._small = SmallFiles(self._trainer, extra_state, destination.contents)
+        self._parts = PartFiles(self._trainer, context.commits.runner, context.part_sizes)
         self.common = self._small.common
         self.plan = context.planner.plan(self._trainer, destination.writers_of)
         self._nbytes = sum(plan.nbytes for plan in self.plan.files)
-        self.need = need_of_rank(self._trainer, self.plan.files, self._small.sizes(), context.assets)
+        small = self._small.sizes() | self._parts.sizes()
+        self.need = need_of_rank(self._trainer, self.plan.files, small, context.assets)
         self._is_async = self._trainer.config.async_save
         # Weights that are made on the GPU come in pieces, and each piece overwrites the one before.
         self._has_images = times.copies_first = self._is_async or self.plan.weights.is_cuda
@@ -124,6 +127,7 @@ class RankFiles:
             # work that can fail on one rank alone.
             weights = self._complete_weights()
             place.prepare()
+            self._parts.capture(place.attempt)
             self._copy_state(place, weights)
             if self._has_images:
                 # The trainer may offload its tensors now.
@@ -216,11 +220,13 @@ class RankFiles:
     # -- write ----------------------------------------------------------------------------------------------
 
     def start_writing(self, place: Place) -> None:
-        """Starts to write the images. Raises only what a signal handler raises, like `capture`."""
-        if self._writer is not None or isinstance(self._captured, Exception):
+        """Starts to write the images and the parts. Raises only what a signal handler raises, like `capture`."""
+        if isinstance(self._captured, Exception):
             return
         try:
-            self._context.commits.runner.run(partial(self._start, place.attempt.staging))
+            if self._writer is None:
+                self._context.commits.runner.run(partial(self._start, place.attempt.staging))
+            self._parts.start(place.attempt.staging)
         except Exception as error:
             if is_interrupt(error):
                 raise
@@ -239,10 +245,15 @@ class RankFiles:
             raise self._captured
         writer = self._writer
         assert writer is not None, "start_writing comes first"
-        # Write the small files while the disk is writing the large ones.
-        written = self._small.write(staging)
-        steps = read_steps(self._trainer) if self._steps is None else self._steps
-        written += writer.finish()
+        try:
+            # Write the small files while the disk is writing the large ones.
+            written = self._small.write(staging)
+            steps = read_steps(self._trainer) if self._steps is None else self._steps
+            written += writer.finish()
+            written += self._parts.finish()
+        except BaseException:
+            self._parts.stop()  # before rank 0 learns of the failure, and removes the staging folder
+            raise
         self._times.copied = self._copied_at(writer.times()[0])
         # Each rank syncs the names that it may have made. On some shared file systems (CephFS with `wsync` off), a sync
         # on another host would not include these names.
@@ -258,8 +269,11 @@ class RankFiles:
         names = self._context.names.to_send(self.plan.files, self._trainer.agreement.rank, self._groups)
         replicas, times = self._replicas(writer), self._times.to_record(stall_s, nbytes)
         groups = self._groups.holds
-        positions = self._small.positions
-        report = rank_report(self._trainer, written, self.plan.files, names, steps, groups, replicas, times, positions)
+        report = rank_report(
+            *(self._trainer, written, self.plan.files, names, steps, groups, replicas, times),
+            positions=self._small.positions,
+            step_parts=self._parts.names,
+        )
         return report.to_record()
 
     def _start(self, staging: Path) -> FileWriter:
@@ -274,14 +288,16 @@ class RankFiles:
         return self._writer
 
     def close(self) -> None:
-        """Waits until no thread writes any more, unless the disk hangs, and frees the copies."""
+        """Waits until no thread writes any more, unless the disk hangs, and frees the copies and the parts."""
         if self._writer is not None:
             Work(self._writer.close, self._device_timeout_s).wait(deadlines.DISK_PATIENCE_S)
+        self._parts.close()
         # Drop the capture, which keeps the host memory alive. A larger buffer may replace that memory from now on.
         self._captured = RuntimeError("the save has ended")
 
     def committed(self, exported: Sequence[WrittenFile]) -> int:
         """Notes for later saves what rank 0 knows now. Returns how many bytes this rank has written."""
+        self._parts.committed()
         self._context.names.mark_sent([*self.plan.files, self._groups])
         written = [*self._written, *exported]
         if self._trainer.agreement.is_coordinator:

@@ -260,6 +260,7 @@ class RankReport(msgspec.Struct, array_like=True, frozen=True, gc=False):
         replicas: what rank 0 compares with other ranks.
         times: when the rank planned, copied and wrote (`SaveTimes.to_record`).
         positions: digests of the rank's data positions, by name.
+        step_parts: the parts of the step that the rank has saved (`PartFiles`).
     """
 
     files: tuple[FileReport, ...]
@@ -272,6 +273,7 @@ class RankReport(msgspec.Struct, array_like=True, frozen=True, gc=False):
     replicas: ReplicaReport
     times: TimesRecord
     positions: dict[str, str] = {}
+    step_parts: tuple[str, ...] = ()
 
     def to_record(self) -> Record:
         """Returns the report as JSON values."""
@@ -302,6 +304,7 @@ def rank_report(
     replicas: ReplicaReport,
     times: TimesRecord,
     positions: Mapping[str, str] = MappingProxyType({}),
+    step_parts: tuple[str, ...] = (),
 ) -> RankReport:
     """Returns this rank's report.
 
@@ -309,7 +312,7 @@ def rank_report(
         trainer: this rank's trainer, which has its coordinates and stages.
         written: the files that this rank has completed.
         plans: the files that this rank has written a part of.
-        names, steps, groups, replicas, times, positions: see `RankReport`.
+        names, steps, groups, replicas, times, positions, step_parts: see `RankReport`.
     """
     return RankReport(
         files=tuple(map(FileReport.of, written)),
@@ -322,4 +325,5 @@ def rank_report(
         replicas=replicas,
         times=times,
         positions=dict(positions),
+        step_parts=step_parts,
     )

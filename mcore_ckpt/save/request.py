@@ -53,7 +53,7 @@ def read_request(
     if callable(extra_state):
         extra_state = _read_extra_state(extra_state)
     check_step(step)
-    _check_extra_state(trainer.config, extra_state)
+    _check_extra_state(trainer, extra_state)
     role_dir, counts = _find_folder(trainer.root, trainer.role, step, path)
     policy = _policy(trainer.config, max_to_keep)
     declared = file_names.check_roles(roles or trainer.config.roles or ())
@@ -87,13 +87,20 @@ def _read_extra_state(read: Callable[[], Mapping[str, Any] | None]) -> Mapping[s
         raise CommitError(f"extra_state could not be read: {type(error).__name__}: {error}") from error
 
 
-def _check_extra_state(config: CheckpointConfig, extra_state: object) -> None:
+def _check_extra_state(trainer: Trainer, extra_state: object) -> None:
     if extra_state is not None and not isinstance(extra_state, Mapping):
         raise InvalidTypeError(f"extra_state is a {type(extra_state).__name__}: use a dict")
-    if extra_state is not None and "extra" not in config.save_contents:
+    if "extra" in trainer.config.save_contents:
+        return
+    if extra_state is not None:
         raise InvalidArgumentError(
             "extra_state is given, but it would not be saved, because save_contents has no 'extra': add the word, "
             "or pass no extra_state"
+        )
+    if saved := [part.name for part in trainer.parts if part.save is not None]:
+        raise InvalidArgumentError(
+            f"part {saved[0]!r} is attached, but it would not be saved, because save_contents has no 'extra': add the "
+            "word, or detach the part"
         )
 
 

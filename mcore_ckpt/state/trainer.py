@@ -15,6 +15,7 @@ from mcore_ckpt.io.access import mode_below
 from mcore_ckpt.ranks.rounds import Agreement
 from mcore_ckpt.ranks.topology import RankCoordinates, Replicas, Topology
 from mcore_ckpt.sharding.counterparts import Layers
+from mcore_ckpt.state.attached_parts import AttachedParts
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +39,7 @@ class Trainer:
             (`param_groups.group_keys`).
         source_files: the assets of the model that the training started from, by path. Rank 0's first save fills it.
         gpu: the number of the GPU of the training (`thread_settings.gpu_of`); None without a GPU.
+        parts: the parts of a step that are attached to the manager on this rank.
         agreement: connects this rank with the other ranks of the role, for rounds on the trainer's own thread.
     """
 
@@ -62,6 +64,7 @@ class Trainer:
     adapters: AdapterSettings | None = None
     group_keys: tuple[tuple[str, ...], ...] = ()
     source_files: dict[str, bytes] = field(default_factory=dict)
+    parts: AttachedParts = field(default_factory=AttachedParts)
 
     def folder_mode(self, role_dir: Path) -> int:
         """Returns the mode of new folders for a role's folder, before the umask is applied."""

@@ -19,6 +19,7 @@ from mcore_ckpt.errors import InvalidArgumentError, InvalidTypeError
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide, same_everywhere
 from mcore_ckpt.ranks.topology import is_first_optimizer_instance, read_replicas, read_topology
 from mcore_ckpt.state.adapter_settings import adapter_settings, own_adapters, own_trained
+from mcore_ckpt.state.attached_parts import AttachedParts
 from mcore_ckpt.state.live_facts import read_facts
 from mcore_ckpt.state.megatron_versions import check_megatron
 from mcore_ckpt.state.model import chunk_layers, model_shards, own_layers, process_groups_of, whole_layers
@@ -49,6 +50,8 @@ def read_trainer(
     Raises InvalidArgumentError, InvalidStateError or UnsupportedError.
     """
     file_names.check_roles((role, *(config.roles or ())))
+    for part in config.parts:
+        file_names.check_part(part)
     if role not in (config.roles or (role,)):
         raise InvalidArgumentError(f"config.roles is {config.roles}, which does not have this manager's role {role!r}")
     if "hf_model" in config.save_contents and objects["hf_config"] is None:
@@ -78,6 +81,7 @@ def read_trainer(
         agreement=agreement,
         model=model,
         group_keys=group_keys(optimizer_parts(objects["optimizer"])),
+        parts=AttachedParts(config.parts),
         **objects,
     )
 

@@ -75,6 +75,7 @@ def test_the_python_of_a_page_runs(page: str, shared_path: Path, monkeypatch: py
         "README.md": [100, 200],
         "docs/how_to/remote.md": [],
         "docs/how_to/preemption.md": [100, 101],
+        "docs/how_to/rl_step.md": [100, 200, 300],
     }
     saved = more.get(page, [100])
     assert [status.step for status in complete_steps(shared_path / "checkpoints")] == saved

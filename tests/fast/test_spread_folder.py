@@ -148,6 +148,20 @@ def test_files_of_three_nodes_make_the_checkpoint(
     assert (str(folder), folder.place) == (str(nodes.place(0)), nodes.place(0))
 
 
+def test_a_whole_file_is_fetched_from_a_peer_if_the_own_one_is_lost_or_rotted(
+    nodes: NodesOfTest, tmp_path: Path
+) -> None:
+    file = nodes.manifest.files[0]
+    folder = nodes.spread(nodes.put(0, [0]), nodes.put(1, [0]))
+    own = nodes.place(0) / file.path
+    for damage in (lambda: own.write_bytes(bytes(file.size)), own.unlink):
+        damage()
+        target = tmp_path / "fetched"
+        folder.fetch(file, target)
+        assert target.read_bytes() == (nodes.whole / file.path).read_bytes()
+        target.unlink()
+
+
 @settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_spread(

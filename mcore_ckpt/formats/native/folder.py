@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Protocol
 
 from mcore_ckpt.checkpoint.damage import Damage, verify_files
@@ -16,6 +17,7 @@ from mcore_ckpt.formats.contract import ReadTarget
 from mcore_ckpt.formats.native.ranges import read_ranges
 from mcore_ckpt.formats.native.stored_tensors import IndexFolder, LocalIndexes
 from mcore_ckpt.io import tuning
+from mcore_ckpt.io.file_copies import copy_checked
 from mcore_ckpt.io.node_memory import is_memory
 
 
@@ -30,6 +32,9 @@ class Folder(IndexFolder, Protocol):
     def plain(self, record: FileRecord) -> dict[str, Any]: ...
 
     def fill(self, files: Mapping[str, FileRecord], reads: Sequence[ReadTarget], check: bool = True) -> int: ...
+
+    def fetch(self, record: FileRecord, target: Path) -> None:
+        """Copies a whole file to a new one. Raises CheckpointCorruptError if its bytes are not those of its record."""
 
     def verify(self, files: Sequence[FileRecord]) -> list[Damage]:
         """Reads whole files and lists all differences from their records."""
@@ -57,6 +62,9 @@ class LocalFolder(LocalIndexes):
             if is_memory(self.place):
                 return tuning.READ_MEMORY_BYTES
         return tuning.READ_BYTES
+
+    def fetch(self, record: FileRecord, target: Path) -> None:
+        copy_checked(self.place / record.path, target, record.size, record.crc32)
 
     def verify(self, files: Sequence[FileRecord]) -> list[Damage]:
         return verify_files(self.place, files)

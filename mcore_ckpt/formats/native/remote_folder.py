@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -22,11 +23,12 @@ from mcore_ckpt.checkpoint.index import BLOCK_BYTES
 from mcore_ckpt.checkpoint.index_entries import IndexEntries
 from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest
 from mcore_ckpt.checkpoint.plain_files import parse_plain
-from mcore_ckpt.checkpoint.reading import check_size, parse_entries, read_remote_manifest, wrong_crc
+from mcore_ckpt.checkpoint.reading import check_crc, check_size, parse_entries, read_remote_manifest
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
 from mcore_ckpt.formats.contract import ReadTarget
 from mcore_ckpt.io import _native, limits, tuning
 from mcore_ckpt.io.checksums import crc32
+from mcore_ckpt.io.files import write_file
 from mcore_ckpt.io.threads import for_each
 from mcore_ckpt.sharding.overlap import Rows, rows_from
 from mcore_ckpt.sharding.plan import ReadRange, StoredShard
@@ -103,21 +105,29 @@ class RemoteFolder:
         for_each(fetches, partial(self._fetch, buffers=buffers, check=check), threads)
         return sum(fetch.stop - fetch.start for fetch in fetches)
 
+    def fetch(self, record: FileRecord, target: Path) -> None:
+        write_file(target, self._checked_pieces(record))
+
     def verify(self, files: Sequence[FileRecord]) -> list[Damage]:
         return [damage for file in files if (damage := self._damage(file)) is not None]
 
     def _damage(self, file: FileRecord) -> Damage | None:
-        crc = 0
         try:
-            self.check([file])
-            for start in range(0, file.size, tuning.REMOTE_READ_BYTES):
-                data = self._read(file.path, start, min(start + tuning.REMOTE_READ_BYTES, file.size))
-                crc = crc32(memoryview(data), crc)
+            for _ in self._checked_pieces(file):
+                pass
         except CheckpointCorruptError as error:
             return Damage(str(error), file.path, file.rank)
-        if crc == file.crc32:
-            return None
-        return Damage(wrong_crc(self._url(file.path)), file.path, file.rank)
+        return None
+
+    def _checked_pieces(self, file: FileRecord) -> Iterator[memoryview]:
+        """Yields the bytes of a file in pieces. Raises CheckpointCorruptError, after the last one for a wrong CRC."""
+        crc = 0
+        self.check([file])
+        for start in range(0, file.size, tuning.REMOTE_READ_BYTES):
+            piece = memoryview(self._read(file.path, start, min(start + tuning.REMOTE_READ_BYTES, file.size)))
+            crc = crc32(piece, crc)
+            yield piece
+        check_crc(crc, file, self._url(file.path))
 
     def _fetch(self, fetch: Fetch, buffers: _Buffers, check: bool) -> None:
         with buffers.one() as buffer:

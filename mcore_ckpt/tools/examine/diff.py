@@ -298,6 +298,7 @@ def _plain_differences(left: NativeReader, right: NativeReader) -> tuple[list[Di
     """Returns the values that differ, and notes on what cannot be compared under different layouts."""
     facts = different_facts(left.manifest.model or {}, right.manifest.model or {})  # older checkpoints state no facts
     values = [DifferentValue(f"model: {each.name}", str(each.saved), str(each.live)) for each in facts]
+    values += _different_part_files(left, right)
     notes: list[str] = []
     for kind, what in _PLAIN_KINDS.items():
         ours, theirs = ({file.path: None for file in reader.manifest.files_of(kind)} for reader in (left, right))
@@ -311,3 +312,14 @@ def _plain_differences(left: NativeReader, right: NativeReader) -> tuple[list[Di
             else:
                 values.append(DifferentValue(path, *("this file" if path in each else None for each in (ours, theirs))))
     return values, notes
+
+
+def _different_part_files(left: NativeReader, right: NativeReader) -> Iterator[DifferentValue]:
+    """Yields the files of the step's parts whose bytes differ, by their CRCs."""
+    ours, theirs = (
+        {file.path: f"{file.size} bytes, CRC {file.crc32:08x}" for file in reader.manifest.files_of("part")}
+        for reader in (left, right)
+    )
+    for path in dict.fromkeys((*ours, *theirs)):
+        if ours.get(path) != theirs.get(path):
+            yield DifferentValue(path, ours.get(path), theirs.get(path))

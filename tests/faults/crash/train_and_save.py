@@ -20,6 +20,7 @@ from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.io import tuning
 from tests.distributed.training import Layout, Training, build, parallel, train
 from tests.support.crash_worker import Watch
+from tests.support.step_parts import PartsOfStep
 
 TIMEOUT_S = 4.0
 FIRST, SECOND = 2, 4
@@ -41,7 +42,9 @@ def train_on(training: Training, results: str, name: str) -> None:
 def first(root: str, results: str, victim: str, event: str, count: str, how: str) -> None:
     training = build(Layout(2, precision="bf16"), seed=1)
     manager = manager_of(training, root, how)
+    parts = PartsOfStep(manager, dist.get_rank(), Path(results))
     train(training, 0, FIRST)
+    parts.step = FIRST
     manager.save(FIRST, extra_state={"rank": dist.get_rank()})
     # A save that is under way must not have what the training does next.
     train_on(training, results, "reference")
@@ -52,6 +55,7 @@ def first(root: str, results: str, victim: str, event: str, count: str, how: str
     watch.phase = "save"
     watch.watch_io()
     error = None
+    parts.step = SECOND
     try:
         manager.save(SECOND, extra_state={"rank": dist.get_rank()}).wait()
     except CheckpointError as raised:
@@ -65,7 +69,10 @@ def first(root: str, results: str, victim: str, event: str, count: str, how: str
 def resume(root: str, results: str) -> None:
     training = build(Layout(2, precision="bf16"), seed=2)
     manager = manager_of(training, root)
+    parts = PartsOfStep(manager, dist.get_rank(), Path(results))
     loaded = manager.load()
+    parts.check_loaded(loaded.step)
+    parts.step = SECOND
     write(results, "loaded", {"step": loaded.step, "extra_state": loaded.extra_state})
     train_on(training, results, "resumed")
     manager.save(SECOND, extra_state={"rank": dist.get_rank()})

@@ -28,6 +28,7 @@ from tests.distributed.snapshot import snapshot
 from tests.distributed.training import Layout, build, parallel, train
 from tests.support.crash_worker import Watch, WatchedStore
 from tests.support.lives import connect, digest, note
+from tests.support.step_parts import PartsOfStep
 
 WORLD = 2
 LAYOUT = Layout(WORLD, precision="bf16")
@@ -136,17 +137,18 @@ def _live(life: Life, rank: int, ready: int, watch: PhaseWatch, report: dict[str
         report["in"] = "start"
         with watch.during("start"):
             manager = _manager(life, training)
+            parts = PartsOfStep(manager, rank, Path(life.folder))
             for seat in (manager._trainer.agreement, manager._context.commits):
                 seat._store = WatchedStore(seat._store, watch)
         with ledger(life.folder, rank).open("a", buffering=1) as book:
-            step = _load(manager, watch, report, book, training)
+            step = _load(manager, parts, watch, report, book, training)
             if life.again and step:
-                _save(manager, step, report, book, training)
+                _save(manager, parts, step, report, book, training)
             for _ in range(STEPS):
                 report["in"] = "training"
                 train(training, step, step + 1)
                 step += 1
-                _save(manager, step, report, book, training)
+                _save(manager, parts, step, report, book, training)
             manager.close()
             note(book, "committed", step)
 
@@ -156,7 +158,9 @@ def _manager(life: Life, training: Any) -> CheckpointManager:
     return CheckpointManager(life.root, training.model, training.optimizer, training.scheduler, config=config)
 
 
-def _load(manager: CheckpointManager, watch: PhaseWatch, report: dict[str, Any], book: Any, training: Any) -> int:
+def _load(
+    manager: CheckpointManager, parts: PartsOfStep, watch: PhaseWatch, report: dict[str, Any], book: Any, training: Any
+) -> int:
     report["in"] = "load"
     with watch.during("load"):
         if manager.latest_step() is None:
@@ -164,12 +168,16 @@ def _load(manager: CheckpointManager, watch: PhaseWatch, report: dict[str, Any],
         result = manager.load()
     assert result.extra_state == {"step": result.step, "rank": dist.get_rank()}, result.extra_state
     assert not result.report.skipped, result.report.skipped
+    parts.check_loaded(result.step)
     note(book, "loaded", result.step, digest(snapshot(training)))
     return result.step
 
 
-def _save(manager: CheckpointManager, step: int, report: dict[str, Any], book: Any, training: Any) -> None:
+def _save(
+    manager: CheckpointManager, parts: PartsOfStep, step: int, report: dict[str, Any], book: Any, training: Any
+) -> None:
     report["in"] = "save"
+    parts.step = step
     note(book, "saving", step, digest(snapshot(training)))
     handle = manager.save(step, extra_state={"step": step, "rank": dist.get_rank()})
     if handle.done:

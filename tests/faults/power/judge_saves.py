@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mcore_ckpt import CheckpointConfig, CheckpointManager
+from mcore_ckpt import CheckpointConfig, CheckpointManager, SavedPart
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.recover import recover
@@ -29,6 +29,7 @@ from tests.faults.power.recorded_saves import HIDDEN, ROOT
 from tests.faults.power.trace_of_files import Mark
 from tests.support.checkpoints import remains
 from tests.support.lives import digest
+from tests.support.step_parts import PartsOfStep
 
 ALONE = Layout(1, hidden_size=HIDDEN, precision="bf16")
 ROLE = "actor"
@@ -103,6 +104,7 @@ class Judge:
         self._training = training
         self._marks = [event for event in crashes.trace.events if isinstance(event, Mark)]
         self._digests: dict[str, str] = {}
+        self._parts: list[tuple[str, bytes]] = []
         for event in self._marks:
             said = json.loads(event.text)
             if "acked" in said and said["attempt"] not in self._digests:
@@ -197,7 +199,12 @@ class Judge:
         return frozenset(change.number for change in self._crashes.changes if change.number < at)
 
     def _digest(self) -> str:
-        return digest(snapshot(self._training))
+        return f"{digest(snapshot(self._training))} {sorted(self._parts)}"
+
+    def _keep(self, part: SavedPart) -> None:
+        for rank in part.ranks:
+            files = (path for path in part.folder(rank).rglob("*") if path.is_file())
+            self._parts += [(f"{part.name} {rank} {path.name}", path.read_bytes()) for path in files]
 
     @contextlib.contextmanager
     def _manager(self) -> Iterator[CheckpointManager]:
@@ -205,6 +212,9 @@ class Judge:
         manager = CheckpointManager(
             self.root, training.model, training.optimizer, training.scheduler, config=CheckpointConfig(timeout_s=60.0)
         )
+        self._parts = []
+        for name in PartsOfStep.NAMES:
+            manager.attach(name, load=self._keep, optional=True)
         try:
             yield manager
         finally:

@@ -21,6 +21,7 @@ from mcore_ckpt.tools.maintain.prune import prune
 from tests.distributed import forked_ranks
 from tests.distributed.training import Layout, build, parallel, train
 from tests.faults.power.recording import mark, name_syncs
+from tests.support.step_parts import PartsOfStep
 
 WORLD = 2
 HIDDEN = 8
@@ -38,10 +39,12 @@ class Saver:
             self.root, self.training.model, self.training.optimizer, self.training.scheduler, config=config
         )
         self.trained = 0
+        self.parts = PartsOfStep(self.manager, dist.get_rank(), folder / "work", repeats=10)
 
     def save(self, step: int, keeps: list[int]) -> None:
         train(self.training, self.trained, self.trained + 1)
         self.trained += 1
+        self.parts.step = self.trained
         dist.barrier()
         mark(begun=step)
         self.manager.save(step, extra_state={"trained": self.trained}).wait()

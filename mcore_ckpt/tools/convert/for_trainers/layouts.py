@@ -44,6 +44,7 @@ from mcore_ckpt.tools.convert.for_trainers.shared_state import (
     SharedState,
     left_out,
     megatron_state,
+    parts_left_out,
     read_loop_state,
     read_shared_state,
 )
@@ -298,7 +299,7 @@ def _notes(
     loads no random states.
     """
     sizes = reader.manifest.topology
-    notes = [left_out(reader, converted)]
+    notes = [left_out(reader, converted), parts_left_out(reader)]
     if has_rng:
         notes.append(
             f"the random states are of tensor-parallel size {sizes.tp} and pipeline-parallel size {sizes.pp}: under "

@@ -227,6 +227,14 @@ def _compared(reader: NativeReader, loop: Mapping[str, Any], model: Callable[[],
     return {**found, "add_position_embedding": config.gpt.get("position_embedding_type") == "learned_absolute"}
 
 
+def parts_left_out(reader: NativeReader) -> str | None:
+    """Returns a sentence on the parts of the step, which other trainers do not get; None if there are none."""
+    if not reader.manifest.parts:
+        return None
+    names = ", ".join(reader.manifest.parts)
+    return f"the parts of the step ({names}) are this trainer's own: they stay in {reader.place}/{file_names.PARTS_DIR}"
+
+
 def left_out(reader: NativeReader, extra: Sequence[str]) -> str | None:
     """Returns a sentence on the parts of `extra_state` that other trainers do not get; None if they get all of it.
 

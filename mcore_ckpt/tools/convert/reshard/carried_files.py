@@ -77,6 +77,7 @@ def plan_carried_files(role_dir: Path, reader: NativeReader, new: Topology) -> C
             positioned.append((file_names.extra_file(*place), rank, extra))
         else:
             copies.append(Copy(record, file_names.extra_file(*place), rank))
+    copies += [Copy(file, file.path, min(file.rank, new.world_size - 1)) for file in manifest.files_of("part")]
     seeded: list[tuple[str, int, int]] = []
     goes_on = new.has_generators_of(manifest.topology)
     for rank, place in enumerate(places if manifest.files_of("rng") else ()):

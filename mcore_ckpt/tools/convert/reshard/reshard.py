@@ -152,6 +152,7 @@ def _writer(source: Path, manifest: Manifest, destination: RolesOfStep, wanted: 
         manifest.model,
         manifest.metrics,
         manifest.dropped,
+        manifest.parts,
     )
     return RoleWriter(
         *(reader, reader.read, planned, target, identity, destination),

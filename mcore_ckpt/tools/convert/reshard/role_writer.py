@@ -11,7 +11,15 @@ from typing import Any
 
 import torch
 
-from mcore_ckpt.checkpoint.manifest import AdapterSettings, FileRecord, IndexPlace, Manifest, StageRecord, WrittenFile
+from mcore_ckpt.checkpoint.manifest import (
+    AdapterSettings,
+    FileRecord,
+    IndexPlace,
+    Manifest,
+    Parts,
+    StageRecord,
+    WrittenFile,
+)
 from mcore_ckpt.checkpoint.manifest_text import NO_TENSORS, Holds
 from mcore_ckpt.checkpoint.versions import package_versions
 from mcore_ckpt.formats.contract import CheckpointReader, FileReport, FileToWrite, Read, RegionRead
@@ -44,6 +52,7 @@ class Identity:
     model: Mapping[str, Any] | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     dropped: tuple[str, ...] = ()
+    parts: Parts = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,6 +190,7 @@ def _manifest(
         model=identity.model,
         metrics=identity.metrics,
         dropped=identity.dropped,
+        parts=identity.parts,
     )
 
 

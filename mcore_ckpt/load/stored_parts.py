@@ -1,0 +1,182 @@
+"""Gives the parts of a loaded step to the functions that the trainer has attached for them.
+
+Before anything changes, each rank checks that the step has the parts, and reads those that it has saved itself. The
+functions run last, on the trainer's thread, so that no part is loaded without the weights of the same step.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest
+from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
+from mcore_ckpt.formats.native.folder import Folder, LocalFolder
+from mcore_ckpt.interrupts import is_interrupt
+from mcore_ckpt.io import tuning
+from mcore_ckpt.io.files import make_folders
+from mcore_ckpt.io.removal import remove_tree
+from mcore_ckpt.io.threads import for_each
+from mcore_ckpt.ranks.rounds import Agreement, Done, Runner, decide
+from mcore_ckpt.state.attached_parts import Part, SavedPart
+from mcore_ckpt.state.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+
+class PartsFolder:
+    """The folders of parts, as folders of this host. Files that are not on a file system are fetched when needed.
+
+    Args:
+        folder: the checkpoint's folder.
+        manifest: its manifest.
+        runner: runs work under the watch of the disk.
+    """
+
+    def __init__(self, folder: Folder, manifest: Manifest, runner: Runner) -> None:
+        self._folder, self._runner = folder, runner
+        self._records: dict[str, list[FileRecord]] = {}
+        for record in manifest.files_of("part"):
+            if (place := file_names.parse_part(record.path)) is not None:
+                self._records.setdefault(file_names.part_dir(*place[:2]), []).append(record)
+        self._places: dict[str, Path] = {}
+        self._scratch: Path | None = None
+
+    def folder(self, part: str, rank: int) -> Path:
+        """Returns a folder with the checked files of one part of one rank.
+
+        Raises CheckpointCorruptError, OSError, and HungDiskError.
+        """
+        path = file_names.part_dir(part, rank)
+        if path not in self._places:
+            self._places[path] = self._runner.run(partial(self._bring, path))
+        return self._places[path]
+
+    def _bring(self, path: str) -> Path:
+        records = self._records.get(path, [])
+        # Without files there may be no folder, because a copy of a checkpoint has only the files of its manifest.
+        if records and isinstance(self._folder, LocalFolder):
+            if damages := self._folder.verify(records):
+                raise CheckpointCorruptError(damages[0].problem)
+            return self._folder.place / path
+        if self._scratch is None:
+            self._scratch = Path(tempfile.mkdtemp(prefix="mcore_ckpt-parts-"))
+            # If another rank fails, nobody calls `close`.
+            self._removal = weakref.finalize(self, remove_tree, self._scratch)
+        place = self._scratch
+        make_folders(place, f"{path}/{file_names.PART_FILE}")
+        for record in records:
+            make_folders(place, record.path)
+        fetch = self._folder.fetch
+        for_each(records, lambda record: fetch(record, place / record.path), tuning.PEER_THREADS)
+        return place / path
+
+    def close(self) -> None:
+        """Removes what was fetched."""
+        if self._scratch is not None:
+            self._removal()
+
+
+@dataclass(frozen=True, eq=False)
+class PartLoads:
+    """The parts that this rank loads from one step.
+
+    Attributes:
+        parts: what this rank has attached, and what the step has for it.
+        files: the folders of the step's parts.
+    """
+
+    parts: tuple[tuple[Part, SavedPart], ...] = ()
+    files: PartsFolder | None = None
+
+    def load(self) -> None:
+        """Calls the function of each part, on the thread of the trainer.
+
+        Raises CheckpointError: a function raised something.
+        """
+        for part, stored in self.parts:
+            assert part.load is not None
+            try:
+                part.load(stored)
+            except CheckpointError:
+                raise
+            except Exception as error:
+                if is_interrupt(error):
+                    raise
+                raise CheckpointError(
+                    f"part {part.name!r} could not be loaded: {type(error).__name__}: {error}"
+                ) from error
+
+    def close(self) -> None:
+        """Removes what was fetched from other places."""
+        if self.files is not None:
+            self.files.close()
+
+
+NO_PARTS = PartLoads()
+
+
+def plan_step_parts(trainer: Trainer, folder: Folder, manifest: Manifest) -> PartLoads:
+    """Finds the parts that this rank loads, and reads those that it has saved. Changes nothing.
+
+    Raises:
+        CheckpointMismatchError: the step does not have a part that this rank has attached, and that is not optional.
+        CheckpointCorruptError: a file is missing or damaged.
+    """
+    files = PartsFolder(folder, manifest, trainer.agreement.runner)
+    rank = trainer.agreement.rank
+    found: list[tuple[Part, SavedPart]] = []
+    for part in trainer.parts:
+        runs = manifest.parts.get(part.name)
+        if part.load is None or (runs is None and part.is_optional):
+            continue
+        if runs is None:
+            raise CheckpointMismatchError(
+                f"the step has no part {part.name!r}, but it has {_listed(manifest.parts)}: attach the part with "
+                "optional=True to load steps that were saved without it, or load another step"
+            )
+        ranks = tuple(rank for first, last in runs for rank in range(first, last + 1))
+        # A step that was resharded has the parts of the ranks that saved it, which may be more than it has now.
+        world_size = max([manifest.topology.world_size, *(rank + 1 for rank in ranks)])
+        own_files = partial(files.folder, part.name)
+        found.append((part, SavedPart(part.name, manifest.step, rank, world_size, ranks, own_files)))
+    _warn_of_others(trainer, folder, manifest)
+    try:
+        for _, stored in found:
+            for saved in stored.ranks:
+                if saved % trainer.topology.world_size == rank:
+                    stored.folder(saved)
+    except BaseException:
+        files.close()
+        raise
+    return PartLoads(tuple(found), files)
+
+
+def load_parts_together(agreement: Agreement, topic: str, loads: PartLoads) -> None:
+    """Lets each rank load its parts. All ranks call it, and raise the same type of error if one rank fails."""
+    # Not by `done_before`, because the functions are the trainer's, and may have to run on its thread.
+    try:
+        loads.load()
+        done: Done[None] = Done([None], None)
+    except Exception as error:
+        if is_interrupt(error):
+            raise
+        done = Done([], error)
+    decide(agreement, topic, done.record, lambda _: {})
+
+
+def _warn_of_others(trainer: Trainer, folder: Folder, manifest: Manifest) -> None:
+    attached = {part.name for part in trainer.parts if part.load is not None}
+    others = [name for name in manifest.parts if name not in attached]
+    if others and trainer.agreement.is_coordinator:
+        logger.warning("%s has parts that rank 0 does not load: %s", folder, _listed(others))
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names)) or "none"

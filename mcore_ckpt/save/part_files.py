@@ -1,0 +1,295 @@
+"""Writes what one rank saves of the parts that are attached to its manager, as files of the checkpoint.
+
+    trainer's thread    capture      calls the functions of the parts
+    a thread of its own start        copies, syncs and hashes the files, while the save's thread writes the tensors
+    save's thread       finish       waits for these files
+
+A part's function runs on the trainer's thread, because it reads what the training changes, and may use the GPU. If it
+returns a function, that one runs on the second thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.manifest import WrittenFile
+from mcore_ckpt.errors import CheckpointError, CommitError, HungDiskError
+from mcore_ckpt.interrupts import is_interrupt
+from mcore_ckpt.io import tuning
+from mcore_ckpt.io.checksums import crc32
+from mcore_ckpt.io.file_copies import Hashed, copy_hashed, hash_durably, link_file
+from mcore_ckpt.io.files import make_folders, new_folder, write_file
+from mcore_ckpt.io.folder_sizes import sizes_below
+from mcore_ckpt.io.threads import for_each
+from mcore_ckpt.ranks import deadlines
+from mcore_ckpt.ranks.rounds import Runner, Started
+from mcore_ckpt.save.part_sources import Listing, Source, list_part
+from mcore_ckpt.state.attached_parts import Content, HandOver, check_content
+from mcore_ckpt.state.thread_settings import settings_for_state
+from mcore_ckpt.state.trainer import Trainer
+from mcore_ckpt.steps.transaction import Attempt, check_seen
+
+logger = logging.getLogger(__name__)
+
+# The sizes of the files that a part has taken space for, by their path, of each part in its last save.
+PartSizes = MutableMapping[str, dict[str, int]]
+
+
+class PartFiles:
+    """The files of this rank's parts in one save. Call `capture`, `start`, `finish`, `committed` and `close`.
+
+    The names of the files are not durable when `finish` returns: the caller syncs them with those of its other files.
+
+    Args:
+        trainer: has the parts.
+        runner: runs work under the watch of the disk.
+        sizes: see `PartSizes`. `committed` brings it up to date.
+
+    Attributes:
+        names: the names of the parts that this rank saves.
+    """
+
+    def __init__(self, trainer: Trainer, runner: Runner, sizes: PartSizes) -> None:
+        self._trainer, self._rank, self._runner, self._sizes = trainer, trainer.agreement.rank, runner, sizes
+        self._contents: dict[str, Content] = {part.name: part.save for part in trainer.parts if part.save is not None}
+        self.names = tuple(self._contents)
+        self._work: Started[list[_Written]] | None = None
+        self._written: list[_Written] = []
+
+    def sizes(self) -> dict[str, int]:
+        """Returns the sizes of the files to write by path, as far as they are known: a lower bound.
+
+        They are those of the last save. Before the first one, only bytes have a known size, and what will be copied
+        from another file system: on the same one, a copy may share the blocks of the original.
+        """
+        found: dict[str, int] = {}
+        for name, content in self._contents.items():
+            known = self._sizes.get(name)
+            if known is None:
+                known = self._first_sizes(file_names.part_dir(name, self._rank), content)
+            found |= known
+        return found
+
+    def _first_sizes(self, path: str, content: Content) -> dict[str, int]:
+        if _is_bytes(content):
+            return {f"{path}/{file_names.PART_FILE}": memoryview(content).nbytes}
+        if content is None or callable(content) or isinstance(content, HandOver):
+            return {}
+        with suppress(HungDiskError, OSError):  # the save itself will say what is wrong
+            looking = self._runner.start(lambda: _sizes_elsewhere(Path(os.path.abspath(content)), self._trainer.root))
+            if looking.wait(self._patience_s):
+                return {f"{path}/{below}": size for below, size in looking.result().items()}
+        return {}
+
+    @property
+    def _patience_s(self) -> float:
+        return deadlines.DISK_PATIENCE_S if self._trainer.config.async_save else math.inf
+
+    def capture(self, attempt: Attempt) -> None:
+        """Calls the function of each part, on the thread of the trainer.
+
+        Raises:
+            HungDiskError: the staging folder, into which the functions would write, is not there yet.
+            CommitError: a function raised something, or returned something that a part cannot consist of.
+        """
+        functions = {name: save for name, save in self._contents.items() if callable(save)}
+        if not functions:
+            return
+        hangs = HungDiskError(f"{attempt.staging}: the disk hangs, so that part {min(functions)!r} cannot be written")
+        if attempt.is_late:
+            raise hangs
+        making = self._runner.start(lambda: _make_folders(attempt.staging, map(self._path, functions)))
+        if not making.wait(self._patience_s):
+            self._runner.leave(making)
+            raise hangs
+        making.result()
+        for name, save in functions.items():
+            folder = attempt.staging / self._path(name)
+            self._contents[name] = _content_of(name, lambda save=save, folder=folder: save(folder))  # type: ignore[misc]
+
+    def start(self, staging: Path) -> None:
+        """Starts to write the files. `finish` and `stop` wait for the end. Raises HungDiskError."""
+        if self._contents:
+            self._work = self._runner.start(lambda: self._write(staging))
+
+    def finish(self) -> list[WrittenFile]:
+        """Waits until the files are on the disk, and returns them. Raises CheckpointError and OSError."""
+        if self._work is not None:
+            self._written = self._work.result()
+        return [file for part in self._written for file in part.files]
+
+    def stop(self) -> None:
+        """Ends the writing. When this has returned, no thread writes any more, unless the disk or a function hangs."""
+        if self._work is not None and not self._work.ended:
+            self._work.give_up()
+            with suppress(HungDiskError):
+                self._work.wait(deadlines.DISK_PATIENCE_S, deadlines.DISK_PATIENCE_S)
+
+    def committed(self) -> None:
+        """Removes what was handed over, because the checkpoint has it now, and notes sizes for the next save."""
+        for part in self._written:
+            self._sizes[part.name] = part.sizes
+        if any(part.source is not None and part.source.is_handed_over for part in self._written):
+            try:
+                self._runner.run(self._remove)
+            except (HungDiskError, OSError) as error:
+                logger.warning("what was handed over to a checkpoint could not be removed: %s", error)
+
+    def _remove(self) -> None:
+        for part in self._written:
+            if part.source is not None and part.source.is_handed_over:
+                part.source.remove(part.folders)
+
+    def close(self) -> None:
+        """Stops the writing, and drops what the trainer has handed over."""
+        self.stop()
+        self._contents, self._written, self._work = {}, [], None
+
+    def _path(self, name: str) -> str:
+        return file_names.part_dir(name, self._rank)
+
+    def _write(self, staging: Path) -> list[_Written]:
+        check_seen(staging)
+        # Those that are ready first, so that a slow function does not hold up the others.
+        ready = [name for name, content in self._contents.items() if not callable(content)]
+        later = [name for name, content in self._contents.items() if callable(content)]
+        return [self._write_part(name, staging) for name in (*ready, *later)]
+
+    def _call(self, name: str, function: Callable[[], Content]) -> Content:
+        """Calls a function that the function of a part has returned. Raises CommitError if it does not return, too."""
+        timeout_s = self._trainer.config.timeout_s
+
+        def call() -> Content:
+            with settings_for_state(self._trainer.gpu, timeout_s):
+                return _content_of(name, function)
+
+        calling = self._runner.start(call)
+        # A little longer, so that a disk that hangs is found first.
+        if not calling.wait(total_s=timeout_s + deadlines.EXTRA_WAIT_S):
+            calling.give_up()
+            raise CommitError(
+                f"part {name!r}: its function has not returned for {timeout_s:g} s, so the other ranks wait no longer: "
+                "let it do less, or raise CheckpointConfig.timeout_s"
+            )
+        content = calling.result()
+        if callable(content):
+            raise CommitError(f"part {name!r}: the function that it returned has returned a function, too")
+        return content
+
+    def _write_part(self, name: str, staging: Path) -> _Written:
+        content = self._contents[name]
+        if callable(content):
+            content = self._call(name, content)
+        folder = staging / self._path(name)
+        _make_folders(staging, [self._path(name)])
+        hashed: dict[Path, Hashed] = {}
+        source, listing = None, Listing((), ())
+        if _is_bytes(content):
+            hashed[folder / file_names.PART_FILE] = _write_bytes(folder / file_names.PART_FILE, memoryview(content))
+        elif content is not None:
+            path, is_handed_over = (content.path, True) if isinstance(content, HandOver) else (content, False)
+            source = Source.of(name, path, is_handed_over)
+            source.check(staging, self._trainer.root)
+            listing = _take(source, folder, hashed)
+        # The function may have written more, and what it has written counts as the part's own.
+        found = list_part(name, folder)
+        _each([file for file in found.files if file not in hashed], hash_durably, hashed)
+        paths = {file: file.relative_to(staging).as_posix() for file in found.files}
+        files = [WrittenFile(path, "part", hashed[file].size, hashed[file].crc32) for file, path in paths.items()]
+        sizes = {path: hashed[file].size for file, path in paths.items() if hashed[file].takes_space}
+        return _Written(name, files, sizes, source, listing.folders)
+
+
+@dataclass(frozen=True, eq=False)
+class _Written:
+    """One part that is on the disk.
+
+    Attributes:
+        name: the part's name.
+        files: its files.
+        sizes: the sizes of those that have taken disk space, by path: links to files of the trainer take none.
+        source: the file or folder that the trainer has named; None if there is none.
+        folders: the folders in it.
+    """
+
+    name: str
+    files: Sequence[WrittenFile]
+    sizes: dict[str, int]
+    source: Source | None
+    folders: Sequence[Path]
+
+
+def _sizes_elsewhere(source: Path, root: Path) -> dict[str, int]:
+    """Returns the sizes of a file or folder that is on another file system than the root. Raises OSError."""
+    above = next(folder for folder in (root, *root.parents) if folder.exists())
+    if source.stat().st_dev == above.stat().st_dev:
+        return {}
+    return {source.name: source.stat().st_size} if source.is_file() else sizes_below(source)
+
+
+def _is_bytes(content: Content) -> bool:
+    return isinstance(content, (bytes, bytearray, memoryview))
+
+
+def _content_of(name: str, save: Callable[[], Content]) -> Content:
+    """Calls a function of the trainer. The other ranks raise a CommitError if it fails, so this rank does, too."""
+    try:
+        content = save()
+    except CheckpointError:
+        raise
+    except Exception as error:
+        if is_interrupt(error):
+            raise
+        raise CommitError(f"part {name!r} could not be saved: {type(error).__name__}: {error}") from error
+    if not callable(content):
+        check_content(name, content)
+    return content
+
+
+def _make_folders(staging: Path, paths: Iterable[str]) -> None:
+    for path in paths:
+        make_folders(staging, f"{path}/{file_names.PART_FILE}")
+
+
+def _write_bytes(path: Path, data: memoryview) -> Hashed:
+    plain = data.cast("B") if data.c_contiguous else memoryview(data.tobytes())
+    write_file(path, [plain])
+    return Hashed(plain.nbytes, crc32(plain))
+
+
+def _take(source: Source, folder: Path, hashed: dict[Path, Hashed]) -> Listing:
+    """Copies or links all files of a source into a folder, and notes their sizes and CRCs."""
+    listing = source.listed()
+    for made in listing.folders:
+        new_folder(folder / source.place_of(made), exist_ok=True)
+
+    def take(target: Path) -> Hashed:
+        original = originals[target]
+        if not source.is_handed_over:
+            return copy_hashed(original, target)
+        source.note_taken(original)
+        # On one file system, a link takes no time. If it has no links, the bytes are copied.
+        if original.stat().st_dev != folder.stat().st_dev:
+            return copy_hashed(original, target)
+        link_file(original, target)
+        return hash_durably(target)._replace(takes_space=target.stat().st_nlink == 1)
+
+    originals = {folder / source.place_of(file): file for file in listing.files}
+    _each(list(originals), take, hashed)
+    if source.listed() != listing:
+        raise CommitError(f"part {source.part!r}: {source.path} has changed while it was saved: leave it as it is")
+    return listing
+
+
+def _each(files: Sequence[Path], work: Callable[[Path], Hashed], hashed: dict[Path, Hashed]) -> None:
+    def run(file: Path) -> None:
+        hashed[file] = work(file)
+
+    for_each(files, run, min(tuning.PEER_THREADS, len(files)))

@@ -1,0 +1,169 @@
+"""Lists the files of a part of a step, refuses those that a checkpoint cannot have, and removes those handed over."""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.errors import CommitError
+from mcore_ckpt.io import limits
+
+logger = logging.getLogger(__name__)
+
+# Device, inode, size in bytes and time of the last change: of a file that is still as it was.
+_Identity = tuple[int, int, int, int]
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What is in a folder, in order: each folder comes before what is in it."""
+
+    folders: tuple[Path, ...]
+    files: tuple[Path, ...]
+
+
+def list_part(part: str, folder: Path) -> Listing:
+    """Lists what is below a folder.
+
+    Raises OSError, and CommitError for what cannot be in a checkpoint: links, devices, names that are not printable or
+    differ only in upper and lower case, and too many files.
+    """
+    _refuse_unless(stat.S_ISDIR, part, folder)
+    folders, files, seen = list[Path](), list[Path](), set[str]()
+    for above, names_of_folders, names in os.walk(folder, onerror=_raise):
+        for name in sorted(names_of_folders):
+            _refuse_unless(stat.S_ISDIR, part, Path(above, name))
+            folders.append(Path(above, name))
+        for name in sorted(names):
+            _refuse_unless(stat.S_ISREG, part, Path(above, name))
+            files.append(Path(above, name))
+        if len(folders) + len(files) > limits.PART_FILES:
+            raise CommitError(
+                f"part {part!r}: {folder} has more than {limits.PART_FILES} files and folders: put them in archives"
+            )
+    for file in files:
+        below = file.relative_to(folder).as_posix()
+        if not below.isprintable() or "\\" in below:
+            raise CommitError(
+                f"part {part!r}: {below!r} cannot be the name of a file: use printable characters, and no backslash"
+            )
+        if below.casefold() in seen:
+            raise CommitError(
+                f"part {part!r}: {file}: another file has the same name in upper or lower case, and some file systems "
+                "take both for one: rename one of them"
+            )
+        seen.add(below.casefold())
+    return Listing(tuple(folders), tuple(files))
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _refuse_unless(wanted: object, part: str, path: Path) -> None:
+    # What a link leads to would not be in the checkpoint.
+    if not wanted(path.lstat().st_mode):  # type: ignore[operator]
+        raise CommitError(f"part {part!r}: {path} is a link, pipe, socket or device: use files and folders")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file or folder that a trainer has named for a part.
+
+    Attributes:
+        part: the part's name.
+        path: the file or folder.
+        is_handed_over: whether it is to be taken, and not copied.
+    """
+
+    part: str
+    path: Path
+    is_handed_over: bool
+    _taken: dict[Path, _Identity] = field(default_factory=dict)
+
+    @staticmethod
+    def of(part: str, path: str | os.PathLike[str], is_handed_over: bool) -> Source:
+        """Returns a source. A copy may be named by a link, but a link cannot be taken."""
+        absolute = Path(os.path.abspath(path))
+        return Source(part, absolute if is_handed_over else absolute.resolve(), is_handed_over)
+
+    def check(self, staging: Path, root: Path) -> None:
+        """Raises CommitError if the source is missing, or is where checkpoints are.
+
+        Args:
+            staging: the staging folder of the save.
+            root: the root of the steps.
+        """
+        if not os.path.lexists(self.path):
+            raise CommitError(f"part {self.part!r}: {self.path} does not exist: make it before the save")
+        real, staging = self.path.resolve(), staging.resolve()
+        roots = [root.resolve(), staging.parent.parent]
+        if any(place.is_relative_to(real) for place in (staging, *roots)):
+            raise CommitError(f"part {self.part!r}: {self.path} has the checkpoints in it: name a folder that has not")
+        if real.is_relative_to(staging):
+            raise CommitError(
+                f"part {self.part!r}: {self.path} is in the folder of the step that is being saved: what a function "
+                "writes into its folder is saved anyway, so let it return None"
+            )
+        if self.is_handed_over and any(_is_in_checkpoint(real, place) for place in roots):
+            raise CommitError(
+                f"part {self.part!r}: {self.path} belongs to a step that is saved already, and would be taken from it: "
+                "name it without HandOver, so that it is copied"
+            )
+
+    def listed(self) -> Listing:
+        """Lists the folders and files of the source, as absolute paths. Raises what `list_part` raises."""
+        if self.path.is_dir() and not self.path.is_symlink():
+            return list_part(self.part, self.path)
+        _refuse_unless(stat.S_ISREG, self.part, self.path)
+        return Listing((), (self.path,))
+
+    def place_of(self, path: Path) -> Path:
+        """Returns where a file or folder of the source is to be below the folder of the part."""
+        return Path(path.name) if path == self.path else path.relative_to(self.path)
+
+    def note_taken(self, file: Path) -> None:
+        """Notes how a file is before it is taken, so that `remove` removes only that one."""
+        self._taken[file] = _identity_of(file)
+
+    def remove(self, folders: Iterable[Path]) -> None:
+        """Removes what was taken. Files that have come or changed since then stay, with a warning. Raises nothing."""
+        left: list[str] = []
+        for file, taken in self._taken.items():
+            try:
+                if _identity_of(file) == taken:
+                    file.unlink()
+                else:
+                    left.append(f"{file} has changed")
+            except FileNotFoundError:
+                pass  # two parts have handed over the same file
+            except OSError as error:
+                left.append(str(error))
+        if self.path not in self._taken:
+            for folder in [*reversed(list(folders)), self.path]:
+                with suppress(OSError):
+                    folder.rmdir()
+            if not left and os.path.lexists(self.path):
+                left.append("it has files or folders that are not in the step")
+        if left:
+            logger.warning("%s was handed over to a checkpoint, but is still there: %s", self.path, left[0])
+
+
+def _identity_of(file: Path) -> _Identity:
+    found = file.lstat()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _is_in_checkpoint(path: Path, root: Path) -> bool:
+    if not path.is_relative_to(root):
+        return False
+    if path.parent == root and file_names.parse_step(path.name) is not None:
+        return True
+    above = [path, *path.parents]
+    return any((place / file_names.MANIFEST_FILE).exists() for place in above[: above.index(root)])

@@ -1,0 +1,148 @@
+"""Parts of a step that a trainer attaches to its manager, such as a replay buffer or prompts in flight."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.errors import CheckpointMismatchError, InvalidArgumentError, InvalidTypeError
+
+
+@dataclass(frozen=True)
+class HandOver:
+    """A file or folder that the trainer gives away with a save, so that no byte is copied where the disk can link.
+
+    It stays where it is until the save is committed, and is removed then. If the save fails, it stays. From the call of
+    `save` on, nobody may change it.
+
+    Attributes:
+        path: the file or folder. It may not be, or contain, a link.
+    """
+
+    path: str | os.PathLike[str]
+
+
+@dataclass(frozen=True, eq=False)
+class SavedPart:
+    """A part of the step that is being loaded, for the function that loads it.
+
+    Attributes:
+        name: the part's name.
+        step: the step's number.
+        rank: this rank.
+        world_size: the number of ranks that saved the step.
+        ranks: the ranks that saved something for this part, ascending. There may be more or fewer ranks now.
+    """
+
+    name: str
+    step: int
+    rank: int
+    world_size: int
+    ranks: tuple[int, ...]
+    _folder_of: Callable[[int], Path]
+
+    def folder(self, rank: int | None = None) -> Path:
+        """Returns the folder with what a rank has saved. Do not change it, and do not keep it beyond the load.
+
+        Args:
+            rank: one of `ranks`. None: the only rank in `ranks`, or else this rank.
+
+        Raises:
+            CheckpointMismatchError: that rank has saved nothing for this part.
+            CheckpointCorruptError: a file is missing or damaged.
+        """
+        chosen = self.ranks[0] if rank is None and len(self.ranks) == 1 else self.rank if rank is None else rank
+        if chosen not in self.ranks:
+            raise CheckpointMismatchError(
+                f"part {self.name!r} of step {self.step}: rank {chosen} has saved nothing for it, but these "
+                f"ranks have: {', '.join(map(str, self.ranks))}. Pass one of them"
+            )
+        return self._folder_of(chosen)
+
+    def read(self, rank: int | None = None) -> bytes:
+        """Returns what a rank has saved, if that is bytes or one file.
+
+        Raises the errors of `folder`, and CheckpointMismatchError if the rank has saved something else.
+        """
+        folder = self.folder(rank)
+        entries = list(folder.iterdir())
+        if len(entries) != 1 or not entries[0].is_file():
+            raise CheckpointMismatchError(f"{folder}: does not have exactly one file: use folder() instead of read()")
+        return entries[0].read_bytes()
+
+
+# What a trainer hands over: bytes, a file or folder to copy, one to take away, or nothing. A function returns it, or
+# returns a function that is called while the training continues.
+Content = Any
+Save = Callable[[Path], Content]
+Load = Callable[[SavedPart], object]
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A part as one rank has attached it. See `CheckpointManager.attach`."""
+
+    name: str
+    save: Save | Content
+    load: Load | None
+    is_optional: bool
+
+
+@dataclass(frozen=True, eq=False)
+class AttachedParts:
+    """The parts that are attached to a manager on this rank.
+
+    Attributes:
+        declared: the parts that each step must have (`CheckpointConfig.parts`). If it is empty, a step has the parts
+            that are attached.
+    """
+
+    declared: tuple[str, ...] = ()
+    _by_name: dict[str, Part] = field(default_factory=dict)
+
+    def __iter__(self) -> Iterator[Part]:
+        return iter(self._by_name.values())
+
+    def attach(self, part: Part) -> None:
+        """Adds a part. Raises InvalidArgumentError if its name cannot be used, or is used already."""
+        file_names.check_part(part.name)
+        if self.declared and part.name not in self.declared:
+            raise InvalidArgumentError(
+                f"part {part.name!r} is not in CheckpointConfig.parts, which has {_listed(self.declared)}: add it there"
+            )
+        if part.name in self._by_name:
+            raise InvalidArgumentError(f"part {part.name!r} is attached already: detach it first")
+        self._by_name[part.name] = part
+
+    def detach(self, name: str) -> None:
+        """Removes a part. Raises InvalidArgumentError if none has this name."""
+        if self._by_name.pop(name, None) is None:
+            raise InvalidArgumentError(f"no part {name!r} is attached: there is {_listed(list(self._by_name))}")
+
+
+def part_of(name: str, save: object, load: object, is_optional: bool) -> Part:
+    """Returns a part from the arguments of `CheckpointManager.attach`, and raises the errors that it documents."""
+    if save is None and load is None:
+        raise InvalidArgumentError(f"part {name!r} has neither save nor load: pass one, or both")
+    if load is not None and not callable(load):
+        raise InvalidTypeError(f"load of part {name!r} is {load!r}: use a function with one argument, the saved part")
+    if not callable(save):
+        check_content(name, save)
+    return Part(name, save, load, is_optional)
+
+
+def check_content(name: str, content: Content) -> None:
+    """Raises InvalidTypeError if a part cannot consist of this."""
+    if not isinstance(content, (bytes, bytearray, memoryview, str, os.PathLike, HandOver, type(None))):
+        raise InvalidTypeError(
+            f"part {name!r} is a {type(content).__name__}: use bytes, the path of a file or folder, a HandOver of one, "
+            "or a function that writes into the folder that it gets"
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names)) or "none"

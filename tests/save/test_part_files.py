@@ -1,0 +1,353 @@
+"""The files of a step's parts, in one process: what is taken, what is refused, and what stays where it was."""
+
+import logging
+import os
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_ckpt import CheckpointConfig, CheckpointManager, HandOver, SavedPart
+from mcore_ckpt.checkpoint.reading import read_manifest
+from mcore_ckpt.errors import CheckpointError, CheckpointMismatchError, CommitError, HungDiskError, InvalidArgumentError
+from mcore_ckpt.io import file_copies, limits
+from mcore_ckpt.save import part_files
+from mcore_ckpt.tools.examine.verify import verify
+from tests.support.small_disks import ext4, frozen
+from tests.support.unsharded_model import Model
+from tests.support.waiting import LONG_S, wait_for_hung_calls
+
+WORDS = ("model", "extra")
+
+
+@pytest.fixture
+def manager(tmp_path: Path) -> Iterator[CheckpointManager]:
+    with closing(manager_of(tmp_path / "root")) as manager:
+        yield manager
+
+
+def manager_of(root: Path, **config: Any) -> CheckpointManager:
+    config = {"save_contents": WORDS, "load_contents": WORDS, "timeout_s": 20.0, **config}
+    return CheckpointManager(root, Model(), config=CheckpointConfig(**config))
+
+
+def part_of(root: Path, step: int = 1, part: str = "part") -> Path:
+    return root / f"global_steps_{step}" / "actor" / "parts" / part / "rank_00000"
+
+
+def refused(manager: CheckpointManager, save: Any, words: str, error: type[Exception] = CommitError) -> None:
+    manager.attach("part", save=save)
+    with pytest.raises(error, match=words):
+        manager.save(1).wait(LONG_S)
+    manager.detach("part")
+    assert not list(manager.root.glob("*/actor"))
+
+
+def linked(folder: Path) -> Path:
+    (folder / "target").write_bytes(b"x")
+    (folder / "link").symlink_to("target")
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = tmp_path / "mine"
+    made.mkdir()
+    return made
+
+
+def test_what_cannot_be_in_a_checkpoint_is_refused_by_name(
+    manager: CheckpointManager, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused(manager, linked(folder), "'part': .*/link is a link")
+    (folder / "link").unlink()
+    os.mkfifo(folder / "pipe")
+    refused(manager, HandOver(folder), "/pipe is a link, pipe")
+    (folder / "pipe").unlink()
+    (folder / "TARGET").write_bytes(b"y")
+    refused(manager, folder, "another file has the same name in upper or lower case")
+    (folder / "TARGET").unlink()
+    for name in (b"\xff", b"a\nb", b"a\\b"):
+        bad = os.path.join(os.fsencode(folder), name)
+        os.close(os.open(bad, os.O_CREAT))
+        refused(manager, folder, "cannot be the name of a file")
+        os.unlink(bad)
+    monkeypatch.setattr(limits, "PART_FILES", 3)
+    for number in range(3):
+        (folder / str(number)).write_bytes(b"")
+    refused(manager, folder, "has more than 3 files and folders: put them in archives")
+    refused(manager, folder / "absent", "/absent does not exist")
+    assert (folder / "target").read_bytes() == b"x"
+
+
+@pytest.mark.parametrize("take", [Path, HandOver])
+def test_a_folder_with_the_checkpoints_in_it_is_refused(
+    manager: CheckpointManager, folder: Path, take: Callable[[Path], Any]
+) -> None:
+    (folder / "file").write_bytes(b"x")
+    for place in (manager.root, manager.root.parent, Path("/")):
+        refused(manager, take(place), "has the checkpoints in it")
+    refused(
+        manager, lambda folder: take(folder), "is in the folder of the step that is being saved|has the checkpoints"
+    )
+    assert (folder / "file").exists()
+
+
+def test_a_link_is_not_followed_out_of_the_step(manager: CheckpointManager, folder: Path) -> None:
+    def replace(staging: Path) -> None:
+        staging.rmdir()
+        staging.symlink_to(folder)
+
+    (folder / "secret").write_bytes(b"x")
+    refused(manager, replace, "is a link")
+    (folder.parent / "link").symlink_to(folder)
+    refused(manager, HandOver(folder.parent / "link"), "is a link")
+    assert (folder / "secret").exists()
+    manager.attach("part", save=folder.parent / "link")
+    manager.save(1).wait(LONG_S)
+    assert (part_of(manager.root) / "secret").read_bytes() == b"x"
+
+
+def test_a_committed_step_cannot_be_handed_over(manager: CheckpointManager) -> None:
+    manager.attach("part", save=b"first")
+    manager.save(1).wait(LONG_S)
+    manager.detach("part")
+    for place in (part_of(manager.root), manager.root / "global_steps_1", part_of(manager.root) / "data"):
+        manager.attach("part", save=HandOver(place))
+        with pytest.raises(CommitError, match="belongs to a step that is saved already"):
+            manager.save(2).wait(LONG_S)
+        manager.detach("part")
+    manager.attach("part", save=part_of(manager.root))
+    manager.save(2).wait(LONG_S)
+    assert verify(manager.root).is_sound
+    assert (part_of(manager.root, 2) / "data").read_bytes() == b"first"
+
+
+def test_only_what_is_in_the_step_is_removed(
+    manager: CheckpointManager, folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "below").mkdir()
+    (folder / "below" / "a").write_bytes(b"a")
+    (folder / "b").write_bytes(b"b")
+    removing = part_files.PartFiles._remove
+
+    def late(files: part_files.PartFiles) -> None:
+        (folder / "b").unlink()
+        (folder / "b").write_bytes(b"the next one")
+        (folder / "c").write_bytes(b"c")
+        removing(files)
+
+    monkeypatch.setattr(part_files.PartFiles, "_remove", late)
+    manager.attach("part", save=HandOver(folder))
+    with caplog.at_level(logging.WARNING):
+        manager.save(1).wait(LONG_S)
+    assert sorted(path.name for path in folder.iterdir()) == ["b", "c"]
+    assert (part_of(manager.root) / "below" / "a").read_bytes() == b"a"
+    assert "was handed over to a checkpoint, but is still there: " in caplog.text
+
+
+def test_two_parts_may_hand_over_the_same_folder(manager: CheckpointManager, folder: Path) -> None:
+    (folder / "a").write_bytes(b"a")
+    manager.attach("one", save=HandOver(folder))
+    manager.attach("two", save=lambda _: HandOver(folder))
+    manager.save(1).wait(LONG_S)
+    assert not folder.exists()
+    assert {(part_of(manager.root, 1, part) / "a").read_bytes() for part in ("one", "two")} == {b"a"}
+    with pytest.raises(CommitError, match=r"part 'one': .* does not exist: make it before the save"):
+        manager.save(2).wait(LONG_S)
+
+
+def test_a_handed_over_folder_of_another_file_system_is_copied(manager: CheckpointManager) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
+        given = Path(memory, "given")
+        given.mkdir()
+        if given.stat().st_dev == manager.root.parent.stat().st_dev:
+            pytest.skip("the root is in memory, too")
+        (given / "a").write_bytes(b"a" * 70000)
+        manager.attach("part", save=HandOver(given))
+        manager.save(1).wait(LONG_S)
+        assert not given.exists()
+    assert (part_of(manager.root) / "a").read_bytes() == b"a" * 70000
+    assert verify(manager.root).is_sound
+
+
+@pytest.mark.parametrize("take", [Path, HandOver])
+def test_a_file_that_changes_while_it_is_saved_fails_the_save(
+    manager: CheckpointManager, folder: Path, take: Callable[[Path], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "log").write_bytes(b"a" * 70000)
+    read = file_copies._read
+
+    def grows(descriptor: int, memory: bytearray, path: Path) -> int:
+        count = read(descriptor, memory, path)
+        with (folder / "log").open("ab") as file:
+            file.write(b"b")
+        return count
+
+    monkeypatch.setattr(file_copies, "_read", grows)
+    refused(manager, take(folder), "has changed while it was saved")
+    monkeypatch.setattr(file_copies, "_read", read)
+
+    put = part_files._each
+
+    def comes(*args: Any) -> None:
+        put(*args)
+        (folder / "new").write_bytes(b"")
+
+    monkeypatch.setattr(part_files, "_each", comes)
+    refused(manager, take(folder), "has changed while it was saved: leave it as it is")
+
+
+def test_every_kind_of_bytes_and_a_part_without_files(manager: CheckpointManager) -> None:
+    wide = memoryview(bytes(range(100)))
+    found: dict[str, Any] = {}
+    contents = {"wide": wide.cast("H"), "strided": wide[::2], "array": bytearray(b"array"), "empty": b"", "none": None}
+    for name, content in contents.items():
+        manager.attach(name, save=lambda _, content=content: content, load=_keep(found))
+    manager.save(1).wait(LONG_S)
+    (part_of(manager.root, 1, "none")).rmdir()  # as a copy of the step would lack it
+    manager.load()
+    assert found == {"wide": bytes(wide), "strided": bytes(wide[::2]), "array": b"array", "empty": b"", "none": []}
+
+
+def _keep(found: dict[str, Any]) -> Callable[[SavedPart], None]:
+    def keep(part: SavedPart) -> None:
+        files = list(part.folder().iterdir())
+        found[part.name] = part.read() if files else files
+        if not files:
+            with pytest.raises(CheckpointMismatchError, match="does not have exactly one file"):
+                part.read()
+
+    return keep
+
+
+def test_thousands_of_files(manager: CheckpointManager, folder: Path) -> None:
+    for number in range(2000):
+        (folder / f"{number:05d}").write_bytes(b"%d" % number)
+    manager.attach("part", save=HandOver(folder), load=lambda part: seen.append(len(list(part.folder().iterdir()))))
+    seen: list[int] = []
+    manager.save(1).wait(LONG_S)
+    manager.load()
+    assert seen == [2000]
+    assert len(read_manifest(manager.root / "global_steps_1" / "actor").files_of("part")) == 2000
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_function_that_hangs_fails_the_save_by_the_deadline(
+    tmp_path: Path, is_async: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released = threading.Event()
+
+    def hangs(folder: Path) -> Callable[[], None]:
+        def polls() -> None:
+            while not released.wait(0.01):
+                pass
+
+        return polls
+
+    monkeypatch.setattr(part_files.deadlines, "EXTRA_WAIT_S", 0.1)
+    with closing(manager_of(tmp_path / "root", timeout_s=1.0, async_save=is_async)) as manager:
+        try:
+            began = time.monotonic()
+            refused(manager, hangs, "part 'part': its function has not returned for 1 s")
+            assert time.monotonic() - began < LONG_S / 2
+        finally:
+            released.set()
+        manager.save(1).wait(LONG_S)
+
+
+def test_a_disk_that_hangs_under_a_function_is_found(tmp_path: Path) -> None:
+    place = tmp_path / "disk"
+    with (
+        ext4(place, mebibytes=24),
+        (place / "file").open("wb", buffering=0) as file,
+        closing(manager_of(tmp_path / "root", timeout_s=2.0)) as manager,
+    ):
+        # The call is one of the function itself, and not one of a module that is known to call file systems.
+        manager.attach("part", save=lambda _: lambda: file.write(b"x" * 100_000) and None)
+        with frozen(place), pytest.raises(HungDiskError, match=r"has not returned for .* s: the disk"):
+            manager.save(1).wait(LONG_S)
+        wait_for_hung_calls(manager)
+        manager.save(1).wait(LONG_S)
+
+
+def test_the_need_of_a_save_counts_what_parts_took_in_the_last_one(
+    manager: CheckpointManager, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "file").write_bytes(b"x" * 5000)
+    needs: list[list[int]] = []
+    prepare = type(manager._destination).prepare
+
+    def noting(root: Any, saving: Any, need: Any) -> None:
+        needs.append(sorted(size for size in need.sizes if size in (5000, 700, 300)))
+        prepare(root, saving, need)
+
+    monkeypatch.setattr(type(manager._destination), "prepare", noting)
+    given = folder.parent / "given"
+    given.write_bytes(b"y" * 300)
+    manager.attach("bytes", save=b"z" * 700)
+    manager.attach("copied", save=lambda _: folder)
+    manager.attach("given", save=lambda _: HandOver(given) if given.exists() else None)
+    manager.save(1).wait(LONG_S)
+    manager.save(2).wait(LONG_S)
+    assert needs == [[700], [700, 5000]]
+
+
+def test_parts_without_their_words_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match="parts names 'a', but save_contents has no 'extra'"):
+        CheckpointConfig(parts=("a",), save_contents=("model",))
+    with closing(manager_of(tmp_path, save_contents=("model",), load_contents=("model",))) as manager:
+        manager.attach("part", save=b"1")
+        with pytest.raises(InvalidArgumentError, match="part 'part' is attached, but it would not be saved"):
+            manager.save(1)
+    with closing(manager_of(tmp_path, parts=("a", "b"))) as manager:
+        with pytest.raises(InvalidArgumentError, match=r"'c' is not in CheckpointConfig.parts, which has 'a', 'b'"):
+            manager.attach("c", save=b"1")
+        for name in ("..", "a/b", "", "x" * 129, "\udcff"):
+            with pytest.raises(InvalidArgumentError, match="is not a folder name"):
+                manager.attach(name, save=b"1")
+
+
+def test_an_interrupt_in_a_function_is_raised_as_it_is(manager: CheckpointManager) -> None:
+    def stops(folder: Path) -> None:
+        raise KeyboardInterrupt
+
+    manager.attach("part", save=stops)
+    with pytest.raises(KeyboardInterrupt):
+        manager.save(1)
+    manager.detach("part")
+    manager.save(2).wait(LONG_S)
+
+
+def test_a_load_that_fails_in_a_function_is_one_error(manager: CheckpointManager) -> None:
+    def breaks(part: SavedPart) -> None:
+        raise ValueError("no room in the buffer")
+
+    manager.attach("part", save=b"1", load=breaks)
+    manager.save(1).wait(LONG_S)
+    with pytest.raises(CheckpointError, match="part 'part' could not be loaded: ValueError: no room in the buffer"):
+        manager.load()
+
+
+def test_nothing_keeps_what_was_handed_over_alive(manager: CheckpointManager) -> None:
+    class Content(bytearray):
+        pass
+
+    alive: list[Any] = []
+
+    def save(folder: Path) -> Any:
+        content = Content(b"x" * 100)
+        alive.append(weakref.ref(content))
+        return content
+
+    manager.attach("part", save=save)
+    handle = manager.save(1)
+    handle.wait(LONG_S)
+    manager.wait()
+    assert alive[0]() is None
