@@ -1,14 +1,19 @@
 """A checkpoint resharded offline is what a direct load of the original is: bit for bit."""
 
 import zipfile
+from collections import Counter
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from mcore_ckpt.checkpoint.reading import read_index, read_manifest
 from mcore_ckpt.io import tuning
+from mcore_ckpt.sharding.names import expert_of
+from mcore_ckpt.sharding.plan import ShardKey
 from mcore_ckpt.tools.convert.reshard.reshard import reshard
 from mcore_ckpt.tools.convert.reshard.target import WantedLayout
 from mcore_ckpt.tools.examine.select import select
@@ -158,7 +163,15 @@ def loaded(layout: Layout, root: Path) -> Snapshot:
 
 
 def assert_sound(checkpoint: Path) -> None:
-    """Every file opens for anybody."""
+    """Every file opens for anybody, and no two ranks store the same element of an expert."""
+    sizes: dict[ShardKey, int] = {}
+    stored: Counter[ShardKey] = Counter()
+    for file in read_manifest(checkpoint).files:
+        for shard in read_index(checkpoint, file).shards if file.index else ():
+            if expert_of(shard.key.name) is not None:
+                sizes[shard.key] = prod(shard.region.global_shape)
+                stored[shard.key] += shard.region.numel
+    assert stored == sizes
     for path in checkpoint.rglob("*.pt"):
         torch.load(path, weights_only=True, mmap=True)
         with zipfile.ZipFile(path) as archive:

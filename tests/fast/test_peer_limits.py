@@ -54,6 +54,16 @@ def test_without_the_secret_there_is_nothing(server: PeerServer, secret: bytes) 
         assert answer(connection) is None
 
 
+def test_refusals_are_told_once_in_a_while(server: PeerServer, caplog: pytest.LogCaptureFixture) -> None:
+    """Anybody who reaches the port could fill the log."""
+    for _ in range(3):
+        with stranger(server) as connection:
+            with pytest.raises(HandshakeError):
+                introduce(connection, b"another", soon())
+            assert answer(connection) is None
+    assert caplog.text.count("a connection without the job's secret was refused") == 1
+
+
 def introduce_in_vain(connection: socket.socket) -> None:
     with suppress(OSError):
         introduce(connection, SECRET, soon())

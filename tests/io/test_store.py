@@ -9,6 +9,7 @@ import pytest
 
 from mcore_ckpt.errors import CheckpointError, RemoteError, UnsupportedError
 from mcore_ckpt.io import retries, tuning
+from mcore_ckpt.io import store as store_module
 from mcore_ckpt.io.store import Store
 from mcore_ckpt.steps.remote_steps import RemoteSteps
 from mcore_ckpt.urls import public_url
@@ -76,6 +77,16 @@ def test_what_a_process_left_that_died_while_it_replaced_a_file_is_removed(tmp_p
     Store(tmp_path.as_uri()).replace("tracker", b"9")
     assert (tmp_path / "tracker").read_bytes() == b"9"
     assert {path.name for path in tmp_path.iterdir()} == {"tracker", f".tracker.{fresh}"} | others
+
+
+def test_a_new_name_in_a_folder_as_store_is_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a power loss could leave a manifest without a file that it names."""
+    synced: list[Path] = []
+    monkeypatch.setattr(store_module, "sync_dir", synced.append)
+    with Store(tmp_path.as_uri()).writing("step/some.bin", 1 << 20) as stream:
+        stream.write(b"data")
+        synced.clear()
+    assert synced == [tmp_path / "step"]
 
 
 def test_errors_are_of_the_family() -> None:

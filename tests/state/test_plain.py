@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_ckpt.checkpoint.plain_files import pickle_plain
+from mcore_ckpt.checkpoint.plain_files import pickle_plain, pickle_unchecked
 from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.state.plain import to_plain
 
@@ -134,3 +134,10 @@ def test_a_generator_becomes_its_state() -> None:
 def test_the_rest_is_refused_by_field_and_class(value: Any, field: str, cls: str) -> None:
     with pytest.raises(UnsupportedError, match=rf"^{re.escape(field)} is .*{re.escape(cls)}"):
         to_plain(value, "extra")
+
+
+@pytest.mark.parametrize("value", [Counter("aab"), torch.device("cpu"), torch.eye(2).to_sparse()])
+def test_what_torch_opens_but_a_load_would_refuse_is_not_written(value: Any) -> None:
+    torch.load(io.BytesIO(pickle_unchecked({"value": value})), weights_only=True)
+    with pytest.raises(ValueError, match="does not belong in such a file"):
+        pickle_plain({"value": value})

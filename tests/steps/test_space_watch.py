@@ -236,6 +236,7 @@ def test_the_next_save_is_foreseen_once(
         saves.look(saved)
         counts.append(caplog.text.count(WILL_NOT))
         assert deletes or told_at_once == counts[-1]
+        assert deletes or saved is None
     assert counts == [1, 1, 1, 2]
     assert ("the save is tried" in caplog.text) is not certain
     assert f"prune {saves.root} --max-to-keep 1 --dry-run" in caplog.text

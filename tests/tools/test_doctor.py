@@ -131,6 +131,21 @@ def test_where_checkpoints_cannot_be_saved(topic: str, tmp_path: Path, monkeypat
     assert speed.WRITE not in {finding.topic for finding in report.findings}
 
 
+def test_names_that_are_too_long_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """eCryptfs takes names of 143 letters. Only roles with long names cannot be saved there."""
+    mkdir = Path.mkdir
+
+    def refuse_long(path: Path, *args: Any, **more: Any) -> None:
+        if len(path.name) > 143:
+            raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
+        mkdir(path, *args, **more)
+
+    monkeypatch.setattr(Path, "mkdir", refuse_long)
+    report = report_on(tmp_path)
+    assert finding_of(report, probes.NAMES).severity is Severity.RISK
+    assert report.is_usable
+
+
 def test_locks_without_effect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "flock", lambda descriptor, kind: None)
     assert "no effect" in finding_of(report_on(tmp_path), probes.FLOCK).fact

@@ -111,6 +111,21 @@ def test_a_rank_with_a_disk_of_its_own(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_file_that_shows_only_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on NFS, which keeps names for some seconds."""
+    path = tmp_path / "word-1"
+    pauses: list[float] = []
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 2:
+            path.write_bytes(b"word")
+
+    monkeypatch.setattr(time, "sleep", pause)
+    assert between_hosts._seconds_until(path, b"word", time.monotonic() + TIMEOUT_S) is not None
+    assert len(pauses) == 2
+
+
 def test_a_rank_without_the_folder(tmp_path: Path) -> None:
     (tmp_path / "root").mkdir()
     report, _ = examined(tmp_path / "root", {1: nothing}, {1: tmp_path / "missing"})
