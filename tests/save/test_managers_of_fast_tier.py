@@ -3,15 +3,19 @@
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager, FastTier
+from mcore_ckpt.checkpoint.manifest import ManifestSummary
+from mcore_ckpt.checkpoint.provenance import Commit
 from mcore_ckpt.fast.copies import Copies, CopyHandle
+from mcore_ckpt.save import context
 from mcore_ckpt.save.drain import Drain
 from mcore_ckpt.steps.listing import complete_steps
+from mcore_ckpt.steps.role_files import files_manifest
 from mcore_ckpt.steps.transaction import Attempt
 from tests.support.unsharded_model import Model
 from tests.support.waiting import LONG_S
@@ -72,3 +76,16 @@ def test_an_older_step_stays_until_a_newer_one_is_known_to_have_its_copies(
             manager.save(step)
             manager.close()  # waits for deletions
         assert steps_in(tmp_path / "node") == wanted
+
+
+def test_the_commits_that_only_other_nodes_have_are_counted(tmp_path: Path) -> None:
+    """Else a step of a training that goes on with a new node would count as older than the steps that are left."""
+    head = ManifestSummary(9, "actor", ("actor",), "a" * 32, "", commit=Commit(5, None, ((1, 5),)))
+    trainer: Any = SimpleNamespace(root=tmp_path / "root", role="actor")
+    tier = SimpleNamespace(home=tmp_path / "node", folder=tmp_path / "node")
+    fast: Any = SimpleNamespace(tier=tier, earlier=[SimpleNamespace(head=head)])
+    manifest = files_manifest("actor", 10, ("actor",), "b" * 32, [], 1)
+    history = context._history(trainer, None, fast)
+    commit = history.stamp(manifest, tmp_path / "node" / "global_steps_10" / "actor").commit
+    assert commit is not None
+    assert commit.number == 6
