@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -129,6 +130,16 @@ def test_help_shows_one_spelling(name: str) -> None:
 )
 def test_the_beginning_of_an_option_is_enough(arguments: list[str], dest: str, value: Any) -> None:
     assert str(getattr(build_parser().parse_args(arguments), dest)) == value
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_path_may_begin_with_the_home_folder(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell leaves `--html=~/x` as it is, and a folder with the name `~` would be made."""
+    monkeypatch.setenv("HOME", "/home/me")
+    for action in parser_of(name)._actions:
+        with suppress(argparse.ArgumentTypeError, ValueError):  # a number, which is no path
+            value = action.type("~/x") if callable(action.type) else None
+            assert "~" not in str(value), action.dest
 
 
 def test_what_follows_two_dashes_is_no_option() -> None:
