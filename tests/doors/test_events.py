@@ -140,6 +140,7 @@ def test_loads_are_told_with_their_step_and_bytes(tmp_path: Path) -> None:
     )
     assert [(e.step, e.path) for e in failures] == [(7, tmp_path), (None, tmp_path / "nowhere")]
     assert all(isinstance(event, Failed) and event.operation == "load" and not event.phases for event in failures)
+    assert [(event.role, event.rank) for event in got] == 3 * [("actor", 0)]
 
 
 @pytest.mark.parametrize("has_listener", [True, False])
