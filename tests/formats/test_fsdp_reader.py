@@ -31,6 +31,7 @@ from mcore_ckpt.formats.locate import read_regions
 from mcore_ckpt.models.accounting import COMPUTED, COPIES
 from mcore_ckpt.models.architecture import HfModel
 from mcore_ckpt.models.mapping import hf_mtp_prefix
+from mcore_ckpt.models.reconcile import with_tokens
 from mcore_ckpt.sharding.regions import Region
 from tests.support.fsdp_training import KINDS, WORLD, model_of
 from tests.support.global_tensors import to_mcore
@@ -421,3 +422,11 @@ def test_a_file_that_is_cut_later(folder: Path) -> None:
     ]
     with pytest.raises(CheckpointCorruptError, match=r"rank_1\.pt.*cut"):
         read_regions(reader, parts)
+
+
+def test_without_a_size_of_the_vocabulary_all_rows_belong_to_it() -> None:
+    """As in the config of an architecture without a table, whose language model has a config of its own."""
+    model = read_copied_model({"model_type": "novel"})
+    assert with_tokens(model, rows=8, tokens=5) is model
+    stated = read_copied_model({"model_type": "novel", "vocab_size": 4})
+    assert with_tokens(stated, rows=8, tokens=5).config["vocab_size"] == 5
