@@ -26,12 +26,15 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.damage import Damage
 from mcore_ckpt.checkpoint.index import BLOCK_BYTES, FileIndex
 from mcore_ckpt.checkpoint.index_entries import IndexEntries
-from mcore_ckpt.checkpoint.manifest import Manifest, encode_manifest
+from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest, encode_manifest
 from mcore_ckpt.checkpoint.reading import read_index, read_manifest
 from mcore_ckpt.cli.main import main
 from mcore_ckpt.errors import CheckpointNotFoundError
+from mcore_ckpt.formats.native.stored_tensors import StoredTensors
 from mcore_ckpt.io import checksums, tuning
 from mcore_ckpt.io import json_fields as fields
+from mcore_ckpt.sharding.plan import ShardKey, StoredShard
+from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.steps import tracker, trainer_lock
 from mcore_ckpt.steps.owner import Owner
 from mcore_ckpt.steps.retention import PreservationPolicy, delete_old_steps
@@ -192,6 +195,24 @@ def test_a_tensor_that_is_not_all_there(role_dir: Path, monkeypatch: pytest.Monk
         str(s.key): -(-s.region.numel // 2) for p in (MODEL_FILE, OPTIMIZER_FILE) for s in index_of(role_dir, p).shards
     }
     assert {d.tensor: int(d.problem.split(": ")[2].split()[0]) for d in damages} == wanted
+
+
+def test_a_tensor_of_two_shapes(role_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the files of two ranks do not belong together."""
+    shards_in = StoredTensors.shards
+
+    def twice(stored: StoredTensors, key: ShardKey, files: Iterable[FileRecord]) -> list[StoredShard]:
+        shards = shards_in(stored, key, files)
+        return [*shards, *(replace(s, region=Region.whole((*s.region.global_shape, 1))) for s in shards)]
+
+    monkeypatch.setattr(StoredTensors, "shards", twice)
+    shapes = {
+        str(s.key): [*s.region.global_shape] for p in (MODEL_FILE, OPTIMIZER_FILE) for s in index_of(role_dir, p).shards
+    }
+    assert {damage.tensor: damage.problem for damage in verify_role(role_dir).damages} == {
+        key: f"{role_dir}: tensor {key}: has shapes {shape} and {[*shape, 1]} in its files"
+        for key, shape in shapes.items()
+    }
 
 
 def test_what_torch_sees_is_compared(role_dir: Path) -> None:
