@@ -39,8 +39,10 @@ pieces = st.tuples(
 
 
 @pytest.fixture(autouse=True)
-def shared_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_shares_and_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that all ranks have a share of a file, and a tensor is copied in several parts."""
     monkeypatch.setattr(tuning, "SHARE_BYTES", PAGE_BYTES)
+    monkeypatch.setattr(tuning, "COPY_GROUP_BYTES", 16 * PAGE_BYTES)
 
 
 def make(shape: tuple[int, ...], dtype: torch.dtype, form: str, seed: int = 0) -> torch.Tensor:
