@@ -56,7 +56,7 @@ BAD: dict[type, list[tuple[Any, str]]] = {
     ],
 }
 MAY_BE_EMPTY = {"parts"}
-OWN = {"folder", "domain", "fast", "listeners"}  # objects: see test_config.py
+OWN = {"folder", "domain", "fast", "listeners", "keep_best"}  # test_config.py, and steps/test_retention_model.py
 
 
 def kind_of(hint: Any) -> tuple[type, bool]:

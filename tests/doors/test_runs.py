@@ -468,7 +468,7 @@ def test_two_runs_and_one_folder_of_a_node(
     prune(tmp_path / "node", PreservationPolicy(max_to_keep=1))
     assert there(tmp_path / "node") == [4, 30]
     if durable_every is not None:
-        with pytest.raises(InvalidArgumentError, match=r"is of run .*, and the folders have steps of run"):
+        with pytest.raises(InvalidArgumentError, match=r"belongs to run .*, but the folders have steps of run"):
             find_steps([tmp_path / "node"], 4, tmp_path / "a")
 
 

@@ -288,7 +288,7 @@ def test_a_parameter_that_was_not_trained_is_refused(tmp_path: Path) -> None:
     main = torch.zeros(6)
     with pytest.raises(CheckpointMismatchError) as caught:
         planner(folder).plan(part_of(main), [state_of(A, main)], False)
-    words = f"{OPTIMIZER_FILE}: tensor {A} (param): wanted global shape [6], found no such tensor: the optimizer"
+    words = f"{OPTIMIZER_FILE}: tensor {A} (param): wanted global shape [6], found no such tensor: the saved"
     assert str(caught.value).startswith(words)
 
 

@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
@@ -205,9 +206,11 @@ class RankSave:
     def __init__(self, job: Job, commits: Agreement, attempt: Attempt, step: int, version: int) -> None:
         self._job, self._commits, self._attempt, self.step, self._version = job, commits, attempt, step, version
 
-    def finish(self, stall_s: float | None) -> tuple[str, Following]:
+    def finish(self, stall_s: float | None) -> tuple[SimpleNamespace, Following]:
         finish(self._commits, self._attempt, Path(self._job.root), self.step, self._version)
-        return "committed", Following(delete=self.delete, deletes=True)
+        return SimpleNamespace(plan_s=0, copy_s=0, write_s=0, export_s=0, commit_s=0), Following(
+            delete=self.delete, deletes=True
+        )
 
     def delete(self) -> None:
         if self._commits.is_coordinator:
