@@ -1,8 +1,8 @@
 """Lets a tool write a step into a root as a trainer does: under the trainers' locks, and replacing only what it may.
 
-A step that `reshard` or `convert` writes into a used root is no commit of its training. It takes the number and the
-branch of the step before it, or of the first step if there is none before it. So a later step stays the newest, and no
-step is given up. A step that `collect` writes keeps the number that it got on the nodes.
+A step that `reshard` or `convert` writes into a used root is not a commit of the root's training. It takes the number
+and the branch of the step before it, or of the first step if there is none before it. So a later step stays the newest,
+and no step is given up. A step that `collect` writes keeps the number that it got on the nodes.
 """
 
 from __future__ import annotations
@@ -50,10 +50,9 @@ class NewStep:
         path: the step's folder.
 
     Raises:
-        InvalidArgumentError: the step is pinned, has a role already or one of another run, or has a folder with another
-            name.
-        LockedError: a trainer saves below the root, another tool writes one of the roles, or a checkpoint that would be
-            replaced is being read.
+        InvalidArgumentError: the step is pinned, already has one of `roles`, has a role of another run, or has a folder
+            with another name. LockedError: a trainer saves below the root, another tool writes one of the roles, or a
+            checkpoint that would be replaced is being read.
 
     Example:
         >>> with NewStep(root, 10, ["actor"]) as new:  # doctest: +SKIP
@@ -95,7 +94,8 @@ class NewStep:
             stack.enter_context(self._locks)
             self._mode = mode_in(self._root, self._mode)
             for role in self._roles:
-                # A killed run may have left its folders. `alone=False`, because tools of older versions hold no lock.
+                # A killed tool may have left its folders. `alone` is False, because tools of older versions hold no
+                # lock.
                 leftovers.remove_leftovers(self._root, role, alone=False)
             self._check()
             with self._unread():
@@ -118,7 +118,7 @@ class NewStep:
         return self._staged[role_dir]
 
     def add_companions(self, companions: Mapping[str, Path]) -> None:
-        """Copies the files that a trainer keeps in a step with its roles. They are put in place with the roles.
+        """Copies the files that a trainer keeps in a step with its roles. `publish` puts them in place with the roles.
 
         Raises InvalidArgumentError if the step has such an entry already and `force` is not set, and OSError.
         """
@@ -137,7 +137,7 @@ class NewStep:
         """Writes the manifest of an opened role, durably. Raises what `commit.write_manifest` does.
 
         A checkpoint of a run keeps its commit. Any other checkpoint gets the place of its step among the steps below
-        the root, so it is not the newest if there are later ones.
+        the root, so it is not the newest if there are later steps.
         """
         if self._run is None:
             others = [status for status in list_steps(self._root) if status.committed]
@@ -169,7 +169,7 @@ class NewStep:
 
     @contextmanager
     def _unread(self) -> Iterator[None]:
-        """Raises LockedError if somebody reads a replaced role, or goes on from it. In the block, nobody can begin."""
+        """Raises LockedError if somebody reads a replaced role, or goes on from it. In the block, nobody begins to."""
         role_dirs = map(self.role_dir, self._roles)
         replaced = [role_dir for role_dir in role_dirs if (role_dir / file_names.MANIFEST_FILE).exists()]
         with unread(replaced) as alone:
@@ -201,8 +201,9 @@ def check_may_write(
 
     `step_path` is the folder that the step will have; None for the usual one.
 
-    Raises InvalidArgumentError if the step is pinned, has a role already or one of another run, or has a folder with
-    another name; if the root is in a step, or its tracker another program's. Raises OSError if the step cannot be read.
+    Raises InvalidArgumentError if the step is pinned, already has one of `roles`, has a role of another run, or has a
+    folder with another name. Raises it also if the root is in a step, or if the root's tracker belongs to another
+    program. Raises OSError if the step cannot be read.
     """
     _check_root(root, force)
     new = step_path or file_names.step_dir(root, step)
