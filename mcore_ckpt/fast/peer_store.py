@@ -37,11 +37,11 @@ class _TooLongError(PeerError):
 
 
 class PeerStore:
-    """The files that one node serves at `address`, "host:port"; implements `transport.Peer`.
+    """The files that one node serves at `address`, "host:port". It implements `transport.Peer`.
 
     It has the methods of `store.Store` that `formats.native.remote_folder.RemoteFolder` needs. Several threads may use
-    it at once, each with its own connection. It waits `timeout_s` seconds for an answer, and longer for a longer one
-    (`answer_time_s`). The node's `name` is for messages.
+    it at once, each with its own connection. It waits `timeout_s` seconds for an answer, and in addition the time that
+    the bytes of a long answer take (`answer_time_s`). The node's `name` is for messages.
     """
 
     def __init__(self, address: str, secret: bytes, name: str, timeout_s: float, tls: PeerTls | None = None) -> None:
