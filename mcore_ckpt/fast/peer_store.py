@@ -66,7 +66,7 @@ class PeerStore:
         try:
             return self._ask({"verb": "read", "path": key}, None, most)
         except _TooLongError as error:
-            raise CheckpointCorruptError(f"{error}, as such a file can have") from None
+            raise CheckpointCorruptError(f"{error} for such a file") from None
 
     def sizes(self, key: str) -> dict[str, int]:
         try:
@@ -114,7 +114,9 @@ class PeerStore:
                 data = b""
             else:
                 if status == HERE and length > most:
-                    raise _TooLongError(f"{self.url_of(request['path'])}: has {length} bytes, and not {most} at most")
+                    raise _TooLongError(
+                        f"{self.url_of(request['path'])}: has {length} bytes, more than the {most} allowed"
+                    )
                 data = receive(connection, length, deadline)
         except BaseException as error:
             connection.close()

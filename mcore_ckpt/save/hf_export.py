@@ -145,7 +145,7 @@ def warn_of_config(trainer: Trainer) -> None:
     try:
         _check_config(trainer, described_model(trainer))
     except CheckpointMismatchError as error:
-        logger.warning("%s. mcore-ckpt merge will refuse the checkpoints unless another one is named", error)
+        logger.warning("%s. mcore-ckpt merge will refuse the checkpoints unless another config is named", error)
     except UnsupportedError:
         return  # nothing is known of the architecture
 

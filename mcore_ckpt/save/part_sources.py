@@ -105,7 +105,7 @@ class Source:
         real, staging = self.path.resolve(), staging.resolve()
         roots = [root.resolve(), staging.parent.parent]
         if any(place.is_relative_to(real) for place in (staging, *roots)):
-            raise CommitError(f"part {self.part!r}: {self.path} has the checkpoints in it: name a folder that has not")
+            raise CommitError(f"part {self.part!r}: {self.path} contains the checkpoints: name a folder that does not")
         if real.is_relative_to(staging):
             raise CommitError(
                 f"part {self.part!r}: {self.path} is in the folder of the step that is being saved: what a function "

@@ -51,8 +51,9 @@ class NewStep:
 
     Raises:
         InvalidArgumentError: the step is pinned, already has one of `roles`, has a role of another run, or has a folder
-            with another name. LockedError: a trainer saves below the root, another tool writes one of the roles, or a
-            checkpoint that would be replaced is being read.
+            with another name.
+        LockedError: a trainer saves below the root, another tool writes one of the roles, or a checkpoint that would be
+            replaced is being read.
 
     Example:
         >>> with NewStep(root, 10, ["actor"]) as new:  # doctest: +SKIP
@@ -235,8 +236,9 @@ def _check_root(root: Path, force: bool) -> None:
     path = root / file_names.TRACKER_FILE
     if not force and os.path.lexists(path) and not any(status.committed for status in list_steps(root)):
         raise InvalidArgumentError(
-            f"{path}: there is no step of this package beside it, so another program's checkpoints are here, and it "
-            "would start from the new step: name another folder, or let the tracker name the new step with --force"
+            f"{path}: there is no step of this package beside it, so another program's checkpoints are here, and "
+            "that program would start from the new step: name another folder, or let the tracker name the new step "
+            "with --force"
         )
 
 
@@ -246,8 +248,8 @@ def _check_one_run(status: StepStatus, roles: Sequence[str], run: Run | None) ->
         is_own = role in status.committed if run is None else head.run is None or head.run.id == run.id
         if role not in roles and not is_own:
             raise InvalidArgumentError(
-                f"{status.role_dir(role)}: is of {head.run}, and {roles[0]} of {run or 'the run of this folder'}, and "
-                "no step is of two runs: name another folder to write to"
+                f"{status.role_dir(role)}: belongs to {head.run}, but {roles[0]} to {run or 'the run of this folder'}, "
+                "and no step can belong to two runs: name another folder to write to"
             )
 
 
