@@ -55,7 +55,7 @@ class CopyHandle(Handle[str | None]):
 
     @property
     def problem(self) -> str | None:
-        """Why some node has no copies. None while they are under way, and if they are complete."""
+        """Why some node lacks copies. None while the copies are under way, and if they are complete."""
         return self._result
 
     @property
@@ -71,7 +71,7 @@ class _Wanted:
 
 
 class Copies:
-    """Fetches the copies of one manager's steps on a separate thread, which has rounds of its own (`agreement`)."""
+    """Fetches the copies of one manager's steps on a separate thread. `agreement` is for the rounds of that thread."""
 
     def __init__(self, agreement: Agreement, tier: NodeTier) -> None:
         self._agreement, self._tier = agreement, tier
@@ -98,7 +98,7 @@ class Copies:
         except NoThreadError as error:
             logger.warning("no copies reach other nodes, because %s: the next save tries again", error)
             self._end(wanted, "the system allows no more threads on this rank")
-        except BaseException:  # of a signal handler
+        except BaseException:  # from a signal handler
             self._end(wanted, "the save was interrupted")
             raise
         return wanted.handle
@@ -126,7 +126,7 @@ class Copies:
         self._complete.add(attempt)
 
     def wait(self, timeout: float | None = None, step: int | None = None) -> None:
-        """Waits until no copies are under way or queued; with `step`, only for that step. Raises TimeoutError."""
+        """Waits until no copies, or no copies of `step` if given, are under way or queued. Raises TimeoutError."""
         with self._lock:
             pending = [each.handle for each in self._pending]
         for handle in pending:
@@ -189,7 +189,7 @@ class Copies:
         wanted.handle.end(problem)
 
     def _copy_together(self, attempt: Attempt) -> str | None:
-        """Fetches this node's copies. Returns what some node could not fetch; None if no node lacks a file."""
+        """Fetches this node's copies. Returns why a node lacks files; None if no node lacks a file."""
 
         def work() -> Record:
             return {"problem": self._fetch_all(attempt) if self._tier.is_lead else None}
@@ -206,7 +206,7 @@ class Copies:
         return problem
 
     def _fetch_all(self, attempt: Attempt) -> str | None:
-        """Fetches the files that this node should have but lacks. Returns why some are missing."""
+        """Fetches the files that this node should have but lacks. Returns why some are missing; None if none is."""
         manifest = committed_manifest(attempt)
         assert manifest.placement is not None
         here = set(files_here(attempt.role_dir, manifest))
@@ -222,7 +222,7 @@ class Copies:
         return f"{self._tier.node.name} has got {len(missing) - len(problems)} of {len(missing)} files: {problems[0]}"
 
     def _fetch(self, role_dir: Path, manifest: Manifest, position: int, deadline: float) -> str | None:
-        """Fetches one file from the first node that sends it intact. Returns why none did."""
+        """Fetches one file from the first node that sends it intact. Returns why no node did; None if one did."""
         assert manifest.placement is not None
         file = manifest.files[position]
         problem = f"{file.path}: no other node has it"
@@ -267,7 +267,7 @@ class Copies:
     def _wait_for_turn(self, nbytes: int, deadline: float) -> None:
         """Waits while a save is captured, and until the rate allows so many bytes."""
         self._may_copy.wait(max(0.0, deadline - time.monotonic()))
-        # With a low rate, this wait can take hours.
+        # With a low rate, this wait can take hours, so closing must end it.
         self._closed.wait(min(self._limit.take(nbytes), max(0.0, deadline - time.monotonic())))
         if self._closed.is_set():
             raise TimeoutError(_CLOSED)

@@ -35,7 +35,8 @@ class DrainHandle(Handle[Path]):
     Attributes:
         step: the step.
         path: where the checkpoint is, or will be, in the root.
-        upload: the upload to the remote store. None until the step is in the root, without a store, and on most ranks.
+        upload: the upload to the remote store. None until the step is in the root. Always None without a store, and on
+            most ranks.
     """
 
     def __init__(self, step: int, path: Path) -> None:
@@ -118,7 +119,7 @@ class Drains:
         return handle
 
     def wait(self, step: int | None = None) -> None:
-        """Waits until no step is being copied to the root; with `step`, only for that step.
+        """Waits until no step is being copied to the root, or, if `step` is given, until that step is not.
 
         The deadlines of the ranks and of calls to the file system limit this wait.
         """

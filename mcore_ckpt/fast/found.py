@@ -20,12 +20,12 @@ logger = logging.getLogger(__name__)
 
 
 def own_held(tier: NodeTier | None) -> list[HeldRole]:
-    """Returns what this node has, on its lead; nothing on other ranks, and without a fast tier."""
+    """Returns, on the lead of a node, what the node has; an empty list on other ranks, and without a fast tier."""
     return tier.held() if tier is not None and tier.is_lead else []
 
 
 def found_on_nodes(tier: NodeTier | None, records: Sequence[Record]) -> list[FastCheckpoint]:
-    """Puts together, on rank 0, what the leads have reported as `held`, the newest step first."""
+    """Joins, on rank 0, what the leads have reported as `held`. The last commit comes first."""
     if tier is None:
         return []
     found = fast_checkpoints(
@@ -46,7 +46,7 @@ def to_adopt(found: Sequence[FastCheckpoint], records: Sequence[Record]) -> list
 
 
 def node_candidate(tier: NodeTier, fast: FastCheckpoint) -> Record:
-    """Describes, as JSON values, a checkpoint that the nodes have. `below` is for another folder that has it."""
+    """Describes, as JSON values, a checkpoint on the nodes. The caller sets `below` if it is elsewhere, too."""
     folder = str(tier.role_dir(fast.step, fast.role))
     return {"step": fast.step, "folder": folder, "remote": False, **_spread(fast), "below": None}
 

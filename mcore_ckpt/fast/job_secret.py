@@ -51,7 +51,7 @@ class SecretOffer:
     """Where the ranks find the secret. Rank 0 makes it, and sends it through the key-value store.
 
     Attributes:
-        nonce: makes the secrets of a job's several trainers different.
+        nonce: makes the secrets of several trainers of one job different.
         check: lets a rank check that its secret is the right one.
         path: the file that has the secret; None without a file.
         text: the secret itself, in hexadecimal digits, if there was no other way.
@@ -64,10 +64,11 @@ class SecretOffer:
 
     @staticmethod
     def make(given: bytes | None, folder: Path | None, role: str, mode: int | None = None) -> SecretOffer:
-        """Makes the secret of a role, from the user's if there is one. Only rank 0 calls it, and `remove` later.
+        """Makes the offer of a role's secret. Only rank 0 calls it, and calls `remove` later.
 
-        Otherwise it puts the secret into `folder`, which all ranks see; None if there is none. `mode` is the folder's,
-        if it has to be made, before the umask is applied. Raises OSError.
+        The secret follows from the user's secret, if one is `given`. Otherwise this makes a secret, and puts it into a
+        file in `folder`, which all ranks see, or into the offer itself if `folder` is None. A new folder gets `mode`,
+        before the umask is applied. Raises OSError.
         """
         nonce = secrets.token_hex(16)
         if given is not None:

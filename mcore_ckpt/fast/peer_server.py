@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 # How long a client may take to prove that it knows the secret, and to send a request that it has begun (seconds).
 _INTRODUCTION_S, _REQUEST_S = 5.0, 10.0
-# How long an answer may take in addition to its bytes' time (seconds).
+# How long an answer may take in addition to the time for its bytes, `answer_time_s` (seconds).
 _ANSWER_S = 30.0
 # A connection without a request for so long is closed. A client then opens another one.
 _IDLE_S = 300.0
@@ -71,7 +71,7 @@ class _Client:
 class PeerServer:
     """Serves the files below a folder, and no others, to nodes that know the secret; a `transport.Server`.
 
-    `host` is the address to listen on, without port. Raises OSError if it cannot be used.
+    `host` is the address to listen on, without port. Raises OSError if this address cannot be used.
     """
 
     def __init__(self, folder: Path, secret: bytes, host: str, tls: PeerTls | None = None) -> None:
@@ -207,7 +207,7 @@ class PeerServer:
             self._drop(client)
 
     def _forget(self, client: _Client) -> None:
-        """Cuts a connection. Only its own thread closes it, so that no other file gets its number too early."""
+        """Cuts a connection. Only its thread closes it, so that no other file gets its descriptor too early."""
         with self._lock:
             self._clients.pop(client, None)
         client.cut()
@@ -296,7 +296,7 @@ def _send(client: _Client, status: int, data: bytes) -> None:
 
 
 def _most_descriptors() -> int:
-    """Returns how many descriptors this process may have; a training may change it."""
+    """Returns how many descriptors this process may have. A training may change this limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return soft if soft != resource.RLIM_INFINITY else 1 << 20
 

@@ -37,11 +37,11 @@ class _TooLongError(PeerError):
 
 
 class PeerStore:
-    """The files that one node serves at `address`, "host:port"; implements `transport.Peer`.
+    """The files that one node serves at `address`, "host:port". It implements `transport.Peer`.
 
     It has the methods of `store.Store` that `formats.native.remote_folder.RemoteFolder` needs. Several threads may use
-    it at once, each with its own connection. It waits `timeout_s` seconds for an answer, and longer for a longer one
-    (`answer_time_s`). The node's `name` is for messages.
+    it at once, each with its own connection. It waits `timeout_s` seconds for an answer, and in addition the time that
+    the bytes of a long answer take (`answer_time_s`). The node's `name` is for messages.
     """
 
     def __init__(self, address: str, secret: bytes, name: str, timeout_s: float, tls: PeerTls | None = None) -> None:
@@ -66,7 +66,7 @@ class PeerStore:
         try:
             return self._ask({"verb": "read", "path": key}, None, most)
         except _TooLongError as error:
-            raise CheckpointCorruptError(f"{error}, as such a file can have") from None
+            raise CheckpointCorruptError(f"{error} for such a file") from None
 
     def sizes(self, key: str) -> dict[str, int]:
         try:
@@ -114,7 +114,9 @@ class PeerStore:
                 data = b""
             else:
                 if status == HERE and length > most:
-                    raise _TooLongError(f"{self.url_of(request['path'])}: has {length} bytes, and not {most} at most")
+                    raise _TooLongError(
+                        f"{self.url_of(request['path'])}: has {length} bytes, more than the {most} allowed"
+                    )
                 data = receive(connection, length, deadline)
         except BaseException as error:
             connection.close()

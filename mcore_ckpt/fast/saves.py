@@ -34,7 +34,7 @@ class FastSaves:
     Attributes:
         drain_agreement: connects this rank with the other ranks, for rounds on the thread that copies to the root.
         save_count: how many saves into the tier the training has begun. Rank 0's count decides.
-        next_is_durable: whether the next step is durable, if that is decided otherwise than by counting.
+        next_is_durable: whether the next step is durable; None if the count of saves decides.
         earlier: the checkpoints that earlier managers have left on the nodes. Only rank 0 knows them.
         agreements: the agreements of `copies` and `drains`, closed with them.
     """
@@ -79,7 +79,7 @@ class FastSaves:
         """Returns whether the next step also goes to the root, and how many saves have begun, including this one.
 
         All roles choose the same steps, because they count saves. If a save of one role or its copy to the root fails,
-        that role saves its next step to the root instead, and counts on.
+        that role saves its next step to the root instead, and goes on counting.
         """
         every, count = self.tier.config.durable_every, self.save_count + 1
         if every is not None and self.next_is_durable is not None:
@@ -97,7 +97,7 @@ class FastSaves:
         self._attempts[step] = attempt
 
     def found(self, save_count: int, safest: Iterable[tuple[int, str]]) -> None:
-        """Notes what earlier managers have left: how many saves, and the steps that may count as completely copied."""
+        """Notes how many saves earlier managers have begun, and which of their steps may count as completely copied."""
         self.save_count = save_count
         for step, attempt in safest:
             self._attempts[step] = attempt
@@ -142,7 +142,7 @@ class FastSaves:
         return retired
 
     def _last_first(self, committed: int) -> tuple[list[int], list[int]]:
-        """Returns this run's steps on this node, the last commit first: the steps of the branch, and other steps."""
+        """Returns this run's steps on this node, the last commit first: the steps of its branch, and the others."""
         here = [step for step in file_names.step_dirs(self.tier.folder) if self.tier.role_dir(step).is_dir()]
         statuses = {step: step_status(self.tier.role_dir(step).parent) for step in here}
         last = statuses[committed].commit

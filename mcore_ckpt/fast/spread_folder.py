@@ -29,7 +29,7 @@ _FAILURES = (CheckpointCorruptError, CheckpointNotFoundError, RemoteError, OSErr
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """A folder that has a checkpoint's files at the positions in `has`, as inclusive runs; all files if it is None."""
+    """A folder with a checkpoint's files at the positions in `has`, as inclusive runs; if None, with all."""
 
     folder: Folder
     has: tuple[tuple[int, int], ...] | None = None
@@ -37,10 +37,10 @@ class Source:
 
 @dataclass(frozen=True, eq=False)
 class SpreadFolder:
-    """The folders that together have a checkpoint; implements `formats.native.folder.Folder`.
+    """The folders that together have a checkpoint. It implements `formats.native.folder.Folder`.
 
-    A file is read from the first source that has it. If a source fails, or sends bytes with a wrong CRC, the next
-    source that has the file is asked, and a warning says so.
+    A file is read from the first source that has it. If this source fails, or sends bytes with a wrong CRC, the file is
+    read from the next source that has it, and a warning says so.
 
     Attributes:
         place: the checkpoint's folder in this node's folder.

@@ -95,7 +95,7 @@ class NodeTier:
         return self.nodes.writers_of(replicas, self.config.replicas)
 
     def role_dir(self, step: int, role: str | None = None) -> Path:
-        """Returns the folder of a role's checkpoint in this node's folder. None: this tier's role."""
+        """Returns the folder of a role's checkpoint in this node's folder. If `role` is None, of this tier's role."""
         return file_names.step_dir(self.folder, step) / (role or self.role)
 
     @property
@@ -106,14 +106,15 @@ class NodeTier:
         return file_names.run_home(self.folder, self.root) if self.config.durable_every is None else self.root
 
     def ownership(self, saved: Run | None = None) -> Ownership:
-        """Returns which checkpoints on the nodes belong to this training, by its run (`saved`), as a manifest has it.
+        """Returns which checkpoints on the nodes belong to this training.
 
-        Without it, the root's file says the run, which only rank 0 is sure to see.
+        `saved` is the run of this training, from a manifest. If it is None, this reads the run from the root's file,
+        which only rank 0 is sure to see.
         """
         if self.root is None:
             return Ownership()
         if not self._own.is_of(saved):  # look only once: a thousand nodes ask at each save
-            with nullcontext() if saved is None else suppress(OSError):  # the manifest says it, too
+            with nullcontext() if saved is None else suppress(OSError):  # the manifest names the run, too
                 self._own = elsewhere(self.root, self.home)
         return self._own if saved is None or self._own.is_of(saved) else replace(self._own, known=RootRun(saved))
 

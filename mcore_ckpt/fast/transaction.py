@@ -1,9 +1,9 @@
 """Leads all ranks through one save into the fast tier: each node's files end up committed in that node's own folder.
 
 A save has three rounds. `open_on_nodes` runs on the trainer's thread. `commit_on_nodes` runs on any thread: in its
-first round all ranks write, and rank 0 makes the manifest; in its second one the manifest reaches all nodes. Then each
-node renames its staging folder. If one node has renamed its folder and other nodes die before they rename theirs, these
-find their staging folders with the manifest later, and rename them when a load chooses this step (`adopt`).
+first round all ranks write, and rank 0 makes the manifest; in its second round the manifest reaches all nodes. Then
+each node renames its staging folder. If one node has renamed its folder and other nodes die before they rename theirs,
+their staging folders stay, with the manifest. The other nodes rename them when a load chooses this step (`adopt`).
 """
 
 from __future__ import annotations
@@ -237,7 +237,7 @@ def _is_committed_on_node_0(tier: NodeTier, attempt: Attempt) -> bool:
 
 
 def committed_manifest(attempt: Attempt) -> Manifest:
-    """Returns the manifest of a save that all nodes have agreed to commit. This node's lead may be about to rename it.
+    """Returns the manifest of a save that all nodes have agreed to commit. Waits for this node's lead to rename it.
 
     Raises CommitError if the save is not here after a while, or was replaced by a newer save.
     """
@@ -253,8 +253,12 @@ def committed_manifest(attempt: Attempt) -> Manifest:
 
 
 def rename_committed(tier: NodeTier) -> None:
-    """Commits on this node the saves that all nodes have agreed to commit. Only leads call it. Raises as commits do."""
-    # Otherwise the next save's `remove_staging` would delete the only copy of this node's files.
+    """Commits, on this node, the saves that all nodes have agreed to commit. Only leads call it.
+
+    Raises CheckpointError and OSError, like every commit.
+    """
+    # If such a save stayed in staging, the next save's `remove_staging` would delete the only copy of this node's
+    # files.
     while tier.unrenamed:
         attempt = tier.unrenamed[0]
         tier.lock.take(patience_s=0)
@@ -266,7 +270,8 @@ def rename_committed(tier: NodeTier) -> None:
 def remove_staging(folder: Path, role: str, owns: Callable[[ManifestSummary], bool]) -> None:
     """Removes the staging folders of a role in this node's folder. Only the lead that holds the lock calls it.
 
-    Those of another run stay if they have a manifest, because other nodes of that run may have committed them.
+    Staging folders of another run stay if they have a manifest, because other nodes of that run may have committed
+    them.
     """
     for paths in file_names.step_dirs(folder).values():
         for step_path in paths:
@@ -289,7 +294,7 @@ def _heads_in(staging: Path) -> list[ManifestSummary]:
 
 
 def adopt(tier: NodeTier, held: Iterable[HeldRole], attempts: Sequence[str]) -> None:
-    """Commits here those of the `attempts` that other nodes have committed and this node holds. Only leads call it."""
+    """Commits, on this node, the `attempts` that it holds and that other nodes have committed. Only leads call it."""
     for each in held:
         step, role, attempt = each.head.step, each.head.role, each.head.attempt
         if each.is_committed or attempt not in attempts:

@@ -21,7 +21,7 @@ class Server(Protocol):
         """The address by which other nodes find this server."""
 
     def publish(self, name: str, data: bytes, instead_of: str | None = None) -> None:
-        """Serves bytes under a name until the server is closed. Stops serving those under the name `instead_of`."""
+        """Serves bytes under a name until the server is closed. Stops serving the bytes under `instead_of`."""
 
     def close(self) -> None:
         """Stops serving. Does nothing in a forked child."""
@@ -31,7 +31,7 @@ class Peer(Protocol):
     """Another node, from which this node reads. Every request has a deadline, and can raise PeerError."""
 
     def url_of(self, key: str) -> str:
-        """Returns the name that messages use for a file of this node."""
+        """Returns the name that messages use for a file of the other node."""
 
     def read(self, key: str, start: int, stop: int) -> bytearray:
         """Reads bytes `[start, stop)` of a file. Raises FileNotFoundError if there is none."""

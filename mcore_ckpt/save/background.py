@@ -77,7 +77,8 @@ class SaveHandle(Handle[SaveReport]):
     Attributes:
         step: the step.
         skipped: why nothing is saved, if an earlier save was under way and `if_busy` is "skip"; None for other saves.
-            All ranks skip the same saves. `committed` is False then, and `wait` returns a report of 0 bytes.
+            All ranks skip the same saves. For a skipped save, `committed` is False, and `wait` returns a report of 0
+            bytes.
         has_begun: False if nothing was saved because the save was skipped, or, with `if_failed="warn"`, refused
             (`NoRoomError`, `HungDiskError`). It is the same on all ranks.
 
@@ -149,7 +150,7 @@ class SaveHandle(Handle[SaveReport]):
         """Waits until the checkpoint is committed, and returns the report. A skipped save has a report of 0 bytes.
 
         Args:
-            timeout: how long to wait, in seconds. None: until the save ends.
+            timeout: how long to wait, in seconds; None to wait until the save ends.
 
         Raises:
             TimeoutError: the save is still under way after `timeout` seconds, and continues. This is not a
@@ -199,8 +200,8 @@ class SaveHandle(Handle[SaveReport]):
 class BackgroundSaves:
     """Runs the saves of one manager in the background, at most one at a time.
 
-    Old steps are deleted on a second thread, so that a new save need not wait for the deletion. With `warns`, failures
-    are only logged; the manager's next call does not raise them.
+    Old steps are deleted on a second thread, so that a new save need not wait for the deletion. If `warns` is True,
+    failures are only logged: the manager's next call does not raise them.
 
     Attributes:
         newest_of_step: the last save that has begun and is part of a step; None before the first.
@@ -233,7 +234,7 @@ class BackgroundSaves:
 
     @property
     def longest_s(self) -> float | None:
-        """The longest of the last times from a save's begin to its commit, in seconds; None before the first."""
+        """The longest time from start to commit that one of the last saves took, in seconds; None before the first."""
         return max(self._took, default=None)
 
     def finish(self, handle: SaveHandle, called: float) -> SaveHandle:
@@ -270,7 +271,7 @@ class BackgroundSaves:
     def earlier_save(self, waits: bool) -> tuple[bool, Record | None]:
         """Returns whether an earlier save is under way. If none is, also returns the last save's `failure`.
 
-        With `waits`, it first waits until no save is under way.
+        If `waits` is True, it first waits until no save is under way.
         """
         if not waits and self.busy:
             return True, None
@@ -347,7 +348,8 @@ class BackgroundSaves:
     def _note_time(self, handle: SaveHandle) -> None:
         report = handle.report
         if report is not None:
-            # The call may have waited for an earlier save. Copying and writing may overlap.
+            # `seconds` may include a wait for an earlier save. The sum of the parts counts a time twice if copying and
+            # writing overlap. So neither is too small, and the smaller one counts.
             parts = (report.plan_s, report.copy_s, report.write_s, report.export_s, report.commit_s)
             self._took.append(min(report.seconds, sum(parts)))
 

@@ -26,7 +26,7 @@ class FileTensors(NamedTuple):
     """The tensors to save to one file, in the order of its request, and the address of each one's first element.
 
     The tensors may have any strides; `in_rows` says whether all are contiguous. They are in host memory or on a GPU.
-    Those on the device `meta` stand for weights that `WeightCopies` copies.
+    Tensors on the device `meta` stand for weights that `WeightCopies` copies.
     """
 
     tensors: Sequence[torch.Tensor]
@@ -44,7 +44,7 @@ class FileTensors(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Capture:
-    """Where the bytes of each file are, and how many seconds the trainer waited for copies; 0 if nothing was copied."""
+    """Where the bytes of each file are. `seconds` is how long the trainer waited for copies; 0 without copies."""
 
     writes: tuple[FileWrite, ...]
     seconds: float
@@ -206,7 +206,7 @@ class WeightCopies:
     """Copies new weights (`MainWeights.make`) into images of files or, without an image, into the weights' own memory.
 
     Args:
-        weights: the weights that have memory of their own.
+        weights: the weights; those on the device `meta` have no memory.
         files, tensors: the files that have an image, and the tensors of each.
         buffer: the memory of the images; None without images.
         device: returns the object that copies from the GPU; None if the weights are in host memory.
@@ -237,7 +237,7 @@ class WeightCopies:
                 self._places[id(tensor)] = _Place(address + slot.offset, low, high)
 
     def take(self, fragments: Sequence[Fragment]) -> None:
-        """Copies those elements of weights that this rank writes. The elements may then be overwritten.
+        """Copies the elements of these fragments that this rank writes. The fragments may then be overwritten.
 
         On a GPU, later work of the current stream waits for the copies. The host does not wait.
         """
@@ -256,7 +256,7 @@ class WeightCopies:
         device.hold()
 
     def _copy(self, fragment: Fragment) -> tuple[int, int, int] | None:
-        """Returns the destination, the source and the number of bytes; None if this rank writes none of them."""
+        """Returns the destination, source and size of a copy; None if this rank writes nothing of the fragment."""
         place = self._places.get(id(fragment.weight))
         if place is None:
             return None

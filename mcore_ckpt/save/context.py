@@ -1,4 +1,4 @@
-"""Holds what all saves of one manager share, until it is closed: threads, locks, memory, keys in the job's store."""
+"""Holds what the saves of a manager share until the manager is closed: threads, locks, memory, keys in the store."""
 
 from __future__ import annotations
 
@@ -146,7 +146,8 @@ class Closing:
             for agreement in self.agreements:
                 last.callback(agreement.close)
             last.callback(self.delivery.close)
-            # Release the lock last, because the role's next trainer removes half-uploaded steps as leftovers.
+            # The uploads end before the lock is released, because the role's next trainer removes half-uploaded steps
+            # as leftovers.
             last.callback(self._release, self.lock.release)
             last.callback(self._release, self.history.release)
             if self.fast is not None:
@@ -156,7 +157,7 @@ class Closing:
             last.callback(self.host_images.close)
 
     def _release(self, release: Callable[[], None]) -> None:
-        """Releases a lock. If the disk hangs, other processes see only later that this one has ended."""
+        """Releases a lock. If the disk hangs, the lock stays until this process has ended."""
         try:
             self.agreements[0].runner.run(release)
         except HungDiskError as error:

@@ -70,7 +70,7 @@ class Place(Protocol):
         """
 
     def placed(self, files: Sequence[Written]) -> tuple[Sequence[Written], Placement | None]:
-        """Returns each file once, and the placement of the files; no placement where all ranks see all files."""
+        """Returns each file once, and the placement of the files; None as placement if all ranks see all files."""
 
     def commit(
         self,
@@ -98,7 +98,7 @@ class Place(Protocol):
 class Destination(Protocol):
     """Where the saves of one manager go. Only rank 0 uses the `lock` on the role there.
 
-    `contents` has what a checkpoint there has, in words of `save_contents`.
+    `contents` says what a checkpoint there contains, in the words of `save_contents`.
     """
 
     @property
@@ -116,8 +116,8 @@ class Destination(Protocol):
     def open(self, topic: str, saving: Saving, busy: bool, failure: Record | None, need: Need) -> Place:
         """Waits for all ranks, and checks that a save fits. Every rank calls it.
 
-        The arguments are those of `transaction.open_together`. Raises what that raises, also if the save does not fit
-        or the lock belongs to another trainer.
+        The arguments are those of `transaction.open_together`. Raises what `open_together` raises, NoRoomError if the
+        save does not fit, and LockedError if the lock belongs to another trainer.
         """
 
     def rounds_of(self, number: str, opened: Record) -> list[str]:
@@ -154,10 +154,10 @@ class Destination(Protocol):
         """The longest of the last times from a commit until the step was in the root, in seconds; None if unknown."""
 
     def choose_next(self, durable: bool) -> None:
-        """Decides whether the next save is durable, which the count would decide else. Every rank calls it.
+        """Decides whether the next save is durable, instead of the count of saves. Every rank calls it.
 
-        Before a durable one, waits for an earlier step that is being copied to the root.
+        If it is durable, this first waits for an earlier step that is being copied to the root.
         """
 
     def limit_waits(self, seconds: float) -> None:
-        """Ends all waits for other ranks that follow a commit within `seconds` from now."""
+        """Limits the waits for other ranks after a commit: all of them end within `seconds` from now."""

@@ -84,7 +84,7 @@ class DeviceCopies:
             self._copier.close(self._timeout_s)
 
     def try_out(self) -> None:
-        """Copies a few bytes in both ways, so that a faulty installation is noticed before the first save.
+        """Tries a gather and a large copy, so that a faulty installation is noticed before the first save.
 
         Raises UnsupportedError, which says what to do, if a copy fails, and CommitError if the GPU hangs.
         """

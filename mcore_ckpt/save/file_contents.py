@@ -136,7 +136,7 @@ def _model_requests(trainer: Trainer, model: Iterable[LocalShard], writers_of: W
 def _with_writers(
     trainer: Trainer, ranks: Sequence[int], request: WriteRequest, writers_of: WritersOf
 ) -> Iterator[WriteRequest]:
-    """Assigns the writers of a file of replicated tensors: in each group of replicas (`ranks`) all, or only the first.
+    """Assigns the writers of a file of replicated tensors: all ranks of each group of `ranks`, or only the first.
 
     Yields nothing on a rank that does not write.
     """

@@ -41,7 +41,7 @@ def changing_methods(trainer: Trainer) -> list[tuple[Any, str]]:
 
 
 def why_not_lazy(trainer: Trainer) -> str | None:
-    """Says what changes the training state past all guards; None if nothing does, so that saves can be lazy."""
+    """Says what would change the training state past all guards; None if nothing would, so that saves can be lazy."""
     if gradients_share_memory(trainer.chunks):
         return "the next backward pass changes the parameters, because they share memory with gradients"
     if trainer.optimizer is None and any(each.requires_grad for chunk in trainer.chunks for each in chunk.parameters()):

@@ -74,7 +74,7 @@ def check_exportable(trainer: Trainer, model: Sequence[LocalShard]) -> None:
     _check_config(trainer, described)
     described = _with_vocabulary(trainer, described, {shard.key.name: shard.region.global_shape for shard in model})
     wanted = {slab.mcore: slab.region.global_shape for tensor in hf_tensors(described) for slab in tensor.slabs}
-    # A HybridModel has the same parts in other layers.
+    # A HybridModel has attention and MLP in separate layers, so its layers have other numbers.
     counterparts = find_counterparts(trainer.layers, layers_of(wanted))
     if counterparts.layer_mismatch is not None:
         raise CheckpointMismatchError(
@@ -122,7 +122,7 @@ def _check_adapters(trainer: Trainer, described: HfModel, model: Sequence[LocalS
 
 
 def _in_peft(described: HfModel, adapted: Sequence[HfTensor], weights: Iterable[str]) -> FullyTrained:
-    """Returns PEFT's form of the weights that skip_frozen saves besides adapters. Refuses weights without one."""
+    """Returns PEFT's form of the weights that skip_frozen saves besides adapters. Refuses other weights."""
     names = set(weights)
     beside = fully_trained_in_peft(described, adapted, names, names)
     account(sorted(names), beside.sources, [], no_place_in_peft)
@@ -139,13 +139,13 @@ _IN_CONFIG = "in hf_config"
 
 
 def warn_of_config(trainer: Trainer) -> None:
-    """Warns, on rank 0, if `hf_config` describes another model: later exports of the checkpoint depend on it."""
+    """Warns, on rank 0, if `hf_config` describes another model. Later exports of the checkpoint need the right one."""
     if trainer.hf_config is None or not trainer.agreement.is_coordinator:
         return
     try:
         _check_config(trainer, described_model(trainer))
     except CheckpointMismatchError as error:
-        logger.warning("%s. mcore-ckpt merge will refuse the checkpoints unless another one is named", error)
+        logger.warning("%s. mcore-ckpt merge will refuse the checkpoints unless another config is named", error)
     except UnsupportedError:
         return  # nothing is known of the architecture
 
@@ -168,7 +168,7 @@ def _check_config(trainer: Trainer, described: HfModel) -> None:
 def least_exported_bytes(trainer: Trainer, owned: Iterable[FilePlan]) -> int:
     """Returns this rank's part of a lower bound of the HuggingFace weights' bytes. The sum over all ranks is the bound.
 
-    The weights are the model's tensors without the padding of the vocabulary. Some are stored twice, but count once.
+    The weights are the model's tensors without the padding of the vocabulary. Tensors that are stored twice count once.
     Adapters add nothing, because they are merged; with `skip_frozen`, only the adapters are written. `owned` are the
     plans of the files that this rank owns.
     """

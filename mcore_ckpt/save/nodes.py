@@ -173,8 +173,8 @@ def place_files(
 ) -> tuple[list[Written], Placement]:
     """Chooses the nodes of each file. Returns the files without repetitions, and the placement of these files.
 
-    Data-parallel replicas on several nodes have written the same file. It counts once, and the nodes that have it need
-    no copy.
+    Data-parallel replicas on several nodes have written the same file. Such a file counts once, and the nodes that have
+    it need no copy.
 
     Args:
         written: the files, each with the rank that has written it, in the order of the ranks.

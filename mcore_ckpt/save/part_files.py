@@ -1,11 +1,11 @@
-"""Writes what one rank saves of the parts that are attached to its manager, as files of the checkpoint.
+"""Writes the parts of the step that one rank saves, as files of the checkpoint.
 
     trainer's thread    capture      calls the functions of the parts
-    a thread of its own start        copies, syncs and hashes the files, while the save's thread writes the tensors
+    second thread       start        copies, syncs and hashes the files, while the save's thread writes the tensors
     save's thread       finish       waits for these files
 
 A part's function runs on the trainer's thread, because it reads what the training changes, and may use the GPU. If it
-returns a function, that one runs on the second thread.
+returns another function, the second thread runs that function.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from mcore_ckpt.steps.transaction import Attempt, check_seen
 
 logger = logging.getLogger(__name__)
 
-# The sizes of the files that a part has taken space for, by their path, of each part in its last save.
+# For each part, the sizes of the files in its last save that have taken disk space, by path.
 PartSizes = MutableMapping[str, dict[str, int]]
 
 
@@ -66,8 +66,8 @@ class PartFiles:
     def sizes(self) -> dict[str, int]:
         """Returns the sizes of the files to write by path, as far as they are known: a lower bound.
 
-        They are those of the last save. Before the first one, only bytes have a known size, and what will be copied
-        from another file system: on the same one, a copy may share the blocks of the original.
+        The sizes are those of the last save. Before the first save, only bytes have a known size, and files that will
+        be copied from another file system. A copy within one file system may share the blocks of the original.
         """
         found: dict[str, int] = {}
         for name, content in self._contents.items():
@@ -157,13 +157,13 @@ class PartFiles:
 
     def _write(self, staging: Path) -> list[_Written]:
         check_seen(staging)
-        # Those that are ready first, so that a slow function does not hold up the others.
+        # The parts that are ready go first, so that a slow function does not hold them up.
         ready = [name for name, content in self._contents.items() if not callable(content)]
         later = [name for name, content in self._contents.items() if callable(content)]
         return [self._write_part(name, staging) for name in (*ready, *later)]
 
     def _call(self, name: str, function: Callable[[], Content]) -> Content:
-        """Calls a function that the function of a part has returned. Raises CommitError if it does not return, too."""
+        """Calls a function that a part's function has returned. Raises CommitError also if the call takes too long."""
         timeout_s = self._trainer.config.timeout_s
 
         def call() -> Content:
@@ -171,7 +171,7 @@ class PartFiles:
                 return _content_of(name, function)
 
         calling = self._runner.start(call)
-        # A little longer, so that a disk that hangs is found first.
+        # This waits a little longer than the watch of the disk, so that the watch finds a disk that hangs first.
         if not calling.wait(total_s=timeout_s + deadlines.EXTRA_WAIT_S):
             calling.give_up()
             raise CommitError(
@@ -198,7 +198,7 @@ class PartFiles:
             source = Source.of(name, path, is_handed_over)
             source.check(staging, self._trainer.root)
             listing = _take(source, folder, hashed)
-        # The function may have written more, and what it has written counts as the part's own.
+        # The part's function may have written more files into the folder. They belong to the part, too.
         found = list_part(name, folder)
         _each([file for file in found.files if file not in hashed], hash_durably, hashed)
         paths = {file: file.relative_to(staging).as_posix() for file in found.files}
@@ -214,9 +214,9 @@ class _Written:
     Attributes:
         name: the part's name.
         files: its files.
-        sizes: the sizes of those that have taken disk space, by path: links to files of the trainer take none.
+        sizes: the sizes of the files that have taken disk space, by path: links to files of the trainer take none.
         source: the file or folder that the trainer has named; None if there is none.
-        folders: the folders in it.
+        folders: the folders in the source.
     """
 
     name: str
@@ -239,7 +239,7 @@ def _is_bytes(content: Content) -> bool:
 
 
 def _content_of(name: str, save: Callable[[], Content]) -> Content:
-    """Calls a function of the trainer. The other ranks raise a CommitError if it fails, so this rank does, too."""
+    """Calls a function of the trainer. If it fails, raises CommitError, as the other ranks do."""
     try:
         content = save()
     except CheckpointError:
@@ -275,7 +275,7 @@ def _take(source: Source, folder: Path, hashed: dict[Path, Hashed]) -> Listing:
         if not source.is_handed_over:
             return copy_hashed(original, target)
         source.note_taken(original)
-        # On one file system, a link takes no time. If it has no links, the bytes are copied.
+        # On one file system, a link takes no time. If the file system has no links, the bytes are copied.
         if original.stat().st_dev != folder.stat().st_dev:
             return copy_hashed(original, target)
         link_file(original, target)

@@ -16,7 +16,7 @@ from mcore_ckpt.io import limits
 
 logger = logging.getLogger(__name__)
 
-# Device, inode, size in bytes and time of the last change: of a file that is still as it was.
+# Device, inode, size in bytes and time of the last change. They show whether a file is still as it was.
 _Identity = tuple[int, int, int, int]
 
 
@@ -89,7 +89,7 @@ class Source:
 
     @staticmethod
     def of(part: str, path: str | os.PathLike[str], is_handed_over: bool) -> Source:
-        """Returns a source. A copy may be named by a link, but a link cannot be taken."""
+        """Returns a source. A file to copy may be named by a link, but a file to take may not."""
         absolute = Path(os.path.abspath(path))
         return Source(part, absolute if is_handed_over else absolute.resolve(), is_handed_over)
 
@@ -105,7 +105,7 @@ class Source:
         real, staging = self.path.resolve(), staging.resolve()
         roots = [root.resolve(), staging.parent.parent]
         if any(place.is_relative_to(real) for place in (staging, *roots)):
-            raise CommitError(f"part {self.part!r}: {self.path} has the checkpoints in it: name a folder that has not")
+            raise CommitError(f"part {self.part!r}: {self.path} contains the checkpoints: name a folder that does not")
         if real.is_relative_to(staging):
             raise CommitError(
                 f"part {self.part!r}: {self.path} is in the folder of the step that is being saved: what a function "
@@ -129,7 +129,7 @@ class Source:
         return Path(path.name) if path == self.path else path.relative_to(self.path)
 
     def note_taken(self, file: Path) -> None:
-        """Notes how a file is before it is taken, so that `remove` removes only that one."""
+        """Notes the identity of a file before it is taken, so that `remove` leaves a file that has changed since."""
         self._taken[file] = _identity_of(file)
 
     def remove(self, folders: Iterable[Path]) -> None:

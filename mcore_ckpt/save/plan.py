@@ -122,8 +122,8 @@ class _PlanBetweenSaves:
     """A plan that is kept from save to save. It keeps no tensor alive, so that a trainer can offload its tensors.
 
     `without` is the plan without tensors and weights. `from_mains` lists the weights that each save makes from main
-    parameters: their (file, tensor) numbers, and the `id` of the parameter. `gathers` says whether there are such
-    weights, because ranks that write none of them take part in making them, too.
+    parameters: their (file, tensor) numbers, and the `id` of the parameter. `gathers` says whether this rank takes part
+    in making such weights, even if it writes none of them.
     """
 
     live: LiveObjects

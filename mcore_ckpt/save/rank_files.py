@@ -169,7 +169,7 @@ class RankFiles:
         sync_parameters([each for each in chunks if is_gathered_by_megatron(each)] if weights.pieces else chunks)
         images = self._context.host_images
         event = images.copy_weights(weights, copied.files, copied.tensors, self._images.buffer)
-        # The trainer needs the memory now.
+        # Drop the weights, because the trainer needs their memory now.
         self.plan = replace(plan, weights=NO_WEIGHTS)
         return event
 
@@ -237,9 +237,9 @@ class RankFiles:
 
         Args:
             staging: the staging folder.
-            stall_s: how long the trainer was held up, in seconds; None if it still is.
+            stall_s: how long the trainer was held up, in seconds; None if the trainer still waits.
 
-        Raises the error that `capture` or `start_writing` has met, or the error of this call.
+        Raises the error with which `capture` or `start_writing` failed, or the error of the writing.
         """
         if isinstance(self._captured, Exception):
             raise self._captured
@@ -283,7 +283,7 @@ class RankFiles:
         check_seen(staging)
         self._times.mark("writing")
         self._writer = FileWriter(staging, self._captured.writes, self._context.commits, self._device_timeout_s)
-        self._writer.limit_device_wait(self._device_timeout_s)  # the exit may have changed it meanwhile
+        self._writer.limit_device_wait(self._device_timeout_s)  # an exiting interpreter may have changed it
         self._writer.start()
         return self._writer
 

@@ -37,8 +37,8 @@ from mcore_ckpt.state.trainer import Trainer
 
 # The least average length of many entries, in characters.
 _LEAST_ENTRY = 8
-# Lists of more characters are compressed. Decompressing takes longer than reading a short list, and rank 0 reads those
-# of thousands of ranks.
+# Lists of more characters are compressed. Shorter lists are not, because rank 0 reads the lists of thousands of ranks,
+# and decompressing a short list takes longer than reading it.
 _LONG_LIST = 1024
 _PLAIN, _COMPRESSED = "-", "z"
 # Begins the line of a group. No entry of names begins with it.
@@ -128,7 +128,8 @@ class TensorNames:
 
     def __init__(self) -> None:
         self._sent: set[str] = set()
-        # The lines of each list. One text takes less memory than its lines, of which thousands of ranks send many.
+        # The lines of each list, joined to one text. This takes less memory than the many lines that thousands of ranks
+        # send.
         self._received: dict[str, str] = {}
         self._groups: tuple[frozenset[str], dict[GroupId, list[str]]] = (frozenset(), {})
         self._order: tuple[frozenset[str], tuple[str, ...], dict[str, Holds]] | None = None
@@ -257,7 +258,7 @@ class RankReport(msgspec.Struct, array_like=True, frozen=True, gc=False):
         stages: the fields of `StageRecord` in order, for each stage.
         steps: for each chained optimizer, the number of steps that it has done; None if the rank does not know it.
         groups: the digest of the rank's param groups and their members.
-        replicas: what rank 0 compares with other ranks.
+        replicas: what rank 0 compares with the reports of other ranks.
         times: when the rank planned, copied and wrote (`SaveTimes.to_record`).
         positions: digests of the rank's data positions, by name.
         step_parts: the parts of the step that the rank has saved (`PartFiles`).

@@ -172,7 +172,7 @@ def _of(states: Iterable[ParameterState]) -> Iterator[Member]:
 
 @dataclass(frozen=True, eq=False)
 class _Sampled:
-    """Parts of the tensors of one list, perhaps on their way to the host, or their CRCs. None: cannot be read."""
+    """Parts of tensors of one list, perhaps on their way to the host, or their CRCs; None for unreadable tensors."""
 
     of: ReplicatedTensors
     numbers: tuple[int, ...]
@@ -201,7 +201,7 @@ class ReplicaSamples:
 def take_samples(
     lists: Sequence[ReplicatedTensors], attempt: str, everything: bool, copies: HostCopies
 ) -> ReplicaSamples:
-    """Reads small parts of a few tensors of each list: the same ones on all ranks, other ones at each save.
+    """Reads small parts of a few tensors of each list: the same parts on all ranks, and other parts at each save.
 
     The save's id (`attempt`) chooses them. With `everything`, it reads all bytes of all tensors, and waits for them.
     Offloaded tensors are read from `copies`.
@@ -296,7 +296,7 @@ def compare_replicas(reports: Sequence[ReplicaReport]) -> tuple[DifferentReplica
 
 
 def _differences(by_rank: Mapping[int, Sequence[int | None]], names: Sequence[str]) -> Iterator[DifferentReplicas]:
-    # Nearly always all are equal, and there may be thousands of ranks.
+    # Nearly always all CRCs are equal. This makes that case fast, because there may be thousands of ranks.
     if len(set(by_rank.values())) == 1:
         return
     for number, every in enumerate(zip(*by_rank.values(), strict=True)):

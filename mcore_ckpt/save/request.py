@@ -28,8 +28,8 @@ LARGEST_STEP = 10**18  # steps are smaller than this, because the tracker has 18
 class SaveRequest:
     """What the trainer asks to save.
 
-    The trainer has `called` save at this time (time.perf_counter()), and may have waited for an earlier save. Of all
-    ranks' `metrics`, those of rank 0 count.
+    `called` is when the trainer called `save` (time.perf_counter()), which may have waited for an earlier save. Only
+    the `metrics` of rank 0 count.
     """
 
     saving: Saving
@@ -107,8 +107,8 @@ def _check_extra_state(trainer: Trainer, extra_state: object) -> None:
 def _find_folder(root: Path, role: str, step: int, path: str | Path | None) -> tuple[Path, bool]:
     """Returns the checkpoint's folder, and whether it is part of a step below the root.
 
-    `path` is the folder that the caller asks for; None: the usual one. Raises InvalidArgumentError if it cannot be
-    used.
+    `path` is the folder that the caller asks for; None if that is the usual folder. Raises InvalidArgumentError if it
+    cannot be used.
     """
     role_dir = (
         file_names.step_dir(root, step) / role if path is None else Path(os.path.abspath(local_path(path, "path")))

@@ -85,7 +85,7 @@ class Root:
         self._interrupted.append(attempt)
 
     def remove_interrupted(self) -> None:
-        """Removes what interrupted saves have left. At the next save, and at the close, all ranks have ended them."""
+        """Removes what interrupted saves have left. At the next save and at the close, no rank still works on them."""
         while self._interrupted:
             attempt = self._interrupted.pop()
             if not is_committed(attempt):
@@ -129,7 +129,7 @@ class Root:
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            # The check says how much space is missing, or waits for deletions, after which the lock fits, too.
+            # The check says how much space is missing, or waits for deletions, after which the lock's file fits, too.
             self._context.space_watch.check(saving, need, timeout_s / 8)
             self._context.lock.take(patience_s=0)
 

@@ -51,7 +51,7 @@ def commit_to_root(
         context: what the saves of the manager share.
         agreement, topic, attempt, write, describe: see `transaction.commit_together`, whose errors it raises.
         move_tracker: runs on rank 0 once the checkpoint is in place.
-        times: notes when the export has ended, for the manifest's timeline. None: the timeline stays as it is.
+        times: notes when the export has ended, for the manifest's timeline. If it is None, the timeline stays as it is.
 
     Returns the files of the HuggingFace model that this rank has written.
     """
@@ -123,7 +123,7 @@ class OldSteps:
     Attributes:
         found: the decisions about steps that go, or that lose their optimizer. Another process may delete or pin these
             steps meanwhile.
-        saved: what `SpaceWatch` needs once they are deleted; None if it need not look.
+        saved: the argument of `SpaceWatch.foresee`, for after the deletion; None if `SpaceWatch` need not look.
     """
 
     context: SaveContext
@@ -160,7 +160,7 @@ class OldSteps:
 def _find_old_steps(context: SaveContext, saving: Saving, policy: PreservationPolicy) -> OldSteps:
     """Finds the steps to delete after a commit, and warns if there are none and the next save will not fit.
 
-    It looks at the commit, because a later save with another policy may be committed when the deletion begins.
+    It runs right after the commit, because a later save with another policy may be committed when the deletion begins.
     """
     role_dir, step = saving.role_dir, saving.step
     found: tuple[RetentionDecision[StepStatus], ...] = ()

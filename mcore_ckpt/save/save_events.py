@@ -55,7 +55,7 @@ class SaveEvents:
         self._delivery.post(Skipped(**self._at(now), reason=reason, seconds=now - self._called))
 
     def failed(self, error: BaseException, times: SaveTimes | None = None) -> None:
-        """Tells that the save has failed, if it has started and not ended; without `times`, during planning."""
+        """Tells that the save has failed, if it is under way. `times` is None if planning has failed."""
         if not self._is_under_way:
             return
         self._is_under_way = False

@@ -37,7 +37,7 @@ class SaveReport:
         commit_s: the time from the end of writing and exporting until the checkpoint was in its place, including the
             wait for slower ranks.
         different_replicas: on rank 0, a sentence for each tensor that has different bytes on replicas. A save compares
-            some tensors; with `verify_replicas`, all.
+            some tensors, and with `verify_replicas` all of them.
     """
 
     step: int
@@ -105,7 +105,7 @@ class SaveTimes:
         return spans
 
     def report(self, step: int, path: Path, nbytes: int, stall_s: float | None) -> SaveReport:
-        """Returns the report of a save that is committed now. Without `stall_s` the trainer has waited until now."""
+        """Returns the report of a save that is committed now. `stall_s` is None if the trainer still waits."""
         at, now = self._moments, time.perf_counter()
         seconds = now - self._called
         lengths = {part: end - start for part, (start, end) in self.spans(now).items()}
@@ -135,8 +135,8 @@ class SaveTimes:
     def to_record(self, stall_s: float | None, nbytes: int) -> TimesRecord:
         """Returns the part of a rank's report that `timeline_of` reads, once all files of the rank are written.
 
-        `stall_s` is how long `save` held the training up, in seconds; None: until the commit. `nbytes` leaves out the
-        rank's part of the HuggingFace model.
+        `stall_s` is how long `save` held the training up, in seconds; None if it does so until the commit. `nbytes`
+        leaves out the rank's part of the HuggingFace model.
         """
         spans, stall = self.in_us(), None if stall_s is None else _us(stall_s)
         return (*spans["plan"], *spans["copy"], *spans["write"], nbytes, stall)
@@ -161,8 +161,8 @@ def timeline_of(times: Sequence[TimesRecord], commit: Span) -> SaveTimeline:
 def with_export(timeline: SaveTimeline, reports: Sequence[Record], commit: Span) -> SaveTimeline:
     """Returns the timeline with the export of the HuggingFace model, which begins when a rank has written its files.
 
-    The ranks' reports say when their part of it was on the disk (`exported`, in microseconds). `commit` is as in
-    `timeline_of`, from the end of the export.
+    Each rank's report says when the rank's part of the model was on the disk (`exported`, in microseconds). `commit` is
+    as in `timeline_of`, but begins at the end of the export.
     """
     starts = timeline.write[1]
     ends = tuple(max(start, report["exported"]) for start, report in zip(starts, reports, strict=True))

@@ -83,7 +83,7 @@ def read_common(trainer: Trainer) -> dict[str, Any]:
 def read_steps(trainer: Trainer) -> list[float | int | None]:
     """Returns the number of steps of each chained optimizer.
 
-    Raises UnsupportedError if the parameters of one have done different numbers of steps.
+    Raises UnsupportedError if the parameters of one optimizer have done different numbers of steps.
     """
     if "optimizer" not in trainer.config.save_contents:
         return []

@@ -4,8 +4,9 @@ Each commit has a number that grows with the root, and the numbers of the commit
 rollback, or a fresh start in a used root, the steps that are not in the branch of the last commit are abandoned.
 `choice.py` decides what that means for loading and deleting.
 
-Older checkpoints have no numbers. Such a step counts as if its number were its step and all lower numbers were in its
-branch. A trainer that continues below them begins with a larger number, so both kinds have one order.
+Checkpoints of older versions have no commit numbers. A step of such checkpoints counts as if its step number were its
+commit number, and all lower numbers were in its branch. A trainer that has seen such steps begins with a larger number,
+so all steps have one order.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class StepCommit:
         return any(first <= number <= last for first, last in self.branch)
 
     def has_given_up(self, number: int) -> bool:
-        """True if a number is older and not in the branch."""
+        """True if a number is smaller than this one and not in the branch."""
         return number < self.number and not self.leads_from(number)
 
 
@@ -47,7 +48,7 @@ class Position:
     Attributes:
         last: the largest number that is known.
         of_role: the largest number of this role.
-        parent: the `attempt` that was loaded or saved last; None after a fresh start.
+        parent: the `attempt` of the checkpoint that was loaded or saved last; None after a fresh start.
         branch: the branch of that checkpoint.
     """
 
@@ -57,9 +58,10 @@ class Position:
     branch: Ranges = ()
 
     def next(self, of_step: int | None = None) -> Commit:
-        """Returns the next commit. Its number is that of other roles in the step (`of_step`), or a new one.
+        """Returns the next commit.
 
-        The role's number always grows, so a step that is saved again gets a new number.
+        Its number is `of_step`, which other roles of the step have, if that is larger than `of_role`. Otherwise it is a
+        new number. So the numbers of a role always grow, even if the role saves a step again.
         """
         number = of_step if of_step is not None and of_step > self.of_role else max(self.last, self.of_role) + 1
         if self.branch and self.of_role <= self.branch[-1][1]:
@@ -78,5 +80,5 @@ class Position:
         return Position(max(self.last, loaded.number), max(self.of_role, loaded.number), attempt, loaded.branch)
 
     def seen(self, last: int, of_role: int) -> Position:
-        """Returns the position once larger numbers have been seen."""
+        """Returns the position after these numbers have been seen. Only larger numbers change it."""
         return Position(max(self.last, last), max(self.of_role, of_role), self.parent, self.branch)

@@ -51,7 +51,7 @@ def _order(steps: Sequence[Weighed], roles: Sequence[str]) -> Callable[[Weighed]
 
 
 def oldest_first(steps: Sequence[Step], roles: Sequence[str] = ()) -> list[Step]:
-    """Sorts steps by their commits, the abandoned ones before all others. The last one is to be loaded first.
+    """Sorts steps by their commits, with abandoned steps before all others. The last step is to be loaded first.
 
     Steps of the same commit keep their order. Only the commits of `roles` count; if it is empty, all count.
     """
@@ -71,10 +71,10 @@ def newest(steps: Sequence[Step]) -> Step | None:
 
 
 def by_step(step: int, others: Sequence[Weighed]) -> Commit | None:
-    """Returns the commit of a step that no training has saved, such as a tool's. Its step decides its place.
+    """Returns the commit for a step that a tool writes. The number of the step decides its place.
 
-    The commit shares the number of the step before it, or of the first step, so a later step stays the newest. Returns
-    None if there are no other steps.
+    The commit shares the number of the step before it, or of the first step if none is before it. So a later step stays
+    the newest. Returns None if there are no other steps.
     """
     given_up = abandoned(others)
     there = sorted((each for each in others if each.step not in given_up), key=order_of)
@@ -90,7 +90,7 @@ class Choice(Generic[Step]):
         steps: the steps to try, in this order: the newest whole step, then older steps, whose files nobody has looked
             at, because there may be thousands. Abandoned steps come last.
         passed_over: the steps that would be tried earlier but cannot be loaded, and the steps of another run. If there
-            is no step to try, these are all steps.
+            is no step to try, this has all steps.
         roles: the roles to load.
     """
 
@@ -102,7 +102,8 @@ class Choice(Generic[Step]):
     def error(self) -> type[CheckpointError]:
         """The error to raise if there is no step to try.
 
-        If a step lacks files, it can perhaps be mended, so the error must not look like that of a new training.
+        A step that lacks files can perhaps be mended. So its error must not be the one that a new training gets, which
+        has no steps.
         """
         lacks_files = any(step.is_claimed and step.lacks for step in self.passed_over)
         return CheckpointCorruptError if lacks_files else CheckpointNotFoundError
@@ -122,7 +123,8 @@ class Choice(Generic[Step]):
 
 
 def choose(steps: Sequence[Step], roles: Sequence[str] = ()) -> Choice[Step]:
-    """Chooses the steps to load from, which have all `roles`. Of two steps of one commit, the later one is tried first.
+    """Chooses the steps to load from, which have all `roles`. Of two with the same commit number, the higher step is
+    tried first.
 
     Raises OSError or RemoteError: the files of a step cannot be looked at.
     """
@@ -133,7 +135,7 @@ def choose(steps: Sequence[Step], roles: Sequence[str] = ()) -> Choice[Step]:
         return Choice((), tuple(last_first), tuple(roles))
 
     def is_passed_over(step: Step) -> bool:
-        if not step.claims:  # its manifest cannot be read; a step without one is a save in progress
+        if not step.claims:  # its manifests cannot be read, or it has none, because its save is under way
             return bool(step.problems) and (step.is_of_other_run or step.step > tried[0].step)
         return step.is_of_other_run or order(step) > order(tried[0])
 

@@ -36,8 +36,8 @@ _RENAME_EXCHANGE = 2
 # How many times `open_staging` tries to make the step's folder and then the staging folder in it. In between, another
 # role can remove the step's folder, which is still empty.
 _TRIES = 100
-# How many files a thread looks at in one turn, at most, and how many turns each thread has, at least, if there are many
-# files: a thread whose calls take longer takes fewer turns.
+# The most files that a thread looks at in one turn, and the least number of turns for each thread if there are many
+# files. Because of the turns, a thread whose calls take longer looks at fewer files.
 _FILES_AT_ONCE = 64
 _TURNS = 8
 _NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
@@ -49,16 +49,17 @@ def new_attempt() -> str:
 
 
 def open_staging(role_dir: Path, attempt: str, mode: int | None = None) -> Path:
-    """Makes the staging folder of a save that ranks write into, next to the role's folder. Raises OSError.
+    """Makes the staging folder, which ranks write into, next to the role's folder. Raises OSError.
 
-    New folders get `mode`, before the umask is applied. None: a new root gets the usual mode of roots, and any other
-    new folder is not more open than the one above it.
+    New folders get `mode`, before the umask is applied. If `mode` is None, a new root gets the usual mode of roots, and
+    any other new folder is not more open than the folder above it.
     """
     staging = file_names.staging_dir(role_dir, attempt)
     for tries_left in reversed(range(_TRIES)):
         make_parents(role_dir.parent, top_mode(None) if mode is None else mode)
         try:
-            # Not durably, because the trainer waits for this. `publish` syncs the name of this folder.
+            # These names are not synced, because the trainer waits for this. `publish` syncs the name of the step's
+            # folder.
             new_folder(role_dir.parent, mode, exist_ok=True)
             new_folder(staging, mode)
             write_owner(staging)
@@ -82,8 +83,8 @@ class SizedFile(Protocol):
 
 def check_files(staging: Path, files: Iterable[tuple[int, SizedFile]]) -> None:
     """Checks that this rank sees the files, each with the rank that wrote it, in full size. Raises CommitError."""
-    # The size of each file takes a call, however the folders are listed. Each thread takes several files at a time,
-    # because for a local file system the threads would else spend most of the time on taking turns.
+    # The size of each file takes a call, even if the folders are listed. Each thread takes several files at a time,
+    # because on a local file system the threads would otherwise spend most of the time on taking turns.
     written = list(files)
     length = max(1, min(_FILES_AT_ONCE, len(written) // (tuning.LOOK_THREADS * _TURNS)))
     parts = [written[start : start + length] for start in range(0, len(written), length)]
@@ -108,7 +109,8 @@ def _check_part(staging: str, files: Iterable[tuple[int, SizedFile]]) -> None:
 
 
 def _size_of(path: str) -> int:
-    # A function, so that the watch of the disk finds the path of the file, and not the folder, if the call hangs.
+    # This is a function so that, if the call hangs, the watch of the disk finds the path of the file, not of the
+    # folder.
     return os.stat(path).st_size
 
 
@@ -136,7 +138,9 @@ def check_structures(by_rank: Sequence[Mapping[str, str]], node_of: Callable[[in
 
 
 def write_manifest(staging: Path, manifest: Manifest) -> None:
-    """Writes the manifest, durably. All other files must be durable, with their names, except those in `staging`.
+    """Writes the manifest, durably. All other files must be durable already, and their names below `staging`, too.
+
+    This function makes only the names in `staging` itself durable.
 
     Raises OSError, and CommitError if the manifest could not be read back. Without this check, a checkpoint that cannot
     be loaded could replace an older one that is intact.
@@ -242,12 +246,12 @@ def restore_replaced(replaced: Path, role_dir: Path) -> bool:
 
 
 def remove_replaced(old: Path, role_dir: Path) -> None:
-    """Removes a replaced checkpoint after moving its foreign files. Keeps its folder if one of them cannot be moved."""
+    """Removes a replaced checkpoint after moving its foreign files. Keeps `old` if a foreign file cannot be moved."""
     # If `old` is a link, only the link is removed, because the folder that it leads to may belong to somebody else.
     if old.is_symlink() or (old.exists() and move_foreign_entries(old, role_dir)):
         remove_folder(old)
     elif (work := file_names.parse_work_dir(old.name)) is not None and work.purpose == "replaced":
-        # Otherwise it would count as the checkpoint if its successor were deleted.
+        # Otherwise `old` would count as the role's checkpoint if its successor were deleted.
         with suppress(OSError):
             (old / file_names.MANIFEST_FILE).unlink(missing_ok=True)
 
@@ -260,7 +264,7 @@ def discard(staging: Path) -> None:
 
 @contextmanager
 def taken_away(staging: Path) -> Iterator[Path]:
-    """Renames the staging folder of another process while its files are removed. Other folders stay where they are.
+    """Renames another process's staging folder while the `with` block removes it. Other folders keep their names.
 
     A process that was taken for dead may come back, and must not put a half-removed folder into place. If the folder
     cannot be removed, it gets its name back in the end.

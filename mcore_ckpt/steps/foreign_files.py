@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 def link_foreign_files(old: Path, new: Path) -> bool:
     """Makes hard links in `new` to the foreign files of `old`, so that none is missing, even after a crash.
 
-    Returns True if there are any. They become durable with the next sync of `new`.
+    Returns True if there are foreign files. The links become durable with the next sync of `new`.
     """
     foreign = _foreign_entries(old)
     for entry in foreign:
@@ -32,7 +32,7 @@ def link_foreign_files(old: Path, new: Path) -> bool:
 
 
 def move_foreign_entries(old: Path, new: Path) -> bool:
-    """Moves the foreign files and folders of `old` that `new` lacks or has in an older version, durably.
+    """Moves, durably, the foreign files and folders of `old` that `new` lacks or has in an older version.
 
     These are the entries that `link_foreign_files` could not link, and entries that were written since. Returns False
     if something has to stay in `old`.
@@ -52,7 +52,7 @@ def move_foreign_entries(old: Path, new: Path) -> bool:
             logger.warning("%s belongs in %s, but could not be moved there, and stays: %s", entry, new, error)
             return False
     if moved:
-        # Before the caller removes `old`. On the disk, the removal could otherwise come before the move.
+        # Otherwise the caller's removal of `old` could reach the disk before the move.
         sync_dir(new)
     return True
 

@@ -1,12 +1,12 @@
 """Hides a step before its files are deleted, so that no part of it ever looks like a step.
 
-A role may open a save in the step, commit it, or pin it between the last check and the rename. So the step is checked
-again after the rename, and gets its name back if anything has changed. Until then it has `.owner.json`, so no other
-process removes it as a leftover. A crash leaves the step where it was, or leaves a `.deleted-...` folder, which is no
-step. The next start or `prune` removes that folder. A link in the place of a step stays: removing it would free
-nothing, and its target may belong to another run. Removing leftovers follows no link either. If a role's folder is a
-link, a save replaces the link by a folder and leaves the target as it is. A step that cannot be deleted (protected, a
-mount point, another user's) stays whole. Other steps are deleted nevertheless.
+Between the last check and the rename, a trainer may open or commit a save in the step, or the step may be pinned. So
+the step is checked again after the rename, and gets its name back if anything has changed. Until the second check it
+has `.owner.json`, so no other process removes it as a leftover. A crash leaves the step where it was, or leaves a
+`.deleted-...` folder, which is no step. The next start or `prune` removes that folder. A link in the place of a step
+stays: removing it would free nothing, and its target may belong to another run. Removing leftovers follows no link
+either. If a role's folder is a link, a save replaces the link by a folder and leaves the target as it is. A step that
+cannot be deleted (protected, a mount point, another user's) stays whole. Other steps are deleted nevertheless.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mcore_ckpt.steps.work_folders import replaced_checkpoints
 
 @dataclass(frozen=True)
 class HiddenStep:
-    """A step under a hidden name, and the checkpoints that it `replaced`: their paths now, by their earlier paths."""
+    """A step under a hidden name. `replaced` has the hidden paths of checkpoints next to it, by their earlier paths."""
 
     usual: Path
     path: Path
@@ -45,10 +45,10 @@ class HiddenStep:
 
 
 def hide_step(step_path: Path) -> HiddenStep:
-    """Renames a step to a hidden name, after the checkpoints that it has replaced. The caller must sync the names.
+    """Hides the checkpoints that a step has replaced, and then the step, by renaming. The caller must sync the names.
 
-    The replaced checkpoints are next to the step if the step's folder is also the folder of a role. If one stayed, it
-    would take the place of the deleted step.
+    The replaced checkpoints are next to the step if the step's folder is also the folder of a role. If such a
+    checkpoint stayed, it would take the place of the deleted step.
 
     Raises OSError: nothing is hidden.
     """
@@ -56,7 +56,7 @@ def hide_step(step_path: Path) -> HiddenStep:
     try:
         for folder in replaced_checkpoints(step_path):
             hidden = file_names.deleted_dir(step_path, new_attempt())
-            # As for the step itself: until the caller is sure, nobody else may remove the folder.
+            # Until the caller is sure, nobody else may remove the folder, nor the step itself.
             with suppress(OSError):
                 if not folder.is_symlink():
                     write_owner(folder)
@@ -75,5 +75,5 @@ def hide_step(step_path: Path) -> HiddenStep:
 
 def _put_back(replaced: Mapping[Path, Path]) -> None:
     for usual, hidden in replaced.items():
-        with suppress(OSError):  # another process has removed it, or nobody needs it
+        with suppress(OSError):  # another process has removed it, or its place is taken
             os.rename(hidden, usual)

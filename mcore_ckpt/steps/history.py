@@ -1,13 +1,13 @@
-"""Tracks the run of one trainer and the checkpoint that it goes on from, and gives each commit number and parent.
+"""Tracks a trainer's run and the checkpoint that it goes on from, and gives each commit its number and parent.
 
-Only rank 0 uses it, under the role's lock, when it makes a manifest.
+Only rank 0 uses this module. It makes manifests only under the role's lock.
 
-A number is one more than all numbers that rank 0 has seen: in the root and on its node at the start, on other nodes at
-a load, and then its own. Lost nodes may come back, and a store may have steps that the root lacks. So a training with
-nodes or a store reserves numbers in `.run.json`, and the next training begins above them. (If it asked the store at
-each start, a save would have to wait for the store.) A role that commits to a step takes the number of the roles there,
-if that is higher than its last one. If two roles choose the same number for two steps at once, the higher step counts,
-so no harm is done.
+A new number is one more than the largest that rank 0 has seen: in the root and on its node at the start, on other nodes
+at a load, and in its own commits. Lost nodes may come back, and a store may have steps that the root lacks. So a
+training with nodes or a store reserves numbers in `.run.json`, and the next training begins above them. (If a training
+asked the store at each start, a save would have to wait for the store.) A role that commits to a step takes the number
+of the step's other roles, if that is higher than its own last number. If two roles choose the same number for two steps
+at the same time, the higher step counts, so no harm is done.
 """
 
 from __future__ import annotations
@@ -34,14 +34,16 @@ from mcore_ckpt.steps.same_root import SameRoot
 
 logger = logging.getLogger(__name__)
 
-# The run of a checkpoint without identity in any other place. No run owns it.
+# The run of a checkpoint that has no identity and is neither in the root, on this node nor in the store. No root owns
+# it.
 _UNKNOWN = RootRun(Run(""))
 
 
 class RunHistory:
     """The run of one manager, and its place among the commits.
 
-    `home` is the folder with the identity of the run: the root, or one in the node's folder if nothing is in the root.
+    `home` is the folder with the identity of the run: the root, or a folder in the node's folder if nothing is saved to
+    the root.
     """
 
     def __init__(
@@ -54,7 +56,7 @@ class RunHistory:
         self._run: Run | None = None
         self._took_over: RootRun | None = None
         self._parent: RunParent | None = None
-        self._last: tuple[ManifestSummary, Path | str] | None = None  # the last one loaded or saved, and its place
+        self._last: tuple[ManifestSummary, Path | str] | None = None  # loaded or saved last, and its place
         self._held = ExitStack()
         self._same_home = SameRoot(home)
 
@@ -87,7 +89,7 @@ class RunHistory:
         self._held.close()
 
     def seen(self, heads: Iterable[ManifestSummary]) -> None:
-        """Notes checkpoints that may be in no other place, such as checkpoints in a store or on other nodes."""
+        """Notes the commit numbers of checkpoints, such as those that are only in a store or only on other nodes."""
         for head in heads:
             self._position = self._position.seen(head.number, head.number if head.role == self._role else 0)
 
@@ -128,7 +130,7 @@ class RunHistory:
         return runs.elsewhere(self._root, self._home, claimed)
 
     def check_may_replace(self, role_dir: Path, heads: Iterable[ManifestSummary]) -> None:
-        """Raises CommitError if a folder, in or outside the root, has a checkpoint of another run, or OSError."""
+        """Raises CommitError if a folder in or outside the root has a checkpoint of another run. Raises OSError."""
         own = runs.below(self._root) if _is_below(self._root, role_dir) else runs.elsewhere(self._root, self._home)
         own.check(role_dir, heads)
 
@@ -158,7 +160,7 @@ class RunHistory:
             heads = self._heads()
             self.seen(heads)
             if self._remote is not None and self._position.parent is not None and not heads:
-                # The root is on a new disk. Perhaps only one step was asked for, and the store has later ones.
+                # The root is on a new disk. Perhaps one step was loaded by its number, and the store has later ones.
                 with suppress(RemoteError):
                     self.seen(head for step in self._remote.steps() for head in step.found.values())
             known = runs.settle(self._home, self._root, heads, self._took_over, self._parent)

@@ -26,14 +26,14 @@ logger = logging.getLogger(__name__)
 def set_metrics(root: str | Path, step: int, metrics: Mapping[str, float], *, role: str | None = None) -> None:
     """Adds metrics to a committed step, durably. Any process may call it, also while trainers run.
 
-    A metric that the step already has gets the new value; NaN and infinity remove the value that was set earlier in
-    this way. If two processes set metrics of one step at the same moment, the later one may undo the other's.
+    A metric that the step already has gets the new value; NaN or infinity removes a value that was set earlier in this
+    way. If two processes set metrics of one step at the same moment, the later one may undo the other's.
 
     Args:
         root: the folder of the steps.
         step: the step's number.
         metrics: finite numbers by name, such as {"reward": 0.7}.
-        role: the role whose checkpoint has the metrics. None: the step's only role.
+        role: the role whose checkpoint has the metrics. If it is None, this is the step's only role.
 
     Raises:
         CheckpointNotFoundError: there is no such step, or it has no committed role.
@@ -57,7 +57,7 @@ def set_metrics(root: str | Path, step: int, metrics: Mapping[str, float], *, ro
     head = _head_of(status, role)
     path = file_names.metrics_file(status.place, head.role, head.attempt)
     known = {name: value for name, value in read_later_metrics(path).items() if name not in missing}
-    read_metrics(together := {**known, **found})  # once more, because together they may be too many
+    read_metrics(together := {**known, **found})  # together they may be too many
     try:
         replace_file(path, fields.encode(together))
     except FileNotFoundError:
@@ -65,7 +65,7 @@ def set_metrics(root: str | Path, step: int, metrics: Mapping[str, float], *, ro
 
 
 def _head_of(status: StepStatus, role: str | None) -> ManifestSummary:
-    """Returns the summary of the manifest of a committed role: of the only one if `role` is None."""
+    """Returns the summary of a committed role's manifest. If `role` is None, the step must have only one role."""
     there = ", ".join(sorted(status.committed))
     if role is None and len(status.committed) > 1:
         raise InvalidArgumentError(f"step {status.step} has the roles {there}: name one of them as role")

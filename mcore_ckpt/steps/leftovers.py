@@ -29,9 +29,9 @@ logger = logging.getLogger(__name__)
 def remove_leftovers(root: Path, role: str, alone: bool) -> None:
     """Removes the leftovers of one role, and restores the role's checkpoints that a crashed process had moved aside.
 
-    Leftovers of other roles stay, because those roles may be saving. `alone`: this process holds the role's trainer
-    lock (`TrainerLock`), so folders whose owner is unknown, on another host or hidden are leftovers, too. A doctor's
-    trial folder counts as one only if it is old, because the lock says nothing about doctors.
+    Leftovers of other roles stay, because those roles may be saving. `alone` is True if this process holds the role's
+    trainer lock (`TrainerLock`). Then folders whose owner is unknown, on another host or hidden are leftovers, too. A
+    doctor's trial folder is a leftover only if it is old, because the lock says nothing about doctors.
     """
     if not root.is_dir():
         return
@@ -56,8 +56,8 @@ def remove_leftovers(root: Path, role: str, alone: bool) -> None:
     for name in {name for name in beside_steps if file_names.parse_step(name) is not None}:
         _remove_in_if_allowed(root, name, only)
     step_paths = own_steps(root)
-    # Few of thousands of steps have leftovers, if any. So the looks at the steps overlap, and take as few calls as
-    # possible.
+    # There may be thousands of steps, and few of them have leftovers. So the looks at the steps overlap, and take as
+    # few calls as possible.
     suspects = results_of(step_paths, lambda path: _may_have_leftovers(path, role), tuning.LOOK_THREADS)
     for step_path in itertools.compress(step_paths, suspects):
         _remove_in_if_allowed(step_path, role, alone)
@@ -84,8 +84,8 @@ def remove_leftover(folder: Path) -> None:
 def find_leftovers(root: Path, role: str | None = None) -> list[Path]:
     """Returns the leftovers of one role, or of all roles, below a folder of steps.
 
-    It leaves out folders that may belong to a living process, on this host or another, and checkpoints that were moved
-    aside and that the next start of a trainer restores.
+    It leaves out folders whose process may be alive, on this host or another. It also leaves out checkpoints that were
+    moved aside, if the next start of a trainer restores them.
     """
     listed = entries(root)
     found = [each for each in listed if file_names.is_deleted_dir(each.name) and is_deleted_for_good(each, alone=False)]
@@ -116,8 +116,8 @@ def _remove_in_if_allowed(step_path: Path, role: str, alone: bool) -> None:
 
 
 def _remove_in(step_path: Path, role: str, alone: bool) -> None:
-    # Retention writes an owner file into a step before it deletes the step, and its process may have died in between.
-    # A save does the same to a role's folder before it replaces the folder, and retention before it removes an
+    # Retention writes an owner file into a step before it deletes the step, and its process may have died in between. A
+    # save writes one into a role's folder before it replaces the folder, and so does retention before it removes an
     # optimizer.
     for folder in (step_path, step_path / role):
         if (folder / file_names.OWNER_FILE).exists() and is_leftover(folder, alone):
@@ -151,7 +151,7 @@ def _is_all_that_is_left(entry: Path, role_dir: Path) -> bool:
 
 
 def _may_have_leftovers(step_path: Path, role: str) -> bool:
-    """True if `_remove_in` may have something to do in a step. It lists the step once, and looks into the role once."""
+    """True if `_remove_in` may have something to do in a step. It makes at most two calls."""
     names = {entry.name for entry in entries(step_path)}
     works = [work for name in names if (work := file_names.parse_work_dir(name)) is not None]
     if not names or file_names.OWNER_FILE in names or any(work.role == role for work in works):

@@ -5,9 +5,9 @@ only a hint where to look again for the newest step.
 
 Some callers cannot look at all steps each time, because that takes too long (the tracker at each save, `watch`). For
 them a process looks at all steps once and remembers their numbers (`newest_complete`), and later looks only at steps
-that may have changed. The tracker alone is not enough, because a trainer may have died between its commit and the
-tracker. One change is not seen until the next start: another process saves a known step again just before it dies.
-`load` and `recover` look at all steps.
+that may have changed. The tracker alone is not enough, because a trainer may have died after its commit and before it
+moved the tracker. One change is not seen until the next start: another process saves a known step again just before it
+dies. `load` and `recover` look at all steps.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _STAYS_UNREADABLE = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENOTDIR, errn
 # The number of roots whose manifests are remembered.
 _MOST_ROOTS = 8
 
-# How often a root is listed at most if a step is renamed between the listing and the look at it. A save by two renames
-# takes an instant, so the second listing nearly always shows where the step is.
+# How many times a root is listed, at most, if a step is renamed between the listing and the look at the step. A save by
+# two renames takes an instant, so the second listing nearly always shows where the step is.
 _LISTINGS = 3
 
 
@@ -59,7 +59,8 @@ class _Head(NamedTuple):
 
 
 _Heads = dict[Path, _Head]
-# By root, then by role's folder. Reading and parsing the manifest of a large run takes long.
+# The manifests that are remembered, by root and then by role's folder. Reading and parsing the manifest of a large run
+# takes long.
 _heads: dict[Path, _Heads] = {}
 
 
@@ -68,7 +69,7 @@ class StepStatus(Weighed):
     """The state of one step folder.
 
     The manifests are read when the step is listed. The other files are looked at when someone first asks whether the
-    step is complete, or what it lacks. That raises OSError if an error may be temporary.
+    step is complete, or what it lacks. This look raises OSError if an error may be temporary.
 
     Attributes:
         step: the step's number.
@@ -79,8 +80,8 @@ class StepStatus(Weighed):
         pinned: true if retention must keep the step.
         flat: the role whose folder is the step's own folder; None if there is none.
         aside: the folders of committed roles that a save was moving aside when it died. Such a checkpoint counts as the
-            role's until the next trainer puts it back. The one of a flat role is next to the step's folder, which may
-            be missing.
+            role's until the next trainer puts it back. The folder of a flat role is next to the step's folder, which
+            may be missing.
         seen: the roles whose files this process has just looked at, because it is ending their commit.
         says: the summaries of the manifests of the committed roles, and of roles that belong to another run.
         in_node_folder: true in a node's folder of the fast tier, where a step can have no more than one node's files.
@@ -118,7 +119,7 @@ class StepStatus(Weighed):
         return step_status(self.path).role_dir(role)
 
     def having_seen(self, role_dir: Path | None) -> StepStatus:
-        """Returns the same status, in which the files of a role's folder count as seen; of no folder if it is None."""
+        """Returns the same status, but with the role in `role_dir` as seen; the status itself if `role_dir` is None."""
         seen = frozenset(role for role in self.committed if self.role_dir(role) == role_dir)
         return replace(self, seen=seen) if seen else self
 
@@ -148,10 +149,10 @@ class StepStatus(Weighed):
 
 
 def list_steps(root: Path, only: int | Collection[int] | None = None) -> list[StepStatus]:
-    """Returns all steps below a root, by their numbers, or only the steps with given numbers, without a look at others.
+    """Returns the steps below a root, sorted by number. With `only`, it looks only at the steps with these numbers.
 
-    If a step has two folders (`global_step_5` and `global_steps_5`), the status of the complete one is returned. Only
-    the manifests of other steps are read.
+    If a step has two folders (`global_step_5` and `global_steps_5`), the status of the complete one is returned. Of a
+    step with one folder, only the manifests are read.
 
     Raises OSError: the root cannot be read, or a step cannot be read because of an error that may be temporary.
 
@@ -186,7 +187,7 @@ def _without_others(status: StepStatus, own: Ownership) -> StepStatus:
 
 
 def newest_steps(root: Path, count: int) -> list[StepStatus]:
-    """Returns the steps that were committed last, complete or not, the oldest of them first.
+    """Returns the `count` steps that were committed last, complete or not. The oldest of them is first.
 
     It looks at few steps, as `newest_complete` does. Raises OSError like `list_steps`, for the steps that it looks at.
     """
@@ -202,7 +203,7 @@ def newest_steps(root: Path, count: int) -> list[StepStatus]:
 def newest_complete(
     root: Path, role: str | None = None, seen: Path | None = None, committed: int | None = None
 ) -> StepStatus | None:
-    """Returns the newest complete step, or None. It is fast even if there are thousands.
+    """Returns the newest complete step, or None. It is fast even if there are thousands of steps.
 
     The first call of a process looks at all steps. A later call looks at the steps whose manifests the process has not
     read, at the steps that are likely to have been saved again, and then at the others, the last commit first, until
@@ -235,7 +236,7 @@ def newest_complete(
 
 
 def _last_first(listed: _Listed, likely: Collection[int | None]) -> Iterator[list[_Look]]:
-    """Yields looks at steps: first at all steps that are likely or unknown, then at the others, the last commit first.
+    """Yields lists of looks: first at all steps that are likely or unknown, then at one other step each, newest first.
 
     If another process has saved a known step again, the look at the step shows it.
     """
@@ -276,7 +277,7 @@ def read_tracker(root: Path) -> int | None:
 class _Listed(NamedTuple):
     """One listing of a root: the folders of each step, and where flat steps were moved aside, by their earlier names.
 
-    A step that was moved aside has its earlier folder, even if that folder is missing.
+    `folders` has the earlier folder of a step that was moved aside, even if that folder is missing.
     """
 
     root: Path
@@ -343,7 +344,7 @@ def is_step(path: Path) -> bool:
 
 
 def _number_of(path: Path) -> int | None:
-    """Returns the number of a folder's step, from its name or, if it was renamed, from its roles' manifests."""
+    """Returns the step number of a folder from its name or, if the folder was renamed, from its roles' manifests."""
     named = file_names.parse_step(path.name)
     if named is not None:
         return named
@@ -433,7 +434,7 @@ def _moved_aside(path: Path, entries: Sequence[os.DirEntry[str]]) -> dict[str, P
 
 
 def find_moved_aside(folder: Path) -> Path | None:
-    """Returns where a save that never ended has moved a checkpoint from its `folder`; None if none has."""
+    """Returns the folder to which an unfinished save has moved the checkpoint of `folder`; None if there is none."""
     if (folder / file_names.MANIFEST_FILE).exists():
         return None
     moved = _moved_from(folder)
@@ -448,7 +449,7 @@ def _moved_from(folder: Path) -> Path | None:
 
 
 class _RoleFolder(NamedTuple):
-    """What the manifest of a folder says, and why the role is not committed; None if it is."""
+    """What the manifest of a folder says. `problem` is why the role is not committed; None if it is committed."""
 
     role: str | None
     declared: frozenset[str]
@@ -462,11 +463,11 @@ def _may_be_role(entry: os.DirEntry[str]) -> bool:
 
 
 def _read_folder(step: int, path: Path, role_dir: Path, known: _Heads, aside: str | None = None) -> _RoleFolder | None:
-    """Reads the manifest in a step's own folder, or in a role's folder in it. Returns None if it has none.
+    """Reads the manifest in a step's own folder, or in a role's folder in it. Returns None if there is none.
 
     `aside` is the role of the checkpoint in the folder, if the folder does not have the role's name.
     """
-    is_flat = role_dir.parent != path  # the step's own folder, or the one to which that was moved
+    is_flat = role_dir.parent != path  # the step's own folder, or the folder to which it was moved
     try:
         says = _read_head(role_dir, known).says
     except (FileNotFoundError, NotADirectoryError, CheckpointNotFoundError):
@@ -532,9 +533,9 @@ def _read_head(role_dir: Path, known: _Heads) -> _Head:
 
 
 def _known(root: Path, folders: Mapping[int, Sequence[Path]]) -> _Heads:
-    """Returns the known manifests of the existing steps. Forgets the others, since a long run saves thousands."""
+    """Returns the known manifests of the existing steps. Forgets all others, because a long run saves thousands."""
     there = {path for paths in folders.values() for path in paths}
-    # A copy, because another thread may be listing the same root.
+    # This copies the dictionary, because another thread may be listing the same root.
     heads = dict(_heads.pop(root, {}))
     _heads[root] = {path: head for path, head in heads.items() if path in there or path.parent in there}
     for oldest in list(_heads)[:-_MOST_ROOTS]:

@@ -1,4 +1,4 @@
-"""Opens the new folder of a tool: for a HuggingFace model, or for a checkpoint in any format."""
+"""Checks and publishes the folder that a tool writes: a HuggingFace model, or a checkpoint in any format."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class Replaceable:
 
 
 def check_may_replace(path: Path, replaceable: Replaceable) -> None:
-    """Checks that a tool may make a folder: there is none, it has no files, or it may be replaced.
+    """Checks that a tool may make a folder: `path` does not exist, is an empty folder, or may be replaced.
 
-    A model that is already in the folder may be somebody's only copy, or the one that is being read.
+    A model that is already in the folder may be somebody's only copy, or the model that the tool is reading.
 
     Raises:
         InvalidArgumentError: there is a file, or a folder that the tool must not replace.
@@ -109,7 +109,7 @@ def mode_as(*sources: Path) -> int:
 def publish_folder(staging: Path, path: Path, attempt: str, replaceable: Replaceable) -> None:
     """Renames a staging folder, whose contents are durable, to the new folder.
 
-    A folder that is replaced stays whole until then, and is then removed with everything in it.
+    A folder that is replaced stays whole until the rename, and is then removed with everything in it.
 
     Raises:
         InvalidArgumentError: there is a folder that the tool must not replace.

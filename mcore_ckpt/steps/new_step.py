@@ -1,8 +1,8 @@
 """Lets a tool write a step into a root as a trainer does: under the trainers' locks, and replacing only what it may.
 
-A step that `reshard` or `convert` writes into a used root is no commit of its training. It takes the number and the
-branch of the step before it, or of the first step if there is none before it. So a later step stays the newest, and no
-step is given up. A step that `collect` writes keeps the number that it got on the nodes.
+A step that `reshard` or `convert` writes into a used root is not a commit of the root's training. It takes the number
+and the branch of the step before it, or of the first step if there is none before it. So a later step stays the newest,
+and no step is given up. A step that `collect` writes keeps the number that it got on the nodes.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class NewStep:
         path: the step's folder.
 
     Raises:
-        InvalidArgumentError: the step is pinned, has a role already or one of another run, or has a folder with another
-            name.
+        InvalidArgumentError: the step is pinned, already has one of `roles`, has a role of another run, or has a folder
+            with another name.
         LockedError: a trainer saves below the root, another tool writes one of the roles, or a checkpoint that would be
             replaced is being read.
 
@@ -95,7 +95,8 @@ class NewStep:
             stack.enter_context(self._locks)
             self._mode = mode_in(self._root, self._mode)
             for role in self._roles:
-                # A killed run may have left its folders. `alone=False`, because tools of older versions hold no lock.
+                # A killed tool may have left its folders. `alone` is False, because tools of older versions hold no
+                # lock.
                 leftovers.remove_leftovers(self._root, role, alone=False)
             self._check()
             with self._unread():
@@ -118,7 +119,7 @@ class NewStep:
         return self._staged[role_dir]
 
     def add_companions(self, companions: Mapping[str, Path]) -> None:
-        """Copies the files that a trainer keeps in a step with its roles. They are put in place with the roles.
+        """Copies the files that a trainer keeps in a step with its roles. `publish` puts them in place with the roles.
 
         Raises InvalidArgumentError if the step has such an entry already and `force` is not set, and OSError.
         """
@@ -137,7 +138,7 @@ class NewStep:
         """Writes the manifest of an opened role, durably. Raises what `commit.write_manifest` does.
 
         A checkpoint of a run keeps its commit. Any other checkpoint gets the place of its step among the steps below
-        the root, so it is not the newest if there are later ones.
+        the root, so it is not the newest if there are later steps.
         """
         if self._run is None:
             others = [status for status in list_steps(self._root) if status.committed]
@@ -169,7 +170,7 @@ class NewStep:
 
     @contextmanager
     def _unread(self) -> Iterator[None]:
-        """Raises LockedError if somebody reads a replaced role, or goes on from it. In the block, nobody can begin."""
+        """Raises LockedError if somebody reads a replaced role, or goes on from it. In the block, nobody begins to."""
         role_dirs = map(self.role_dir, self._roles)
         replaced = [role_dir for role_dir in role_dirs if (role_dir / file_names.MANIFEST_FILE).exists()]
         with unread(replaced) as alone:
@@ -201,8 +202,9 @@ def check_may_write(
 
     `step_path` is the folder that the step will have; None for the usual one.
 
-    Raises InvalidArgumentError if the step is pinned, has a role already or one of another run, or has a folder with
-    another name; if the root is in a step, or its tracker another program's. Raises OSError if the step cannot be read.
+    Raises InvalidArgumentError if the step is pinned, already has one of `roles`, has a role of another run, or has a
+    folder with another name. Raises it also if the root is in a step, or if the root's tracker belongs to another
+    program. Raises OSError if the step cannot be read.
     """
     _check_root(root, force)
     new = step_path or file_names.step_dir(root, step)
@@ -234,8 +236,9 @@ def _check_root(root: Path, force: bool) -> None:
     path = root / file_names.TRACKER_FILE
     if not force and os.path.lexists(path) and not any(status.committed for status in list_steps(root)):
         raise InvalidArgumentError(
-            f"{path}: there is no step of this package beside it, so another program's checkpoints are here, and it "
-            "would start from the new step: name another folder, or let the tracker name the new step with --force"
+            f"{path}: there is no step of this package beside it, so another program's checkpoints are here, and "
+            "that program would start from the new step: name another folder, or let the tracker name the new step "
+            "with --force"
         )
 
 
@@ -245,8 +248,8 @@ def _check_one_run(status: StepStatus, roles: Sequence[str], run: Run | None) ->
         is_own = role in status.committed if run is None else head.run is None or head.run.id == run.id
         if role not in roles and not is_own:
             raise InvalidArgumentError(
-                f"{status.role_dir(role)}: is of {head.run}, and {roles[0]} of {run or 'the run of this folder'}, and "
-                "no step is of two runs: name another folder to write to"
+                f"{status.role_dir(role)}: belongs to {head.run}, but {roles[0]} to {run or 'the run of this folder'}, "
+                "and no step can belong to two runs: name another folder to write to"
             )
 
 

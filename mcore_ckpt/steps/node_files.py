@@ -22,7 +22,7 @@ class NodeFiles:
         here: the files that are here, in their full size.
         elsewhere: the other files, each with the names of the nodes that have it or will get it.
         nodes: how many nodes have written files of the checkpoint.
-        whole_nodes: for how many of these nodes all their files are here.
+        whole_nodes: the number of these nodes whose files are all here.
     """
 
     here: tuple[FileRecord, ...]
@@ -53,12 +53,12 @@ class NodeFiles:
 
 
 def files_of_node(role_dir: Path, manifest: Manifest) -> NodeFiles | None:
-    """Returns the files of a checkpoint that a folder has; None if it was not saved into the fast tier."""
+    """Returns which files of a checkpoint a folder has; None if the checkpoint was not saved into the fast tier."""
     return None if manifest.placement is None else files_among(manifest, files_here(role_dir, manifest))
 
 
 def files_among(manifest: Manifest, here: Iterable[int]) -> NodeFiles:
-    """Returns the same for a checkpoint with a placement; `here` has the positions of the files that are here."""
+    """Returns the files of a checkpoint that has a placement. `here` has the positions of the files that are here."""
     placement, there = manifest.placement, frozenset(here)
     assert placement is not None
     # Each file counts for the node that has written it, so that copies do not count as nodes.
@@ -79,7 +79,7 @@ def files_among(manifest: Manifest, here: Iterable[int]) -> NodeFiles:
 def as_in_folder(root: Path, statuses: Sequence[StepStatus]) -> list[StepStatus]:
     """Returns the steps of a folder. In a node's folder of the fast tier, one node's files make a step complete.
 
-    In a root, a step of the fast tier is only one node's part of a step, which somebody has copied there.
+    In a root, a step of the fast tier is only a part of a step, which somebody has copied there from one node.
 
     Raises OSError like `newest_complete`.
     """
@@ -87,7 +87,7 @@ def as_in_folder(root: Path, statuses: Sequence[StepStatus]) -> list[StepStatus]
 
 
 def is_node_folder(root: Path, statuses: Sequence[StepStatus]) -> bool:
-    """True if some of the steps below a root, and the newest whole one, were saved into the fast tier."""
+    """True if these steps and the root's newest whole step are of the fast tier; False if none is committed."""
     if not any(status.committed for status in statuses) or not all(map(_is_placed, statuses)):
         return False
     whole = newest_complete(root)

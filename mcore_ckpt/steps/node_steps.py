@@ -1,9 +1,9 @@
 """Finds which steps of the fast tier are whole, from what each node has in its folder.
 
-A node's folder has the layout of a root. For each checkpoint it has the manifest, which lists the files of all nodes,
-but only the files that the node has written or has copies of. A role's checkpoint is whole if every file is on some
-node, and a node has committed it. Each node looks into its own folder (`held_roles`), and rank 0 joins the results
-(`fast_checkpoints`).
+A node's folder has the layout of a root. For each checkpoint it has the manifest, which lists the files of all nodes.
+Of these files it has only those that the node has written, and copies of others. A role's checkpoint is whole if every
+file is on some node, and a node has committed it. Each node looks into its own folder (`held_roles`), and rank 0 joins
+the results (`fast_checkpoints`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Runs = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class HeldRole:
-    """The files that one node `has` of a role's checkpoint, in a staging folder if it is not committed there."""
+    """The files of a role's checkpoint that one node `has`. If the node has not committed it, they are in staging."""
 
     head: ManifestSummary
     files: int
@@ -98,7 +98,7 @@ class FastCheckpoint:
 
     @property
     def commit(self) -> StepCommit:
-        """Its place among all commits."""
+        """The place of the checkpoint among all commits."""
         return commit_of(self.step, [self.head.commit])
 
     @property
@@ -131,7 +131,7 @@ def order_of(step: FastCheckpoint | NodeStep) -> tuple[int, int]:
 def held_roles(folder: Path, refused: Callable[[Path], str | None] = lambda path: None) -> list[HeldRole]:
     """Returns the part of every checkpoint that a node's folder has. Unreadable folders are logged and left out.
 
-    A step's or role's folder is also left out if `refused`, which may raise OSError, returns a reason.
+    `refused` returns a reason to leave out the folder of a step or role, or None. It may raise OSError.
     """
     found = []
     for step in file_names.step_dirs(folder):
@@ -211,10 +211,10 @@ def _together(members: Sequence[tuple[int, HeldRole]]) -> FastCheckpoint:
 
 
 def safest(found: Iterable[FastCheckpoint], replicas: int) -> list[FastCheckpoint]:
-    """Returns the whole checkpoints of a role that survive the loss of most nodes.
+    """Returns the whole checkpoints of a role that survive the loss of the largest number of nodes.
 
-    They have `replicas` copies of each file. If no checkpoint has, because nodes were lost or died before their copies
-    were complete, the checkpoints with the most copies are returned.
+    They have `replicas` copies of each file. If no checkpoint has so many, because nodes were lost or died before their
+    copies were complete, the checkpoints with the most copies are returned.
     """
     whole = [each for each in found if each.is_complete]
     wanted = min(replicas + 1, max((each.nodes_of_rarest_file for each in whole), default=0))
@@ -223,7 +223,7 @@ def safest(found: Iterable[FastCheckpoint], replicas: int) -> list[FastCheckpoin
 
 def in_order_of_saves(found: Iterable[FastCheckpoint]) -> list[FastCheckpoint]:
     """Returns the checkpoints of a step, with the last saved one at the end."""
-    # Without numbers, a clock has to decide, but a checkpoint in a staging folder was saved last.
+    # Of checkpoints without commit numbers, one in a staging folder was saved last. A clock decides between the others.
     return sorted(found, key=lambda each: (each.commit.number, each.is_staged, each.head.created))
 
 
@@ -234,7 +234,7 @@ class NodeStep(Weighed):
     Attributes:
         heads: the summaries of its roles' manifests.
         found: the checkpoints of its roles.
-        why: returns why it is not whole; None if it is. It may ask other nodes.
+        why: returns why the step is not whole, and may ask other nodes for that; None if the step is whole.
         is_committed: whether a node has committed it.
     """
 
@@ -258,7 +258,7 @@ class NodeStep(Weighed):
 
     @property
     def committed(self) -> frozenset[str]:
-        """The same roles if the step is whole; empty otherwise, because nothing can be loaded."""
+        """The declared roles if the step is whole; empty otherwise, because nothing can be loaded."""
         return self.declared if self.why is None else frozenset()
 
     @property

@@ -1,11 +1,12 @@
-"""Removes the optimizer from old checkpoints that stay (`optimizer_for_last`), and what a crash has left of that.
+"""Removes the optimizer from old checkpoints that stay (`optimizer_for_last`), and the leftovers of such removals.
 
 A new manifest without the optimizer takes the place of the old one in one rename. Once that is durable, the optimizer's
 folder gets a hidden name, and its files are removed. So a crash at any moment leaves a checkpoint that is whole by its
 manifest, perhaps with files that no manifest lists. The next start of a trainer or `prune` removes these.
 
 The checkpoint keeps its `attempt`, because it is the same save: later checkpoints name it as their parent, and its copy
-in a remote store, which keeps the optimizer, is still a copy of it. `dropped` in the manifest tells the two apart.
+in a remote store, which keeps the optimizer, is still a copy of it. `dropped` in the manifest tells the checkpoint from
+its copy.
 
 A save may put a new checkpoint into the place of the role's folder at any moment. So manifest and optimizer are renamed
 in the folder that was opened, and files are removed below a name that no other folder has.
@@ -85,8 +86,9 @@ def _drop(status: StepStatus, role: str) -> str | None:
         if manifest.placement is not None:
             return "other nodes have a part of it"
         if "optimizer" in manifest.contents:
-            # Until the files are gone, this shows others that a process works here, or died here. Its name is durable
-            # before the manifest is replaced, so that the next start finds it even after a power loss.
+            # Until the files are gone, the owner file shows others that a process works here, or died here. The name of
+            # the file is durable before the manifest is replaced, so that the next start finds the file even after a
+            # power loss.
             write_owner(role_dir)
             os.fsync(folder)
             _replace_manifest(folder, role_dir, without_optimizer(manifest))
@@ -97,9 +99,9 @@ def _drop(status: StepStatus, role: str) -> str | None:
 
 
 def remove_dropped(role_dir: Path, alone: bool = False) -> list[Path]:
-    """Removes what a process has left that died while it removed an optimizer. `alone` is as in `is_leftover`.
+    """Removes the optimizer files that a process left when it died during a removal. `alone` is as in `is_leftover`.
 
-    Returns the folders that it has removed, or could not remove. Raises nothing.
+    Returns the folders that it has tried to remove. Raises nothing.
     """
     with suppress(OSError, ValueError, CheckpointCorruptError):
         life = life_of(role_dir)
@@ -141,7 +143,7 @@ def _opened(role_dir: Path) -> Iterator[int]:
 
 
 def _manifest_in(folder: int, role_dir: Path) -> Manifest:
-    """Reads the manifest in an open folder. Raises OSError, CheckpointCorruptError, and ValueError if it is damaged."""
+    """Reads the manifest in an open folder. Raises OSError, CheckpointCorruptError or, if it is damaged, ValueError."""
     descriptor = os.open(file_names.MANIFEST_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
     with open(descriptor, "rb") as file:
         data = file.read(limits.MANIFEST_BYTES + 1)
@@ -161,7 +163,7 @@ def _replace_manifest(folder: int, role_dir: Path, manifest: Manifest) -> None:
 
 
 def _remove_unlisted(folder: int, role_dir: Path) -> list[Path]:
-    """Removes an optimizer's folder that the manifest no longer lists. Returns the folders that were there."""
+    """Removes an optimizer's folder that the manifest no longer lists. Returns the folders that it tried to remove."""
     if _lists_optimizer(_manifest_in(folder, role_dir)):
         return []
     if file_names.OPTIMIZER_DIR in os.listdir(folder):

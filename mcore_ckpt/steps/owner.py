@@ -1,9 +1,9 @@
 """Records which process a folder on disk belongs to, so that others can see whether that process is alive.
 
 An owner is a life, not a number: pids are reused, containers number their processes separately, and a process that runs
-another program in its place (`exec`) keeps its pid. There are three proofs that a life has ended: no process has its
-pid in its pid namespace, or a process with another start time has it, or this very process has it. Numbers that cannot
-be read prove nothing.
+another program in its place (`exec`) keeps its pid. There are three proofs that a life has ended: in its pid namespace
+no process has its pid, or a process with another start time has that pid, or the process that asks has that pid.
+Numbers that cannot be read prove nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mcore_ckpt.ranks.hosts import this_host
 
 
 class Life(enum.Enum):
-    """Whether a process is alive. If this process cannot see it, that is unknown, and it counts as alive."""
+    """Whether a process is alive. UNKNOWN: the process that asks cannot see it. Then it counts as alive."""
 
     ALIVE = "alive"
     UNKNOWN = "unknown"
@@ -45,7 +45,7 @@ class Owner:
         pid: the process id in that namespace.
         start: when the process started, in clock ticks since boot; 0 if that is not known. A later process can get the
             same pid.
-        clock: the time namespace, by whose clock `start` is; empty if it is not known.
+        clock: the time namespace whose clock counts the ticks of `start`; empty if it is not known.
         nonce: a random number that only this life has. A forked child, and a program that the process runs in its
             place, have other numbers. Empty in files of older versions.
     """
@@ -91,7 +91,7 @@ class Owner:
         except ProcessLookupError:
             return Life.DEAD
         except (OSError, OverflowError):
-            pass  # it is another user's
+            pass  # the process is another user's
         # /proc can belong to a pid namespace above this one, where another process has the pid.
         stat = _stat_of(self.pid) if _shows_this_namespace() else None
         if stat is None:
@@ -107,7 +107,7 @@ class Owner:
         boot, _, namespace = rest.partition(" ")
         here = _here().split(" ")
         if [name, boot] == here[:2] and namespace != here[2]:
-            # Without this, the pid would seem to be that of an innocent process.
+            # Without the words about the container, the pid would seem to name an innocent process of this container.
             return f"process {self.pid} in another container on {name}"
         return f"process {self.pid} on {name}"
 
@@ -117,7 +117,7 @@ def _new_life() -> None:
     _nonce = uuid.uuid4().hex
 
 
-# Only in memory, so that it does not outlive an `exec`.
+# The nonce is only in memory, so that it does not outlive an `exec`.
 _nonce = uuid.uuid4().hex
 os.register_at_fork(after_in_child=_new_life)
 
@@ -170,14 +170,14 @@ def _shows_this_namespace() -> bool:
     with suppress(OSError):
         for line in Path("/proc/self/status").read_text(errors="replace").splitlines():
             if line.startswith("NSpid:"):
-                return len(line.split()) == 2  # one number for each namespace, from that of /proc on
+                return len(line.split()) == 2  # the pid in each namespace, from /proc's to the innermost
         return os.readlink("/proc/self") == str(os.getpid())
     return False
 
 
 def write_owner(folder: Path) -> None:
     """Records this process as the owner of a folder, replacing any earlier owner. Raises OSError."""
-    # Not durably: a power loss ends this process, and a folder with a damaged owner file has no owner.
+    # The file need not be durable: a power loss ends this process, and a folder with a damaged owner file has no owner.
     (folder / file_names.OWNER_FILE).unlink(missing_ok=True)
     write_hint(folder / file_names.OWNER_FILE, fields.encode(asdict(Owner.this_process())))
 

@@ -54,7 +54,7 @@ def unread(role_dirs: Iterable[Path]) -> Iterator[bool]:
     """Tries to lock these roles exclusively during the `with` block. Yields False if a reader holds one of the locks.
 
     Raises FileNotFoundError if a role is gone, CheckpointCorruptError if a manifest is a link that leads out of its
-    folder, and OSError if it cannot be opened.
+    folder, and OSError if a manifest cannot be opened.
     """
     home = Home()
     with ExitStack() as stack:
@@ -75,7 +75,7 @@ def _open_for_lock(path: Path) -> int:
 
 
 def _lock(descriptor: int, kind: int) -> bool:
-    """Locks a file without waiting. Returns False if another process may hold the lock, True if there are no locks."""
+    """Locks a file without waiting. Returns False if another process may hold the lock. Without locks, returns True."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except OSError as error:
@@ -86,7 +86,7 @@ def _lock(descriptor: int, kind: int) -> bool:
 
 
 def _unlock(descriptor: int, home: Home) -> None:
-    if not home.is_here:  # a child that closes its copy of the descriptor would unlock it for its parent
+    if not home.is_here:  # a forked child would release the lock of its parent
         return
     with suppress(OSError):  # the file system has no locks
         fcntl.flock(descriptor, fcntl.LOCK_UN)

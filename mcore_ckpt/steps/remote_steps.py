@@ -61,7 +61,7 @@ class RemoteStep(Weighed):
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """The metrics in its manifests, and those of the same step in the root, which count before them."""
+        """The metrics in the step's manifests. Metrics of the same step in the root override them."""
         return {**super().metrics, **self.local_metrics}
 
     @property
@@ -172,7 +172,7 @@ class RemoteSteps:
         return RemoteStep(step, found, others, tuple(problems), is_pinned, look, is_shared, tuple(replaced))
 
     def _newest(self, heads: Sequence[RemoteRole]) -> RemoteRole | None:
-        """Returns the newest attempt that has all its files; if none has, or there is only one, the newest."""
+        """Returns the newest attempt that has all its files. If none has, or there is only one, returns the newest."""
         ordered = sorted(heads, key=_order, reverse=True)
         looked_at = ordered if len(ordered) > 1 else ()
         return next((head for head in looked_at if self._lack(_key(head)) is None), next(iter(ordered), None))
@@ -253,7 +253,8 @@ class OtherRunError(RemoteError):
 def _claimant(own: RootRun, there: Sequence[RemoteRole]) -> RootRun:
     """Returns the run that an unclaimed store with these checkpoints belongs to.
 
-    Steps that a run has inherited can be in the stores of two runs. So they count only together with an own step.
+    Steps that a run has inherited can be in the stores of two runs. So they count only if a step of the run itself is
+    there, too.
     """
     is_own = any(head.run and head.run.id == own.run.id for head in there)
     ours = Ownership(own if is_own else RootRun(own.run))

@@ -5,7 +5,7 @@ a trainer after its commit, a restarted trainer, or `mcore-ckpt prune` while a t
 
 To add a rule, add a field to `PreservationPolicy`, and a reason to `_why_it_stays`. So that users can set it, add the
 field to `config.py`, to `PreservationPolicy.of` (the policy of a trainer), and to `cli/prune.py`. Integrations make
-policies of their frameworks' options.
+policies from their frameworks' options.
 
 `keep_for` compares the time in the manifest with this host's clock. If a clock was set back, or a host's clock is late,
 a step seems younger than it is, and stays longer. If a clock jumps forward, or a host's clock is early, `keep_for` ends
@@ -45,16 +45,17 @@ logger = logging.getLogger(__name__)
 @checked
 @dataclass(frozen=True)
 class PreservationPolicy:
-    """The rules that decide which steps stay: those that one of the rules keeps. Pinned steps stay in any case.
+    """The rules that decide which steps stay. A step stays if one of the rules keeps it, or if it is pinned.
 
     Attributes:
         max_to_keep: how many of the newest complete steps of each role stay; None keeps all steps.
         keep_every: complete steps whose number is a multiple of this stay, too, including step 0; None for no rule.
         keep_best: for each of these rules, the complete steps with the best values of its metric stay, too. Abandoned
-            steps and steps without the metric do not count. Of equal values the later commit counts.
+            steps and steps without the metric do not count. Of steps with equal values, the later commit counts as
+            better.
         keep_for: complete steps that were saved less than this many seconds ago stay, too; None for no rule.
         optimizer_for_last: how many of the newest complete steps of each role keep their optimizer. Other steps that
-            stay lose it, unless they are pinned. None: all keep it.
+            stay lose it, unless they are pinned. If it is None, all steps keep theirs.
 
     Example:
         >>> PreservationPolicy(max_to_keep=2, keep_every=1000)
@@ -73,7 +74,7 @@ class PreservationPolicy:
 
     @classmethod
     def of(cls, config: CheckpointConfig, max_to_keep: int | None = None) -> PreservationPolicy:
-        """Returns the policy of a trainer; with `max_to_keep` in place of the configured one, if it is given."""
+        """Returns the policy of a trainer. If `max_to_keep` is given, it replaces the configured number."""
         return cls(
             config.max_to_keep if max_to_keep is None else max_to_keep,
             config.keep_every,
@@ -93,7 +94,7 @@ class RetentionDecision(Generic[Step]):
     Attributes:
         status: the step.
         stays: True if it stays.
-        reason: why it stays or goes: what the rules say that keep it, or why none does.
+        reason: why the step stays or goes: which rules keep it, or why no rule does.
         loses: the roles that lose their optimizer, sorted.
     """
 
@@ -106,8 +107,8 @@ class RetentionDecision(Generic[Step]):
 def too_old(
     statuses: Sequence[Step], policy: PreservationPolicy, committed: int | None = None, spared: Collection[int] = ()
 ) -> list[Step]:
-    """Returns the steps that may be deleted. It has the arguments of `judge`."""
-    policy = replace(policy, optimizer_for_last=None)  # the question takes looks at files
+    """Returns the steps that may be deleted. The arguments are those of `judge`."""
+    policy = replace(policy, optimizer_for_last=None)  # to judge optimizers, it would look at files
     return [decision.status for decision in judge(statuses, policy, committed, spared) if not decision.stays]
 
 
@@ -126,14 +127,14 @@ def judge(
     be a copy under way, or the only one left. Once enough newer steps are whole, it goes like any other old step.
 
     The step that was saved last (`committed`) stays with all its files even if it is not among the newest, as after a
-    rollback, and so do those that are `spared`, such as the best one. Raises OSError or RemoteError: the files of a
-    step cannot be looked at.
+    rollback, and so do the `spared` steps, such as the best one. Raises OSError or RemoteError: the files of a step
+    cannot be looked at.
     """
     newest, lacking = _newest(statuses, policy.max_to_keep)
     given_up = frozenset[int]() if policy.max_to_keep is None else abandoned(statuses)
     best, lacking_best = _best(statuses, policy.keep_best, given_up)
     kept = _Kept(policy, newest, best, {*lacking, *lacking_best}, _now())
-    # While no step is complete, another role may still be saving the first one, so nothing is too old.
+    # While no step is complete, another role may still be saving the first step, so nothing is too old.
     needed = [each.commit.number for each in statuses if each.step in newest or each.step == committed]
     oldest_needed = min(needed) if newest else 0
     named = dict.fromkeys(spared, "spared by its number") | ({} if committed is None else {committed: "saved last"})
@@ -150,7 +151,7 @@ def judge(
 
 
 def _roles_to_strip(status: Weighed, among_newest: Collection[str]) -> tuple[str, ...]:
-    """Returns the roles of a step that lose their optimizer: of whole steps only, and only roles that keep weights."""
+    """Returns the roles of a step that lose their optimizer. Only whole steps, and roles with weights, lose it."""
     if status.pinned or not status.is_claimed:
         return ()
     having = [head.role for head in status.heads if "optimizer" in head.contents and "model" in head.contents]
@@ -165,8 +166,8 @@ class _Kept:
     Attributes:
         policy: the rules.
         newest: the newest steps of each role, as a mapping from step to roles.
-        best: the best steps, as a mapping from step to the rules by which they are.
-        lacking: the steps that would be among them, but lack files.
+        best: the best steps, as a mapping from step to the rules that choose it.
+        lacking: the steps that would be among the newest or best, but lack files.
         now: the present time.
     """
 
@@ -177,7 +178,7 @@ class _Kept:
     now: datetime.datetime
 
     def reasons(self, status: Weighed) -> list[str]:
-        """Returns what the rules say that keep a complete step."""
+        """Describes the rules that keep a complete step."""
         step, policy = status.step, self.policy
         found = []
         if step in self.newest:
@@ -236,7 +237,7 @@ def _best(
 
 
 def _newest(statuses: Sequence[Weighed], count: int | None) -> tuple[dict[int, list[str]], set[int]]:
-    """Returns the `count` newest complete steps of each role, as a mapping from step to roles; nothing if it is None.
+    """Returns the `count` newest complete steps of each role, as a mapping from step to roles; empty if that is None.
 
     Roles can save at different steps. Abandoned steps come after all others, so they never take the place of another
     step. The second result contains the steps that would be among the newest, but lack files.
@@ -247,7 +248,7 @@ def _newest(statuses: Sequence[Weighed], count: int | None) -> tuple[dict[int, l
     found: dict[str, list[Weighed]] = {}
     looked_at: dict[int, Weighed] = {}
     while True:
-        # First by their manifests, then without the steps that turned out to lack files.
+        # The first pass goes by the manifests. Later passes leave out the steps that turned out to lack files.
         found = {role: _may_count(steps, looked_at)[:count] for role, steps in of_role.items()}
         to_look_at = {each.step: each for steps in found.values() for each in steps if each.step not in looked_at}
         if not to_look_at:
@@ -300,7 +301,7 @@ def _why_it_goes(status: Weighed, policy: PreservationPolicy, is_given_up: bool)
 def delete_old_steps(
     root: Path, policy: PreservationPolicy, committed: int | None = None, spared: Collection[int] = ()
 ) -> list[int]:
-    """Deletes the steps that the policy does not keep, and returns their numbers. Then removes optimizers of others.
+    """Deletes the steps that the policy does not keep, and returns their numbers. Then removes old optimizers.
 
     The arguments are those of `judge`.
 
@@ -319,9 +320,9 @@ def delete_old_steps(
 
 
 def remove_optimizers(decisions: Iterable[RetentionDecision[StepStatus]]) -> None:
-    """Removes the optimizers that steps lose by these decisions. One that cannot be removed is left for the next call.
+    """Removes the optimizers that steps lose by these decisions. Raises nothing.
 
-    Raises nothing.
+    An optimizer that cannot be removed is left for the next call.
     """
     for decision in decisions:
         if decision.loses:
@@ -386,7 +387,7 @@ def discard_step(step_path: Path) -> None:
 
 
 def _hide_unless_changed(status: StepStatus) -> HiddenStep | str:
-    """Renames a step to a hidden name. If `obstacle_to` then finds an obstacle, renames it back and returns that."""
+    """Renames a step to a hidden name. If `obstacle_to` then finds an obstacle, renames it back and returns it."""
     # A half-deleted step must not look like a step. Until the second check below, the owner file shows other processes
     # that this process may still rename the step back.
     with suppress(OSError):  # a full disk is the best reason to delete, and must not prevent the deletion

@@ -150,9 +150,9 @@ def commit_role(
 
 
 def uncommit_role(role_dir: Path) -> None:
-    """Undoes a role's commit, if any, by deleting its manifest: its step is no longer complete. Raises OSError."""
-    # First remove the checkpoints that it has replaced. Otherwise one of them would become the role's checkpoint again,
-    # also after a power loss in between.
+    """Undoes a role's commit, if any, by deleting its manifest. Then the step is not complete. Raises OSError."""
+    # The replaced checkpoints go first. Otherwise one of them would become the role's checkpoint again, for good if a
+    # power loss comes in between.
     for folder in (*replaced_checkpoints(role_dir), role_dir):
         with suppress(FileNotFoundError):
             (folder / file_names.MANIFEST_FILE).unlink()

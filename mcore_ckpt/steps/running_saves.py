@@ -23,7 +23,7 @@ class RunningSave:
         role: the role; None if the step's own folder is the role's folder.
         owner: the process that leads the save; None if it is not known.
         life: whether that process is alive.
-        began: when the save began: seconds since the epoch, by the clock of the file system.
+        began: when the save began, in seconds since the epoch, by the clock of the file system.
     """
 
     step: int
@@ -40,7 +40,7 @@ class RunningSave:
 
 
 def running_saves(root: Path, steps: Iterable[Path] | None = None) -> list[RunningSave]:
-    """Returns the saves that have not committed, the oldest step first. `steps`: look only into these folders."""
+    """Returns the saves that have not committed, the lowest step first. With `steps`, looks only into these folders."""
     folders = [root, *(own_steps(root) if steps is None else steps)]
     listed = results_of(folders, _entries, tuning.LOOK_THREADS)
     found = [save for folder in listed for entry in folder if (save := _save_in(root, entry)) is not None]
@@ -64,7 +64,7 @@ def _save_in(root: Path, entry: Path) -> RunningSave | None:
     if step is None:
         return None
     owner = read_owner(entry)
-    life = Life.UNKNOWN if owner is None else owner.life  # a process writes the file right after it has made the folder
+    life = Life.UNKNOWN if owner is None else owner.life  # written right after the folder is made
     return RunningSave(step, None if is_flat else work.role, entry, owner, life, _began(entry))
 
 

@@ -7,19 +7,19 @@ deleted. Checkpoints without an identity belong to the root that they are in. `O
 A root that was moved or mounted elsewhere goes on as the same run. A copy of a root that is still there becomes a new
 run, with the copied steps as its own. See docs/architecture.md.
 
-- Copied root. The root that the file (or, without it, the newest manifest) names is still there with the same id, and
-  is another folder. Then a new run begins, whose parent is the newest step. The copied steps belong to it, too, because
+- Copied root. The file, or the newest manifest if there is no file, names a root that is another folder and still there
+  with the same id. Then a new run begins, whose parent is the newest step. The copied steps belong to it, too, because
   a user who copies a root wants to go on from it, and wants old steps to be deleted. An id alone would also claim later
   saves of the original, so the file keeps the largest number of the copied commits. The new identity follows from the
-  copied file, so roles that replace it at once agree on it. If this host cannot see the original, a copy looks like a
-  moved root, and both have the same identity.
+  copied file, so roles that replace the file at the same time agree on the identity. If this host cannot see the
+  original, a copy looks like a moved root, and both have the same identity.
 - Lost file (`cp root/*` leaves it out). The newest manifest names the run, and the oldest manifest of each run names
   the run that it came from. Once retention has deleted all steps of a run in this chain, nothing names the runs before
   it.
 - New disk. The root is empty, and a store or the nodes have steps. If a root of the same path has saved them, they are
-  taken over, and a warning names the run, because that root may only have been moved. At another path that would be a
-  guess: a new training that names the store of an old one by mistake looks just the same. To continue the old training
-  there, copy the store's `.run.json`.
+  taken over, and a warning names the run, because that root may only have been moved. At another path, taking them over
+  would be a guess: a new training that names the store of an old one by mistake looks just the same. To continue the
+  old training there, copy the store's `.run.json`.
 - A store is claimed by its first upload, with a copy of `.run.json`. Two runs that claim it at once read it back, and
   the second one stops. Its uploads until then have its id, so the first run leaves them alone.
 """
@@ -54,7 +54,7 @@ class RootRun:
 
     Attributes:
         run: the run.
-        inherits: other runs whose steps were in the root when the run began, by their ids. Each has the largest commit
+        inherits: the other runs whose steps were in the root when the run began: for the id of each, the largest commit
             number among these steps. These steps belong to the run, too; later commits of the other runs do not.
         reserved: for each role the largest number that commits in a store or on nodes may have, seen or not.
     """
@@ -91,7 +91,7 @@ def read_root_run(root: Path) -> RootRun | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except CheckpointCorruptError as error:
-        if isinstance(error.__cause__, OSError):  # it may pass; without a run, the steps of all runs would count
+        if isinstance(error.__cause__, OSError):  # may be temporary; without a run, the steps of all runs would count
             raise error.__cause__ from None
         return None
 
@@ -113,8 +113,9 @@ class Ownership:
 
     Attributes:
         known: the run of the root; None if it has none.
-        path: if there is no run, the steps that a root of this path has saved belong to it. None: all steps.
-        unsigned: the run that owns checkpoints without identity; None: they belong to the root.
+        path: the path of the root. If the root has no run, the steps that a root of this path has saved belong to it.
+            If it has neither run nor path, all steps do.
+        unsigned: the run that owns checkpoints without identity; None if they belong to the root.
     """
 
     known: RootRun | None = None
@@ -145,7 +146,7 @@ class Ownership:
 
 
 def below(root: Path) -> Ownership:
-    """Returns which checkpoints below a root it owns. Until the first save, it owns all. Raises OSError."""
+    """Returns which checkpoints below a root belong to it. Until its first save, all do. Raises OSError."""
     return Ownership(read_root_run(root))
 
 
@@ -153,7 +154,7 @@ def elsewhere(root: Path, home: Path | None = None, claimed: RootRun | None = No
     """Returns which checkpoints in a store, or on nodes, a root owns. Raises OSError.
 
     A root without identity, such as one on a new disk, takes over the checkpoints that a root of the same path has
-    saved. Its identity is in `home`; None: in the root. `claimed` is the run that has claimed the store.
+    saved. The identity is in `home`, or in the root if that is None. `claimed` is the run that has claimed the store.
     """
     known, path = read_root_run(home or root), str(root.resolve())
     if known is not None and is_copied(root, known.run):
@@ -200,7 +201,7 @@ def settle(
         replace_file(path, encode(known))
         return known
     made = _new(root, known or read_root_run(root), heads, took_over, parent, here)
-    if path.exists():  # a copy's, or damaged
+    if path.exists():  # of a copied root, or damaged
         replace_file(path, encode(made))
         return made
     try:
@@ -261,8 +262,8 @@ def _new_id(path: Path, root: str) -> str:
 def _named_by(heads: Iterable[ManifestSummary], path: str) -> RootRun | None:
     """Reconstructs a root's lost file, as far as the manifests allow; None if no manifest has a run.
 
-    It names the run that committed last, among the runs that have saved to this path if there are any, and the runs
-    that it came from.
+    The result names one run and the runs that it came from. This run is the one that committed last, of the runs that
+    have saved to this path, or of all runs if none has.
     """
     signed = [(head.run, head) for head in sorted(heads, key=_order) if head.run is not None]
     if not signed:
@@ -274,7 +275,8 @@ def _named_by(heads: Iterable[ManifestSummary], path: str) -> RootRun | None:
     came_from, id = list[ManifestSummary](), last.id
     while there := by_run.pop(id, None):
         came_from += [head for run, head in there if run.id != last.id]
-        # The oldest manifest names it. A training that has loaded a step of another run since then names that run, too.
+        # The oldest manifest names the parent. Later ones may name another run, because the training has since loaded a
+        # step of that run.
         parent = there[0][0].parent
         id = "" if parent is None else parent.run
     return RootRun(last, _largest_numbers(came_from))

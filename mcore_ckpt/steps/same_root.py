@@ -1,10 +1,11 @@
-"""Notices if the path of a root no longer leads to the folder of the start of the training.
+"""Notices if the path of a root no longer leads to the same folder as at the start of the training.
 
-A disk may be unmounted, so that saves would fill the empty folder below it. Something may be mounted over the root. The
-folder may be replaced, or a link to it may lead elsewhere, where this trainer has no lock. Device and inode show each
-of these. Rank 0 looks before it opens a save and right before the rename, and each rank before and after it writes. All
-ranks also look at the node's folder of the fast tier. If the root does not exist yet, the folder above it counts. A
-root that was deleted is made again. A network file system that an automounter has mounted again counts as the same one.
+A disk may be unmounted, so that saves would fill the empty folder that it was mounted on. Something may be mounted over
+the root. The folder may be replaced, or a link to it may lead elsewhere, where this trainer has no lock. Device and
+inode show each of these. Rank 0 looks before it opens a save and right before the rename, and each rank before and
+after it writes. All ranks also look at the node's folder of the fast tier. If the root does not exist yet, the folder
+above it counts. A root that was deleted is made again. A network file system that an automounter has mounted again
+counts as the same one.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class _Folder:
 
     @property
     def mounted(self) -> tuple[str, str]:
-        """The type of its file system, and where that comes from; empty if the system does not tell."""
+        """The type and the source of the file system that the folder is on; empty if the system does not tell."""
         return ("", "") if self.mount is None else (self.mount.kind, self.mount.source)
 
 
@@ -54,7 +55,7 @@ class SameRoot:
     def check(self) -> None:
         """Checks that the path leads to the same folder. A folder that was deleted may be made again.
 
-        Raises CommitError if it leads to another one, and OSError if a folder on the path cannot be read.
+        Raises CommitError if it leads to another folder, and OSError if a folder on the path cannot be read.
         """
         for folder in (self._path, *self._path.parents):
             # A missing folder is judged by the folder that it was in.

@@ -4,16 +4,16 @@ A save frees nothing before its commit: the checkpoint that it replaces, and old
 space that is free at the beginning counts.
 
 If no step will be deleted, the commit already shows whether the next save will fit, and the next save may begin at
-once. If steps will be deleted, it shows when they are gone. That look may take long (manifests, and space that is freed
-late), so it has its own thread: neither saves nor deletions wait for it.
+once. If steps will be deleted, the free space shows it only once they are gone. A look at it may take long (manifests,
+and space that is freed late), so it has its own thread: neither saves nor deletions wait for it.
 
 The need of a save is the sum of all files in whole blocks, with folders, owner file, manifest and the in-line export.
 It is a lower bound, because CRCs, the manifest, the headers of the export and, at a manager's first save, the
 tokenizer's files are not known yet. Root may use reserved blocks and exceed quotas, as the kernel lets it; soft quotas
 count when their grace period is over. A deletion on another host shows only in the name of the step, and in the growth
-of what was short. After a wait for deletions the save looks at its trainer lock once more, and takes the lock if the
-disk had been too full for the lock's file. A refusal looks for at most two seconds for old steps that could be deleted,
-because all ranks wait for it. If there are too many for that, it names only the command that lists them.
+of the space that was short. After a wait for deletions the save looks at its trainer lock once more, and takes the lock
+if the disk had been too full for the lock's file. A refusal looks for at most two seconds for old steps that could be
+deleted, because all ranks wait for it. If there are too many for that, it names only the command that lists them.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Saved:
 
     Attributes:
         check: the number of its check. A newer save has a larger number.
-        need: the need that the check counted, with files that the save has deleted since.
+        need: the need that the check counted, including files that the save has deleted since.
         there: the steps below the root, to notice a newer save of another role; None if unknown.
     """
 
@@ -91,14 +91,14 @@ class SpaceWatch:
     def check(self, saving: Saving, need: Need, patience_s: float) -> None:
         """Refuses a save whose files do not fit. `need` has the files of all ranks. Raises NoRoomError.
 
-        If there is too little space now, it first waits for deletions that are under way. If one still goes on after
-        `patience_s`, the save may begin, because what is freed may suffice. A refusal's look at old steps also ends by
-        then.
+        If there is too little space now, it first waits for deletions that are under way. If a deletion still goes on
+        after `patience_s`, the save may begin, because the freed space may suffice. Before a refusal, the look at old
+        steps also ends by then.
         """
         deadline = time.monotonic() + patience_s
         self._checks, self._checked = self._checks + 1, NOTHING
         role_dir = saving.role_dir
-        with suppress(OSError):  # the system does not tell, or the folder cannot be made: that shows later
+        with suppress(OSError):  # the free space is unknown, or the folder cannot be made, which shows later
             need += _files_of_rank_0(role_dir, need)
             self._checked = need
             space = _settled_space(
@@ -115,11 +115,11 @@ class SpaceWatch:
                 logger.warning("%s: %s. %s", role_dir, limit.describe(amount), _MAY_FIT)
 
     def committed(self, role_dir: Path, step: int, deletes: bool) -> Saved | None:
-        """Warns once if the save after the one that was checked last will not fit. Only system calls.
+        """Warns once if the next save, with the need of the last check, will not fit. Makes only system calls.
 
-        If retention `deletes` steps now, or after the commits of other roles, it does not warn, because one step frees
-        the space of about one save. Returns the argument for `foresee`, once they are deleted; None if that need not
-        look.
+        `deletes` is True if retention deletes steps now, or after the commits of other roles. Then this does not warn,
+        because one step frees the space of about one save. Returns the argument for `foresee`, which the caller calls
+        once the steps are deleted; None if `foresee` need not look.
         """
         saved = Saved(role_dir, step, self._checks, self._checked)
         with suppress(OSError):
@@ -140,7 +140,7 @@ class SpaceWatch:
     def foresee(self, saved: Saved) -> None:
         """Warns once if a save like a committed one will not fit. Call it when old steps have been deleted.
 
-        Returns immediately, and looks on its own thread. It looks only if the step is complete, and it says nothing if
+        Returns immediately, and looks on another thread. It looks only if the step is complete, and it says nothing if
         another save begins meanwhile, because that save takes space and has its own check.
         """
         with suppress(NoThreadError):
@@ -187,7 +187,7 @@ class SpaceWatch:
             )
 
     def _has_plenty(self) -> bool:
-        """True if far more is free than the last save has taken. Only system calls: manifests can be large."""
+        """True if far more is free than the last save has taken. Reads no manifests: they can be large."""
         space = space_of(self._root)
         times = space.times(space.taken_by(self._checked))
         return times is not None and times >= _PLENTY_OF_SAVES
@@ -231,7 +231,7 @@ class _Warned:
         self._reason: str | None = None
 
     def is_new(self, limit: Limit | None) -> bool:
-        """True if a limit was not short at the last look. None ends the last reason, and is never new."""
+        """True if `limit` was not short at the last look. None says that no limit is short, and is never new."""
         before, self._reason = self._reason, None if limit is None else limit.name
         return self._reason is not None and self._reason != before
 
@@ -250,7 +250,7 @@ def _settled_space(
     OSError.
     """
     began = last_growth = time.monotonic()
-    # In this order: a deletion that ends between the two looks has freed its space already.
+    # The order matters: a deletion that ends between the two looks has freed its space already.
     deletes, space, most = is_deleting(), space_of(folder), dict[str, int]()
     while space.is_certain and (short := space.shortages(amount_in(space))):
         now = time.monotonic()

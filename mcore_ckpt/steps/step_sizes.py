@@ -1,4 +1,4 @@
-"""Computes how large a step is and when it was saved, from the whole manifests of its roles.
+"""Computes how large a step is and when it was saved, from its roles' manifests, which it reads as a whole.
 
 `listing.py` reads only the beginning of a manifest, because reading all of a large run's manifest takes long.
 """
@@ -64,12 +64,13 @@ def taken_by(statuses: Iterable[StepStatus]) -> Amount:
 
 @dataclass(frozen=True)
 class StepNeed:
-    """The need of a save of the same files as a step.
+    """The need of a save that writes the same files as a step.
 
     Attributes:
         kept: the need of its files, the step's folder and an owner file, which is gone when the next role saves.
-        passing: about how many bytes a role, at most, writes in addition and deletes again before its commit: the
-            tensors of a model that is kept only in HuggingFace's form (`hf_model` without `model`).
+        passing: about how many bytes a role writes in addition and deletes again before its commit; the largest of all
+            roles. These are the tensors of a model that is kept only in HuggingFace's form (`hf_model` without
+            `model`).
     """
 
     kept: Need

@@ -33,8 +33,8 @@ def remove_tracker(root: Path) -> None:
 def update_tracker(root: Path, committed: int | None = None, seen: Path | None = None) -> int | None:
     """Makes the tracker name the newest complete step, and returns that step; None if no step is complete.
 
-    If a step was `committed` just now, it is the newest once it is complete; None: look at all steps. `seen` is as in
-    `newest_complete`. Raises OSError.
+    `committed` is the step that was committed just now, which is the newest once it is complete. If it is None, this
+    looks at all steps. `seen` is as in `newest_complete`. Raises OSError.
     """
     last = None
     for _ in range(_TRACKER_LOOKS):

@@ -43,8 +43,8 @@ logger = logging.getLogger(__name__)
 _LOOK_S = 0.5
 
 # The seconds after which a trainer touches its lock file again, and the seconds for which another trainer watches an
-# untouched file before it takes the lock over. The two are far apart because the thread that touches the file can be
-# delayed, and because network file systems cache a file's times.
+# untouched file before it takes the lock over. The two numbers are far apart, because the thread that touches the file
+# can be delayed, and because network file systems cache a file's times.
 TRAINER_BEAT_S = 15.0
 TRAINER_LEASE_S = 120.0
 
@@ -57,9 +57,10 @@ _TRAINERS_ADVICE = (
 _BESIDE_TOOL = "It is a tool that writes a step: wait until it has ended"
 _TOOLS_ADVICE = "A tool does not write beside it: wait until it has ended, or name another folder to write to"
 
-# The same for a damaged file, which a power loss leaves because the file is not synced. No trainer touches a damaged
-# file, and a trainer that is just writing the file (`claim_file`, on a file system without hard links) needs a moment,
-# not minutes. If it were slower than this, it would notice the loss before it commits.
+# The seconds for which another trainer watches a damaged file before it takes the lock over. A power loss can damage
+# the file, because it is not synced. No trainer touches a damaged file, and a trainer that is just writing the file
+# (`claim_file`, on a file system without hard links) needs a moment, not minutes. If it were slower than this, it would
+# notice the loss before it commits.
 TORN_LEASE_S = 5.0
 
 
@@ -106,7 +107,8 @@ class TrainerLock:
     Args:
         root: the folder of the steps.
         role: the role that this trainer saves.
-        mode: the mode of a root that has to be made, before the umask is applied. None: `access.top_mode(None)`.
+        mode: the mode of a root that has to be made, before the umask is applied. If it is None,
+            `access.top_mode(None)` gives the mode.
         is_tool: True if a tool writes the role, not a trainer.
 
     Example:
@@ -300,7 +302,7 @@ class ToolLocks:
             lock.release()
 
     def keep(self) -> None:
-        """Raises LockedError if another process has taken one of the locks over, CommitError or OSError."""
+        """Raises LockedError if another process has taken a lock over. Also raises what `TrainerLock.take` raises."""
         for lock in self._locks:
             lock.take(patience_s=0)
 
@@ -319,7 +321,7 @@ class ToolLocks:
 
 
 def _patience_s() -> float:
-    # With some margin, so that the lock of a trainer that died on another host is taken over.
+    # The lease and some margin, so that the lock of a trainer that died on another host is taken over.
     return TRAINER_LEASE_S + 2 * _LOOK_S
 
 

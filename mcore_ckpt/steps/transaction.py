@@ -37,7 +37,7 @@ class Attempt:
         staging: the folder that ranks write into.
         role_dir: the role's folder, where the checkpoint is after the commit.
         is_late: true if the trainer went on before the disk had answered. Then `await_opening` must be called next.
-        opening: makes the staging folder meanwhile, on rank 0.
+        opening: on rank 0, the work that makes the staging folder meanwhile.
     """
 
     number: str
@@ -71,7 +71,8 @@ def open_together(
             returns it; None if there is none.
         prepare: runs on rank 0 before the folder is made. It gets the need of all ranks together.
         need: the files that this rank will write.
-        number: the id of the save, on all ranks; None for a new one. With it, a rank may skip the round.
+        number: the id of the save, on all ranks; None for a new one. An id that is given names the round, so a rank may
+            skip the round.
         folder_mode: returns, on rank 0, the mode of new folders, as in `commit.open_staging`.
         patience_s: for how long one call to the file system may hold up the ranks, in seconds. Then they go on without
             the folder, which is made meanwhile. `await_opening` raises the error if that fails.
@@ -168,7 +169,7 @@ class SkippedSave(Exception):
     """An earlier save is under way, so all ranks skip this one.
 
     Attributes:
-        reason: says so, with the rank.
+        reason: says on which rank the earlier save is under way.
     """
 
     def __init__(self, reason: str) -> None:
@@ -177,7 +178,7 @@ class SkippedSave(Exception):
 
 
 def refusal_among(topic: str, records: Sequence[Record], skips: bool) -> Record | None:
-    """Returns the outcome of an opening round in which no save begins; None if one begins.
+    """Returns the outcome of an opening round in which no save begins; None if a save begins.
 
     Args:
         topic: what is being saved, for messages.

@@ -2,7 +2,8 @@
 
 While a file is sent, its CRC is compared with the manifest. If they differ, the file is withdrawn before it is
 complete. After a file has arrived, its size in the store is compared with the manifest, and its ETag or MD5, if the
-store tells one, with that of the sent bytes. If the ETag is no MD5 (encryption, other stores), the file is read back.
+store tells one, with the checksum of the sent bytes. If the ETag is not an MD5 (encryption, other stores), the file is
+read back.
 
 Local bytes are read once, in parts of 16 MiB. Memory holds a few parts for each of four files. Before the manifest is
 sent, one listing must show all files, because the store may have been tidied up while this process was suspended.
@@ -39,8 +40,8 @@ from mcore_ckpt.steps.worth import lack_of
 
 logger = logging.getLogger(__name__)
 
-# The ETag of an S3 object: the MD5 of its bytes, or, if it was sent in parts, the MD5 of the parts' MD5s and their
-# number. The ETag of an encrypted object is something else, so a different ETag proves nothing.
+# The ETag of an S3 object is the MD5 of its bytes. If the object was sent in parts, the ETag is the MD5 of the parts'
+# MD5s, and the number of parts. The ETag of an encrypted object is something else, so a different ETag proves nothing.
 _ETAG = re.compile(r'"?([0-9a-f]{32}(?:-[0-9]+)?)"?')
 
 
@@ -64,15 +65,15 @@ class Upload:
     def run(self) -> None:
         """Uploads the checkpoint. Returns when the whole checkpoint is in the store.
 
-        It first checks that all files are here, and sends nothing if one is missing. Raises CheckpointCorruptError if
-        one is missing or differs from the manifest, and RemoteError if the store failed, has too little space, or
+        It first checks that all files are here, and sends nothing if one is missing. Raises CheckpointCorruptError if a
+        file is missing or differs from the manifest, and RemoteError if the store failed, has too little space, or
         `stop` was set.
         """
         lack = lack_of(self._role_dir)
         if lack is not None:
             raise CheckpointCorruptError(str(lack))
         self._check_space()
-        # The largest first, so that the threads do not end up waiting for one large file.
+        # The largest files go first, so that the threads do not end up waiting for one large file.
         missing = [file for file in self.manifest.files if file.path not in self._arrived]
         for_each(sorted(missing, key=lambda file: -file.size), self._send, tuning.UPLOAD_FILES)
         self._check_all_there()
@@ -179,7 +180,7 @@ class Upload:
 
 
 def shortage_of(store: Store, need: Need, overwritten: Need = NOTHING) -> str | None:
-    """Says how much is needed and free if files do not fit into a store instead of others; None if they may fit."""
+    """Says what is short if files that replace `overwritten` do not fit into a store; None if they may fit."""
     try:
         space = store.space()
     except OSError:
@@ -216,7 +217,7 @@ class SentBytes:
             self._whole.update(part)
 
     def is_what_came(self, info: Mapping[str, Any]) -> bool:
-        """True if the store's checksum (an ETag or an MD5) equals the sent bytes' checksum. False if it has none."""
+        """True if the store's checksum (an ETag or an MD5) equals the sent bytes' checksum. False without one."""
         if self._whole is not None:
             return info.get("md5Hash") == base64.b64encode(self._whole.digest()).decode()
         one = self._parts[0].hex() if len(self._parts) == 1 else ""
@@ -246,14 +247,15 @@ def tidy_up(
         pinned: for each local step, whether it is pinned. Remote steps that are not local keep their pins.
         latest: the step that was saved last. It stays even if it is not the newest, as after a rollback.
         metrics: the metrics of each local step.
-        deleted: called with each step that is deleted, and the seconds that it took.
+        deleted: this function calls it with each deleted step, and the seconds that the deletion took.
     """
     steps = remote.steps()
     for position, step in enumerate(steps):
         gone = [key for key in superseded(step, uploaded) if key not in pending]
         for key in gone:
             remote.delete(key)
-        # Without numbers, the attempt that was just uploaded may have replaced one that seemed newer.
+        # If manifests have no commit numbers, the attempt that was just uploaded may have replaced one that seemed
+        # newer.
         if gone or step.step == uploaded.step:
             steps[position] = remote.step(step.step)
     last = newest(steps)
@@ -276,7 +278,7 @@ def tidy_up(
 
 
 def _pin(remote: RemoteSteps, step: int, stays: bool) -> None:
-    """Adds a pin to a step in the store, because the disk that has the local one may be lost, or removes it."""
+    """Pins or unpins a step in the store. The local pin is not enough, because its disk may be lost."""
     key = f"{file_names.step_name(step)}/{file_names.PINNED_FILE}"
     if stays:
         # The object is not empty, because some stores and their tools mistake an empty object for a folder.

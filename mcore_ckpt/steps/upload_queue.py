@@ -1,20 +1,21 @@
 """Uploads committed checkpoints in the background, one after the other, on a separate thread.
 
-- Rank 0 alone, with a few threads, sends the files of all ranks. It is limited by one node's network and one Python
-  process (some hundred MB/s). But it needs no word between ranks: no rank can be late, dead or in another state, and
-  nothing in training depends on it. Sending by nodes would be `Upload.run` on a part of the files, and rank 0 waiting
-  for `_check_all_there`. That is worth it once an upload takes longer than the time between saves.
+- Rank 0 alone, with a few threads, sends the files of all ranks. Its speed is limited by one node's network and one
+  Python process (some hundred MB/s). But the ranks need not communicate: no rank can be late, dead or in another state,
+  and nothing in training depends on the upload. If every node sent its files, each would call `Upload.run` for a part
+  of the files, and rank 0 would wait before `_check_all_there`. That is worth it once an upload takes longer than the
+  time between saves.
 
-A role's commit starts its upload, on a thread that ends with its work: neither training nor the next save waits. It
-uploads steps that the local root has, that count, and that `max_to_keep` would keep. They must be committed after the
-store's newest, or committed in this run and not there yet. The newest goes first, and a commit that comes meanwhile
-goes before what is still waiting. So a store that is slower than the saves has gaps, and never falls behind without
-end. A step under way is marked (`.{role}.uploading-...`), which keeps every retention off it: with `max_to_keep=1` a
-slow store would otherwise never get one whole.
+A role's commit starts its upload, on a thread that ends when it has no more work: neither training nor the next save
+waits. The thread uploads complete steps of the local root that `max_to_keep` would keep. They must be committed after
+the store's newest step, or committed by this process and not in the store yet. The newest step goes first, and a step
+that is committed meanwhile goes before those that still wait. So a store that is slower than the saves has gaps, but
+does not fall behind more and more. A step that is being uploaded has a mark (`.{role}.uploading-...`), so no process
+deletes it. Otherwise, with `max_to_keep=1`, a slow store would never get a whole step.
 
-What fails is tried six times over half a minute. Then a warning is logged, and the upload is tried again behind the
-next commit, without the files that have arrived. A process that is killed leaves an attempt without a manifest: the
-next upload of the role deletes it.
+A request that fails is tried six times over half a minute. Then a warning is logged, and the upload is tried again
+behind the next commit, without the files that have arrived. A process that is killed leaves an attempt without a
+manifest: the next upload of the role deletes it.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ logger = logging.getLogger(__name__)
 class UploadHandle(Handle[bool]):
     """The upload of one committed checkpoint, for the trainer. It ends only when the whole checkpoint is in the store.
 
-    Its `exception` is why the last try failed, or why there will be none. If the store failed, the upload is tried
-    again after the next commit.
+    Its `exception` says why the last try failed, or why the step is not uploaded at all. If the store failed, the
+    upload is tried again after the next commit.
 
     Attributes:
         nbytes: the size of the checkpoint's files in bytes; 0 until they are in the store.
@@ -73,7 +74,7 @@ class UploadHandle(Handle[bool]):
         return self._ended.wait(timeout)
 
     def has_failed(self, error: CheckpointError) -> None:
-        """Notes why the last try failed, or why there will be none. The queue calls it."""
+        """Notes why the last try failed, or why the step is not uploaded at all. The queue calls it."""
         self._exception = error
 
     def finish(self, nbytes: int, seconds: float) -> None:
@@ -85,7 +86,8 @@ class UploadHandle(Handle[bool]):
 class UploadQueue:
     """Uploads one role's checkpoints to a remote store, on a thread that runs only while there is work.
 
-    `policy` says which steps stay in the store. `delivery` brings events to the listeners. None: there are none.
+    `policy` says which steps stay in the store. `delivery` brings events to the listeners; None if there are no
+    listeners.
     """
 
     def __init__(
@@ -98,7 +100,7 @@ class UploadQueue:
         self._delivery = delivery or Delivery()
         self._lock = threading.Lock()
         self._waiting: dict[int, UploadHandle] = {}  # committed locally, not yet in the store
-        self._begun: dict[str, Upload] = {}  # by folder in the store, so that a failed upload continues where it was
+        self._begun: dict[str, Upload] = {}  # by folder in the store; a failed upload continues where it was
         self._pins: dict[int, bool] = {}  # of local steps, and of those that were local at the last upload
         self._metrics: dict[int, Mapping[str, float]] = {}  # of the same steps
         self._latest = -1
@@ -131,8 +133,8 @@ class UploadQueue:
     def expect(self, need: Need) -> None:
         """Warns if a checkpoint that is about to be saved will not fit into the store. Returns immediately.
 
-        It looks on a thread of its own, because a network file system that hangs must not hold up the training. At most
-        one such thread runs. If it still looks for an earlier save, it then looks once more, for the newest one.
+        It looks on another thread, because a network file system that hangs must not hold up the training. At most one
+        such thread runs. If the thread still looks for an earlier save, it then looks once more, for the newest save.
         """
         with suppress(NoThreadError):
             self._looks_at_space.add(partial(self._look_at_space, need), instead=True)
@@ -149,7 +151,7 @@ class UploadQueue:
         self._warned = shortage is not None
 
     def wait(self, seconds: float) -> bool:
-        """Waits at most `seconds` until the queue is idle. A failed upload waits for the next commit, so it is, too."""
+        """Waits at most `seconds` until the queue is idle: no upload is under way, and only failed ones are left."""
         return self._uploads.wait_at_most(seconds)
 
     def close(self, seconds: float) -> None:

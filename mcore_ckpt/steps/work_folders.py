@@ -68,8 +68,9 @@ def replaced_checkpoints(folder: Path) -> list[Path]:
 def is_leftover(folder: Path, alone: bool) -> bool:
     """True if the process that made the folder is dead.
 
-    If this process cannot see that, because the owner is unknown, on another host or hidden, it returns `alone`:
-    whether it holds the role's trainer lock, so that no other process can still be saving the role.
+    If this process cannot see the owner, because the owner is unknown, on another host or hidden, the result is
+    `alone`. The caller passes True if it holds the role's trainer lock, so that no other process can still be saving
+    the role.
     """
     life = life_of(folder)
     return alone if life in (None, Life.UNKNOWN) else life is Life.DEAD
@@ -83,8 +84,8 @@ def is_deleted_for_good(deleted: Path, alone: bool) -> bool:
 def is_dead_trial(trial: Path, by_age: bool) -> bool:
     """True if the doctor that made a trial folder is dead.
 
-    No lock shows whether a doctor is alive, and a doctor on another host cannot be seen. Then the folder's age decides
-    if `by_age`. A process that must not write cannot find out the age.
+    No lock shows whether a doctor is alive, and a doctor on another host cannot be seen. Then the folder's age decides,
+    if `by_age` is True. Finding out the age takes a write.
     """
     life = life_of(trial)
     if life not in (None, Life.UNKNOWN):

@@ -1,4 +1,4 @@
-"""Determines what a step is worth: whole, claimed only by its manifests, or partial.
+"""Determines what a step is worth: whole, only claimed by its manifests, or partial.
 
 A manifest is written last, so a step that has all manifests was whole once. Only a look at its files shows whether it
 still is: an interrupted copy may have the manifest but not yet the files in subfolders, and an interrupted deletion may
@@ -32,7 +32,7 @@ _NAMED = 3
 _PART = (
     "; what is here is one node's part of a checkpoint: put the folders of all nodes together with `mcore-ckpt collect`"
 )
-# How often to look at a checkpoint that is replaced or moved during each look.
+# How many times to look, at most, at a checkpoint that is replaced or moved during each look.
 _LOOKS = 3
 
 
@@ -60,7 +60,7 @@ class Lack:
 
 
 class Weighed:
-    """One step, in a place: below a root (`StepStatus`), in a remote store (`RemoteStep`), on nodes (`NodeStep`)."""
+    """One step below a root (`StepStatus`), in a remote store (`RemoteStep`) or on nodes (`NodeStep`)."""
 
     if TYPE_CHECKING:  # what the steps of all places have; `lacks` and `reason` raise OSError or RemoteError
 
@@ -103,7 +103,7 @@ class Weighed:
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """The metrics of its committed roles, by name. If several have one of a name, that of the first role counts."""
+        """The metrics of its committed roles, by name. If roles share a metric, that of the first role counts."""
         last_first = sorted(self.heads, key=lambda head: head.role, reverse=True)
         return {name: value for head in last_first for name, value in head.metrics.items()}
 
@@ -114,7 +114,7 @@ class Weighed:
 
     @property
     def given_up(self) -> frozenset[str]:
-        """The roles of a branch that another role has given up: they have not saved the step again, but it has.
+        """The roles of a branch that another role has given up: that role has saved the step again, and they have not.
 
         A role without a number, such as one of plain files, tells nothing.
         """
@@ -135,7 +135,7 @@ class Weighed:
 
     @property
     def is_claimed(self) -> bool:
-        """True if all declared roles have a manifest, and all of one branch. It looks at no other files."""
+        """True if all declared roles have manifests, and these are of one branch. It looks at no other files."""
         return bool(self.committed) and not self.missing
 
     @property
@@ -162,8 +162,8 @@ def lack_of(role_dir: Path, find_again: Callable[[], Path] | None = None, in_nod
     Args:
         role_dir: the role's folder.
         find_again: returns the role's folder if a save has replaced or moved it during the look.
-        in_node_folder: True in a node's folder of the fast tier, where other nodes have other files by design.
-            Something is missing only if no node's own files are all here.
+        in_node_folder: True in a node's folder of the fast tier, where other nodes have other files by design. There
+            the result is None if all files that one of the nodes has written are here.
 
     Raises OSError: a folder cannot be listed because of an error that may be temporary.
     """
@@ -217,7 +217,7 @@ def compare(place: Path | str, wanted: Mapping[str, int], there: Mapping[str, in
 
 
 def _has_part_of_a_node(manifest: Manifest, lack: Lack) -> bool:
-    """True if the manifest is of the fast tier, and all files that one of the nodes has written are here."""
+    """True if the checkpoint is of the fast tier, and all files that one of the nodes has written are here."""
     if manifest.placement is None:
         return False
     wrong = set(lack.paths)

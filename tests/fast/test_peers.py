@@ -70,7 +70,7 @@ def test_whole_files_and_empty_ones(store: PeerStore) -> None:
 
 def test_a_file_larger_than_expected_is_not_read(store: PeerStore) -> None:
     assert len(store.read_all("some.bin", 10240)) == 10240
-    with pytest.raises(CheckpointCorruptError, match=r"node7:some\.bin: has 10240 bytes, and not 10239 at most"):
+    with pytest.raises(CheckpointCorruptError, match=r"node7:some\.bin: has 10240 bytes, more than the 10239 allowed"):
         store.read_all("some.bin", 10239)
     assert store.read_all("empty", 5) == b""  # on another connection
 

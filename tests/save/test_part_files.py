@@ -92,9 +92,11 @@ def test_a_folder_with_the_checkpoints_in_it_is_refused(
 ) -> None:
     (folder / "file").write_bytes(b"x")
     for place in (manager.root, manager.root.parent, Path("/")):
-        refused(manager, take(place), "has the checkpoints in it")
+        refused(manager, take(place), "contains the checkpoints")
     refused(
-        manager, lambda folder: take(folder), "is in the folder of the step that is being saved|has the checkpoints"
+        manager,
+        lambda folder: take(folder),
+        "is in the folder of the step that is being saved|contains the checkpoints",
     )
     assert (folder / "file").exists()
 

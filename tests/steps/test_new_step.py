@@ -109,13 +109,13 @@ def test_a_step_below_later_ones_is_not_the_newest(tmp_path: Path) -> None:
 def test_roles_of_two_runs_do_not_come_into_one_step(force: bool, tmp_path: Path) -> None:
     root = tmp_path / "root"
     of_run(root / "global_steps_5" / "critic", "a", 1)
-    with pytest.raises(InvalidArgumentError, match=r"critic: is of run a, and actor of run b, and no step is of two"):
+    with pytest.raises(InvalidArgumentError, match=r"critic: belongs to run a, but actor to run b, and no step can"):
         NewStep(root, 5, ["actor"], force, Run("b")).__enter__()
     with NewStep(root, 5, ["actor"], force, Run("a")):
         pass
     # If the root has a run, what is of none belongs to it.
     runs.settle(root, root, [], None, None)
-    with pytest.raises(InvalidArgumentError, match="is of run a, and actor of the run of this folder"):
+    with pytest.raises(InvalidArgumentError, match="belongs to run a, but actor to the run of this folder"):
         write(root, force=force)
     with NewStep(root, 5, ["critic"], force=True):
         pass
