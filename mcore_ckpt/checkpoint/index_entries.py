@@ -38,7 +38,7 @@ class IndexEntries:
     """The index of a file. A tensor's entries are decoded when they are asked for.
 
     The constructor checks that no tensor is in the index twice, and that no two overlap. The CRC of the data must have
-    been checked. `file` is the path in the manifest, `path` the path or URL for messages, and `payload_end` as in
+    been checked. `file` is the path in the manifest, and `path` is the path or URL for messages. `payload_end` is as in
     `decode_index`.
 
     Raises CheckpointCorruptError if the data are not an index, or the numbers in the index contradict each other.
