@@ -6,8 +6,8 @@ has one layer per depth, and HybridModel a stack of layers (`MultiTokenPredictio
 
 When a manager is made, all ranks tell each other the parts of their layers. A load matches this sequence of parts, one
 by one, with the sequence in the stored names, and each depth of multi-token prediction separately. Megatron's own
-loader (`gpt_checkpoint_interop.py`, 0.19) matches the i-th attention with the i-th layer whatever lies between. Here
-the order must be the same, because otherwise the loaded model would compute something else.
+loader (`gpt_checkpoint_interop.py`, 0.19) matches the i-th attention with the i-th layer, whatever parts lie between.
+Here the order must be the same, because otherwise the loaded model would compute something else.
 """
 
 from __future__ import annotations
