@@ -108,7 +108,7 @@ def _most_unpacked(nbytes: int) -> int:
 def missing(store: Any, keys: Sequence[str]) -> list[str]:
     """Returns the keys that the store lacks.
 
-    Checks one half after the other, because a request for each key would block the store.
+    Asks for all keys at once, and then for halves of them, because thousands of requests would block the store.
     """
     if not keys or store.check(list(keys)):
         return []

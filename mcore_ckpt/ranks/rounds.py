@@ -238,11 +238,10 @@ class Agreement:
         return Agreement(self._store.clone(), self.rank, self.world_size, place, self._timeout_s, self._host)
 
     def close(self) -> None:
-        """Deletes the keys of this rank. Every rank calls it after its last round. Waits for nobody, and raises
-        nothing.
+        """Deletes the keys of this rank. Every rank calls it after its last round.
 
-        Keys that other ranks may still have to read are deleted by the last rank that closes. In a forked child it does
-        nothing.
+        It waits for nobody and raises nothing. Keys that other ranks may still have to read are deleted by the last
+        rank that closes. In a forked child it does nothing.
         """
         if self.is_closed or not self._home.is_here:
             return
@@ -407,7 +406,7 @@ def decide(
     Raises:
         CheckpointError: of the same type on all ranks.
         BaseException: what a signal handler has raised on this rank. The other ranks raise a CheckpointError. If it was
-            too late to tell them, `Agreement.decided` has what they got.
+            too late to tell them, `Agreement.decided` has what they got instead.
     """
     if isinstance(agreement, Alone):
         record = combine([work()])
