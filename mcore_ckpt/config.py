@@ -75,7 +75,7 @@ class FastTier:
         if not local_path(self.folder, "folder of the fast tier").is_absolute():
             raise InvalidArgumentError(
                 f"folder of the fast tier is {os.fspath(self.folder)!r}: use an absolute path, such as /dev/shm/run, "
-                "which is a folder of each node's own"
+                "of a folder that each node has for itself"
             )
         if self.tls is not None:
             local_path(self.tls, "tls of the fast tier")

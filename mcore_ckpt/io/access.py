@@ -130,5 +130,5 @@ def check_own_folder(path: Path, shared: bool | None) -> None:
     if reason is not None:
         raise InvalidArgumentError(
             f"{path}: {reason}, so a step in it may not be of this training: use a folder with another name. If only "
-            "its mode is wrong, use one in it, or chmod 700 it; shared_with_group=True lets the group write"
+            "its mode is wrong, use a folder inside it, or chmod 700 it; shared_with_group=True lets the group write"
         )

@@ -77,7 +77,7 @@ class Signals:
             )
             if not can_do_without:
                 raise InvalidStateError(f"{text}: enter the guard there, or use a trigger_file and signals=()")
-            logger.warning("%s: only the trigger file and the end of the training's time stop it", text)
+            logger.warning("%s: only the trigger file and the end of the training's time can stop the training", text)
             return
         self._is_active = True
         for number in self._numbers:
@@ -101,7 +101,7 @@ class Signals:
                 self._complained.add(number)
                 logger.warning(
                     "%s has got another handler since the PreemptionGuard was entered, so it may not stop the training "
-                    "at a step boundary: enter the guard after that",
+                    "at a step boundary: enter the guard after that handler is set",
                     _name(number),
                 )
 
