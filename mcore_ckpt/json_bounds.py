@@ -132,7 +132,7 @@ def without_strings(data: bytes) -> Iterator[bytes]:
         if is_inside:
             _, before, piece = piece.partition(b'"')
             is_inside = not before
-        piece = _STRING.sub(b"##", piece)  # quotes that have been seen
+        piece = _STRING.sub(b"##", piece)  # the next quote begins a string that the piece cuts
         piece, begins, _ = piece.partition(b'"')
         is_inside = is_inside or bool(begins)
         yield before + piece.replace(b"##", b'""') + begins

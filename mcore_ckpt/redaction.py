@@ -23,7 +23,7 @@ _LEAST_SECRET = 3  # a shorter secret would be found in other words
 _AT = r"(?:@|%(?:25)*40)"
 _IS = r"(?:=|%(?:25)*3D)"
 _START = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{0,30}:(?:\\?/)+")
-_BEFORE_URL = ("::", "/", ",", "=", "&", "|", "(", "[", "{")  # within another one; a password can have a `:/`
+_BEFORE_URL = ("::", "/", ",", "=", "&", "|", "(", "[", "{")  # before a URL in a URL; a password can have a `:/`
 _ENCODED = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{0,30}%(?:25)*3A(?:%(?:25)*2F|/){2}[^\s'\"<>`]*", re.IGNORECASE)
 _IN_TEXT = re.compile(rf"{_START.pattern}[^\s'\"<>`]*")
 # Characters that follow a URL in a sentence.

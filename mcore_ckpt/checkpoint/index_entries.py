@@ -27,7 +27,7 @@ _SHARD = re.compile(
     rf'"pieces":{_PIECES}(?:,"scale":{_TEXT})?(?:,"upper":{_TEXT})?{_END}'.encode()
 )
 _NOTHING = FileIndex((), ())
-# How many kinds one tensor may have here. Optimizers have up to 10.
+# How many kinds of shards one tensor may have in an index that is decoded tensor by tensor. Optimizers have up to 10.
 _MOST_KINDS = 64
 # The text of an index before the aliases, between aliases and shards, and between shards and version.
 _BEFORE, _BETWEEN, _BEHIND = encode_index(_NOTHING).removesuffix(b"1}").replace(b"[]", b"[\n]").split(b"\n")

@@ -424,7 +424,7 @@ def _pre_softmax(of: _Values, value: Any) -> Any:
 
 
 def _sinkhorn(of: _Values, kind: Any) -> Any:
-    """Returns the one kind of load balancing that changes which experts a token goes to."""
+    """Returns the only kind of load balancing that changes which experts a token goes to; None for all other kinds."""
     return "sinkhorn" if kind == "sinkhorn" or (isinstance(kind, (list, tuple)) and "sinkhorn" in kind) else None
 
 
