@@ -46,8 +46,8 @@ class FastTier:
         replicas: how many other nodes get a copy of each file. This many nodes can be lost at once without losing a
             step. Bytes that another node's rank has anyway, because it is a data-parallel replica, are not sent.
         keep: how many steps each node keeps.
-        durable_every: one of this many saved steps is also saved to the root. None: none is. Then all checkpoints are
-            in the nodes' folders, and no shared file system is needed.
+        durable_every: one of this many saved steps is also saved to the root. None: no step is. Then all checkpoints
+            are in the nodes' folders, and no shared file system is needed.
         bytes_per_s: how many bytes a second each node receives at most for the copies of one role. None: no limit.
         domain: returns, on each node, the name of its failure domain, such as its rack. Copies go to nodes of other
             domains. None: each node is its own domain.
@@ -75,7 +75,7 @@ class FastTier:
         if not local_path(self.folder, "folder of the fast tier").is_absolute():
             raise InvalidArgumentError(
                 f"folder of the fast tier is {os.fspath(self.folder)!r}: use an absolute path, such as /dev/shm/run, "
-                "which is a folder of each node's own"
+                "of a folder that each node has for itself"
             )
         if self.tls is not None:
             local_path(self.tls, "tls of the fast tier")
@@ -137,7 +137,7 @@ class CheckpointConfig:
         shared_writes: whether the data-parallel and context-parallel replicas of a file each write a part of it. If
             not, the first replica writes the whole file.
         verify_replicas: whether each save compares all bytes of all tensors that several ranks hold as replicas, and
-            warns if they differ. The trainer waits for it. If not, each save compares small parts of a few tensors,
+            warns if they differ. The trainer waits for this. If not, each save compares small parts of a few tensors,
             different ones each time, at no measurable cost.
         load_replicas: how ranks load tensors that are the same on several ranks: those of the model, which data and
             context parallelism replicate, and those of an optimizer that is not distributed. "read": each rank reads
@@ -150,12 +150,12 @@ class CheckpointConfig:
         keep_every: steps that are multiples of this number are also kept, however old they are. Requires max_to_keep.
         keep_best: ("reward", 3, "max"): the three complete steps with the largest `reward` are also kept; "min": the
             smallest. Several such rules may be given as a list, and each also as a text, "reward:3:max". `save` gets
-            the metrics. Of equal values the later commit counts. A step without the metric and an abandoned step never
-            count. Requires max_to_keep.
+            the metrics. Of steps with equal values, the one committed last counts as the best. A step without the
+            metric and an abandoned step never count. Requires max_to_keep.
         keep_for: complete steps that were saved less than this many seconds ago are also kept. Requires max_to_keep.
         optimizer_for_last: how many of the newest complete steps keep their optimizer. Older steps that are kept lose
-            its files after each commit, unless they are pinned; their weights and their extra state stay loadable.
-            None: all keep it. The remote store keeps what was uploaded.
+            the optimizer's files after each commit, unless they are pinned; their weights and their extra state stay
+            loadable. None: all steps keep their optimizer. The remote store keeps what was uploaded.
         remote: the URL of a remote store that fsspec supports: s3://bucket/prefix, gs://..., hdfs://host/path,
             file:///folder. Committed checkpoints are uploaded to it in the background. `load` takes a checkpoint from
             the store if it is newer than the local ones, or if the local ones are gone. None: no remote store.
@@ -178,17 +178,18 @@ class CheckpointConfig:
         skip_frozen: whether to leave parameters that are not trained (the base model under LoRA adapters) out of saves
             and loads. The trainer must then get them from elsewhere. `hf_model` then writes only the adapters, in
             PEFT's form, into `huggingface/adapter/`.
-        strict_dtypes: whether `load` refuses to round values because model or optimizer keep them in dtypes of fewer
-            bits than the checkpoint. If not, it rounds each once and says so in its report.
+        strict_dtypes: whether `load` refuses to round values if model or optimizer keep them in dtypes of fewer bits
+            than the checkpoint. If not, `load` rounds each value once and says so in its report.
         strict_model: whether `load` refuses a checkpoint whose model computes something else with the same tensors: it
-            has other heads, another activation, other rotary embeddings, ... If not, it says so in a warning and in its
-            report, by field.
-        reset_moments: whether `load` may start an optimizer with new moments if it needs others than the checkpoint has
-            (Muon after Adam), and take over only its main parameters. If not, such a load is refused.
+            has other heads, another activation, other rotary embeddings, ... If not, `load` names the fields in a
+            warning and in its report.
+        reset_moments: whether `load` may start an optimizer with new moments if the optimizer needs other moments than
+            the checkpoint has (Muon after Adam). Then only the main parameters are taken over. If not, such a load is
+            refused.
         shared_with_group: whether the group may read and write what is saved, as far as the umask lets it. True: new
             folders have mode 0770 and files 0660, restricted by the umask. False: 0700 and 0600. None: new folders and
-            files are as open as a root that exists already; a new root and the fast tier follow the umask: as with True
-            if it lets the group write, otherwise as with False. Existing folders keep their modes.
+            files are as open as a root that exists already; a new root and the fast tier get the modes of True if the
+            umask lets the group write, otherwise those of False. Existing folders keep their modes.
         strict: whether `load` raises an error if the checkpoint that it reads is damaged. If not, it loads the next
             older one.
         listeners: what to call with the events of saves, loads, deletions and uploads (`mcore_ckpt.events`): functions,
@@ -276,7 +277,8 @@ class CheckpointConfig:
                 arguments, once in a process, and returns the listener. `fast` may be a mapping of FastTier's fields,
                 whose `domain` may be the path of a function.
             where: what the mapping is called, for messages.
-            but: fields that must not be in it, because a framework has its own options for them, or cannot honour them.
+            but: fields that must not be in `given`, because a framework has its own options for them, or cannot honour
+                them.
 
         Raises:
             InvalidArgumentError: a field is unknown or has a value that is not allowed, or a path leads nowhere.
@@ -328,7 +330,7 @@ def _contents(field: str, words: object) -> tuple[str, ...]:
 
 
 def _texts(field: str, words: object, example: str) -> tuple[str, ...]:
-    """Returns a list of texts as a tuple. A set has no order, and the ranks must agree on one."""
+    """Returns a list of texts as a tuple. Refuses a set: it has no order, and the ranks need the same order."""
     if isinstance(words, str):
         raise InvalidArgumentError(f"{field} is the string {words!r}: use a list, such as {[words or example]!r}")
     if not isinstance(words, Sequence) or isinstance(words, bytes):

@@ -7,7 +7,8 @@
 - A listener never returns: `drain` gives up after `DRAIN_WAIT_S`, and from then on does not wait for that call again.
   The thread is a daemon, so an exiting interpreter does not wait for it.
 - The system grants no thread: events wait until a later call gets one.
-- The process forks: the child begins with an empty queue and no thread, because the parent delivers what waits.
+- The process forks: the child begins with an empty queue and no thread, because the parent delivers the events that
+  wait.
 
 Events contain only sums that a report has anyway, so they cost no computation. Each manager has its own thread, so a
 listener that hangs stops only that manager's events. Nothing is sent between ranks, because a listener on each rank
@@ -37,7 +38,7 @@ QUEUE_EVENTS = 1000
 # How long `CheckpointManager.wait`, `close` and an exiting interpreter wait for listeners, in seconds.
 DRAIN_WAIT_S = 10.0
 # How long `post` waits for the lock, in seconds. Nobody holds it for more than a moment, unless a signal handler that
-# saves has interrupted its holder, and waits for the thread that posts.
+# saves has interrupted the holder, and waits for the thread that posts.
 POST_WAIT_S = 1.0
 # After this time without events the thread of a manager that was never closed ends, in seconds. It is longer than most
 # saves take, because from Python 3.12 on an exiting interpreter, which may wait for a save, starts no threads.
@@ -100,8 +101,9 @@ class Delivery:
     def drain(self, seconds: float | None = None, is_last: bool = True) -> bool:
         """Waits until all events are delivered, at most `seconds` (None: DRAIN_WAIT_S). Returns True if they are.
 
-        It does not wait again for a call that it has given up on. Without `is_last` it waits for no call at all until
-        the listeners have caught up, because a slow listener must not hold up each `wait` of a training.
+        It does not wait again for a call that an earlier `drain` has given up on. Without `is_last`, it does not wait
+        again at all until the listeners have caught up, because a slow listener must not hold up each `wait` of a
+        training.
         """
         limit_s = DRAIN_WAIT_S if seconds is None else seconds
         with self._changed:
@@ -109,7 +111,7 @@ class Delivery:
                 logger.warning("%d events are not delivered yet: the system grants no thread", len(self._waiting))
                 return False
             if self._thread is threading.current_thread():
-                return False  # a listener waits for its own manager
+                return False  # a listener waits for the manager that calls it
             if self._called is not None and self._called is self._given_up_on:
                 return False
             if self._is_late and not is_last and not self._is_idle():

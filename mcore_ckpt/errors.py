@@ -44,7 +44,7 @@ from mcore_ckpt.redaction import redacted
 
 
 class CheckpointError(Exception):
-    """Base class of all errors of this package. A message may quote URLs and options: it is kept without secrets.
+    """Base class of all errors of this package. A message may quote URLs and options, so secrets are removed from it.
 
     Attributes:
         names_rank: True if the message already begins with the rank on which the error happened.
@@ -122,7 +122,7 @@ _BY_NAME: dict[str, type[CheckpointError]] = {
     name: each for name, each in globals().items() if isinstance(each, type) and issubclass(each, CheckpointError)
 }
 
-# The system gives the same answer again until somebody changes the folder.
+# These errors come again until somebody changes the folder.
 _STAYS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
 
 
@@ -160,7 +160,10 @@ def to_record(error: BaseException, rank: int) -> dict[str, Any]:
 
 
 def from_record(record: Mapping[str, Any], default: type[CheckpointError]) -> CheckpointError:
-    """Makes the error that a record describes. If its type is not of this module, makes a `default`."""
+    """Makes the error that a record describes.
+
+    If its type is not of this module, makes an error of the type `default`.
+    """
     error = _BY_NAME.get(record["type"], default)(record["message"])
     error.names_rank = True
     error.may_pass = record.get("may_pass", error.may_pass)

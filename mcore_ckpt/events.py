@@ -41,7 +41,7 @@ class Event:
     Attributes:
         step: the step. None for a load that failed before it had chosen a checkpoint.
         role: the role of the manager.
-        rank: the rank that tells it.
+        rank: the rank that tells the event.
         path: the folder of the checkpoint (of the step, if Deleted), or its URL in the remote store. For a load that
             failed without naming a path: the root. With a fast tier, saves and loads have the folder on this node.
         time: when it happened, in seconds since the epoch, by this host's clock.
@@ -158,10 +158,10 @@ class Committed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Skipped(Event):
-    """A save was skipped on all ranks, because an earlier one is under way. The earlier save goes on.
+    """A save was skipped on all ranks, because an earlier save is under way. The earlier save goes on.
 
     Attributes:
-        reason: says so, with the rank.
+        reason: a text that says so and names the rank.
         seconds: how long `save` held up the training.
     """
 

@@ -1,4 +1,4 @@
-"""Tells exceptions that a signal handler has raised in the midst of our code from errors of our code.
+"""Distinguishes exceptions that a signal handler has raised in the midst of our code from errors of our code.
 
 A handler of the training (a preemption, an alarm, Ctrl-C) may raise any exception, wherever the main thread is. That is
 no failure of a save or load, so this package must not turn it into one: the caller gets the exception unchanged.
@@ -18,7 +18,7 @@ def is_interrupt(error: BaseException) -> bool:
 
 
 def _passes_handler(trace: TracebackType | None) -> bool:
-    """True if Python has called a function of the traceback for a signal, with the frame that it interrupted."""
+    """True if the traceback has a signal handler, one of whose arguments is the frame that it interrupted."""
     while trace is not None:
         frame = trace.tb_frame
         code = frame.f_code

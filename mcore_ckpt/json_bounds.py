@@ -19,7 +19,7 @@ LARGE_BYTES = 4 << 20
 # How many bytes of memory a parser takes for a string, a member, an object, a list and a value in a list or object
 # (CPython 3.11 to 3.13, on 64 bits): the objects, their places in what holds them, and a pair for each member.
 _COSTS = (64, 180, 130, 72, 40)
-# The deepest nesting. The deepest of our own is 6, and configurations of models have as much.
+# The deepest nesting that is allowed. Our own JSON is nested at most 6 deep, and so are configurations of models.
 MOST_DEPTH = 100
 # The size of the pieces in which strings are told apart from the rest of a text.
 _PIECE = 16 << 10
@@ -28,7 +28,7 @@ _LONG_STRING = 256 << 10
 
 _STRING = re.compile(rb'"[^"]*"')
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
-# The first byte of a character for which Python takes four bytes of memory, for it and for each other one of the text.
+# A character because of which Python takes four bytes of memory for every character of the text.
 _WIDE = re.compile(rb"[\xf0-\xff][\x80-\xbf]*")
 
 
@@ -41,8 +41,8 @@ class Density:
     """How many bytes of text there are at least for each value of a kind, on average.
 
     A `string` is a string that is not the name of a member. A `value` is a value that follows another one, or is in a
-    list. Text of more than LARGE_BYTES may take at most `times` its size in memory. Up to there it takes up to 20 times
-    as much, for example as the settings of each of 10,000 layers in a model's configuration: at most 80 MB.
+    list. Text of more than LARGE_BYTES may take at most `times` its size in memory. Shorter text may take up to 20
+    times its size, such as the settings of each of 10,000 layers in a model's configuration: at most 80 MB.
     """
 
     string: int = 24
@@ -132,7 +132,7 @@ def without_strings(data: bytes) -> Iterator[bytes]:
         if is_inside:
             _, before, piece = piece.partition(b'"')
             is_inside = not before
-        piece = _STRING.sub(b"##", piece)  # quotes that have been seen
+        piece = _STRING.sub(b"##", piece)  # the next quote begins a string that the piece cuts
         piece, begins, _ = piece.partition(b'"')
         is_inside = is_inside or bool(begins)
         yield before + piece.replace(b"##", b'""') + begins

@@ -70,7 +70,7 @@ class CheckpointManager:
     state. If `save` is called before all of the memory is ready, it copies the files that fit into the ready part, and
     writes the other files to the disk before it returns. If the state is on a GPU, such an early `save` waits for all
     of the memory, because copies from a GPU need pinned memory. If the model is on a GPU, the constructor also copies a
-    few bytes from it, so that an installation that cannot is refused now.
+    few bytes from it, so that an installation that cannot copy is refused now.
 
     Args:
         root: the folder of all steps. It must be the same shared folder on every rank, unless a fast tier has
@@ -146,7 +146,10 @@ class CheckpointManager:
         config: CheckpointConfig,
         objects: Mapping[str, Any],
     ) -> None:
-        """Makes the parts of a manager with the other ranks. `failed` gets the parts to close if that fails."""
+        """Makes the manager's objects together with the other ranks.
+
+        `failed` gets the objects to close if that fails.
+        """
         trainer = read_trainer(
             agreement, local_path(root, "root").absolute(), role, as_chunks(model), config, dict(objects)
         )
@@ -192,7 +195,8 @@ class CheckpointManager:
         """Saves the state that `save_contents` names. Every rank calls it, at the same point of training.
 
         Returns when the checkpoint is committed; with `async_save`, as soon as the training state may change again.
-        With a fast tier, it is committed on the nodes; without `async_save`, a durable one also in the root.
+        With a fast tier, the checkpoint is committed on the nodes. Without `async_save`, a durable step is then also in
+        the root.
 
         Args:
             step: the step's number, at least 0. An older checkpoint of the same step stays until the new one is
@@ -211,9 +215,9 @@ class CheckpointManager:
                 it is not uploaded to the remote store. Files that a trainer has put into the folder stay, unless the
                 save writes a file or folder with the same name (docs/format.md).
             max_to_keep: how many steps to keep after this save. None: `config.max_to_keep`.
-            metrics: numbers by name, such as {"reward": 0.7}, for `config.keep_best` and `mcore-ckpt list`. Rank 0's
-                count. One that is not finite counts as missing, with a warning. `mcore_ckpt.set_metrics` adds those
-                that are known only later.
+            metrics: numbers by name, such as {"reward": 0.7}, for `config.keep_best` and `mcore-ckpt list`. Only those
+                of rank 0 count. A metric that is not finite counts as missing, with a warning. `mcore_ckpt.set_metrics`
+                adds metrics that are known only later.
 
         Returns:
             The save's handle. Without `async_save`, the save has ended and is committed. With `if_busy="skip"`, nothing
@@ -253,15 +257,17 @@ class CheckpointManager:
 
         Args:
             name: the part's name, which is the name of its folder: letters, digits, '_', '-' and '.'.
-            save: what this rank saves: bytes, the path of a file or folder, which is copied, or a `HandOver` of one,
-                which is moved. Or a function that gets a new folder, may write files into it, and returns None or one
-                of these. It is called by `save` on its thread, and training waits for it. If it returns a function,
-                that one is called without arguments while the training continues, and may return the same. What is
-                copied must not change before the save is committed. Functions must return within
-                `CheckpointConfig.timeout_s`, because the other ranks wait no longer. None: this rank saves nothing.
-            load: called by `load`, on its thread, after model and optimizer have been loaded. It gets the saved part
-                (`state.SavedPart`), which has what each rank has saved. None: this rank loads nothing.
-            optional: whether a step may be loaded that does not have the part. Then `load` is not called.
+            save: what this rank saves: bytes; the path of a file or folder, which is copied; or a `HandOver` of a file
+                or folder, which is moved. It can also be a function that gets a new folder, may write files into it,
+                and returns None or one of these values. `CheckpointManager.save` calls the function on the trainer's
+                thread, and training waits for it. If the function returns another function, that one is called without
+                arguments while the training continues, and returns None or one of these values. Files that are copied
+                must not change before the save is committed. Functions must return within `CheckpointConfig.timeout_s`,
+                because the other ranks wait no longer. None: this rank saves nothing.
+            load: a function that `CheckpointManager.load` calls on the trainer's thread, after model and optimizer have
+                been loaded. It gets the saved part (`state.SavedPart`), which has what each rank has saved. None: this
+                rank loads nothing.
+            optional: whether a step without the part may be loaded. For such a step, the function `load` is not called.
 
         Raises:
             InvalidArgumentError: the name cannot be used or is used already, or neither `save` nor `load` is given.
@@ -459,8 +465,8 @@ class CheckpointManager:
         """Waits for a save that is under way, and frees the host memory. The manager cannot be used afterwards.
 
         Rank 0 also waits for uploads, for at most `upload_timeout_s`. The next run uploads the checkpoints that the
-        store then lacks. It waits for listeners as `wait` does. In a forked child of the process that has made the
-        manager, it does nothing.
+        store then lacks. Every rank waits for listeners as `wait` does. In a forked child of the process that has made
+        the manager, `close` does nothing.
 
         Raises:
             CheckpointError: a background save failed, and its error had not been raised yet. The manager is closed

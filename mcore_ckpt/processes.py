@@ -3,7 +3,8 @@
 A child (a data loader's worker, one of `multiprocessing`, `os.fork`) has a copy of every object, but none of the
 threads. Whatever lock a thread held at the fork is held for ever in the child, and sockets, locks on files and keys in
 the job's store are still the parent's. So the child has to leave them alone, also at its end, when it runs our exit
-handlers: the lists of unfinished work are empty there, locks are new, and the parent's objects refuse to be used.
+handlers. For this, the lists of unfinished work are empty in the child, locks are new, and the parent's objects refuse
+to be used.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class OwnEvent(threading.Event):
     """An event that a thread of this process sets.
 
     Args:
-        what: who waits for it, for messages.
+        what: the object that waits for the event, for messages.
     """
 
     def __init__(self, what: str) -> None:

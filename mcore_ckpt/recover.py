@@ -40,7 +40,7 @@ from mcore_ckpt.urls import local_path
 logger = logging.getLogger(__name__)
 
 AUTO, OFF = "auto", "off"
-# Words of other programs for them; None if it is not clear which one is meant.
+# Words of other programs for AUTO and OFF; None if it is not clear which of the two is meant.
 _WORDS = {
     **dict.fromkeys(("latest", "newest", "last", "true", "yes", "on"), AUTO),
     **dict.fromkeys(("disable", "never", "false", "no"), OFF),
@@ -58,7 +58,8 @@ class Recovery:
     Attributes:
         step: the step that every role was loaded from. None: nothing was loaded, so start from the beginning.
         results: the result of each role's load, by role.
-        skipped: for each newer step that could not be loaded, and each of another run, the reason; the newest first.
+        skipped: the reason for each newer step that could not be loaded, and for each step of another run; the newest
+            first.
     """
 
     step: int | None = None
@@ -104,7 +105,7 @@ def recover(
     by_role = _by_role(managers)
     _check_resume(resume)
     check_value("retries", retries, int, {"least": 0})
-    with ExitStack() as calls:  # a rank that leaves tells the others, of whatever role they are waiting for
+    with ExitStack() as calls:  # a rank that leaves tells the others, whichever role's load they wait in
         for manager in by_role.values():
             calls.enter_context(manager._call("resuming"))
         return _recovered(by_role, resume, retries)
@@ -184,7 +185,7 @@ def resumable_steps(root: str | Path, roles: Sequence[str], step: int | None = N
     Raises:
         CheckpointNotFoundError: there are checkpoints, but no step is complete with these roles. The message gives the
             reason for each step. Or `step` is given, and that step is not complete with these roles.
-        CheckpointCorruptError: the same, and files of a committed step are missing.
+        CheckpointCorruptError: no step is complete with these roles, and files of a committed step are missing.
         OSError: the root cannot be read.
 
     Example:

@@ -5,7 +5,8 @@ always certain, because people also write passwords with `/`, `?` or `@` into UR
 
 Error messages pass through it in `CheckpointError.__init__`, the records for other ranks and listeners in
 `errors.to_record` and `ErrorText`. It also cleans tracebacks in logs, the config's `repr`, mount options and the
-arguments that argparse quotes. A store also knows the secrets of its URL, because libraries quote them without the URL.
+arguments that argparse quotes. A store also passes the secrets of its URL to `redacted`, because libraries quote them
+without the URL.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from urllib.parse import unquote
 
 MASK = "***"
 _NO_QUERY = "?..."
-_LEAST_SECRET = 3  # a shorter one would be found in other words
+_LEAST_SECRET = 3  # a shorter secret would be found in other words
 
 # Characters of URLs, also percent-encoded, once or several times, and with JSON's escaped slashes.
 _AT = r"(?:@|%(?:25)*40)"
 _IS = r"(?:=|%(?:25)*3D)"
 _START = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{0,30}:(?:\\?/)+")
-_BEFORE_URL = ("::", "/", ",", "=", "&", "|", "(", "[", "{")  # within another one; a password can have a `:/`
+_BEFORE_URL = ("::", "/", ",", "=", "&", "|", "(", "[", "{")  # before a URL in a URL; a password can have a `:/`
 _ENCODED = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{0,30}%(?:25)*3A(?:%(?:25)*2F|/){2}[^\s'\"<>`]*", re.IGNORECASE)
 _IN_TEXT = re.compile(rf"{_START.pattern}[^\s'\"<>`]*")
 # Characters that follow a URL in a sentence.
@@ -38,10 +39,12 @@ _USER_END = re.compile(rf"{_AT}$")
 # other text with a `:` is a user with a password that has a `/`, `?` or `#`. A port has two digits or more.
 _HOST = re.compile(r"[^:]*(?::\d{2,5}|::)?|\[[0-9A-Fa-f:.%]*\](?::\d*)?|arn:.*", re.DOTALL)
 _PORT = re.compile(r":\d*$")
-# In these, the text before an `@` is part of a path or, in Azure's, a container. Without a password it is no user.
+# In URLs of these schemes, the text before an `@` is a user only if it has a password. Otherwise it is part of a path
+# or, in Azure's URLs, a container.
 _WITHOUT_USER = ("file:", "local:", "abfs:", "abfss:", "wasb:", "wasbs:", "az:")
 
-# The names of options, headers and parameters that hold secrets. Of `*_token` only these, because models have others.
+# The names of options, headers and parameters that hold secrets. Of names that end in `_token`, these are the only
+# ones, because models have other tokens.
 _NAME = r"""(?:[\w.-]{0,40}?(?:
       secret(?:[_.-]?(?:access[_.-]?)?(?:key|token))? | passw(?:or)?d | passphrase
     | (?:access|account|api|auth|shared|private|encryption|storage|signing|session|master
@@ -50,7 +53,7 @@ _NAME = r"""(?:[\w.-]{0,40}?(?:
         )[_.-]?token
     | signature | credentials? | connection[_.-]?string | authorization | jsessionid | phpsessid)
   | (?<![\w.-])(?:token|auth|pass|sig|sas|pwd|delegation|sessionid|session_id|cookie))"""
-# One of these is in each of the names. Nearly all texts have none, and are searched quickly.
+# Each of the names contains one of these words. Nearly all texts contain none of them, and are searched quickly.
 _WORD = re.compile(
     r"secret|pass|key|token|sig|cred|connection|auth|sess|sas|pwd|delegation|cookie|bearer", re.IGNORECASE
 )
@@ -77,7 +80,8 @@ _TOKEN = re.compile(
     r"|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)"
 )
 _RELATIVE_QUERY = re.compile(rf"\?(?=[\w.%-]+{_IS})[^\s'\"<>`]*")
-# In front of a host, without a scheme. After a `/` or a port, the text after the next `/` is a path.
+# A user and a password in front of a host, without a scheme. After a `/` or a port, the text after the next `/` is a
+# path.
 _USER_AND_PASSWORD = re.compile(
     rf"(?:(?<![^\s'\"=(,\[/])[^\s:/@'\"=(,]{{1,64}}:[^\s/'\"]{{1,256}}"
     rf"|(?<![^\s'\"=(,\[])[^\s:/@'\"=(,]{{1,64}}:(?![/:]|\d{{2,5}}/)(?:(?!:/)[^\s'\"]){{1,256}}){_AT}(?=[\w\[])"
@@ -176,7 +180,7 @@ def _without_user(rest: str, scheme: str = "") -> str:
 
 
 def _user_of(rest: str, scheme: str) -> str:
-    """Returns the user and the password with which the part of a URL behind its scheme begins, and their `@`.
+    """Returns the user, the password and the `@` at the beginning of `rest`, which is a URL without its scheme.
 
     Without an `@`, because the text was cut, it returns everything. Without a user, it returns an empty text.
     """

@@ -53,7 +53,7 @@ class Frequency:
         epochs: the number of epochs between two saves. None: epochs cause no save.
         steps: the number of steps between two saves. None: steps cause no save.
         secs: the seconds between two saves. None: time causes no save.
-        minutes: the same in minutes. Give only one of the two.
+        minutes: the same in minutes. Give only `secs` or `minutes`.
         continuous: whether to save again as soon as the last save is done: committed, and, with a fast tier, copied to
             the other nodes. `Schedule.saved` tells which save is the last one.
 
@@ -86,8 +86,8 @@ class Frequency:
 class Schedule:
     """Counts epochs, steps and seconds. Each of the three counts begins again when it has caused a save.
 
-    Tell it of each save by `saved`. Then a save that was skipped, refused, or has raised an error is due again at the
-    next step, and a continuous schedule knows when the last save is done.
+    Call `saved` after each save. Then a save that was skipped, refused, or has raised an error is due again at the next
+    step, and a continuous schedule knows when the last save is done.
 
     Args:
         frequency: how often to save. `state_dict` does not contain it, so a restart uses the new configuration.
@@ -144,7 +144,7 @@ class Schedule:
     def saved(self, handle: Saved | None) -> None:
         """Notes the save that the last `due` has caused. Every rank calls it.
 
-        If nothing was saved, the counts go on as if that `due` had been false, so the next one is true.
+        If nothing was saved, the counts go on as if that `due` had been false, so the next `due` is true.
 
         Args:
             handle: what `CheckpointManager.save` returned. None: it raised an error.

@@ -11,7 +11,7 @@ from mcore_ckpt.redaction import MASK, redacted_url
 
 _FORM = "use a URL such as s3://bucket/prefix or file:///folder"
 _URL = re.compile(r"(?:[A-Za-z][A-Za-z0-9+.-]*::)*[A-Za-z][A-Za-z0-9+.-]*:/")  # fsspec chains URLs with `::`
-# After these schemes comes no bucket, container or host.
+# A URL of these schemes needs no bucket, container or host, so its path may follow the slashes at once.
 _WITHOUT_HOST = ("file", "local", "memory", "hdfs")
 
 

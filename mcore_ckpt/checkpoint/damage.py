@@ -38,7 +38,7 @@ class Damage:
 
     @staticmethod
     def of(error: Exception, file: str, rank: int | None = None) -> Damage:
-        """Returns what an error that `checkpoint.reading` raised says about a file."""
+        """Returns the damage that an error of `checkpoint.reading` reports of a file."""
         return Damage(str(error), file, rank, unreadable=isinstance(error.__cause__, PermissionError))
 
 

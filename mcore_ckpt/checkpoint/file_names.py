@@ -20,7 +20,7 @@ PINNED_FILE = ".pinned"
 RUN_FILE = ".run.json"
 # Exists only in staging folders: the manifest of the files from which the same save exports its HuggingFace model.
 WRITTEN_FILE = ".written.json"
-# In a `.pt` file of this package, which is a zip archive.
+# The record of the index in a `.pt` file of this package, which is a zip archive.
 INDEX_RECORD = "archive/.mcore_ckpt/index.json"
 MODEL_DIR = "model"
 MODEL_FILE = "model_states.pt"
@@ -29,14 +29,14 @@ HUGGINGFACE_DIR = "huggingface"
 # first, and verl up to 0.4 wrote the second. Other programs put the files into the folder of the weights, which is the
 # third.
 _CONFIG_DIRS = (HUGGINGFACE_DIR, "hf_config_and_tokenizer", ".", f"../{HUGGINGFACE_DIR}")
-# In HUGGINGFACE_DIR, where verl (0.9) has it, too.
+# The folder of the adapters in HUGGINGFACE_DIR. verl (0.9) has it in the same place.
 ADAPTER_DIR = "adapter"
-# In a merged model, where verl's merger (0.9) has it, too.
+# The folder of the adapters in a merged model. verl's merger (0.9) has it in the same place.
 MERGED_ADAPTER_DIR = "lora_adapter"
 OPTIMIZER_DIR = "optim"
 RNG_DIR = "rng_states"
 EXTRA_DIR = "extra_state"
-# Has a folder for each part of a step, and in it a folder for each rank that saved something for the part.
+# This folder has a folder for each part of a step, with a folder for each rank that saved something for the part.
 PARTS_DIR = "parts"
 # The file of a part that a trainer hands over as bytes.
 PART_FILE = "data"
@@ -311,7 +311,7 @@ def role_of_trainer_file(name: str) -> str | None:
 
 
 def parse_tracker(text: str) -> int | None:
-    """Returns the step that a tracker names; None if it was cut or has anything else, such as Megatron's `release`."""
+    """Returns the step that a tracker names; None if it was cut or names no step, such as Megatron's `release`."""
     text = text.strip()
     return int(text) if _TRACKER.fullmatch(text) else None
 
@@ -358,7 +358,7 @@ def is_part(name: str) -> bool:
 
 
 def check_part(name: str) -> str:
-    """Returns `name` if it can be the name of a part. Raises InvalidArgumentError if it is something else."""
+    """Returns `name` if it can be the name of a part. Raises InvalidArgumentError otherwise."""
     if not isinstance(name, str) or not is_part(name):
         raise InvalidArgumentError(
             f"part {name!r} is not a folder name: use at most 128 letters, digits, '_', '-' and '.'"
@@ -372,5 +372,5 @@ def config_dirs(role_dir: Path) -> list[Path]:
 
 
 def config_dir(role_dir: Path) -> Path | None:
-    """Returns the first of these folders that holds a `config.json`; None if there is none."""
+    """Returns the first of the `config_dirs` that holds a `config.json`; None if none does."""
     return next((folder for folder in config_dirs(role_dir) if (folder / "config.json").is_file()), None)

@@ -14,7 +14,7 @@ _UPPER_BITS = 16
 def split_halves(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the upper halves (bfloat16) and the lower ones (int16) of flat, contiguous float32 values."""
     bits = values.view(torch.int32)
-    lower = bits.view(torch.int16)[::2]  # of each little-endian pair
+    lower = bits.view(torch.int16)[::2]  # the lower half is first in each little-endian pair
     upper = (bits - lower.to(torch.int32)) >> _UPPER_BITS
     return upper.to(torch.int16).view(torch.bfloat16), lower
 

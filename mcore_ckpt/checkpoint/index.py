@@ -46,7 +46,10 @@ Regions = dict[bytes, Region]
 
 
 class Crcs(Sequence[int]):
-    """The CRC-32 of each block of a shard, equal to a tuple of the same numbers. Each takes 4 bytes instead of 40."""
+    """The CRC-32 of each block of a shard, equal to a tuple of the same numbers.
+
+    Each number takes 4 bytes instead of 40.
+    """
 
     __slots__ = ("_numbers",)
 
@@ -122,7 +125,7 @@ def encode_index(index: FileIndex) -> bytes:
 
 
 class IndexTemplate:
-    """An encoded index without its CRCs, which alone change from save to save.
+    """An encoded index without its CRCs, the only part that changes from save to save.
 
     The shards of `index` are in the order of the file, and their CRCs are empty.
     """
@@ -294,7 +297,8 @@ def _alias(entry: _Alias, regions: Regions) -> Alias:
 def _region_of(entry: _Region, key: ShardKey, regions: Regions) -> Region:
     """Returns the region of a shard. Decodes each distinct region only once.
 
-    Most regions of a file are equal, because many layers have the same shapes, and so do a parameter and its moments.
+    Most regions of a file are equal, because many layers have the same shapes, and a parameter's moments have the
+    parameter's shape.
     """
     flat = b"" if entry.flat is msgspec.UNSET else memoryview(entry.flat)
     text = b" ".join((*(memoryview(raw) for raw in (entry.global_shape, entry.local_shape, entry.pieces)), flat))

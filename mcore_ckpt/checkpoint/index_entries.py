@@ -27,7 +27,7 @@ _SHARD = re.compile(
     rf'"pieces":{_PIECES}(?:,"scale":{_TEXT})?(?:,"upper":{_TEXT})?{_END}'.encode()
 )
 _NOTHING = FileIndex((), ())
-# How many kinds one tensor may have here. Optimizers have up to 10.
+# How many kinds of shards one tensor may have in an index that is decoded tensor by tensor. Optimizers have up to 10.
 _MOST_KINDS = 64
 # The text of an index before the aliases, between aliases and shards, and between shards and version.
 _BEFORE, _BETWEEN, _BEHIND = encode_index(_NOTHING).removesuffix(b"1}").replace(b"[]", b"[\n]").split(b"\n")
@@ -38,7 +38,7 @@ class IndexEntries:
     """The index of a file. A tensor's entries are decoded when they are asked for.
 
     The constructor checks that no tensor is in the index twice, and that no two overlap. The CRC of the data must have
-    been checked. `file` is the path in the manifest, `path` the path or URL for messages, and `payload_end` as in
+    been checked. `file` is the path in the manifest, and `path` is the path or URL for messages. `payload_end` is as in
     `decode_index`.
 
     Raises CheckpointCorruptError if the data are not an index, or the numbers in the index contradict each other.

@@ -105,7 +105,7 @@ class WrittenFile:
 
 
 class _Rank(msgspec.Struct, gc=False):
-    """A rank's coordinates, as the manifest spells them. The members are in order."""
+    """A rank's coordinates, as the manifest spells them. The members are in the order of the text."""
 
     cp: Natural
     dp: Natural
@@ -191,7 +191,7 @@ class Manifest:
 class ManifestSummary:
     """The part of a manifest that a listing needs. Its size does not grow with ranks, tensors and files.
 
-    `metrics` also has those that were set after the save. `dropped` has the contents that retention has removed.
+    `metrics` also has the metrics that were set after the save. `dropped` has the contents that retention has removed.
     """
 
     step: int
@@ -207,7 +207,7 @@ class ManifestSummary:
 
     @property
     def number(self) -> int:
-        """The number of its commit. Checkpoints of older versions have none, and count by their step."""
+        """The number of the checkpoint's commit. For checkpoints of older versions, which have none, it is the step."""
         return self.step if self.commit is None else self.commit.number
 
 
@@ -219,11 +219,10 @@ def encode_manifest(manifest: Manifest) -> bytes:
 def encode_readable(manifest: Manifest) -> bytes:
     """Encodes a manifest, and proves that `decode_manifest` will read it.
 
-    Raises what `decode_manifest` would raise, and FieldError if it would read another value.
+    Raises what `decode_manifest` would raise, and FieldError if `decode_manifest` would read another value.
 
-    The text is taken apart and decoded as `decode_manifest` does it. What was decoded of the ranks, files and tensors
-    must be equal to what was encoded. So the checks of these may look at the manifest itself, and no second manifest of
-    thousands of ranks is made.
+    The text is taken apart and decoded as by `decode_manifest`. The decoded ranks, files and tensors must be equal to
+    the encoded ones. So the manifest itself can be checked, and no second manifest of thousands of ranks is made.
     """
     ranks, entries = _ranks_of(manifest), _entries_of(manifest)
     data = _encode(manifest, ranks, entries)
@@ -317,7 +316,7 @@ def _checked_members(data: bytes) -> Members:
 
 
 def _read_manifest(members: Members, known: Manifest | None = None) -> Manifest:
-    """Reads a manifest. Takes its ranks, tensors and files from `known`, if they are known to be those."""
+    """Reads a manifest. If `known` is given, takes ranks, tensors and files from it: they are known to be equal."""
     record = members.small
     versions = fields.get_dict(record, "versions")
     topology = Topology(**_ints_of(Topology, fields.get_dict(record, "topology")))
@@ -408,7 +407,7 @@ def _read_parts(item: Any) -> dict[str, list[tuple[int, int]]]:
         parts[name], least = [], 0
         for run in fields.get_list(record, name):
             first, last = fields.as_ints(run, name) if isinstance(run, list) and len(run) == 2 else (1, 0)
-            # The ranks are those of the save, and may be more than the step has since it was resharded.
+            # These ranks are those of the original save. If the step was resharded since, it may have fewer ranks.
             if not least <= first <= last < limits.PART_RANKS:
                 raise fields.FieldError(f"part {name!r} lists ranks {fields.shown(run)}")
             parts[name].append((first, last))
@@ -470,7 +469,7 @@ def _check_topology(manifest: Manifest) -> None:
     most = dict(zip(_AXES, map(max, zip(*map(_coordinates_in_order, ranks), strict=True)), strict=True))
     for number, rank in enumerate(ranks):
         if all(most[name] < sizes[name] for name in _AXES):
-            break  # as in nearly all manifests, and there may be thousands of ranks
+            break  # nearly always, so that thousands of ranks need no look
         if any(at >= sizes[name] for name, at in rank.by_axis.items()):
             raise fields.FieldError(f"rank {number} cannot be at {rank} in the layout {manifest.topology}")
 
@@ -498,4 +497,4 @@ def _check_paths(files: Sequence[FileRecord]) -> None:
         folded = path.casefold()
         if folded in seen:
             raise fields.FieldError(f"path {path!r} is listed twice")
-        seen.add(path if path == folded else folded)  # most need no second copy in memory
+        seen.add(path if path == folded else folded)  # most paths equal `folded`, and need no second copy in memory

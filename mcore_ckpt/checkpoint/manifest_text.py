@@ -30,19 +30,20 @@ _LARGE = frozenset((_FILES, _PLACEMENT, "ranks", "save_timeline", "tensors"))
 _CHECKSUM_KEY = b',"crc32":'
 # How many files' entries are joined at a time.
 _ENTRIES = 512
-# A large manifest has at least this many bytes for each occurrence of a text in a member. The texts count files, halves
-# of names, halves of nodes' names, and nodes' numbers. With more of them, the Python objects would take more than five
-# times the size of the manifest. The shortest entry is that of a part's file: 80 bytes with the shortest names.
+# A large manifest has at least this many bytes for each occurrence of this text in this member. The occurrences are
+# files, halves of tensors' names, halves of nodes' names, and nodes' numbers. With more occurrences, the Python objects
+# would take more than five times the size of the manifest. The shortest entry is that of a part's file: 80 bytes with
+# the shortest names.
 _LEAST_BYTES = ((_FILES, b'"path":', 80), ("tensors", b'"', 12), (_PLACEMENT, b'"', 12), (_PLACEMENT, b",", 16))
 _DIGITS = b"0123456789"
-# In place of a number of tensors.
+# Stands for the number of tensors if the runs do not ascend.
 _OUT_OF_ORDER = -1
 
 
 class Holds(Sequence[tuple[int, int]]):
     """The tensors in a file: runs `(first, last)` of positions, `last` included. A run takes 8 bytes of memory.
 
-    The runs do not change. So what a save asks of them is computed once for all saves.
+    The runs do not change. So what a save needs to know of them is computed once for all saves.
     """
 
     __slots__ = ("_count", "_text", "ends")
@@ -86,7 +87,7 @@ class Holds(Sequence[tuple[int, int]]):
 
     @property
     def text(self) -> msgspec.Raw:
-        """The runs as JSON, which says the same when it is decoded. Raises FieldError if it does not."""
+        """The runs as JSON. Raises FieldError if the JSON would be decoded to other runs."""
         if self._text is None:
             text = typed_json.encode(list(self))
             if _decoded(text) != self:
@@ -99,7 +100,7 @@ NO_TENSORS = Holds()
 
 
 class _Index(msgspec.Struct, gc=False, omit_defaults=True):
-    """The index of a file, as the manifest spells it. Its members are in order."""
+    """The index of a file, as the manifest spells it. The members are in the order of the text."""
 
     crc32: Natural
     offset: Natural
@@ -108,7 +109,10 @@ class _Index(msgspec.Struct, gc=False, omit_defaults=True):
 
 
 class Entry(msgspec.Struct, gc=False, kw_only=True):
-    """The entry of a file, as the manifest spells it. Its members are in order. A file without index has no `holds`."""
+    """The entry of a file, as the manifest spells it.
+
+    The members are in the order of the text. A file without index has no `holds`.
+    """
 
     crc32: Natural
     holds: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
@@ -134,7 +138,9 @@ _SIZE_LIST: LongList[_Size] = LongList(_Size, b"},{", is_whole=False)
 
 @dataclass(frozen=True)
 class Members:
-    """The members of a manifest. Those that grow with the ranks, tensors and files are decoded when they are asked for.
+    """The members of a manifest.
+
+    The members that grow with the ranks, tensors and files are decoded when they are asked for.
 
     Attributes:
         small: the other members.
@@ -213,7 +219,7 @@ def encode(record: Mapping[str, Any], entries: Sequence[Entry]) -> bytes:
 
 
 def _texts(record: Mapping[str, Any], is_here: Callable[[str], bool]) -> bytes:
-    # The quicker encoder is for what has only names and whole numbers, which both encode alike.
+    # The quicker encoder is for members of only names and whole numbers, which both encoders encode alike.
     encoders = ((name, typed_json.encode if name in _LARGE else fields.encode) for name in sorted(record))
     return b",".join(b'"%b":%b' % (name.encode(), encode(record[name])) for name, encode in encoders if is_here(name))
 
@@ -236,7 +242,7 @@ def read(data: bytes) -> Members:
         checksum = crc32(fields.encode({key: value for key, value in record.items() if key != _CHECKSUM}))
         again = _canonical(fields.encode(record) + b"\n") if checksum == record.get(_CHECKSUM) else None
     except fields.FieldError:
-        # The data are too large to be parsed as a whole. Data that `encode` has returned never are.
+        # The data are too large to be parsed as a whole. `encode` never returns such data.
         if found is not None:
             return found
         raise

@@ -65,7 +65,7 @@ def _number(name: str, value: Any) -> float:
 
 
 def decode_metrics(record: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the metrics in a record of JSON values; none if it has no such member. Raises FieldError."""
+    """Returns the metrics in a record of JSON values; none if it has no member `metrics`. Raises FieldError."""
     found = fields.as_dict(record.get("metrics", {}), "metrics")
     if len(found) > MOST_METRICS:
         raise fields.FieldError(f"'metrics' has {len(found)} names, more than {MOST_METRICS}")

@@ -5,10 +5,10 @@ keeps these facts, and a load compares them. Only attributes are read, of megatr
 of Megatron-Bridge, which have more fields, and of the configs that transformers gives to vision towers.
 
 All fields that the model reads are stored, not only those that differ from their defaults, because another megatron may
-have another default. The rotary frequencies are read from the live tensor: HybridModel does not keep the base, nor
-GPTModel the factor of its scaling, and some trainers write other frequencies into the tensor. Whatever cuts tensors by
-the `config.json` of a checkpoint (`merge`, a conversion for another trainer, the export of a save) first compares it
-with these facts (`models/stated_facts.py`): other heads mean another order of rows, and are refused.
+have another default. The rotary frequencies are read from the live tensor: HybridModel does not keep the base, GPTModel
+does not keep the factor of the scaling, and some trainers write other frequencies into the tensor. Whatever cuts
+tensors by the `config.json` of a checkpoint (`merge`, a conversion for another trainer, the export of a save) first
+compares that file with these facts (`models/stated_facts.py`): other heads mean another order of rows, and are refused.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ _Values = Callable[[str], Any]
 _UNKNOWN = object()
 
 # Every fact, with the value that megatron uses if its version lacks the field. The facts of a kind of model are kept,
-# and compared, only for models of this kind: a dense model has a number of experts per token, too, which nothing reads.
+# and compared, only for models of this kind: for example, the config of a dense model also has a number of experts per
+# token, which nothing reads.
 _TABLE: Mapping[str, Mapping[str, Any]] = {
     "any": {
         "num_attention_heads": _UNKNOWN,
@@ -57,9 +58,9 @@ _TABLE: Mapping[str, Mapping[str, Any]] = {
         "is_hybrid_model": False,
         "mtp_use_repeated_layer": False,
         "use_mup": False,
-        # Of the first layer's attention: layer specs give it, and not the config.
+        # Read from the first layer's attention, because layer specs give it, and not the config.
         "attn_mask_type": _UNKNOWN,
-        # Megatron-Bridge's providers of Gemma, Falcon-H1, MiMo, Step-3.5 and Qwen3-Omni.
+        # Fields of Megatron-Bridge's providers of Gemma, Falcon-H1, MiMo, Step-3.5 and Qwen3-Omni.
         "attn_logit_softcapping": None,
         "final_logit_softcapping": None,
         "query_pre_attn_scalar": None,
@@ -85,7 +86,7 @@ _TABLE: Mapping[str, Mapping[str, Any]] = {
         "rotary_base_per_layer": _UNKNOWN,
         "swiglu_limits": _UNKNOWN,
         "position_id_per_seconds": _UNKNOWN,
-        # transformers' configs of vision towers.
+        # Fields of transformers' configs of vision towers.
         "num_heads": None,
         "hidden_act": None,
         "patch_size": None,
@@ -209,9 +210,10 @@ _MAY_CHANGE = frozenset({*_TABLE["rotary"], *_TABLE["llama3 rotary"], *_TABLE["l
 } | {"sliding_window_rope_base", "full_attention_rope_base", "rotary_base_per_layer", "moe_expert_capacity_factor"}
 # A longer context may also change one of these values into another.
 _MAY_BECOME = {"position_embedding_type": ("rope", "yarn"), "rope_type": ("rope", "yarn")}
-# The frequencies follow from these fields. If one of these differs, the frequencies are not reported as well.
+# The frequencies follow from these fields. If one of these differs, a difference of the frequencies is not reported,
+# too.
 _FREQUENCIES_FOLLOW = {"rotary_base", "rotary_percent", "kv_channels", "rope_scaling", "rope_scaling_factor"}
-# A HybridModel has a layer for each part of a GPTModel's layer. A checkpoint of one can be loaded into the other, whose
+# A HybridModel has a layer for each part of a GPTModel's layer. A checkpoint of one can be loaded into the other. The
 # layers are compared when the tensors are matched (`sharding/counterparts.py`).
 _OF_LAYERS = {
     *("is_hybrid_model", "experimental_attention_variant", "moe_layer_freq"),
@@ -229,7 +231,10 @@ _TOLERANCE = 1e-6
 
 @dataclass(frozen=True)
 class DifferentFact:
-    """A fact in which a checkpoint's model and another differ. It `may_change` on purpose, for a longer context."""
+    """A fact in which a checkpoint's model and another differ.
+
+    `may_change`: whether it may differ on purpose, for a longer context.
+    """
 
     name: str
     saved: Any
@@ -264,7 +269,7 @@ def config_facts(transformer: Any, arguments: Mapping[str, Any]) -> dict[str, An
         return _plain(found if normalize is None or found is _UNKNOWN else normalize(raw, found))
 
     found = {name: value(name) for kind, names in _TABLE.items() if _KINDS[kind](value) for name in names}
-    # A field that is missing, and changes nothing, is left out: this version of megatron does not have it.
+    # A field that this version of megatron does not have is left out if its value changes nothing.
     return {
         name: each
         for name, each in found.items()
@@ -273,7 +278,10 @@ def config_facts(transformer: Any, arguments: Mapping[str, Any]) -> dict[str, An
 
 
 def different_facts(saved: Facts, live: Facts) -> Iterator[DifferentFact]:
-    """Yields the facts that differ. Parts that only one of two models has are not compared: their tensors differ."""
+    """Yields the facts that differ.
+
+    Parts that only one of the two models has are not compared, because their tensors differ.
+    """
     ours, theirs = _by_part(saved), _by_part(live)
     for part in ours:
         if part in theirs:
@@ -328,7 +336,7 @@ def _are_alike(name: str, left: Any, right: Any) -> bool:
 
 
 def _of_same_depth(pattern: str, other: str) -> str:
-    """Returns a pattern without its depths of multi-token prediction if the other has none: a model may lack them."""
+    """Returns a pattern, without depths of multi-token prediction if the other has none: a model may lack them."""
     return pattern if "/" in other else pattern.partition("/")[0]
 
 
@@ -404,7 +412,7 @@ def _without_rope(of: _Values, freq: Any) -> Any:
 def _window_skips(of: _Values, freq: Any) -> Any:
     freq, pattern = _skipping(of, freq), of("hybrid_layer_pattern")
     if isinstance(pattern, str) and isinstance(freq, (list, tuple)):
-        # The layers of a HybridModel that a GPTModel has, too: those with attention.
+        # Only the layers of a HybridModel that have attention, because a GPTModel has them, too.
         symbols = pattern.partition("/")[0].replace("|", "")
         freq = [value for symbol, value in zip(symbols, freq, strict=False) if symbol in "*GD+"]
     return None if isinstance(freq, (list, tuple)) and all(freq) else freq
@@ -416,7 +424,7 @@ def _pre_softmax(of: _Values, value: Any) -> Any:
 
 
 def _sinkhorn(of: _Values, kind: Any) -> Any:
-    """Returns the one kind of load balancing that changes which experts a token goes to."""
+    """Returns the only kind of load balancing that changes which experts a token goes to; None for all other kinds."""
     return "sinkhorn" if kind == "sinkhorn" or (isinstance(kind, (list, tuple)) and "sinkhorn" in kind) else None
 
 
@@ -434,7 +442,7 @@ _NORMAL_FORMS: Mapping[str, Callable[[_Values, Any], Any]] = {
     "moe_router_load_balancing_type": _sinkhorn,
     "moe_router_topk_scaling_factor": lambda of, factor: None if factor == 1 else factor,
     "dsa_indexer_k_norm_epsilon": lambda of, epsilon: of("layernorm_epsilon") if epsilon is None else epsilon,
-    # Not every trainer sets the first one.
+    # Not every trainer sets `is_hybrid_model`.
     "is_hybrid_model": lambda of, is_hybrid: bool(is_hybrid) or isinstance(of("hybrid_layer_pattern"), str),
     "hybrid_layer_pattern": lambda of, pattern: pattern.replace("|", "") if isinstance(pattern, str) else pattern,
 }

@@ -1,4 +1,4 @@
-"""Records which nodes have each file of a checkpoint in the fast tier. It is a part of the manifest there."""
+"""Records which nodes have each file of a checkpoint in the fast tier. The checkpoint's manifest contains it."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Placement:
 
     Attributes:
         nodes: the names of the nodes that saved. A node's number is its position here.
-        by_file: for each file of the manifest, in the same order, the numbers of the nodes that have it. The first one
-            has written it; the others have written the same bytes, or get a copy while the training goes on.
+        by_file: for each file of the manifest, in the same order, the numbers of the nodes that have it. The first node
+            has written the file; the others have written the same bytes, or get a copy while the training goes on.
         save_count: how many saves into the fast tier the training has begun, this one included.
     """
 
@@ -45,7 +45,7 @@ def encoded(placement: Placement) -> dict[str, Any]:
 
 
 def decode(text: bytes, files: int) -> Placement:
-    """Reads and checks the placement of a manifest with so many files. Raises FieldError."""
+    """Reads and checks the placement of a manifest with `files` files. Raises FieldError."""
     places = typed_json.members(text)
     if places is None or not {"nodes", "files", "save_count"} <= places.keys():
         raise fields.FieldError("placement is not an object of nodes, files and save_count, or has one of them twice")

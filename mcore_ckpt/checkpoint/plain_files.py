@@ -24,7 +24,10 @@ def pickle_plain(value: Mapping[str, Any]) -> bytes:
 
 
 def pickle_unchecked(value: Mapping[str, Any]) -> bytes:
-    """Returns the bytes of a small `.pt` file with these values. A check would take several times as long."""
+    """Returns the bytes of a small `.pt` file with these values.
+
+    Skips the check, which would take several times as long.
+    """
     stream = io.BytesIO()
     torch.save(value, stream)
     return stream.getvalue()

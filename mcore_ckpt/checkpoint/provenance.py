@@ -1,6 +1,6 @@
 """Describes the run that a checkpoint belongs to, its commit, and the commit that it continues.
 
-Both are parts of the manifest (docs/format.md). `steps/runs.py` decides which root owns a checkpoint, and
+The manifest contains the run and the commit (docs/format.md). `steps/runs.py` decides which root owns a checkpoint, and
 `steps/branches.py` which one is the newest.
 """
 
@@ -13,15 +13,15 @@ from typing import Any
 
 from mcore_ckpt.io import json_fields as fields
 
-# Numbers of commits, as inclusive runs that ascend.
+# Numbers of commits, as inclusive ranges that ascend.
 Ranges = tuple[tuple[int, int], ...]
-# How many runs of numbers a commit names at most. A training that goes back more often forgets its oldest runs.
+# How many ranges of numbers a commit names at most. A training that goes back more often forgets its oldest ranges.
 MOST_RANGES = 256
 
 
 @dataclass(frozen=True)
 class RunParent:
-    """The step that a run began with, if it began with a step of another run. `run` is empty if that run had no id."""
+    """The step of another run that a run began with. `run` is empty if that other run had no id."""
 
     run: str
     step: int
@@ -29,7 +29,7 @@ class RunParent:
 
 @dataclass(frozen=True)
 class Run:
-    """The training that saved a checkpoint. It is made with the root, and goes on over restarts.
+    """The training that saved a checkpoint. A run begins when its root is made, and goes on over restarts.
 
     Attributes:
         id: 32 hexadecimal digits.
@@ -52,10 +52,10 @@ class Commit:
     """The place of a checkpoint among all that were committed.
 
     Attributes:
-        number: grows with each commit of a root. The roles of a step share one, as far as they can.
+        number: grows with each commit of a root. The roles of a step share one number where they can.
         parent: the `attempt` of the checkpoint that the training had saved or loaded last; None if there was none.
-        branch: the numbers of the commits that led to this one, and its own. Commits that are not among them were given
-            up.
+        branch: the numbers of the commits that led to this one, and its own number. Earlier commits that are not among
+            them were given up.
     """
 
     number: int
@@ -109,7 +109,7 @@ def optional(record: Mapping[str, Any]) -> tuple[Run | None, Commit | None]:
 
 
 def merged(ranges: Sequence[tuple[int, int]]) -> Ranges:
-    """Puts runs of numbers in order, and joins those that touch or overlap."""
+    """Puts ranges of numbers in order, and joins those that touch or overlap."""
     found: list[tuple[int, int]] = []
     for first, last in sorted(ranges):
         if found and first <= found[-1][1] + 1:

@@ -41,7 +41,7 @@ class _Entry:
 
 
 class PtArchive:
-    """The records of one archive and their places in the file, which the archive fills.
+    """The records of one archive, which fills its file, and their places in the file.
 
     Raises ArchiveError if the file is not what `torch.save` writes, was cut, or contradicts itself.
     """
@@ -116,7 +116,7 @@ def _find_directory(read_at: ReadAt, size: int) -> tuple[int, int, int]:
 
 
 def _find_zip64_end(read_at: ReadAt, end_at: int) -> tuple[int, tuple[int, int, int] | None]:
-    """Returns where the end records begin, and the directory's entries, size and offset by the zip64 record, if any."""
+    """Returns where the end records begin, and the directory's entries, size and offset if a zip64 record has them."""
     locator_at = end_at - zf.LOCATOR_64.size
     if locator_at < zf.END_64.size:
         return end_at, None

@@ -79,7 +79,7 @@ class TensorPlace:
 
 
 def is_known(dtype: torch.dtype) -> bool:
-    """Returns True if readers take tensors of a dtype."""
+    """Returns True if readers accept tensors of a dtype."""
     return _DTYPE.fullmatch(str(dtype).removeprefix("torch.")) is not None
 
 
@@ -94,7 +94,7 @@ def is_dense(shape: Shape, stride: Shape) -> bool:
 
 
 class TensorFinder:
-    """Resolves a pickle's references to dtypes, storages and tensors. `make` makes a tensor of its place."""
+    """Resolves a pickle's references to dtypes, storages and tensors. `make` makes a tensor from its place."""
 
     def __init__(self, archive: PtArchive, make: Callable[[TensorPlace], Any]) -> None:
         self._archive, self._make = archive, make

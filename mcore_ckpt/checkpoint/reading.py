@@ -41,7 +41,7 @@ def read_manifest(role_dir: Path, manifest_file: str = file_names.MANIFEST_FILE)
 
 
 def read_manifest_summary(role_dir: Path) -> ManifestSummary:
-    """Reads what a listing needs of a role's manifest, much faster than all of it. Raises as `read_manifest`."""
+    """Reads what a listing needs of a role's manifest, much faster than the whole. Raises as `read_manifest` does."""
     path = inside(role_dir, file_names.MANIFEST_FILE)
     return _decoded(_manifest_data(path), path, decode_summary)
 
@@ -100,7 +100,8 @@ def open_file(role_dir: Path, record: FileRecord) -> Iterator[int]:
 def check_sizes(role_dir: Path, records: Sequence[FileRecord]) -> None:
     """Checks that files can be opened and have the sizes in the manifest. Raises CheckpointCorruptError as `open_file`.
 
-    A folder may have as many files as there are ranks. So it looks at each folder once, and at many files at a time.
+    A folder may have as many files as there are ranks. So this function looks at each folder once, and at many files at
+    a time.
     """
     for folder in {os.path.dirname(record.path) for record in records}:
         inside(role_dir, folder)
@@ -187,7 +188,10 @@ def check_size(path: Path | str, what: str, size: int, most: int) -> None:
 
 
 def read_checked(role_dir: Path, record: FileRecord, most: int) -> bytes:
-    """Reads a whole file and checks its size and CRC. Raises CheckpointCorruptError, also above `most` bytes."""
+    """Reads a whole file and checks its size and CRC.
+
+    Raises CheckpointCorruptError, also for more than `most` bytes.
+    """
     path = role_dir / record.path
     check_size(path, "a file", record.size, most)
     with open_file(role_dir, record) as descriptor:

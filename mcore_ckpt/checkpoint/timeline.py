@@ -28,10 +28,10 @@ class SaveTimeline:
     Attributes:
         nbytes: how many bytes each rank wrote, without its part of the HuggingFace model.
         plan, copy, write: when each rank did this part of the save.
-        commit: on rank 0, from its last byte until it had made the manifest. The manifest cannot hold what comes
-            after: writing it, the syncs, and the rename.
+        commit: on rank 0, the time from its last written byte until it had made the manifest. The manifest cannot hold
+            what comes after: writing it, the syncs, and the rename.
         export: when each rank exported its part of the HuggingFace model; None without `hf_model`.
-        stall: how long `save` held the training up on each rank; None if it was until the commit.
+        stall: how long `save` held the training up on each rank; None if `save` held it up until the commit.
     """
 
     nbytes: Sequence[int]

@@ -27,14 +27,14 @@ _MOST_DEPTH = 100
 # How many values a pickle can have for each of its bytes. A reference to an earlier value takes at least two bytes, and
 # that value can be a tuple of a few numbers.
 _MOST_VALUES_PER_BYTE = 16
-# How many bytes of memory values can take for each byte of the pickle that has been read, beside what any pickle can
-# take. Metadata with many chunks take 17 for each byte.
+# How many bytes of memory values can take for each byte of the pickle that has been read, in addition to what any
+# pickle may take. Metadata with many chunks take 17 for each byte.
 _MOST_MEMORY_PER_BYTE = 24
 _ANY_MEMORY = 256 << 10
 # What values take, in bytes: a place in a list, a number, a text without its characters, a tuple, list or object, an
 # item of a dict, a dict, a set.
 _SLOT, _NUMBER, _TEXT, _OBJECT, _ITEM, _DICT, _SET = 9, 40, 64, 72, 52, 104, 225
-# A place in the memo that does not follow the last one. It is counted as more than it takes, because few pickles do so.
+# What counts for a place in the memo that does not follow the last one. It takes less, but few pickles have one.
 _OUT_OF_ORDER = 400
 _TEXTS, _CONTAINERS = (str, bytes), (list, tuple, set, frozenset, dict)
 
@@ -207,11 +207,12 @@ class Unpickler:
         self._at = 0
         self._stack: list[Any] = []
         self._below: list[list[Any]] = []
-        # Programs number what they put into the memo from 0 on, which takes a tenth of the memory in a list.
+        # Programs number the values in the memo from 0 on. A list takes a tenth of the memory that a dict would take
+        # for them.
         self._memo: list[Any] = []
         self._others: dict[int, Any] = {}
-        # How many bytes of memory the values take, with what calls copy. Without a limit, a pickle could make a list
-        # with each of its bytes, or pass the same long text to many calls with two bytes each.
+        # How many bytes of memory the values take, including what calls copy. Without a limit, a pickle could make a
+        # list with each of its bytes, or pass the same long text to many calls with two bytes each.
         self._taken = 0
 
     def load(self) -> Any:

@@ -124,8 +124,8 @@ class ReadJob:
             block_bytes: how many bytes a CRC covers.
             direct: whether to bypass the page cache if the file system supports that.
             pinned: whether to read into pinned buffers, which is required for destinations on a GPU.
-            device_timeout: how long to wait for a GPU, in seconds: for what is queued on it, and for each copy. If it
-                takes longer, `run` raises DeviceStuck.
+            device_timeout: how long to wait for a GPU, in seconds: for what is queued on it, and for each copy. If such
+                a wait takes longer, `run` raises DeviceStuck.
         """
 
     def add(
@@ -182,8 +182,8 @@ class ReadJob:
         """
 
     def longest_call(self) -> tuple[str, str, float] | None:
-        """Returns what the system has been asked to do longest without an answer: what, with which file, and for how
-        many seconds. None if no call is under way.
+        """Returns the call to the system that has lasted longest: its name, its file, and for how many seconds it has
+        lasted. None if no call is under way.
         """
 
     def progress(self) -> int:
@@ -197,10 +197,13 @@ class ReadJob:
         """The most host memory that `run` uses, in bytes."""
 
 class DeviceStuck(RuntimeError):
-    """A GPU has not done its work in time. `args` are the GPU's number, and for how many seconds it was waited for."""
+    """A GPU has not done its work in time.
+
+    `args` are the GPU's number and the seconds that a thread has waited for it.
+    """
 
 def wait_for_device(device: int, timeout: float) -> None:
-    """Waits until a GPU has done all work that is queued on it. Of a GPU that this process does not use, there is none.
+    """Waits until a GPU has done all work that is queued on it. A GPU that this process does not use has none.
 
     Raises DeviceStuck after `timeout` seconds.
     """
@@ -208,8 +211,8 @@ def wait_for_device(device: int, timeout: float) -> None:
 def side_stream(device: int) -> int:
     """Returns a stream for copies from a GPU, as `torch.cuda.ExternalStream` takes it. It is never destroyed.
 
-    It is the same one at each call, and none of torch's pool, whose streams others share. Raises RuntimeError if CUDA
-    fails.
+    Each call returns the same stream. It is not in torch's pool, whose streams other code shares. Raises RuntimeError
+    if CUDA fails.
     """
 
 def numa_node_of(device: int) -> int:
@@ -219,7 +222,7 @@ class DeviceEvent:
     """An event that happens when a group of copies from a GPU is done. `DeviceCopier.start` makes it."""
 
     def happened(self) -> bool:
-        """Returns whether it has happened. Raises RuntimeError, with CUDA's message, if a copy has failed."""
+        """Returns whether the event has happened. Raises RuntimeError, with CUDA's message, if a copy has failed."""
 
 class DeviceCopier:
     """Copies GPU tensors to a pinned buffer on another stream, while training continues.
@@ -377,7 +380,7 @@ class FileLayout:
         """Returns how many parts `[start, stop)` has."""
 
     def join(self, cuts: Sequence[int], crcs: Sequence[Sequence[int]]) -> list[int]:
-        """Computes the CRC of every block, in order. `crcs[k]` are those of the parts of `[cuts[k], cuts[k + 1])`.
+        """Computes the CRC of every block, in order. `crcs[k]` are the CRCs of the parts in `[cuts[k], cuts[k + 1])`.
 
         The first cut is 0, the last is the layout's end. Raises ValueError for other cuts, or for a wrong number of
         CRCs.
@@ -399,12 +402,12 @@ class FileLayout:
         """Returns `(offset, slot)` for each descriptor that the writer of its bytes cannot fill in.
 
         Each writer writes one range between two `cuts`. If a byte of a slot's descriptor is in a range that begins
-        after the begin of the slot, the range's writer cannot compute the slot's CRC. `WriteJob.finish` writes this CRC
-        as a patch.
+        after the beginning of the slot, the range's writer cannot compute the slot's CRC. `WriteJob.finish` writes this
+        CRC as a patch.
         """
 
 class WriteJob:
-    """A job that writes ranges of files on threads of its own. One thread copies, checksums and writes each piece.
+    """A job that writes ranges of files on its own threads. One thread copies, checksums and writes each piece.
 
     The pieces are written in the order of the files, so the caller can `wait` for and `finish` one file while later
     files are being written. The job bypasses the page cache if the file system supports that. On tmpfs, the job copies
@@ -487,7 +490,7 @@ class WriteJob:
         """Does the same as `ReadJob.longest_call`."""
 
     def limit_device_wait(self, seconds: float) -> None:
-        """Makes the job wait for a GPU for at most so many seconds from now on."""
+        """Makes the job wait at most `seconds` seconds for a GPU from now on."""
 
     def finish(self, file: int, tail: bytes | None, patches: Sequence[tuple[int, int]] = ()) -> None:
         """Makes a file durable and closes it, on the calling thread. Call it after `wait` has returned.

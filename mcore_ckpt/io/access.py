@@ -1,7 +1,7 @@
 """Decides who may enter new folders and read new files, and refuses folders that other users have made.
 
-A new file or folder is never more open than the folder that it is in, nor than the umask. So a mode is needed only
-where no folder above decides: for a new root, a new folder of the fast tier, or a new folder elsewhere.
+A new file or folder is never more open than the folder that it is in, or than the umask allows. So a mode is chosen
+only where no folder above decides: for a new root, a new folder of the fast tier, or a new folder elsewhere.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mcore_ckpt.errors import InvalidArgumentError
 # whatever the umask.
 FILE_MODE = 0o664
 FOLDER_MODE = 0o775
-# The same for folders that only their owner, or only the owner and the group, may enter.
+# Permissions of new folders that only the owner may enter, or only the owner and the group.
 _PRIVATE, _OF_GROUP = 0o700, 0o770
 
 _UMASK = re.compile(r"^Umask:\s*([0-7]+)$", re.MULTILINE)
@@ -29,8 +29,8 @@ _UMASK = re.compile(r"^Umask:\s*([0-7]+)$", re.MULTILINE)
 def top_mode(shared: bool | None) -> int:
     """Returns the mode of a new folder, before the umask is applied, if no folder above it decides.
 
-    `shared`: whether the group may enter it. None: yes if the umask lets the group write, as people who share files set
-    it.
+    `shared`: whether the group may enter it. None: it may if the umask lets the group write, because people who share
+    files set such a umask.
     """
     is_shared = not _umask() & stat.S_IWGRP if shared is None else shared
     return _OF_GROUP if is_shared else _PRIVATE
@@ -39,7 +39,7 @@ def top_mode(shared: bool | None) -> int:
 def mode_below(root: Path, path: Path, shared: bool | None) -> int:
     """Returns the mode of new folders for a path. If `shared` is None, a root that exists decides.
 
-    So nobody loses access: the evaluations of a team can read new steps in its older roots.
+    So nobody loses access: for example, a team's evaluations can read new steps in an older root.
     """
     if shared is None and root.is_dir() and path.resolve().is_relative_to(root.resolve()):
         return mode_in(root, FOLDER_MODE)
@@ -47,10 +47,10 @@ def mode_below(root: Path, path: Path, shared: bool | None) -> int:
 
 
 def mode_in(folder: Path, most: int) -> int:
-    """Returns the permissions in `most` that a folder gives, too, and always those of the owner."""
+    """Returns those permissions in `most` that the folder also gives. Those of the owner are always returned."""
     try:
         given = os.stat(folder).st_mode
-    except OSError:  # making something in it raises the error
+    except OSError:  # whatever is then made in the folder raises the error
         given = 0
     return most & (given | stat.S_IRWXU)
 
@@ -83,7 +83,7 @@ def owner_of(path: Path) -> str:
 
 
 def is_foreign(path: Path) -> bool:
-    """True if a file, folder or link belongs to another user, who is not root. Raises nothing."""
+    """True if a file, folder or link belongs to a user who is neither this one nor root. Raises nothing."""
     with suppress(OSError):
         return path.lstat().st_uid not in (os.geteuid(), 0)
     return False
@@ -130,5 +130,5 @@ def check_own_folder(path: Path, shared: bool | None) -> None:
     if reason is not None:
         raise InvalidArgumentError(
             f"{path}: {reason}, so a step in it may not be of this training: use a folder with another name. If only "
-            "its mode is wrong, use one in it, or chmod 700 it; shared_with_group=True lets the group write"
+            "its mode is wrong, use a folder inside it, or chmod 700 it; shared_with_group=True lets the group write"
         )

@@ -3,12 +3,12 @@
 Copies that are queued behind a collective never end if the collective never does, and a thread that waits inside CUDA
 cannot be woken up.
 
-Threads ask the GPU with pauses of 20 µs to 1 ms, until a deadline (`timeout_s`; ten minutes for what a load copies,
-after it has waited for the training). `cudaDeviceSynchronize` and `cudaHostUnregister` wait for all work of the GPU,
-even if it does not use the memory, and have no form that only asks. So they run on threads that may be left behind. On
-an H200 (driver 580), `cudaFree` waits like that, too, and is not called; nothing else that `csrc/` calls waited behind
-a stuck kernel: registering memory, making, asking and destroying events and streams, queueing copies. After a deadline,
-memory that the GPU may still write to is never freed.
+Threads ask the GPU whether it is done, with pauses of 20 µs to 1 ms, until a deadline. The deadline is `timeout_s`, or
+ten minutes for the copies of a load, which begin after the load has waited for the training. `cudaDeviceSynchronize`
+and `cudaHostUnregister` wait for all work of the GPU, even if it does not use the memory, and have no form that only
+asks. So they run on threads that may be left behind. On an H200 (driver 580), `cudaFree` waits like that, too, so it is
+not called. The other calls of `csrc/` did not wait behind a stuck kernel: registering memory, making, asking and
+destroying events and streams, queueing copies. After a deadline, memory that the GPU may still write to is never freed.
 """
 
 from __future__ import annotations

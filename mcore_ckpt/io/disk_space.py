@@ -4,8 +4,8 @@ Three things limit a folder: the free bytes of its file system, the number of fi
 the quotas of the user, group or project that the files will belong to.
 
 A save that would have fitted is never refused. So the size of the files to write is a lower bound, and a limit that the
-system does not tell is no limit. `DiskSpace.is_certain` is False where files may take less space than their bytes: it
-is True only for the types of file systems that `io/file_systems.py` calls exact.
+system does not tell is ignored. `DiskSpace.is_certain` is False where files may take less space than their bytes: it is
+True only for the types of file systems that `io/file_systems.py` calls exact.
 """
 
 from __future__ import annotations
@@ -191,8 +191,8 @@ def _space_of(descriptor: int, folder: Path) -> DiskSpace:
     quotas = list(quotas_of(descriptor, options, without_0=magic == XFS_MAGIC))
     project = next((quota for quota in quotas if quota.kind == "project"), None)
     limits: list[Limit] = []
-    # Where a project has a quota, the system shows what is left of the quota instead of the disk's free space. It
-    # counts up to the soft limit, which may be exceeded for some days.
+    # Where a project has a quota, the system shows what is left of the quota instead of the disk's free space. That
+    # number ends at the soft limit, although the soft limit may be exceeded for some days.
     if project is None or not project.is_shown_by(space):
         limits += _disk_limits(space, status.st_dev, magic, folder, rights, options)
     # Processes with this capability may exceed quotas, except those of XFS.
@@ -206,7 +206,8 @@ def _space_of(descriptor: int, folder: Path) -> DiskSpace:
     return DiskSpace(
         tuple(limits),
         block=space.f_frsize if is_exact else 1,
-        # A small folder is in its inode on most file systems, and on ext4 with `inline_data`.
+        # On most file systems, and on ext4 with `inline_data`, a small folder is stored in its inode and takes no
+        # block.
         folder_bytes=space.f_frsize if magic == EXT_MAGIC and status.st_blocks else 0,
         is_certain=is_exact,
     )
@@ -221,9 +222,9 @@ def _disk_limits(
     if space.f_blocks > 0:
         free = space.f_bavail
         if rights.may_use_reserve(options):
-            # Some of ext4's blocks are kept for the file system itself, even from root.
+            # ext4 keeps some blocks for itself, and even root cannot use them.
             free = space.f_bfree - (_own_blocks(device) if magic == EXT_MAGIC else 0)
-        # Some network file systems report more free than there is in all, instead of a negative number.
+        # Instead of a negative number, some network file systems report more free blocks than there are in all.
         if free <= space.f_blocks:
             yield Limit("nbytes", max(0, free) * space.f_frsize, f"file system of {folder}")
     if space.f_files > 0 and space.f_favail <= space.f_files:
@@ -236,7 +237,7 @@ def _magic_of(descriptor: int) -> int:
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "fstatfs") or libc.fstatfs(descriptor, buffer) != 0:
         return 0
-    # The first field is of the size of a word on all systems but s390x.
+    # The first field has the size of a word on all systems except s390x.
     return ctypes.c_long.from_buffer(buffer).value & 0xFFFFFFFF
 
 

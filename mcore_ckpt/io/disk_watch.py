@@ -1,7 +1,7 @@
 """Runs work that uses a file system on its own thread, and gives it up if a call to the system does not return.
 
 A frozen file system, or one whose server has gone, answers neither with success nor with an error, and nothing wakes a
-thread that waits for it. So the caller looks, while it waits, at which calls the threads of the work are. It gives the
+thread that waits for it. So while the caller waits, it looks which calls the threads of the work are in. It gives the
 work up if a single call lasts longer than the caller allows. Slow work is not given up, however long it takes.
 """
 
@@ -27,21 +27,22 @@ Result = TypeVar("Result")
 # The first look comes after _FIRST_LOOK_S seconds, because nearly all work is over by then. The later pauses are a
 # fraction (1 / _LOOKS) of the time that a call may last, but at most _LONGEST_PAUSE_S.
 _FIRST_LOOK_S, _LONGEST_PAUSE_S, _LOOKS = 0.05, 1.0, 20
-# How long work gets to end after it was interrupted, in seconds.
+# How much time interrupted work has to end, in seconds.
 _INTERRUPTION_S = 10.0
 
 # Modules outside this package that call the file system.
 _CALLERS = ("os", "pathlib", "shutil", "posixpath", "genericpath", "glob", "tempfile", "zipfile", "codecs")
-# Packages whose own native calls read and write files, and wait for nothing else. huggingface_hub is none of them,
+# Packages whose native code reads and writes files, and waits for nothing else. huggingface_hub does not belong here,
 # because it waits for the network.
 _CALLING_PACKAGES = ("transformers", "safetensors", "json", "yaml")
-# Modules of this package in which threads wait for something else, with its own deadlines.
+# Modules of this package in which threads wait for something other than a disk. Those waits have their own deadlines.
 _WAITERS = (
     *(f"mcore_ckpt.{room}." for room in ("ranks", "state", "models", "sharding", "load")),
     *(f"mcore_ckpt.io.{name}" for name in ("device_waits", "disk_watch")),
     "mcore_ckpt.fast.peer_",
 )
-# Runs functions of the trainer. They may wait for anything, but only for a disk in a way that nothing interrupts.
+# This module runs functions of the trainer. They may wait for anything, but only a wait for a disk cannot be
+# interrupted.
 _OF_TRAINER = "mcore_ckpt.save.part_files"
 
 
@@ -54,7 +55,7 @@ class Job(Protocol):
 
 @dataclass(frozen=True)
 class Call:
-    """A call to the system on `path` that has not returned for so many seconds at least. `doing` is the operation."""
+    """A call to the system on `path`, which has not returned for at least `seconds`. `doing` names the operation."""
 
     doing: str
     path: str
@@ -73,7 +74,7 @@ class _GivenUp(BaseException):
 
 @contextmanager
 def in_job(job: Job) -> Iterator[None]:
-    """Tells that this thread waits for a job of the extension."""
+    """Marks this thread as waiting for a job of the extension."""
     thread = threading.current_thread()
     thread.native_job = job  # type: ignore[attr-defined]
     try:
@@ -87,23 +88,23 @@ def _job_of(thread: threading.Thread) -> Job | None:
 
 
 class Look:
-    """Looks, again and again, whether a thread, and those that it has started (`io/threads.py`), make progress."""
+    """Looks repeatedly whether a thread and the threads that it has started (`io/threads.py`) make progress."""
 
     def __init__(self, thread: threading.Thread) -> None:
         self._thread = thread
         self._seen: dict[int, tuple[tuple[int, int, int], float]] = {}
 
     def longest(self) -> Call | None:
-        """Returns the call that has lasted longest, as far as the looks so far show."""
+        """Returns the call that has lasted longest, according to the looks so far."""
         now, frames = time.monotonic(), sys._current_frames()
         calls = [self._call_of(thread, frames, now) for thread in _family(self._thread)]
         return max((call for call in calls if call is not None), key=lambda call: call.seconds, default=None)
 
     def wait(self, has_ended: Callable[[float], bool], most_s: float, total_s: float = float("inf")) -> Call | None:
-        """Waits until the thread has ended, or a call has lasted `most_s` seconds. Returns that call, or None.
+        """Waits until the thread has ended, or a call has lasted `most_s` seconds. Returns that call.
 
-        Also returns None after `total_s` seconds. `has_ended(seconds)` waits up to so many seconds for the end, and
-        returns whether the thread has ended.
+        Returns None if the thread has ended, and after `total_s` seconds. `has_ended(seconds)` waits at most `seconds`
+        for the end of the thread, and returns whether it has ended.
         """
         pause, until = _FIRST_LOOK_S, time.monotonic() + total_s
         while not has_ended(pause):
@@ -143,7 +144,7 @@ def _family(thread: threading.Thread) -> list[threading.Thread]:
 
 
 def _is_in_call(frame: FrameType) -> bool:
-    """Returns whether a thread may be in a call to the file system: it is if it stays there without computing."""
+    """Returns whether a thread may be in a call to the file system: it is if it stays here without computing."""
     name = str(frame.f_globals.get("__name__", ""))
     package = name.split(".")[0]
     if package != "mcore_ckpt":
@@ -152,7 +153,7 @@ def _is_in_call(frame: FrameType) -> bool:
 
 
 def _waits_for_disk(thread: threading.Thread, frame: FrameType | None) -> bool:
-    """Returns whether a function of the trainer is in a call that cannot be interrupted, as calls to disks are."""
+    """Returns whether a function of the trainer is in a call that cannot be interrupted, such as one to a disk."""
     while frame is not None and frame.f_globals.get("__name__") != _OF_TRAINER:
         frame = frame.f_back
     if frame is None:
@@ -174,7 +175,7 @@ def _cpu_time(thread: threading.Thread) -> int:
 def _words(frame: FrameType) -> str:
     """Returns the text of the call that a frame is in, such as "os.rename(staging, role_dir)"."""
     code = frame.f_code
-    # The thread may run meanwhile, and a frame that just begins or ends is at no line.
+    # The thread may run meanwhile, and a frame that is just beginning or ending has no line.
     first, last, start, stop = next(islice(code.co_positions(), max(0, frame.f_lasti // 2), None), (None,) * 4)
     line = linecache.getline(code.co_filename, first or frame.f_lineno or 0)
     words = line.encode()[start:stop].decode(errors="replace") if first == last else line.strip()
@@ -186,7 +187,7 @@ def _path(frame: FrameType | None) -> str:
     while frame is not None:
         for value in frame.f_locals.values():
             if isinstance(value, Path) or (isinstance(value, str) and value.startswith("/")):
-                # pathlib may just be making the path: such a one has no text yet.
+                # A path that pathlib is still making has no text yet.
                 with suppress(AttributeError):
                     return str(value)
         frame = frame.f_back
@@ -196,8 +197,8 @@ def _path(frame: FrameType | None) -> str:
 class Work(Generic[Result]):
     """Work on its own thread, which enters the context `around`.
 
-    A single call to the system may last `timeout_s` seconds. If one hangs, the work is given up, and added to `left`.
-    `who` begins the error's message.
+    A single call to the system may last `timeout_s` seconds. If a call lasts longer, the work is given up, and added to
+    `left`. `who` begins the error's message.
     """
 
     def __init__(
@@ -222,7 +223,7 @@ class Work(Generic[Result]):
             self._thread.start()
         except RuntimeError:  # the system grants no thread: do the work here, and do not look at it
             self._run()
-        except BaseException:  # Ctrl-C, when the thread has begun perhaps
+        except BaseException:  # such as Ctrl-C; the thread may have begun already
             self.give_up()
             raise
 
@@ -241,12 +242,12 @@ class Work(Generic[Result]):
 
         Returns False as soon as a call to the system has lasted `patience_s`, and after `total_s` seconds.
 
-        Raises HungDiskError as soon as a call has lasted too long. The work is then given up: its thread ends when the
-        call returns.
+        Raises HungDiskError as soon as a call has lasted the `timeout_s` of the work. The work is then given up: its
+        thread ends when the call returns.
         """
         try:
             call = self._look.wait(self._await_end, min(self._timeout_s, patience_s), total_s)
-        except BaseException:  # such as Ctrl-C: it must end the work, too
+        except BaseException:  # such as Ctrl-C, which must end the work, too
             self.give_up()
             self._await_end(_INTERRUPTION_S)
             raise
@@ -265,8 +266,8 @@ class Work(Generic[Result]):
                 raise error
             return self._result[0]
         finally:
-            # Otherwise the error keeps this frame, and this frame the error, with all objects of the callers. For the
-            # same reason the work, which is in the error's frames, does not keep the error.
+            # Otherwise the error and this frame would refer to each other, and would keep all objects of the callers in
+            # memory. For the same reason the work, which the error's frames refer to, does not keep the error.
             del self, error
 
     def give_up(self) -> None:
@@ -282,7 +283,7 @@ class Work(Generic[Result]):
                 job.cancel()
 
     def _run(self) -> None:
-        with suppress(_GivenUp):  # it may come when all is over
+        with suppress(_GivenUp):  # it may be raised after the work has ended
             try:
                 with self._around:
                     if not self._is_given_up:
@@ -344,7 +345,7 @@ class DiskWatch:
     def run(self, work: Callable[[], Result]) -> Result:
         """Does work, and returns its result.
 
-        Raises HungDiskError if a call to the system has not returned in time, or if one of earlier work has not.
+        Raises HungDiskError if a call to the system has not returned in time, or if earlier work hangs.
         """
         started = self.start(work)
         try:
@@ -357,7 +358,7 @@ class DiskWatch:
         self._left.append(work)
 
 
-# The work that calls without a manager have given up.
+# Refuses work while given-up work of calls that have no manager hangs.
 _calls = DiskWatch(0.0)
 
 

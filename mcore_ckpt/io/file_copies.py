@@ -34,7 +34,7 @@ def copy_checked(source: Path, target: Path, size: int, crc: int, progress: Prog
     `progress` is called with the number of bytes that were just written. What it raises ends the copying.
 
     Raises:
-        CheckpointCorruptError: the source has another size or CRC-32. The target must not be used.
+        CheckpointCorruptError: the source does not have the given size and CRC-32. The target must not be used.
         FileNotFoundError, OSError: the source is missing, or the target cannot be written. The message names the file.
     """
     found, done = 0, 0
@@ -77,7 +77,7 @@ def copy_durably(source: Path, target: Path) -> None:
 
 def clone_file(source: Path, target: Path) -> None:
     """Makes a new file with the bytes of another one. Where the file system can, both share their blocks until one of
-    them changes, so that no byte is copied. It waits for no disk. Raises OSError.
+    them changes, so that no byte is copied. It does not wait until the bytes are on the disk. Raises OSError.
     """
     reading = open_regular(source)
     try:
@@ -95,7 +95,7 @@ def clone_file(source: Path, target: Path) -> None:
 
 
 def link_file(source: Path, target: Path) -> None:
-    """Gives a file a second name. Where the file system cannot do that, the second name is that of a clone.
+    """Gives a file a second name. Where the file system cannot do that, makes a clone with the second name.
 
     Raises OSError.
     """
@@ -119,7 +119,7 @@ def pieces_of(source: Path) -> Iterator[memoryview]:
 
 
 class Hashed(NamedTuple):
-    """What a file has, once it is on the disk: its size in bytes, its CRC-32, and whether it has taken disk space."""
+    """The size in bytes and the CRC-32 of a file that is on the disk, and whether its bytes took further disk space."""
 
     size: int
     crc32: int

@@ -28,7 +28,7 @@ class FileSystem:
     """The description of a type of file system. The defaults describe an unknown type.
 
     Attributes:
-        place: where its files are. `layer` is an overlay, as containers have it.
+        place: where its files are; `layer` for an overlay, such as a container's.
         magic: its number in statfs(2); None where nothing asks for it.
         is_exact: whether each file takes whole blocks of `f_frsize`, never less space than its bytes, and the system
             tells this host what is free. Only then can files be called too large before they are written.
@@ -50,7 +50,7 @@ _EXT = FileSystem("disk", EXT_MAGIC, is_exact=True)
 _XFS = FileSystem("disk", XFS_MAGIC, is_exact=True, abilities=_ALL)
 _TMPFS = FileSystem("memory", TMPFS_MAGIC, is_exact=True, abilities=replace(_ALL, direct=False))
 
-# By the names of mountinfo.
+# The types, by their names in mountinfo.
 _BY_NAME = {
     "ext2": _EXT,
     "ext3": _EXT,
@@ -58,11 +58,11 @@ _BY_NAME = {
     "xfs": _XFS,
     "tmpfs": _TMPFS,
     "ramfs": FileSystem("memory"),
-    # It can compress.
+    # btrfs can compress.
     "btrfs": FileSystem("disk", abilities=_ALL),
-    # The kernel passes on what the upper layer tells of its free space, but statfs(2) names overlayfs as the type
-    # (`ovl_statfs`). So nobody knows whether the upper layer compresses, and it is not exact either. The path of the
-    # upper layer in mountinfo is that of the host, and means nothing inside a container.
+    # statfs(2) reports the free space of the upper layer, but names overlayfs as the type (`ovl_statfs`). So it does
+    # not show whether the upper layer compresses, and an overlay is not exact either. The path of the upper layer in
+    # mountinfo is that of the host, and means nothing inside a container.
     "overlay": FileSystem("layer", abilities=_ALL),
     # Servers can compress and deduplicate. Their numbers can also be old, in other units, or a quota.
     **dict.fromkeys(
@@ -84,7 +84,7 @@ def of_name(name: str) -> FileSystem:
 
 
 def of_magic(magic: int) -> FileSystem:
-    """Returns the description of a type by its number in statfs(2). Its abilities may be unknown, as for ext.
+    """Returns the description of a type by its number in statfs(2). Its abilities may be unknown, as those of ext are.
 
     Example:
         >>> of_magic(0xEF53).is_exact, of_magic(0x6969).is_exact

@@ -42,7 +42,7 @@ def overwrite(path: Path, bytes_at: Mapping[int, bytes]) -> None:
 
 
 def write_hint(path: Path, data: bytes) -> None:
-    """Writes a new file as `write_file`, but does not wait: after a power loss, it may be missing or damaged."""
+    """Writes a new file as `write_file` does, but does not wait: after a power loss, it may be missing or damaged."""
     _write_new(path, [data], lambda descriptor: None)
 
 
@@ -67,9 +67,9 @@ def open_new(path: Path, flags: int = os.O_EXCL) -> int:
 
 
 def new_folder(path: Path, mode: int | None = None, exist_ok: bool = False) -> None:
-    """Makes one folder, or with `exist_ok` leaves it as it is. Raises OSError.
+    """Makes one folder. With `exist_ok`, leaves a folder that exists as it is. Raises OSError.
 
-    It gets this mode, before the umask is applied. None: it is not more open than the folder above it.
+    The folder gets the mode `mode`, before the umask is applied. None: it is not more open than the folder above it.
     """
     with naming_owner(path.parent):
         path.mkdir(mode_in(path.parent, FOLDER_MODE) if mode is None else mode, False, exist_ok)
@@ -105,7 +105,7 @@ def sync_folders(base: Path) -> None:
 
 
 def sync_folders_below(base: Path) -> None:
-    """Does the same, but leaves out the names in the folder itself, for a caller that syncs them later."""
+    """Does what `sync_folders` does, but without the names in the folder itself, which the caller syncs later."""
     for folder, _, _ in os.walk(base):
         if Path(folder) != base:
             sync_dir(Path(folder))
@@ -128,7 +128,7 @@ def write_all(descriptor: int, data: memoryview) -> None:
 def replace_file(path: Path, data: bytes) -> None:
     """Replaces a small file atomically: even after a crash, a reader finds the old or the new bytes. Raises OSError."""
     write = _temporary_file(path, data, lambda temporary, data: write_file(temporary, [data]))
-    with naming_owner(path), write as temporary:  # in a folder with the sticky bit, only its owner may replace it
+    with naming_owner(path), write as temporary:  # only its owner may replace a file in a folder with the sticky bit
         os.replace(temporary, path)
     sync_dir(path.parent)
 
@@ -188,7 +188,7 @@ def make_parents(path: Path, mode: int | None = None) -> None:
 
 def _make_durably(folder: Path, mode: int | None) -> None:
     new_folder(folder, mode, exist_ok=True)
-    with suppress(PermissionError):  # the folder above belongs to another user, who may not let it be read
+    with suppress(PermissionError):  # the folder above may belong to another user, and be unreadable
         sync_dir(folder.parent)
 
 

@@ -1,9 +1,9 @@
 """Provides host memory for images of files, or for a GPU to copy to. A thread prepares it before a save needs it.
 
-Memory is pinned in pieces of at most 256 MiB, with pauses, because the kernel and the driver hold locks meanwhile. CUDA
-refuses a copy to two pieces, so copies are cut there. The pages are asked for from the GPU's NUMA node (`mbind` with
-MPOL_PREFERRED, which a container may forbid). The thread has a niceness of 10, and pauses after each piece as long as
-the piece took.
+Memory is pinned in pieces of at most 256 MiB, with pauses, because the kernel and the driver hold locks while they pin
+a piece. CUDA refuses a copy that reaches into two pieces, so copies are cut between pieces. The pages are requested
+from the GPU's NUMA node (`mbind` with MPOL_PREFERRED, which a container may forbid). The thread has a niceness of 10,
+and pauses after each piece as long as the piece took.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class HostMemory:
     def __init__(self, limit: int | None = None) -> None:
         self._limit = limit
         self._buffer: _native.HostBuffer | None = None
-        self._ready = 0  # so many bytes of the buffer are fetched and, for a GPU, pinned
+        self._ready = 0  # how many bytes of the buffer are fetched and, for a GPU, pinned
         self._preparation: _Preparation | None = None
 
     def prepare(self, nbytes: int, device: int | None = None) -> None:
@@ -112,7 +112,7 @@ class HostMemory:
 
 
 def _reserve(nbytes: int, device: int | None) -> _native.HostBuffer:
-    """Maps memory without its pages. For a GPU, its pages will be of the memory that is nearest to the GPU."""
+    """Maps memory that has no pages yet. For a GPU, the pages will come from the memory that is nearest to the GPU."""
     if device is None:
         return _native.HostBuffer.reserve(nbytes)
     return _native.HostBuffer.reserve(nbytes, device=device, numa_node=_native.numa_node_of(device))

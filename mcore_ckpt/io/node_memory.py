@@ -11,9 +11,10 @@ from mcore_ckpt.io.mounts import mount_of
 
 
 def bytes_free(folder: Path) -> int | None:
-    """Returns how many bytes can still be written into a folder, or where it would be made. None: nothing limits them.
+    """Returns how many bytes a folder, or the place where it would be made, can still take. None: nothing limits them.
 
-    A tmpfs takes memory only when it is written to, so it can promise more than there is. Raises OSError.
+    A tmpfs takes memory only when it is written to, so it can report more free bytes than there is memory. Raises
+    OSError.
     """
     limits = [limit.free for limit in space_of(folder).limits if limit.kind == "nbytes"]
     if is_memory(folder):

@@ -1,4 +1,4 @@
-"""Reads the quotas that limit what can be written into a folder: of the user, the group and the project of its files.
+"""Reads the quotas of users, groups and projects that limit what can be written into a folder.
 
 The system call quotactl_fd(2) needs no name of a device. It exists since Linux 5.14. Many containers forbid it, and
 network file systems do not have it. Then no quota can be seen.
@@ -32,7 +32,10 @@ _INHERITS_PROJECT = 0x200
 
 
 class Usage(NamedTuple):
-    """One half of a quota: for bytes or entries. A limit of 0 means none. `ends` is the end of the grace period."""
+    """The half of a quota for bytes, or the half for entries.
+
+    A limit of 0 means no limit. `ends` is the end of the grace period.
+    """
 
     used: int
     soft: int
@@ -66,7 +69,7 @@ class Quota:
         return f"quota of {self.kind} {self.number}"
 
     def is_shown_by(self, space: os.statvfs_result) -> bool:
-        """True if `space` shows what is left of this quota instead of the disk."""
+        """True if `space` shows what is left of this quota, instead of what is left on the disk."""
         blocks = None if self.nbytes.shown is None else self.nbytes.shown // space.f_frsize
         return blocks == space.f_bfree or (self.entries.shown is not None and self.entries.shown == space.f_ffree)
 
@@ -74,8 +77,8 @@ class Quota:
 def quotas_of(descriptor: int, options: Collection[str], without_0: bool) -> Iterator[Quota]:
     """Yields the enforced quotas that new files in an open folder count towards, as far as this process may read them.
 
-    `options` are the names of the options of its mount. `without_0`: number 0 has no quota. There XFS keeps the default
-    limits.
+    `options` are the names of the mount's options. `without_0`: whether to leave out the user, group or project with
+    number 0, where XFS keeps the default limits.
     """
     status = os.fstat(descriptor)
     enforced = _enforced(descriptor)

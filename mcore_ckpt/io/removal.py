@@ -16,22 +16,22 @@ def remove_tree(folder: Path) -> None:
 
     Entries that cannot be read or removed stay, with the folders that they are in. Everything else is removed.
 
-    `shutil.rmtree` waits for the file system at each file in turn. This takes as many calls, but they overlap.
+    `shutil.rmtree` waits for the file system at each file in turn. This function makes as many calls, but they overlap.
     """
     _remove_folder(None, str(folder))
 
 
 def _remove_folder(parent: int | None, name: str) -> None:
     """Removes a folder in a folder that is open; without `parent`, the folder whose path is `name`."""
-    # Not only OSError, because a folder may also be nested too deep for Python, or memory may be short.
+    # Suppress more than OSError, because a folder may also be nested too deep for Python, or memory may be short.
     with suppress(Exception):
-        # By descriptors, so that no folder can be replaced by a link on the way to the files in it.
+        # Use descriptors, so that no folder can be replaced by a link on the way to the files in it.
         descriptor = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
         try:
             _remove_contents(descriptor)
         finally:
             os.close(descriptor)
-    # In any case, because a folder that cannot be read may be empty.
+    # Try it in any case, because a folder that cannot be read may be empty.
     with suppress(OSError):
         os.rmdir(name, dir_fd=parent)
 

@@ -31,10 +31,10 @@ def persist(
 ) -> Result:
     """Runs `work`, which must be repeatable, until it succeeds, and returns what it returns.
 
-    Exceptions in `answers` are an answer of the store and no failure, such as FileNotFoundError. They, and a
-    CheckpointError, are raised without another try. `redacted` turns an error into text without secrets.
+    Exceptions in `answers`, such as FileNotFoundError, are answers of the store and not failures. They are raised
+    without another try, and so is a CheckpointError. `redacted` turns an error into text without secrets.
 
-    Raises RemoteError if all tries failed, or the first one failed for a reason that stays, or `stop` was set.
+    Raises RemoteError if all tries failed, if a try failed for a reason that stays, or if `stop` was set.
     """
     pause = REMOTE_PAUSE_S
     for number in range(1, REMOTE_TRIES + 1):

@@ -10,7 +10,7 @@ from typing import BinaryIO
 from mcore_ckpt.errors import InvalidArgumentError
 from mcore_ckpt.io.files import open_regular
 
-# Longer files are not secrets, but mistakes.
+# A longer file is not a secret, but was named by mistake.
 _MOST_BYTES = 4096
 
 
@@ -24,12 +24,12 @@ def read_private(path: Path) -> bytes:
 
 
 def check_private(path: Path) -> None:
-    """Raises InvalidArgumentError if other users can read or write a file, or if there is none."""
+    """Raises InvalidArgumentError if other users can read or write a file, or if it is missing."""
     _opened(path).close()
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Makes a file that only this user may read. Raises OSError, also if the file is there."""
+    """Makes a file that only this user may read. Raises OSError, also if the file exists."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     with open(descriptor, "wb") as file:
         file.write(data)

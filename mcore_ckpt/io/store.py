@@ -83,7 +83,7 @@ class Store:
         return f"{self.url}/{key}"
 
     def redacted(self, error: BaseException) -> str:
-        """Returns the type and the text of an error without secrets, also without the URL's."""
+        """Returns the type and the text of an error without secrets, and without the secrets of the URL."""
         return f"{type(error).__name__}: {self.plain(error)}"
 
     def plain(self, error: BaseException) -> str:
@@ -91,7 +91,7 @@ class Store:
         return redacted(str(error), self._secrets)
 
     def space(self) -> DiskSpace | None:
-        """Returns how much can be written into the store; None if it does not tell, as most do not. Raises OSError."""
+        """Returns how much can be written into the store. Raises OSError. None: like most stores, it does not tell."""
         return space_of(Path(self._root)) if isinstance(self.fs, LocalFileSystem) else None
 
     # -- bytes ---------------------------------------------------------------------------------------------

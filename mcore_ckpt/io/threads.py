@@ -60,8 +60,8 @@ def for_each(items: Iterable[Item], work: Callable[[Item], object], threads: int
 def _join(worker: threading.Thread, failures: list[BaseException]) -> None:
     """Waits for a thread. If this thread is interrupted meanwhile, no further call starts.
 
-    Ctrl-C must end the main thread even if a call hangs. `disk_watch.Work.give_up` interrupts any other thread, which
-    has ended only when all its calls have.
+    Ctrl-C must end the main thread even if a call hangs. Any other thread, which `disk_watch.Work.give_up` interrupts,
+    waits until the calls have ended, because its work has not ended before.
     """
     while worker.is_alive():
         try:
@@ -89,7 +89,7 @@ def _start(run: Callable[[], None], threads: int) -> list[threading.Thread]:
 def results_of(items: Sequence[Item], work: Callable[[Item], Result], threads: int) -> list[Result]:
     """Calls `work` on every item, on up to `threads` threads, and returns the results in the order of the items.
 
-    For a few items it starts no thread. On a thread that it has started, it starts no other. Failures are raised as by
+    It starts no threads for a few items, or when it runs on a thread that it has started. Failures are raised as by
     `for_each`.
 
     Example:

@@ -35,7 +35,8 @@ WRITE_BYTES = 4 << 20
 READ_BYTES = 16 << 20
 # How long a thread waits for a GPU before it reads from it, or copies to it, where no `timeout_s` is given (seconds).
 DEVICE_READ_S = 600.0
-# From a file in memory, a read is a copy. Pieces of one block stay in the cache for its CRC and the second copy.
+# A read of a file in memory copies the bytes. Pieces of one block stay in the cache for the block's CRC and for the
+# second copy.
 READ_MEMORY_BYTES = 1 << 20
 
 # The shortest range of a shared file that one replica writes. Sharing shorter ranges takes more time than it saves.

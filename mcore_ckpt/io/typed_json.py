@@ -72,7 +72,7 @@ def members(data: bytes | memoryview) -> dict[str, Place] | None:
         start = at + len(encode(name)) + len(":")
         places[name] = start, start + len(memoryview(value))
         at = places[name][1] + 1
-    # A decoder keeps the last of two members of one name, so the text is longer than what was found.
+    # A decoder keeps the last of two members of one name, so with such members the text is longer than what was found.
     return places if at == len(data) and len(values) else None
 
 
@@ -96,7 +96,7 @@ class _Pieces(Generic[T]):
         if data[start : start + 1] != self._first or data[stop - 1 : stop] != self._last or stop - start < 2:
             raise FieldError(f"is not between {self._first.decode()} and {self._last.decode()}")
         if data.find(self._between, start + _PIECE, stop) < 0:
-            yield self._parse(memoryview(data)[start:stop], self._decoder)  # not a copy of all of it
+            yield self._parse(memoryview(data)[start:stop], self._decoder)  # a view, not a copy of the text
             return
         end = start
         while end < stop - 1:

@@ -1,4 +1,4 @@
-"""Does work on a thread that exists only while there is some, and lets others wait for its end."""
+"""Does work on a thread that exists only while there is work, and lets others wait for the end of the work."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ Result = TypeVar("Result")
 class Handle(Generic[Result]):
     """Work that is under way or has ended, for those who wait for it.
 
-    The message of TimeoutError says that it is still `under_way`, and ends with the `advice`.
+    The message of a TimeoutError begins with `under_way`, which says that the work is under way, and ends with
+    `advice`.
     """
 
     def __init__(self, under_way: str, advice: str = "") -> None:
@@ -40,7 +41,7 @@ class Handle(Generic[Result]):
 
     @property
     def exception(self) -> CheckpointError | None:
-        """The error that made the work fail. None while it is under way, and if it succeeded."""
+        """The error that made the work fail. None while the work is under way, and if it succeeded."""
         return self._exception
 
     def wait(self, timeout: float | None = None) -> Result:
@@ -70,8 +71,8 @@ class Worker:
     """Calls functions one after the other on a thread, which exists only while there are functions to call.
 
     An error of a function is logged, and the next function is called. `must_finish`: whether all functions must be
-    called, by an exiting interpreter, which waits for them (`all_workers`), and without another thread. If not, an
-    exiting interpreter waits for nothing of it.
+    called. If so, an exiting interpreter waits for them (`all_workers`), and the calling thread calls them if the
+    system grants no other. If not, an exiting interpreter does not wait.
     """
 
     def __init__(self, name: str, must_finish: bool = True) -> None:
@@ -85,8 +86,8 @@ class Worker:
     def add(self, work: Callable[[], object], instead: bool = False) -> None:
         """Calls a function after those that were added before, or `instead` of them. Returns immediately.
 
-        If the system grants no thread, this one calls a function that must be called, and NoThreadError is raised for
-        any other. A signal handler may raise an exception at any moment. Then the function is not called.
+        If the system grants no thread, the calling thread does the work with `must_finish`, and NoThreadError is raised
+        without it. If a signal handler raises an exception meanwhile, the function is not called.
         """
         with self._lock:
             if self._thread is not None and self._thread.is_alive():
@@ -100,7 +101,8 @@ class Worker:
                 thread.start()
                 return
             except BaseException as error:
-                # The thread may have begun, but waits for the lock: it finds that it is not to work.
+                # The thread may have begun, but it waits for the lock. Then it finds that it is not the thread of this
+                # worker.
                 self._thread = None
                 refused = isinstance(error, RuntimeError) and not is_interrupt(error)
                 if not (refused and self._must_finish):
@@ -109,7 +111,7 @@ class Worker:
                     if refused:
                         raise NoThreadError(str(error)) from error
                     raise
-        self._work()  # which is slower but does not fail
+        self._work()  # on this thread, which is slower but does not fail
 
     def _queue(self, work: Callable[[], object], instead: bool) -> None:
         if instead:
@@ -125,7 +127,7 @@ class Worker:
     def wait(self, timeout_s: float) -> None:
         """Waits until no function is left.
 
-        Raises HungDiskError if one is in a call to a file system for `timeout_s` seconds.
+        Raises HungDiskError if a function is in one call to a file system for `timeout_s` seconds.
         """
         with self._lock:
             thread = self._thread

@@ -1,4 +1,4 @@
-"""When the machine goes without being asked to: the end of a Slurm job, or of reserved capacity."""
+"""Finds out when the machine goes without a request to stop: at the end of a Slurm job, or of reserved capacity."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from datetime import datetime
 
 logger = logging.getLogger(__name__)
 
-# Seconds since the epoch. The last two are those that verl asks ("elastic server instance", verl 0.9,
+# Variables that have the end in seconds since the epoch. verl reads the last two ("elastic server instance", verl 0.9,
 # utils/checkpoint/checkpoint_manager.py, should_save_ckpt_esi).
 _VARIABLES = (
     "SLURM_JOB_END_TIME",
@@ -25,7 +25,7 @@ _SCONTROL_S = 10.0
 
 @dataclass(frozen=True)
 class EndTime:
-    """When the machine goes.
+    """The time at which the machine goes.
 
     Attributes:
         at: the time, by `time.monotonic()`.
@@ -40,8 +40,8 @@ def find_end(given_s: float | None, environment: Mapping[str, str]) -> EndTime |
     """Returns when the machine goes; None if nobody says so.
 
     Args:
-        given_s: in so many seconds; `math.inf`: never. None: as the environment says, or `scontrol` in a Slurm job
-            whose Slurm does not set SLURM_JOB_END_TIME.
+        given_s: in how many seconds the machine goes; `math.inf`: never. None: the environment says so, or `scontrol`
+            in a Slurm job without SLURM_JOB_END_TIME.
         environment: the variables of the environment.
     """
     if given_s is not None:

@@ -27,16 +27,16 @@ from mcore_ckpt.urls import local_path
 
 logger = logging.getLogger(__name__)
 
-# How long a save is assumed to take before the first one, and how long a process takes to end, in seconds.
+# How long the first save is assumed to take, and how long a process takes to end, in seconds.
 _UNKNOWN_SAVE_S, _TO_END_S = 60.0, 5.0
 
 
 class PreemptionGuard:
     """Stops a training at a step boundary, and saves there, before its machine goes.
 
-    Every rank makes one, enters it around its loop on the main thread, and asks `should_stop` after each step. What one
-    rank has heard stops all ranks at the same step. Signals are only noted: they interrupt no step and no save, however
-    many come. Only SIGKILL ends the last save.
+    Every rank makes one, enters it around its loop on the main thread, and asks `should_stop` after each step. A
+    request that one rank has heard stops all ranks at the same step. Signals are only noted: they interrupt no step and
+    no save, however many come. Only SIGKILL ends the last save.
 
     Args:
         manager: the manager that saves.
@@ -45,16 +45,16 @@ class PreemptionGuard:
         trigger_file: a file that asks for a stop as soon as it exists. Rank 0 looks for it once a second, and removes
             it when the training stops. None: no file. A file that is older than `deadline_s` when the guard is entered
             was made for an earlier run, and is ignored.
-        deadline_s: how many seconds after such a request the machine goes. What cannot be saved until then is not
-            begun. None: unknown, and the last save takes what it takes.
-        training_ends_in_s: in how many seconds the machine goes without being asked to. The training stops early enough
-            to save. None: as SLURM_JOB_END_TIME or `scontrol` say, or the end of a reservation at SageMaker or
-            Volcengine; `math.inf`: never.
-        save_takes_s: how many seconds a durable save takes, as `mcore-ckpt bench` predicts it, until this run has made
-            one. None: unknown, and a save is tried.
+        deadline_s: how many seconds after such a request the machine goes. A save that would not end before that is not
+            begun. None: unknown, so the last save may take any time.
+        training_ends_in_s: in how many seconds the machine goes without a request. The training stops early enough to
+            save. None: at the time that SLURM_JOB_END_TIME or `scontrol` gives, or at the end of a reservation at
+            SageMaker or Volcengine; `math.inf`: never.
+        save_takes_s: how many seconds a durable save takes, such as `mcore-ckpt bench` predicts. It counts until this
+            run has made a durable save. None: unknown, so a save is tried.
         extra_state: the trainer's own state for the last save, or a function that returns it.
-        save: saves a step, if `manager.save(step, extra_state)` is not what the trainer calls.
-        exit_status: what `exit_status` is when the training was stopped.
+        save: a function that saves a step, if the trainer does not save with `manager.save(step, extra_state)`.
+        exit_status: the value of the property `exit_status` if the training was stopped.
 
     Raises:
         InvalidArgumentError, InvalidTypeError: an argument has a value or a type that is not allowed.
@@ -91,7 +91,7 @@ class PreemptionGuard:
             check_value("training_ends_in_s", training_ends_in_s, float | None, {"above": 0, "of": "seconds"})
         check_value("exit_status", exit_status, int, {"least": 0})
         self._rank_0 = manager._trainer.agreement.is_coordinator
-        # With its own client of the store, and without a look at disks: if one hangs, training goes on.
+        # This agreement has its own client of the store, and does not watch disks. So training goes on if a disk hangs.
         name = f"preemption-{next(manager._guards_made)}"
         self._open = partial(manager._trainer.agreement.for_thread, name)
         self._agreement: Agreement | None = None
@@ -148,9 +148,9 @@ class PreemptionGuard:
 
     @property
     def is_requested(self) -> bool:
-        """True if this rank has heard of a request to stop. It asks no other rank and costs nothing.
+        """True if this rank has heard of a request to stop. Reading it asks no other rank and costs nothing.
 
-        A long rollout can look at it to end early. But only `should_stop` says on all ranks alike whether to stop.
+        A long rollout can look at it to end early. But only `should_stop` gives the same answer on all ranks.
         """
         return self._request() is not None
 
@@ -213,7 +213,7 @@ class PreemptionGuard:
         os._exit(self.exit_status)
 
     def _ask(self, agreement: Agreement, step: int) -> Record:
-        """Asks all ranks. Returns the reason to stop or None, the time that is left, and how many calls pass."""
+        """Asks all ranks. Returns the reason to stop or None, the time left, and the calls to pass over."""
 
         def work() -> Record:
             request = self._request()

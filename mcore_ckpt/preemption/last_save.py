@@ -24,7 +24,7 @@ from mcore_ckpt.save.background import SaveHandle
 logger = logging.getLogger(__name__)
 
 DURABLE, ON_NODES = "durable", "on the nodes"
-# What is left of the time for the process to end, and the longest such time, in seconds.
+# The share of the remaining time that the process gets to end, and the most that it gets, in seconds.
 _SHARE_TO_END, _MOST_TO_END_S = 0.1, 5.0
 # A save may take this many times as long as the last ones.
 MARGIN = 1.25
@@ -52,7 +52,7 @@ class Choice:
 
     Attributes:
         how: "durable" or "on the nodes"; None: nothing.
-        is_new: whether the step is saved now; if not, a save of it that was begun before counts.
+        is_new: whether the step is saved now; if not, an earlier save of the step counts.
         reason: why it is not durable; empty if it is.
     """
 
@@ -66,9 +66,9 @@ class Times:
     """How long saves take, in seconds; None if unknown.
 
     Attributes:
-        commit_s: until a save is committed, with a fast tier on the nodes.
+        commit_s: from the beginning of a save until it is committed (with a fast tier: on the nodes).
         drain_s: from then until it is in the root; 0.0 without a fast tier.
-        given_s: how long a durable save takes in all, as the caller has said. Measured times count first.
+        given_s: how long a durable save takes in all, as the caller has said. Measured times are preferred.
     """
 
     commit_s: float | None
@@ -77,7 +77,7 @@ class Times:
 
     @property
     def durable_s(self) -> float | None:
-        """How long a durable save takes, or at least takes."""
+        """How long a durable save takes; the least that it takes, if only that is known."""
         if self.commit_s is not None and self.drain_s is not None:
             return self.commit_s + self.drain_s
         return max((each for each in (self.commit_s, self.given_s) if each is not None), default=None)
@@ -135,7 +135,9 @@ class LastSave:
         return Times(self._background.longest_s, self._destination.drain_s, self._given_s)
 
     def make(self, step: int, reason: str, left_s: float | None) -> Stopped:
-        """Saves a step, if there is time. Every rank calls it. Raises only what `save` raises besides CheckpointError.
+        """Saves a step, if there is time. Every rank calls it.
+
+        A CheckpointError of the save is logged. Other errors are raised.
 
         Args:
             step: the last step that was trained.
@@ -217,7 +219,7 @@ class LastSave:
             logger.error("step %d is not saved: %s", handle.step, handle.skipped)
             return None
         if handle.drain is not None:
-            with suppress(CheckpointError, TimeoutError):  # it is on the nodes
+            with suppress(CheckpointError, TimeoutError):  # the step is on the nodes already
                 handle.drain.wait(self._patience_s)
         elif handle.copies is not None:
             with suppress(TimeoutError):

@@ -10,12 +10,13 @@ import math
 import time
 from collections import deque
 
-# Calls that are shorter than this, in seconds, are passed over; of longer ones, each asks.
+# If calls follow each other within less than this (seconds), some are passed over. Otherwise the ranks ask in each
+# call.
 ASK_S = 0.5
-# Asking may take this part of the time, unless a deadline is so short that it would be missed.
+# Asking may take this share of the time. If a deadline is short, the ranks ask after this share of it at the latest.
 _SHARE = 0.01
 _SHARE_OF_DEADLINE = 0.1
-# The most calls that are passed over at once, should the next ones be much longer than the last ones.
+# The most calls in a row that are passed over, because the next calls may be much longer than the last ones.
 _MOST = 32
 # How many rounds and calls are remembered.
 _REMEMBERED = 100
@@ -64,7 +65,7 @@ class Pace:
         """Returns how many calls pass until the next round. Only rank 0 calls it."""
         if not self._calls:
             return 0
-        # The shortest round: longer ones have waited for a slow rank, which the training does anyway.
+        # Take the shortest round: longer rounds have waited for a slow rank, for which the training waits anyway.
         pause_s = max(ASK_S, min(self._rounds, default=0.0) / _SHARE)
         if self._deadline_s is not None:
             pause_s = min(pause_s, self._deadline_s * _SHARE_OF_DEADLINE)

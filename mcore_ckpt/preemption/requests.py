@@ -1,4 +1,4 @@
-"""What can ask a training to stop: signals, and a file that any process may make.
+"""Listens for requests to stop a training: signals, and a file that any process may make.
 
 A signal handler only notes the signal. It logs nothing and takes no lock, because it may interrupt a save, a log record
 or a lock's owner.
@@ -23,16 +23,16 @@ from mcore_ckpt.processes import Home
 
 logger = logging.getLogger(__name__)
 
-# How often the file is looked for, in seconds. One stat a second costs no file system anything.
+# The pause between two looks for the file, in seconds. One stat a second is no load for a file system.
 LOOK_S = 1.0
 
 
 @dataclass(frozen=True)
 class StopRequest:
-    """Something has asked for a stop.
+    """A request to stop the training.
 
     Attributes:
-        reason: what it was, such as "SIGTERM".
+        reason: what has asked, such as "SIGTERM".
         at: when, by `time.monotonic()`.
     """
 
@@ -61,8 +61,8 @@ class Signals:
         """Begins to note the signals.
 
         Args:
-            can_do_without: whether something else can ask for a stop. Then a thread that cannot handle signals is only
-                told in a warning.
+            can_do_without: whether something else can ask for a stop. If so, a thread that cannot handle signals only
+                causes a warning.
 
         Raises InvalidStateError: this is not the main thread, which alone can handle signals, and nothing else can ask
         for a stop.
@@ -77,14 +77,17 @@ class Signals:
             )
             if not can_do_without:
                 raise InvalidStateError(f"{text}: enter the guard there, or use a trigger_file and signals=()")
-            logger.warning("%s: only the trigger file and the end of the training's time stop it", text)
+            logger.warning("%s: only the trigger file and the end of the training's time can stop the training", text)
             return
         self._is_active = True
         for number in self._numbers:
             self._before[number] = signal.signal(number, self._note)
 
     def remove(self) -> None:
-        """Puts back the handlers that were there before. One that came later stays, and may call this one."""
+        """Puts back the handlers that were there before.
+
+        A handler that came later stays, and may call this object's.
+        """
         self._is_active = False
         for number, before in self._before.items():
             if signal.getsignal(number) == self._note:
@@ -92,20 +95,20 @@ class Signals:
                 signal.signal(number, signal.SIG_DFL if before is None else before)
 
     def warn_of_others(self) -> None:
-        """Warns once of each signal that has another handler now, because it may never reach this one."""
+        """Warns once of each signal that has another handler now, because the signal may not reach this object."""
         for number in self._before:
             if self._is_active and signal.getsignal(number) != self._note and number not in self._complained:
                 self._complained.add(number)
                 logger.warning(
                     "%s has got another handler since the PreemptionGuard was entered, so it may not stop the training "
-                    "at a step boundary: enter the guard after that",
+                    "at a step boundary: enter the guard after that handler is set",
                     _name(number),
                 )
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         before = self._before.get(number)
         if not self._is_active or not self._home.is_here:
-            # In a forked child, such as a data loader's worker, and for a later handler that calls this one.
+            # In a forked child, such as a data loader's worker, or if a later handler calls this one after `remove`.
             _as_before(number, before, frame)
             return
         if self.first is None:
@@ -132,8 +135,8 @@ class TriggerFile:
 
     Args:
         path: the file.
-        deadline_s: how long after a request the machine goes, in seconds; None if unknown. A file that was there before
-            `start` and is older was made for an earlier run, and does not count.
+        deadline_s: how long after a request the machine goes, in seconds; None if unknown. A file that is older than
+            this at `start` was made for an earlier run, and does not count.
 
     Attributes:
         found: the request, once the file has been seen; None before.
@@ -150,7 +153,10 @@ class TriggerFile:
         threading.Thread(target=self._run, name="mcore_ckpt trigger file", daemon=True).start()
 
     def end(self, acted: bool) -> None:
-        """Looks no more. If the training has stopped (`acted`), removes the file, else the next run stops, too."""
+        """Ends the look.
+
+        If the training has stopped (`acted`), removes the file, so that the next run does not stop, too.
+        """
         self._over.set()
         if acted and self.found is not None:
             with suppress(OSError):
@@ -167,7 +173,7 @@ class TriggerFile:
     def _look(self, began: float | None) -> None:
         try:
             status = os.stat(self._path)
-        except OSError:  # mostly it is not there; a file system that fails now may answer at the next look
+        except OSError:  # mostly the file is not there; a file system that fails now may answer at the next look
             return
         mark = (status.st_ino, status.st_mtime_ns)
         if began is None:

@@ -14,7 +14,7 @@ _SIOCGIFADDR = 0x8915
 
 
 def own_address() -> str:
-    """Returns this node's address. Raises InvalidStateError if there is no such interface, or no way to MASTER_ADDR.
+    """Returns this node's address. Raises InvalidStateError if the interface has none, or MASTER_ADDR is not reached.
 
     The variable GLOO_SOCKET_IFNAME names the interface, as for torch's gloo. Without it, the interface is the one that
     reaches MASTER_ADDR, because all nodes reach each other through the network on which they reach rank 0.

@@ -17,8 +17,9 @@ MOST_UNPACKED_PER_BYTE = 100
 POLL_FIRST_S = 0.0005
 POLL_PER_RANK_S = 0.00002
 POLL_MOST_S = 0.2
-# The longest pause is this many seconds for each rank. So thousands of ranks together ask at most 10,000 times a second
-# while one of them writes for a minute. The pause is still only a tenth of the time that they have waited.
+# The longest pause is this many seconds times the number of ranks. So thousands of ranks together ask at most 10,000
+# times a second while one of them writes for a minute. The pause is still only a tenth of the time that they have
+# waited.
 POLL_MOST_PER_RANK_S = 0.0001
 
 # How many ranks' messages rank 0 asks for at a time.

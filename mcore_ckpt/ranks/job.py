@@ -1,6 +1,6 @@
 """Connects the processes of a command that torchrun, or another launcher with the same variables, has started.
 
-It needs no process group, which would wait half an hour for a rank that is dead, and would not name it.
+It uses no process group, because that would wait half an hour for a dead rank, and would not name the rank.
 """
 
 from __future__ import annotations
@@ -94,7 +94,10 @@ def _meet(name: str, seat: Seat, timeout_s: float, start_s: float) -> Agreement:
 
 
 def _leave(name: str, agreement: Agreement) -> None:
-    """Ends together with the others. If rank 0 hosts the store, they must read its last message before it ends."""
+    """Ends together with the others.
+
+    If rank 0 hosts the store, the others must read the last message before rank 0 ends.
+    """
     with suppress(CheckpointError), store_failures(name, AgreementError):
         round_ = agreement.begin("leaving", timeout_s=deadlines.EXIT_WAIT_S)
         round_.submit({})

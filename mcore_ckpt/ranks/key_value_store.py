@@ -27,7 +27,7 @@ _COMPRESSED = b"z"
 _MOST_OF_ZLIB = 1032
 # How many compressed bytes are decompressed at a time to count what they become.
 _UNZIP_AT_ONCE = 128
-# Any message may become this long, in bytes.
+# Even the shortest compressed message may become this long, in bytes.
 _ANY_UNPACKED = 2 << 20
 
 # No key has this value.
@@ -47,7 +47,10 @@ def encode(message: Message) -> bytes:
 
 
 def pack(message: Message) -> bytes:
-    """Encodes a message for the store. Raises ValueError if that is not possible, or larger than the store accepts."""
+    """Encodes a message for the store.
+
+    Raises ValueError if that is impossible, or the result is larger than the store accepts.
+    """
     data = encode(message)
     if len(data) <= deadlines.PLAIN_MESSAGE_BYTES:
         return data
@@ -64,7 +67,7 @@ def pack(message: Message) -> bytes:
 
 
 def unpack(data: bytes) -> Message:
-    """Decodes what `pack` has encoded. Raises ValueError for data that it cannot have encoded."""
+    """Decodes what `pack` has encoded. Raises ValueError for data that `pack` cannot have made."""
     text = unzip(data[len(_COMPRESSED) :]) if data.startswith(_COMPRESSED) else data
     message: Message
     if len(text) > json_bounds.SMALL_BYTES:
@@ -87,7 +90,7 @@ def unzip(data: bytes) -> bytes:
     most, nbytes = _most_unpacked(len(data)), 0
     try:
         if len(data) * _MOST_OF_ZLIB <= most:
-            return zlib.decompress(data)  # whatever it is, it does not become more
+            return zlib.decompress(data)  # so few bytes cannot become more than `most`
         counted = zlib.decompressobj()
         for start in range(0, len(data), _UNZIP_AT_ONCE):
             nbytes += len(counted.decompress(data[start : start + _UNZIP_AT_ONCE]))
@@ -103,7 +106,10 @@ def _most_unpacked(nbytes: int) -> int:
 
 
 def missing(store: Any, keys: Sequence[str]) -> list[str]:
-    """Returns the keys that the store lacks. Checks halves, because thousands of requests would block the store."""
+    """Returns the keys that the store lacks.
+
+    Asks for all keys at once, and then for halves of them, because thousands of requests would block the store.
+    """
     if not keys or store.check(list(keys)):
         return []
     if len(keys) == 1:

@@ -8,8 +8,8 @@ answer.
 So names are not numbered: rank 0 calls out a new name, and goes on when all have answered.
 
 No key stays. Each rank deletes its submission when it begins a later round. Rank 0 deletes the outcome of a round when
-all ranks have submitted to a later one, because it can be several failed rounds ahead of them. The last rank that
-closes deletes the rest.
+all ranks have submitted to a later one, because it can be several failed rounds ahead of the other ranks. The last rank
+that closes deletes the rest.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def rendezvous_at(
 ) -> Agreement:
     """Does what `rendezvous` does on a given store, which needs no process group.
 
-    `topic` is for messages, and `start_s` is how long to wait for ranks that have not started yet, `timeout_s` if not
-    given. The other arguments are those of `Agreement`.
+    `topic` is for messages. `start_s` is how long to wait for ranks that have not started yet; None: `timeout_s`. The
+    other arguments are those of `Agreement`.
     """
     with store_failures(topic, AgreementError):
         meet = _meet_other_ranks if rank == 0 else _meet_rank_0

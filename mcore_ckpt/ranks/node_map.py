@@ -122,10 +122,10 @@ class NodeMap:
         return {number: tuple(members) for number, members in found.items()}
 
     def writers_of(self, replicas: Sequence[int], copies: int) -> list[tuple[int, ...]]:
-        """Groups replicas of a file by node: those of a node write it together into the node's folder.
+        """Groups replicas of a file by node. The replicas on one node together write the file into the node's folder.
 
-        There is one group on the node of the first replica, and one on each of as many other nodes as would otherwise
-        get a copy. The other replicas do not write.
+        There is one group on the node of the first replica, and one on each of up to `copies` other nodes, which then
+        need no copy. The other replicas do not write.
         """
         by_node, home = self.by_node(replicas), self.number_of(replicas[0])
         others = [node for node in self.preferred(home) if node in by_node][:copies]

@@ -1,4 +1,4 @@
-"""One round of ranks that agree: what each says, and what comes out, are keys of the store (`rounds.py`)."""
+"""One round of ranks that agree (`rounds.py`): keys of the store have what each rank submits, and the outcome."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Round:
         return self._home.is_here
 
     def all_keys(self) -> tuple[str, str, str]:
-        """Returns the keys that this rank may have set, as rank 0 or as one that gave up."""
+        """Returns the keys that this rank may have set, as rank 0 or as a rank that gave up."""
         return submission_key(self.prefix, self._rank), f"{self.prefix}/outcome", f"{self.prefix}/done"
 
     def shorten_deadline(self, seconds: float) -> None:
@@ -103,9 +103,9 @@ class Round:
         self.has_submitted = True
 
     def leave(self, error: BaseException) -> Record | None:
-        """Fails the round, in which `error` has interrupted this rank. All ranks except rank 0 call it.
+        """Fails the round, because `error` has interrupted this rank. Any rank except rank 0 may call it.
 
-        Returns None; if it is too late, because rank 0 already acts, returns the record that the others get.
+        Returns None. If rank 0 acts already, it is too late: returns the record that the others get.
         """
         if not self.is_over:
             self.fail(error)  # in place of the record, which rank 0 may have read already

@@ -7,15 +7,15 @@ from threading import RLock
 
 
 class OwnStore:
-    """Does what an `Agreement` asks of a store, as `torch.distributed.HashStore` (2.13) does it, but without torch.
+    """Has the methods of `torch.distributed.HashStore` (2.13) that an `Agreement` calls, without torch.
 
     Commands that read no tensor must not wait for the import of torch. Nobody else sets keys, so `get` never waits.
     """
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
-        # A save has rounds on another thread, with the same store.
-        # Reentrant, because a signal handler of the trainer may close a manager, which uses the store, too.
+        # A save has rounds on another thread, with the same store. The lock is reentrant, because a signal handler of
+        # the trainer may close a manager, which uses the store, too.
         self._lock = RLock()
 
     def set(self, key: str, value: str | bytes) -> None:

@@ -4,12 +4,12 @@ In one *round*, every rank submits its record or its error, rank 0 decides, and 
 outcome is one key that is set only once (compare-and-set). So either a rank gives up waiting or rank 0 continues, but
 never both.
 
-The rounds of one call (`Agreement.call`) are numbered within it, and calls are counted. So a rank may leave a call at
-any moment with an exception: it fails the round that the others come to next, and is at the same round as they are in
-the next call. This is how an exception of a signal handler ends a call. The opening of a save and its commit are rounds
-of two agreements, so a rank that is interrupted between them fails the commit by its name. If another rank has given up
-a round, rank 0 raises that rank's error when it fails in it: with an error of another type it would go on to an older
-checkpoint alone.
+Calls (`Agreement.call`) are counted, and rounds are numbered within their call. So a rank may leave a call at any
+moment with an exception: it fails the round that the others come to next, and in the next call it is at the same round
+as they are. This is how an exception of a signal handler ends a call. The opening of a save and its commit are rounds
+of two agreements. So a rank that is interrupted between the two names the round of the commit in order to fail it. If
+rank 0 fails in a round that another rank has given up, rank 0 raises the error of that rank: with an error of another
+type, rank 0 alone would go on to an older checkpoint.
 
 A waiting rank asks again with pauses that grow with time and with the number of ranks. It does not use `store.wait()`:
 a wait that times out leaves C++ warnings on stderr and an unusable client.
@@ -40,11 +40,11 @@ from mcore_ckpt.ranks.key_value_store import (
     store_failures,
     unpack,
 )
-from mcore_ckpt.ranks.one_round import Record as Record  # the word of all who agree
+from mcore_ckpt.ranks.one_round import Record as Record  # whoever agrees imports it from here
 from mcore_ckpt.ranks.one_round import Round, submission_key, waiting_key
 from mcore_ckpt.ranks.own_store import OwnStore
 
-# Each rank that closes adds this to a number if it has keys left, and 1 in any case.
+# Each rank that closes adds 1 to a number in the store, and this as well if the rank has keys left.
 _HAS_KEYS = 1 << 32
 
 T = TypeVar("T")
@@ -131,8 +131,8 @@ class Agreement:
         self._rounds: int | None = None  # of the present call; None outside of calls
         # The last round, and earlier rounds in which this rank still has keys.
         self._begun: list[Round] = []
-        # Of the present call. The error of an earlier call is not kept, because its traceback keeps the callers'
-        # objects, such as the tensors of a training.
+        # The error of the present call that all ranks know of. The error of an earlier call is not kept, because its
+        # traceback keeps the callers' objects, such as the tensors of a training.
         self._told: BaseException | None = None
         self.is_closed = False
         self.decided: Record = {}
@@ -157,7 +157,7 @@ class Agreement:
         All ranks must begin the same rounds in the same order. A rank may skip a round that has a `name`. `timeout_s`
         replaces the agreement's timeout in this round.
 
-        Raises InvalidStateError in a forked child: the store would take its messages for those of its parent.
+        Raises InvalidStateError in a forked child: the store cannot tell the child's messages from its parent's.
         """
         if is_shared(self._store):
             self._home.check("this Agreement")
@@ -165,7 +165,7 @@ class Agreement:
         prefix = f"{self._namespace}/{f'{calls}-{number}' if name is None else name}"
         wait = self._timeout_s if timeout_s is None else timeout_s
         round_ = Round(self._store, self.rank, self.world_size, prefix, topic, wait, self._limit, name)
-        # First, so that `fail_next_round` finds the round if a signal handler raises in the following.
+        # Do this first, so that `fail_next_round` finds the round if a signal handler raises below.
         self._begun.append(round_)
         if name is None and self._rounds is None:
             self._calls = calls
@@ -183,7 +183,7 @@ class Agreement:
 
     @contextmanager
     def call(self, topic: str) -> Iterator[None]:
-        """Makes all rounds of the `with` block belong to one call of all ranks, however many they are.
+        """Makes all rounds of the `with` block, however many, belong to one call of all ranks.
 
         A rank may leave the block with its own exception, such as one of a signal handler: the others are told in the
         round that they come to next, and in the next call all ranks are at the same round again. An exception of a
@@ -238,10 +238,10 @@ class Agreement:
         return Agreement(self._store.clone(), self.rank, self.world_size, place, self._timeout_s, self._host)
 
     def close(self) -> None:
-        """Deletes the keys of this rank. Every rank calls it after its last round. It waits for nobody. Raises nothing.
+        """Deletes the keys of this rank. Every rank calls it after its last round.
 
-        Keys that other ranks may still have to read are deleted by the last rank that closes. In a forked child nothing
-        happens.
+        It waits for nobody and raises nothing. Keys that other ranks may still have to read are deleted by the last
+        rank that closes. In a forked child it does nothing.
         """
         if self.is_closed or not self._home.is_here:
             return
@@ -286,8 +286,8 @@ class Agreement:
         """Fails the next round because this rank cannot take part in it.
 
         The other ranks get the error. This rank begins the round like the others, so all ranks stay at the same round.
-        `name` is that of the round; see `begin`. A round that this rank has begun, but not submitted to, counts as the
-        next one.
+        `name` is the name of the round; see `begin`. A round that this rank has begun, but not submitted to, counts as
+        the next one.
         """
         last = self._begun[-1] if self._begun else None
         is_next = last is not None and last.name == name and not last.has_submitted
@@ -297,20 +297,20 @@ class Agreement:
             round_.announce_failure(error)
 
     def has_begun(self, name: str) -> bool:
-        """True if this rank has begun the round of this name and still remembers it. Later rounds make it forget."""
+        """True if this rank has begun the round of this name, and no later round has made the rank forget that."""
         return any(each.name == name for each in self._begun)
 
     def told(self, error: BaseException) -> None:
-        """Notes that all ranks know that the present round has failed, for which this rank raises `error`."""
+        """Notes that all ranks know that the present round has failed. This rank raises `error` for that."""
         if self._rounds is not None:
             self._told = error
 
     def _delete_submissions(self) -> None:
         """Deletes what this rank has submitted to rounds that are over. All ranks except rank 0 call it.
 
-        Each rank deletes its own, because the requests of rank 0 for thousands of ranks would hold up the training.
-        A round in which this rank has given up is over when a later one is. The rounds of an outer round, to which this
-        rank has not submitted yet, are kept.
+        Each rank deletes its own submissions, because requests of rank 0 for thousands of ranks would hold up the
+        training. A round in which this rank has given up is over when a later round is over. An outer round, to which
+        this rank has not submitted yet, is kept.
         """
         over = max((number for number, round_ in enumerate(self._begun) if round_.is_over), default=-1)
         for round_ in [each for each in self._begun[: over + 1] if each.has_submitted]:
@@ -337,7 +337,7 @@ class Agreement:
 
 
 class Alone(Agreement):
-    """The agreement of a process that works alone. `decide` does its part at once, and errors come out as they are."""
+    """The agreement of a process that works alone. `decide` does its part at once, and raises errors unchanged."""
 
     def __init__(self) -> None:
         super().__init__(OwnStore(), 0, 1, "mcore_ckpt/alone", 0.0)
@@ -357,15 +357,18 @@ class Done(Generic[T]):
                 raise error
             return {}
         finally:
-            del self, error  # else the error keeps this frame, which keeps the error, and with it what the callers had
+            del self, error  # else the error and this frame keep each other, and the objects of the callers
 
     def result(self) -> T:
-        """Returns the result, when the round has succeeded."""
+        """Returns the result. Call it after the round has succeeded."""
         return self._results[0]
 
 
 def done_before(agreement: Agreement, work: Callable[[], T]) -> Done[T]:
-    """Does long work before a round, which tells all ranks if it fails. Raises only what signal handlers raise."""
+    """Does long work before a round, in which all ranks learn if the work failed.
+
+    Raises only what signal handlers raise.
+    """
     try:
         return Done([agreement.runner.run(work)], None)
     except Exception as error:
@@ -402,8 +405,8 @@ def decide(
 
     Raises:
         CheckpointError: of the same type on all ranks.
-        BaseException: what a signal handler has raised on this rank. The other ranks raise a CheckpointError, unless it
-            was too late to tell them; `Agreement.decided` has what they got then.
+        BaseException: what a signal handler has raised on this rank. The other ranks raise a CheckpointError. If it was
+            too late to tell them, `Agreement.decided` has what they got instead.
     """
     if isinstance(agreement, Alone):
         record = combine([work()])
@@ -444,7 +447,7 @@ def _follow(agreement: Agreement, round_: Round, work: Callable[[], Record], err
                     agreement.told(interrupt)
         raise
     finally:
-        del own  # else the error keeps this frame, which keeps the error, and with it what the callers had
+        del own  # else the error and this frame keep each other, and the objects of the callers
 
 
 def _lead(
@@ -490,7 +493,7 @@ def _lead(
             raise failure from (own or failure.__cause__)
         raise told from (own or failure)
     finally:
-        del own, told  # else the error keeps this frame, which keeps the error, and with it what the callers had
+        del own, told  # else the error and this frame keep each other, and the objects of the callers
 
 
 def agree(
@@ -499,8 +502,8 @@ def agree(
     """Returns, on every rank, what `answer` returns on rank 0.
 
     Every rank calls it with the same `request`: plain JSON values, or a function that returns them. Raises
-    AgreementError if the requests differ, a rank is missing, or another exception was raised. A CheckpointError of a
-    rank is the same on all.
+    AgreementError if the requests differ, a rank is missing, or another exception was raised. If a rank raises a
+    CheckpointError, all ranks raise one of the same type.
     """
 
     def combine(records: Sequence[Record]) -> Record:
@@ -511,7 +514,10 @@ def agree(
 
 
 def same_everywhere(records: Sequence[Record], what: str, error: type[CheckpointError] = AgreementError) -> Record:
-    """Returns the one record that all have submitted. Raises `error`, which names the first rank with another one."""
+    """Returns the one record that all have submitted.
+
+    Raises `error`, which names the first rank with another record.
+    """
     for rank, record in enumerate(records):
         if record != records[0]:
             raise error(f"{what}: rank 0 has {records[0]}, rank {rank} has {record}: they must be the same")

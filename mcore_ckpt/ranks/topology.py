@@ -1,8 +1,8 @@
 """Describes the parallel layout and each rank's place in it, and reads both from the process groups.
 
-Generators differ by pp, tp, ep and etp rank. If these sizes stay, a rank takes the generators of the rank at its
-coordinates modulo the saved sizes (`Topology.place_in_turn`). Otherwise all start from the saved seed (of each
-data-parallel rank) and the step, as megatron seeds them. Rank 0 logs that.
+Random number generators differ by pp, tp, ep and etp rank. If these sizes stay, a rank takes the states of the saved
+rank at its own coordinates modulo the saved sizes (`Topology.place_in_turn`). Otherwise every rank seeds its generators
+as megatron does, with the saved seed (of each data-parallel rank) and the step, and rank 0 logs that.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class RankCoordinates:
 
 @dataclass(frozen=True)
 class Replicas:
-    """The world ranks that hold the same dense tensors as this rank, and the ones with the same experts.
+    """The world ranks that hold the same dense tensors as this rank, and those that hold the same experts.
 
     The first rank in each tuple owns the file with these tensors. `groups` has the process group of each tuple; it is
     None in a process without process groups.

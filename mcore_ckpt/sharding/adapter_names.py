@@ -4,21 +4,21 @@ A wrapper (`AdapterWrapper`) keeps a layer as `to_wrap` and the layer's adapter 
 layer's tensors under the wrapper's own name, and the adapter's tensors under `adapter.`. HuggingFace's PEFT, with which
 ROLL trains, has other names for the same tensors; on disk, Megatron-Bridge's names are used.
 
-- Where Bridge permutes rows. With tensor parallelism, `linear_fc1` has a rank's rows of the gate, and then its rows of
-  up. Bridge (0.3 to 0.6) ignores that when it describes the magnitude of such a layer, and B of CanonicalLoRA's
-  adapters of gate and up. So its own checkpoints come back in another order under another tensor-parallel size.
-  `state/model.py` takes the places of these tensors from the weight. Bridge's own `torch_dist` checkpoints of them load
-  under the same size, and `merge` refuses them by name. DoRA of row-parallel layers has other magnitudes on each
-  tensor-parallel rank, so a manager refuses it.
+- Rows that Bridge permutes. With tensor parallelism, a rank's `linear_fc1` has the rank's rows of the gate, and then
+  its rows of up. Bridge (0.3 to 0.6) ignores that when it describes the magnitude of such a layer, and B of
+  CanonicalLoRA's adapters of gate and up. So under another tensor-parallel size, Bridge's own checkpoints come back
+  with these rows in another order. `state/model.py` takes the places of these tensors from the weight. Bridge's own
+  `torch_dist` checkpoints of them load only under the same size, and `merge` refuses these tensors by name. DoRA of
+  row-parallel layers has other magnitudes on each tensor-parallel rank, so a manager refuses it.
 - PEFT's wrapped layers (ROLL: `mcore_adapter`'s, around transformer-engine's layers) are the same adapters under other
-  names, which `without_peft` translates when a live model is read; on disk there are only Bridge's names. Their regions
-  follow from the layer's weight: B has its rows and A its columns. ROLL's own `sharded_state_dict` (2026-08) gives B of
-  `linear_fc1` one range of rows where the weight has two, gate and up. Its experts' adapters have a smaller rank but
-  the scale of the larger one, so they are refused.
-- Grouped experts. One adapter for all experts of a rank: Bridge 0.6 keeps it equal on all ranks, so each
-  expert-parallel rank stores a copy and any size loads it. Bridge 0.3 lets them drift apart, which is refused with
-  expert parallelism. One adapter for each expert (`share_expert_adapters=False`): a tensor with an axis of experts, cut
-  like any other.
+  names, which `without_peft` translates when a live model is read; on disk there are only Bridge's names. The regions
+  of A and B follow from the layer's weight: B has the rows of the weight, and A its columns. ROLL's own
+  `sharded_state_dict` (2026-08) gives B of `linear_fc1` one range of rows where the weight has two, gate and up. ROLL's
+  adapters of experts have a smaller rank but the scale of the larger rank, so they are refused.
+- Grouped experts. If all experts of a rank share one adapter, Bridge 0.6 keeps it equal on all ranks. So each
+  expert-parallel rank stores a copy, and any size can load it. Bridge 0.3 lets the adapters of the ranks drift apart,
+  so they are refused with expert parallelism. If each expert has its own adapter (`share_expert_adapters=False`), its
+  tensors have an axis of experts, and are cut like any others.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class AdapterKey(NamedTuple):
 
 _BASE_LAYER = ".base_layer."
 _OF_PEFT = re.compile(r"(?P<module>.+)\.lora_(?P<matrix>[AB])\.(?P<adapter>[^.]+)\.(?P<rest>weight|_extra_state)")
-# Modules that PEFT puts in, whose tensors have no counterpart in Megatron-Bridge's wrappers.
+# Modules of PEFT whose tensors have no counterpart in Megatron-Bridge's wrappers.
 _ONLY_IN_PEFT = re.compile(r"\.(?:lora_\w+|modules_to_save|original_module)\.")
 
 
@@ -126,7 +126,7 @@ def is_adapter(name: str) -> bool:
 
 
 def is_changed_buffer(name: str) -> bool:
-    """Returns True for a buffer that training changes although nothing is learned for it: a router's bias."""
+    """Returns True for a buffer that training changes, although it is no parameter: a router's bias."""
     return name.endswith(".router.expert_bias")
 
 

@@ -6,8 +6,8 @@ has one layer per depth, and HybridModel a stack of layers (`MultiTokenPredictio
 
 When a manager is made, all ranks tell each other the parts of their layers. A load matches this sequence of parts, one
 by one, with the sequence in the stored names, and each depth of multi-token prediction separately. Megatron's own
-loader (`gpt_checkpoint_interop.py`, 0.19) matches the i-th attention with the i-th layer whatever lies between. Here
-the order must be the same, because otherwise the loaded model would compute something else.
+loader (`gpt_checkpoint_interop.py`, 0.19) matches the i-th attention with the i-th layer, whatever parts lie between.
+Here the order must be the same, because otherwise the loaded model would compute something else.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def find_counterparts(wanted: Layers, stored: Layers) -> Counterparts:
     """Matches the parts of two models one by one, in the order in which the models run them.
 
     The layers of multi-token prediction are matched separately for each depth. A depth that only one model has is left
-    out, and so are layers of which the stored model has none at all.
+    out, and so is the decoder if the stored model has no decoder layers.
     """
     found: dict[tuple[str, str], str] = {}
     ours, theirs = _by_stack(wanted), _by_stack(stored)

@@ -1,11 +1,12 @@
 """Positions in the data that can be divided anew when a training goes on with another number of data-parallel ranks.
 
 Each rank puts its own position into `extra_state`, where it is stored as plain values: `{MARK: 1, "kind": ..., "state":
-...}`. A load under the same data-parallel size gives each rank its own back. Under another size it reads those of all
-saved ranks, and each kind has a rule for dividing them, or a refusal (docs/how_to/resume.md).
+...}`. A load under the same data-parallel size gives each rank its own position back. Under another size, it reads the
+positions of all saved ranks. Each kind of position has a rule that divides them, or refuses them
+(docs/how_to/resume.md).
 
 The position is that of a data-parallel rank, so ranks that differ only in their tensor, context or pipeline place have
-the same. A save compares what must be equal (`ShardedPosition.compared`).
+the same position. A save compares what must be equal (`ShardedPosition.compared`).
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ _VERSION = 1
 
 @dataclass(frozen=True, eq=False)
 class ShardedPosition:
-    """The position of one data-parallel rank in the data, or, after a load, of all of them.
+    """The position of one data-parallel rank in the data. After a load, it can have the positions of all saved ranks.
 
     Make it with one of the functions whose names begin with `of`, and pass it to `save` in `extra_state`. The
     `extra_state` that `load` returns has it again.
 
     Attributes:
         kind: the kind of position.
-        state: the position of this rank, as plain values. None after a load in which this rank has none of its own.
-        name: where it is in `extra_state`, for messages.
-        rank, size: after a load, the data-parallel rank that loads, and the number of them.
+        state: the position of this rank, as plain values. None after a load in which no position is this rank's own.
+        name: where the position is in `extra_state`, for messages.
+        rank, size: after a load, the data-parallel rank that loads, and the data-parallel size.
         states: after a load under another data-parallel size, the positions of all saved ranks.
 
     Example:
@@ -82,7 +83,8 @@ class ShardedPosition:
         `shard_10`) and dealt to the ranks in turn.
 
         Args:
-            offsets: where the rank is in each of its shards, those included that it has not begun or has finished.
+            offsets: where the rank is in each of its shards, including the shards that it has not begun and those that
+                it has finished.
         """
         if not all(isinstance(shard, str) for shard in offsets):
             raise InvalidArgumentError("offsets has names of shards that are no strings")
@@ -94,7 +96,7 @@ class ShardedPosition:
 
         `for_rank` returns the state under the same data-parallel size. Under another size it returns None if the
         loaders of all ranks are at the end of an epoch: then begin the next one without a state. Otherwise it refuses,
-        because the state of a sampler is the loader's own.
+        because the state is that of the loader's own sampler.
 
         Args:
             state: what `loader.state_dict()` returns (torchdata 0.11).
@@ -105,11 +107,11 @@ class ShardedPosition:
     def of_energon(
         workers: Sequence[Any], next_worker: int, micro_batch_size: int | None, has_workers: bool = True
     ) -> ShardedPosition:
-        """Returns the position of Megatron-Energon's loader. `integrations.energon.position_of` makes it of the loader.
+        """Returns the position of Megatron-Energon's loader, as `integrations.energon.position_of` makes it.
 
         `for_rank` returns a dict with these values. Under another data-parallel size, the workers of all ranks are put
-        together in order and divided, as `energon checkpoint redist` (7.4) does it. So the total number of workers
-        stays, and the new number of ranks must divide it.
+        together in order and divided, as `energon checkpoint redist` (7.4) does. So the total number of workers stays,
+        and the new number of ranks must divide it.
 
         Args:
             workers: the states of the rank's workers, as plain values.
@@ -122,7 +124,10 @@ class ShardedPosition:
 
     @property
     def record(self) -> dict[str, Any]:
-        """The form in which it is stored. After a load under another size, it has the positions of all saved ranks."""
+        """The form in which the position is stored.
+
+        After a load under another size, it has the positions of all saved ranks.
+        """
         ranks = {} if self.states is None else {"ranks": list(self.states)}
         return {MARK: _VERSION, "kind": self.kind, "state": self.state, **ranks}
 
@@ -133,12 +138,12 @@ class ShardedPosition:
         return hashlib.sha256(repr(known).encode()).hexdigest()[:16]
 
     def for_rank(self, rank: int | None = None, size: int | None = None, workers: int | None = None) -> Any:
-        """Returns the position of a data-parallel rank. What it is, the function says that made the position.
+        """Returns the position of a data-parallel rank. See the function that made it (`of_...`) for what that is.
 
         Args:
-            rank, size: the data-parallel rank, and the number of them; None for those of the load.
-            workers: of `of_dataloader`, how many workers the loader has. Another number than the saved one counts as
-                another data-parallel size. None: torchdata itself refuses another number.
+            rank, size: the data-parallel rank and size; None for those of the load.
+            workers: for a position of `of_dataloader`, how many workers the loader has. A number other than the saved
+                one counts as another data-parallel size. None: torchdata itself refuses another number.
 
         Raises:
             CheckpointMismatchError: positions of this kind, or these positions, cannot be divided among so many ranks.
@@ -191,10 +196,10 @@ class _Kind:
 
     Attributes:
         same: makes the result of `for_rank` under the saved size from a rank's state.
-        divided: makes it under another size, from the states of all ranks, the new rank and the new size. Raises
-            CheckpointMismatchError or InvalidArgumentError.
+        divided: makes this result under another size, from the states of all ranks, the new rank and the new size.
+            Raises CheckpointMismatchError or InvalidArgumentError.
         compared: returns the part of a state that must be equal on replicas.
-        workers: returns the number of workers whose states are in it; None if that may change.
+        workers: returns the number of workers whose states are in a rank's state; None if that number may change.
     """
 
     same: Callable[[Any], Any]
@@ -269,7 +274,8 @@ _KINDS: Mapping[str, _Kind] = {
     "consumed": _Kind(lambda state: state, _consumed, lambda state: state),
     "share": _Kind(_share, _divided_share, lambda state: sorted(state.items())),
     "streams": _Kind(dict, _dealt_streams, lambda state: sorted(state.items())),
-    # Loaders of replicas have states of their own: seeds of workers, and where the last snapshot was.
+    # Only this field is compared, because loaders of replicas differ in others: seeds of workers, place of the last
+    # snapshot.
     "dataloader": _Kind(dict, _next_epoch, lambda state: state.get("_iterator_finished"), _workers_of_dataloader),
     "energon": _Kind(dict, _divided_energon, lambda state: (len(state["workers"]), state["micro_batch_size"])),
 }

@@ -31,9 +31,9 @@ _MOST_NAMES = 1 << 24
 _NONE = "0"
 
 Numbers = tuple[int, ...]
-# By pattern: the last numbers of names, by the numbers before them.
+# For each pattern: the last numbers of the names, by the numbers before the last.
 _Found = dict[str, dict[Numbers, set[int]]]
-# By pattern and ranges before the last one: the entries, with their last ranges.
+# For each pattern and its ranges before the last: the entries, with their last ranges.
 _Alike = dict[tuple[str, tuple[str, ...]], dict[str, str]]
 Ranges = tuple[tuple[int, int], ...]
 
@@ -104,7 +104,7 @@ class OrderedNames:
 
 
 class NameLists:
-    """Finds the lists that have a name. The lists are not expanded, because a file may hold any range.
+    """Finds the lists that contain a name. The lists are not expanded, because a file may hold any range.
 
     Example:
         >>> NameLists([["layers.[0-7].w"], ["layers.[8-15].w", "head.w"]]).lists_with("layers.9.w")
@@ -161,7 +161,7 @@ def _texts(entry: str) -> tuple[str, tuple[str, ...]]:
 
 
 def _alike(lists: Iterable[Iterable[str]]) -> _Alike:
-    """Groups entries that differ in their last ranges alone, so that the numbers before are combined once for all.
+    """Groups entries that differ only in their last ranges, so that the numbers before are combined once for all.
 
     Most entries of thousands of ranks differ in the numbers of experts. Raises ValueError, see `join`.
     """

@@ -38,9 +38,11 @@ class Coding:
     Attributes:
         dtype: torch's name of the stored dtype, without "torch.": float16 or uint8 (bits of float8_e4m3fn) with a
             scale, int16 with upper halves.
-        scale: the kind, of the same tensor and in the same file, that holds the factor of all elements: one float32.
-        upper: the kind of the same tensor that has the upper 16 bits of each value, as bfloat16. The value's bits are
-            `(upper << 16) + stored`, where `stored` is signed. If it is MODEL, it is in the model's files.
+        scale: the kind of the shard that holds the factor of all elements, one float32. That shard is of the same
+            tensor, and in the same file.
+        upper: the kind of the shard of the same tensor that has the upper 16 bits of each value, as bfloat16. The
+            value's bits are `(upper << 16) + stored`, where `stored` is signed. Upper halves of the kind MODEL are in
+            the model's files.
     """
 
     dtype: str
@@ -59,9 +61,10 @@ class StoredShard:
         file: the path of the file.
         offset, nbytes: the position of the shard's first byte in the file, and the number of its bytes.
         crc32: the CRC-32 of each block of the shard's bytes. None if the file has no CRCs (safetensors).
-        coding: how the values follow from the stored elements. None if these are the values.
-        beside: for bound state, the kind, of the same tensor and in the same file, to whose shard it belongs (SOAP's
-            eigenbases); `region` is then all of it. None if `region` is a part of the global tensor.
+        coding: how the values follow from the stored elements. None if the stored elements are the values.
+        beside: for bound state (SOAP's eigenbases), the kind of the shard to which it belongs. That shard is of the
+            same tensor, and in the same file. `region` is then the whole bound state. None if `region` is a part of the
+            global tensor.
     """
 
     key: ShardKey

@@ -24,7 +24,7 @@ class SampleShare:
     s // n.
 
     Attributes:
-        rank, size: the data-parallel rank, and the number of them.
+        rank, size: the data-parallel rank and size.
         taken: how many of its samples the rank has taken.
         start: all samples from this one on are divided among the ranks, after those in `left`.
         left: samples before `start` that no rank had taken at the last division.
@@ -47,7 +47,7 @@ class SampleShare:
             raise InvalidArgumentError(f"rank is {self.rank} of {self.size}: use a data-parallel rank below its size")
 
     def after(self, count: int) -> SampleShare:
-        """Returns the share when the rank has taken `count` more samples."""
+        """Returns the share after the rank has taken `count` more samples."""
         return replace(self, taken=self.taken + count)
 
     def samples(self) -> Iterator[int]:
@@ -77,7 +77,7 @@ def divided_anew(shares: Sequence[SampleShare], rank: int, size: int) -> SampleS
     if len(shares) != first.size:
         raise InvalidArgumentError(f"there are {len(shares)} shares of {first.size}")
     taken = [share.taken for share in shares]
-    # The places in the common order: all before `begin` have been taken, and none from `end` on.
+    # All ranks have one order of places. Every place before `begin` has been taken, and no place from `end` on.
     begin = min(taken) * len(shares)
     end = max(number + (count - 1) * len(shares) + 1 if count else 0 for number, count in enumerate(taken))
     if end - begin + len(first.left) > _MOST_LEFT:

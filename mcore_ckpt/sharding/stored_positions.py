@@ -1,4 +1,4 @@
-"""Finds data positions in `extra_state`, live or stored, compares replicas, and puts those of all ranks together."""
+"""Finds data positions in `extra_state`, live or stored; compares those of replicas; collects those of all ranks."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ def states_at(keys: Keys, by_rank: Sequence[Mapping[str, Any] | None]) -> tuple[
     """Returns the states of one stored position on all data-parallel ranks.
 
     Args:
-        keys: where it is.
+        keys: the keys that lead to the position in `extra_state`.
         by_rank: the `extra_state` of each data-parallel rank; None if the rank has none.
 
-    Raises CheckpointMismatchError if a rank has no position there, or one of another kind.
+    Raises CheckpointMismatchError if a rank has no position there, or has a position of another kind.
     """
     records = [_at(keys, extra) for extra in by_rank]
     kinds = [record and record["kind"] for record in records]
@@ -76,7 +76,7 @@ def states_at(keys: Keys, by_rank: Sequence[Mapping[str, Any] | None]) -> tuple[
 
 
 def replaced_at(extra: Mapping[str, Any], keys: Keys, value: Any) -> dict[str, Any]:
-    """Returns a copy of nested dicts with another value at some keys."""
+    """Returns a copy of nested dicts with another value where `keys` lead."""
     first, *rest = keys
     return {**extra, first: replaced_at(extra[first], tuple(rest), value) if rest else value}
 

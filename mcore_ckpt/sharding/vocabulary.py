@@ -4,7 +4,7 @@ from __future__ import annotations
 
 # Megatron pads to a multiple of make_vocab_size_divisible_by (128 by default) times the tensor-parallel size.
 _LARGEST_DIVISOR = 128
-# The plausible tensor-parallel sizes: up to 64, powers of two, and three or five times as many.
+# The plausible tensor-parallel sizes: powers of two, and three or five times a power of two, up to 64.
 _SOME_TP = tuple(sorted(odd << power for odd in (1, 3, 5) for power in range(7) if odd << power <= 64))
 _TENSORS = ("word_embeddings.weight", "output_layer.weight", "output_layer.bias")
 
