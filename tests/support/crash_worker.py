@@ -208,7 +208,7 @@ class RankSave:
 
     def finish(self, stall_s: float | None) -> tuple[SimpleNamespace, Following]:
         finish(self._commits, self._attempt, Path(self._job.root), self.step, self._version)
-        return SimpleNamespace(plan_s=0, copy_s=0, write_s=0, export_s=0, commit_s=0), Following(
+        return SimpleNamespace(seconds=0, plan_s=0, copy_s=0, write_s=0, export_s=0, commit_s=0), Following(
             delete=self.delete, deletes=True
         )
 
