@@ -15,11 +15,10 @@ roles, the step is not complete, and the next try adds the roles that are missin
 from __future__ import annotations
 
 import os
-import threading
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from mcore_ckpt.checkpoint import file_names
@@ -29,7 +28,6 @@ from mcore_ckpt.checkpoint.provenance import Commit, Run, RunParent
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.errors import CheckpointCorruptError, CommitError, InvalidArgumentError
 from mcore_ckpt.formats.companions import companions_of
-from mcore_ckpt.io import tuning
 from mcore_ckpt.io.file_copies import clone_file, copy_checked, copy_durably, link_file
 from mcore_ckpt.io.files import inside, make_folders, sync_file, sync_folders_below
 from mcore_ckpt.io.folder_sizes import sizes_below
@@ -38,8 +36,9 @@ from mcore_ckpt.steps.new_folder import mode_as
 from mcore_ckpt.steps.new_step import NewStep
 from mcore_ckpt.steps.read_lock import reading
 from mcore_ckpt.steps.runs import forked, read_root_run, settle
-from mcore_ckpt.tools.examine.progress import Progress
+from mcore_ckpt.tools.examine.progress import Progress, summed
 from mcore_ckpt.tools.examine.select import select
+from mcore_ckpt.tools.maintain.copies import Count, copy_all
 
 # How many damages a message names.
 _NAMED = 3
@@ -127,10 +126,10 @@ def branch(
     with reading(map(status.role_dir, status.committed)):
         found = {role: read_manifest(status.role_dir(role)) for role in sorted(status.committed)}
         run, roles = _begin(root, status, found, new_root)
-        counter = _Counter((1 + test) * sum(manifest.nbytes for manifest in found.values()), progress)
-        _check_files(status, found, test, counter)
+        count = summed(progress, (1 + test) * sum(manifest.nbytes for manifest in found.values()))
+        _check_files(status, found, test, count)
         try:
-            reports, beside = _write(status, {role: found[role] for role in roles}, new_root, run, counter)
+            reports, beside = _write(status, {role: found[role] for role in roles}, new_root, run, count)
         except OSError as error:
             raise CommitError(f"{new_root}: step {step} could not be written: {error}") from error
     return BranchReport(step, run, tuple(reports), tuple(beside), time.monotonic() - started)
@@ -185,11 +184,11 @@ def _commit_of(source: Manifest | None) -> Commit | None:
     return None if source is None else Commit(1, source.attempt, ((1, 1),))
 
 
-def _check_files(status: StepStatus, found: Mapping[str, Manifest], test: bool, counter: _Counter) -> None:
+def _check_files(status: StepStatus, found: Mapping[str, Manifest], test: bool, count: Count) -> None:
     damages: list[Damage] = []
     for role, manifest in found.items():
         role_dir = status.role_dir(role)
-        damages += verify_files(role_dir, manifest.files, counter.add) if test else find_damage(role_dir, False)
+        damages += verify_files(role_dir, manifest.files, count) if test else find_damage(role_dir, False)
     if damages:
         more = f"\n  and {len(damages) - _NAMED} more" if len(damages) > _NAMED else ""
         named = "".join(f"\n  {damage.problem}" for damage in damages[:_NAMED])
@@ -197,7 +196,7 @@ def _check_files(status: StepStatus, found: Mapping[str, Manifest], test: bool, 
 
 
 def _write(
-    status: StepStatus, found: Mapping[str, Manifest], new_root: Path, run: Run, counter: _Counter
+    status: StepStatus, found: Mapping[str, Manifest], new_root: Path, run: Run, count: Count
 ) -> tuple[list[BranchedRole], list[str]]:
     sources = {role: status.role_dir(role) for role in found}
     is_flat = status.flat is not None
@@ -213,7 +212,7 @@ def _write(
         new.add_companions(beside)
         for role, manifest in found.items():
             staging = new.open(role)
-            linked = _put_all(sources[role], manifest.files, staging, shares, counter)
+            linked = sum(copy_all(manifest.files, partial(_put, sources[role], staging, shares), count))
             for name, source in inside_roles[role].items():
                 copy_durably(source, staging / name)
             sync_folders_below(staging)
@@ -232,59 +231,21 @@ def _sizes(path: Path) -> list[int]:
     return list(sizes_below(path).values()) if path.is_dir() else [path.stat().st_size]
 
 
-def _put_all(source: Path, files: Sequence[FileRecord], staging: Path, shares: bool, counter: _Counter) -> int:
-    """Puts the files of a role into its staging folder, durably, on several threads. Returns how many are hard links.
+def _put(source: Path, staging: Path, shares: bool, file: FileRecord, count: Count) -> bool:
+    """Puts one file in place, durably except for the names of its folders. Returns True for a hard link.
 
-    The names of their folders are not durable yet.
-    """
-    with ThreadPoolExecutor(tuning.PEER_THREADS, "mcore_ckpt branch") as pool:
-        try:
-            put = [pool.submit(_put, source, file, staging, shares, counter) for file in files]
-            return sum(each.result() for each in as_completed(put))
-        except BaseException:
-            # The threads must have ended before the caller removes the staging folder.
-            counter.is_stopped.set()
-            pool.shutdown(cancel_futures=True)
-            raise
-
-
-def _put(source: Path, file: FileRecord, staging: Path, shares: bool, counter: _Counter) -> bool:
-    """Puts one file in place. `shares` says whether both folders are on one file system. Returns True for a hard link.
-
-    A part's file is no hard link, because the trainer's code gets its path.
+    `shares` says whether both folders are on one file system. A part's file is no hard link, because the trainer's code
+    gets its path.
     """
     # A link would be linked itself, not its target.
     found, target = Path(os.path.realpath(inside(source, file.path))), staging / file.path
     make_folders(staging, file.path)
     if not shares:
-        copy_checked(found, target, file.size, file.crc32, counter.add)
+        copy_checked(found, target, file.size, file.crc32, count)
         return False
     (clone_file if file.kind == "part" else link_file)(found, target)
-    counter.add(file.size)
+    count(file.size)
     if found.samefile(target):
         return True
     sync_file(target)
     return False
-
-
-class _Counter:
-    """Counts the bytes that several threads have done, and ends their work after an interruption."""
-
-    def __init__(self, total: int, progress: Progress) -> None:
-        self._total, self._progress = total, progress
-        self._done = 0
-        self._lock = threading.Lock()
-        self.is_stopped = threading.Event()
-
-    def add(self, nbytes: int) -> None:
-        """Adds bytes. Raises _Stopped after an interruption."""
-        if self.is_stopped.is_set():
-            raise _Stopped
-        with self._lock:
-            self._done += nbytes
-            done = self._done
-        self._progress(done, self._total)
-
-
-class _Stopped(Exception):
-    """Ends a thread that copies, because another one has failed or the process was interrupted."""

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, CommitError, InvalidArgumentError
-from mcore_ckpt.io import tuning
 from mcore_ckpt.io.file_copies import copy_checked
 from mcore_ckpt.io.files import inside, make_folders, sync_folders_below
 from mcore_ckpt.steps.choice import oldest_first
@@ -31,6 +29,7 @@ from mcore_ckpt.steps.node_steps import (
 )
 from mcore_ckpt.steps.runs import Ownership, elsewhere
 from mcore_ckpt.tools.examine.progress import Progress, no_progress, summed
+from mcore_ckpt.tools.maintain.copies import Count, copy_all
 
 
 @dataclass(frozen=True)
@@ -237,7 +236,9 @@ def _write(found: FoundStep, root: Path, force: bool, progress: Progress) -> lis
         new.check_space(file.size for file in files)
         for source in found.roles:
             staging = new.open(source.manifest.role)
-            damaged = _copy_all(source, staging, count)
+            numbers = range(len(source.manifest.files))
+            reasons = copy_all(numbers, partial(_copy, source, staging), count)
+            damaged = [reason for of_file in reasons for reason in of_file]
             sync_folders_below(staging)
             manifest = replace(source.manifest, placement=None)
             new.write_manifest(manifest)
@@ -247,32 +248,7 @@ def _write(found: FoundStep, root: Path, force: bool, progress: Progress) -> lis
     return reports
 
 
-class _Stopped(Exception):
-    """Ends a thread that copies, because another thread has failed or the process was interrupted."""
-
-
-def _copy_all(source: RoleSource, staging: Path, count: Callable[[int], None]) -> list[str]:
-    """Copies all files of a role on several threads. Returns what was damaged."""
-    is_stopped = threading.Event()
-
-    def count_or_stop(nbytes: int) -> None:
-        if is_stopped.is_set():
-            raise _Stopped
-        count(nbytes)
-
-    numbers = range(len(source.manifest.files))
-    with ThreadPoolExecutor(tuning.PEER_THREADS, "mcore_ckpt collect") as pool:
-        try:
-            copies = [pool.submit(_copy, source, number, staging, count_or_stop) for number in numbers]
-            return [damage for copy in as_completed(copies) for damage in copy.result()]
-        except BaseException:
-            # The threads must have ended before the caller removes the staging folder.
-            is_stopped.set()
-            pool.shutdown(cancel_futures=True)
-            raise
-
-
-def _copy(source: RoleSource, number: int, staging: Path, count: Callable[[int], None]) -> list[str]:
+def _copy(source: RoleSource, staging: Path, number: int, count: Count) -> list[str]:
     """Copies one file from the first folder in which it is intact. Returns why earlier folders were passed over."""
     file = source.manifest.files[number]
     target = staging / file.path

@@ -1,0 +1,44 @@
+"""Copies many files on several threads, which all end if one fails or the process is interrupted."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import TypeVar
+
+from mcore_ckpt.io import tuning
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+Count = Callable[[int], None]
+
+
+class _Stopped(Exception):
+    """Ends a thread that copies, because another thread has failed or the process was interrupted."""
+
+
+def copy_all(items: Iterable[Item], copy: Callable[[Item, Count], Result], count: Count) -> list[Result]:
+    """Calls `copy` with each item on several threads. Returns the results in the order in which the calls ended.
+
+    When this raises, no thread copies any more, so that the caller may remove what was copied.
+
+    Args:
+        items: the files to copy.
+        copy: copies one file. It must call its second argument with the number of bytes whenever it has copied some.
+        count: gets these numbers, on several threads.
+    """
+    is_stopped = threading.Event()
+
+    def count_or_stop(nbytes: int) -> None:
+        if is_stopped.is_set():
+            raise _Stopped
+        count(nbytes)
+
+    with ThreadPoolExecutor(tuning.PEER_THREADS, "mcore_ckpt copies") as pool:
+        try:
+            return [done.result() for done in as_completed([pool.submit(copy, item, count_or_stop) for item in items])]
+        except BaseException:
+            is_stopped.set()
+            pool.shutdown(cancel_futures=True)
+            raise
