@@ -79,19 +79,14 @@ def clone_file(source: Path, target: Path) -> None:
     """Makes a new file with the bytes of another one. Where the file system can, both share their blocks until one of
     them changes, so that no byte is copied. It does not wait until the bytes are on the disk. Raises OSError.
     """
-    reading = open_regular(source)
-    try:
+    with opened(source) as (reading, _):
         writing = open_new(target)
         try:
-            with suppress(OSError):  # another file system, or one that cannot share blocks
-                fcntl.ioctl(writing, _FICLONE, reading)
-                return
-            for piece in pieces_of(source):
-                _write(writing, piece, target)
+            if not _shares_blocks(writing, reading):
+                for piece in pieces_of(source):
+                    _write(writing, piece, target)
         finally:
             os.close(writing)
-    finally:
-        os.close(reading)
 
 
 def link_file(source: Path, target: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.io import tuning
+from mcore_ckpt.io.batches import batches as by_bytes
 from mcore_ckpt.load.fill import TensorFill
 from mcore_ckpt.ranks.topology import Replicas
 
@@ -26,7 +27,8 @@ class Batch:
 def batches(fills: Iterable[TensorFill]) -> list[Batch]:
     """Divides the replicated tensors into batches of about BROADCAST_BYTES, which the replicas read in turn.
 
-    The result is the same on all replicas.
+    The result is the same on all replicas. A batch of one tensor is sent from the tensor's own memory. Several tensors
+    are first copied into one.
     """
     members: dict[tuple[tuple[int, ...], torch.dtype], list[TensorFill]] = {}
     for fill in fills:
@@ -34,24 +36,9 @@ def batches(fills: Iterable[TensorFill]) -> list[Batch]:
             members.setdefault((fill.replicas, fill.target().dtype), []).append(fill)
     found: list[Batch] = []
     for (replicas, _), alike in members.items():
-        for number, batch in enumerate(_cut(alike)):
+        for number, batch in enumerate(by_bytes(alike, lambda fill: fill.target().nbytes, tuning.BROADCAST_BYTES)):
             found.append(Batch(tuple(batch), replicas, replicas[number % len(replicas)]))
     return found
-
-
-def _cut(fills: Sequence[TensorFill]) -> Iterator[list[TensorFill]]:
-    batch: list[TensorFill] = []
-    nbytes = 0
-    for fill in fills:
-        size = fill.target().nbytes
-        # A batch of one tensor is sent from the tensor's own memory. Several tensors are first copied into one.
-        if batch and nbytes + size > tuning.BROADCAST_BYTES:
-            yield batch
-            batch, nbytes = [], 0
-        batch.append(fill)
-        nbytes += size
-    if batch:
-        yield batch
 
 
 def to_read(fills: Iterable[TensorFill], shared: Iterable[Batch], rank: int) -> list[TensorFill]:

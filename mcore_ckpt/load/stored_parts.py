@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import tempfile
 import weakref
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,8 +22,8 @@ from mcore_ckpt.io import tuning
 from mcore_ckpt.io.files import make_folders
 from mcore_ckpt.io.removal import remove_tree
 from mcore_ckpt.io.threads import for_each
-from mcore_ckpt.ranks.rounds import Agreement, Done, Runner, decide
-from mcore_ckpt.state.attached_parts import Part, SavedPart
+from mcore_ckpt.ranks.rounds import Agreement, Runner, decide, done_here
+from mcore_ckpt.state.attached_parts import Part, SavedPart, listed
 from mcore_ckpt.state.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -138,7 +137,7 @@ def plan_step_parts(trainer: Trainer, folder: Folder, manifest: Manifest) -> Par
             continue
         if runs is None:
             raise CheckpointMismatchError(
-                f"the step has no part {part.name!r}, but it has {_listed(manifest.parts)}: attach the part with "
+                f"the step has no part {part.name!r}, but it has {listed(manifest.parts)}: attach the part with "
                 "optional=True to load steps that were saved without it, or load another step"
             )
         ranks = tuple(rank for first, last in runs for rank in range(first, last + 1))
@@ -160,23 +159,12 @@ def plan_step_parts(trainer: Trainer, folder: Folder, manifest: Manifest) -> Par
 
 def load_parts_together(agreement: Agreement, topic: str, loads: PartLoads) -> None:
     """Lets each rank load its parts. All ranks call it, and raise the same type of error if one rank fails."""
-    # Not by `done_before`, because the functions are the trainer's, and may have to run on its thread.
-    try:
-        loads.load()
-        done: Done[None] = Done([None], None)
-    except Exception as error:
-        if is_interrupt(error):
-            raise
-        done = Done([], error)
-    decide(agreement, topic, done.record, lambda _: {})
+    # On this thread, because the functions are the trainer's.
+    decide(agreement, topic, done_here(loads.load).record, lambda _: {})
 
 
 def _warn_of_others(trainer: Trainer, folder: Folder, manifest: Manifest) -> None:
     attached = {part.name for part in trainer.parts if part.load is not None}
     others = [name for name in manifest.parts if name not in attached]
     if others and trainer.agreement.is_coordinator:
-        logger.warning("%s has parts that rank 0 does not load: %s", folder, _listed(others))
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(map(repr, names)) or "none"
+        logger.warning("%s has parts that rank 0 does not load: %s", folder, listed(others))

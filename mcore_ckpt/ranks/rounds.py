@@ -365,12 +365,17 @@ class Done(Generic[T]):
 
 
 def done_before(agreement: Agreement, work: Callable[[], T]) -> Done[T]:
-    """Does long work before a round, in which all ranks learn if the work failed.
+    """Does long work before a round, under the watch of the disk. Raises only what signal handlers raise."""
+    return done_here(partial(agreement.runner.run, work))
+
+
+def done_here(work: Callable[[], T]) -> Done[T]:
+    """Does work on this thread before a round, in which all ranks learn if the work failed.
 
     Raises only what signal handlers raise.
     """
     try:
-        return Done([agreement.runner.run(work)], None)
+        return Done([work()], None)
     except Exception as error:
         if is_interrupt(error):
             raise

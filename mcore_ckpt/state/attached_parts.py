@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -112,7 +112,7 @@ class AttachedParts:
         file_names.check_part(part.name)
         if self.declared and part.name not in self.declared:
             raise InvalidArgumentError(
-                f"part {part.name!r} is not in CheckpointConfig.parts, which has {_listed(self.declared)}: add it there"
+                f"part {part.name!r} is not in CheckpointConfig.parts, which has {listed(self.declared)}: add it there"
             )
         if part.name in self._by_name:
             raise InvalidArgumentError(f"part {part.name!r} is attached already: detach it first")
@@ -121,7 +121,7 @@ class AttachedParts:
     def detach(self, name: str) -> None:
         """Removes a part. Raises InvalidArgumentError if none has this name."""
         if self._by_name.pop(name, None) is None:
-            raise InvalidArgumentError(f"no part {name!r} is attached: there is {_listed(list(self._by_name))}")
+            raise InvalidArgumentError(f"no part {name!r} is attached: there is {listed(list(self._by_name))}")
 
 
 def part_of(name: str, save: object, load: object, is_optional: bool) -> Part:
@@ -144,5 +144,6 @@ def check_content(name: str, content: Content) -> None:
         )
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Iterable[str]) -> str:
+    """Returns the names of parts for a message."""
     return ", ".join(map(repr, names)) or "none"
