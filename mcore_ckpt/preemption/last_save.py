@@ -182,9 +182,8 @@ class LastSave:
         if newest is not None:
             with suppress(CheckpointError, TimeoutError):
                 newest.wait(self._patience_s)
-        if (
-            self._background.failure() is not None
-        ):  # it is logged already, and must not keep the last save from beginning
+        if self._background.failure() is not None:
+            # It is logged already, and must not keep the last save from beginning.
             self._background.mark_failure_seen()
 
     def _choose_together(self, step: int) -> Choice:
@@ -192,11 +191,10 @@ class LastSave:
 
         def work() -> Record:
             newest = self._background.newest_of_step
+            is_of_step = newest is not None and newest.step == step
             return {
                 "busy": self._background.busy,
-                "saved": None
-                if newest is None or newest.step != step
-                else _how_saved(newest, self._destination.has_nodes),
+                "saved": _how_saved(newest, self._destination.has_nodes) if newest and is_of_step else None,
                 "left": None if self._ends_at == math.inf else self._left_s,
             }
 
