@@ -332,9 +332,15 @@ def _apply_rng(trainer: Trainer, plan: LoadPlan) -> None:
 
 
 def _make_consistent(trainer: Trainer, always: bool = False) -> None:
-    """Makes the model and the main parameters agree if only one of them was loaded. All ranks call it.
+    """Makes the model and the main parameters agree if only one of them was loaded.
 
-    If `always` is set, the main parameters are written into the model even if both were loaded.
+    All ranks call it.
+
+        loaded                                      what is made from what
+        model alone                                 main parameters from the model
+        main parameters alone                       model from main parameters
+        both, and `always` or quantized weights     model from main parameters
+        both, and FusedAdam keeps remainders        nothing, but the ranks gather the shards that it changed
     """
     contents, optimizer = trainer.config.load_contents, trainer.optimizer
     forget_caches(trainer.chunks)

@@ -34,7 +34,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class SaveContext:
-    """The objects that all saves of one manager share. Only rank 0 uses the lock, the space watch and the history.
+    """The objects that all saves of one manager share.
+
+    Only rank 0 takes the lock, and uses the space watch and the history.
 
     Attributes:
         commits: this rank's agreement for rounds on the thread that finishes a save. The trainer's thread has another

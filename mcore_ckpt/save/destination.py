@@ -96,7 +96,7 @@ class Place(Protocol):
 
 
 class Destination(Protocol):
-    """Where the saves of one manager go. Only rank 0 uses the `lock` on the role there.
+    """Where the saves of one manager go. Only rank 0 takes the `lock` on the role there.
 
     `contents` says what a checkpoint there contains, in the words of `save_contents`.
     """

@@ -1,10 +1,12 @@
 """Runs one save, from the trainer's objects to a committed checkpoint, in one function: `save_step`.
 
-It runs on three threads:
+An async save runs on three threads. Otherwise the trainer's thread does the work of the save's thread, too.
 
     trainer's thread   plan, open, capture    read the small values, decide what goes where, copy the state
     save's thread      write, commit          write the images, and make a checkpoint of the files together
     deletion's thread  retire                 delete what the commit has made too old
+
+Each of them gives its work on the disk to another thread (`io/disk_watch.py`), which it can leave if the disk hangs.
 """
 
 from __future__ import annotations
@@ -71,7 +73,7 @@ def save_step(
             return background.refuse(SaveHandle(saving.step, files), error)
         assert files is not None, "a rank without files has failed the round, and all ranks have raised"
 
-        # Capture. From here on each rank works for itself, and reports a failure in the commit.
+        # Capture. From here on a rank that fails goes on nevertheless, and reports its failure in the commit.
         with place.capturing():
             files.capture(place)
 

@@ -3,7 +3,7 @@
 `judge` decides, and needs only the statuses of the steps. They are read from disk each time, so any process can delete:
 a trainer after its commit, a restarted trainer, or `mcore-ckpt prune` while a trainer runs.
 
-To add a rule, add a field to `PreservationPolicy`, and a reason to `_why_it_stays`. So that users can set it, add the
+To add a rule, add a field to `PreservationPolicy`, and a reason to `_Kept.reasons`. So that users can set it, add the
 field to `config.py`, to `PreservationPolicy.of` (the policy of a trainer), and to `cli/prune.py`. Integrations make
 policies from their frameworks' options.
 

@@ -99,7 +99,7 @@ class Claim:
 
 
 class TrainerLock:
-    """The lock of one manager on a role. Only rank 0 has one.
+    """The lock of one manager on a role. Only rank 0 takes it; the other ranks use `check_root` alone.
 
     All managers of one role in one process belong to the same trainer, so their locks use the same lock file and never
     exclude each other.

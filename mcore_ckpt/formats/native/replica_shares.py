@@ -53,8 +53,9 @@ def share_out(ranks: tuple[int, ...], end: int, least: int, starts: Sequence[int
 
     A range begins where a tensor begins, rounded up to the page (the beginning of this module says why).
 
-    The first rank owns the file. There is at most one writer for each `least` bytes, and the other ranks write nothing.
-    If a tensor has more bytes than a rank's fair part, its rank writes more than the others.
+    The first rank owns the file, so it comes last among the writers. There is at most one writer for each `least`
+    bytes, and the other ranks write nothing. If a tensor has more bytes than a rank's fair part, its rank writes more
+    than the others.
 
     Args:
         ranks: the ranks that hold all tensors.
