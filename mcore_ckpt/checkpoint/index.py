@@ -46,7 +46,7 @@ Regions = dict[bytes, Region]
 
 
 class Crcs(Sequence[int]):
-    """The CRC-32 of each block of a shard, equal to a tuple of the same numbers.
+    """The CRC-32 of each block of a shard. A `Crcs` is equal to a tuple of the same numbers.
 
     Each number takes 4 bytes instead of 40.
     """
@@ -347,11 +347,13 @@ def _check_codings(shards: Sequence[StoredShard]) -> None:
     for shard, coding in coded:
         if coding.upper == MODEL:
             continue
-        other = by_key.get(ShardKey(shard.key.name, coding.scale or coding.upper or ""))
+        kind = coding.scale or coding.upper or ""
+        other = by_key.get(ShardKey(shard.key.name, kind))
         region, dtype = (shard.region, "bfloat16") if coding.upper else (SCALE_REGION, _VALUES)
         if other is None or other.coding is not None or (other.region, other.dtype) != (region, dtype):
             raise fields.FieldError(
-                f"tensor {shard.key}: needs a {coding.scale or coding.upper} of {dtype} and {region.describe()}"
+                f"tensor {shard.key}: needs an uncoded shard of kind {kind!r}, dtype {dtype} and {region.describe()}, "
+                "which the file lacks"
             )
 
 
@@ -362,7 +364,9 @@ def _check_bound_state(shards: Sequence[StoredShard], aliases: Sequence[Alias]) 
     keys = {shard.key for shard in shards if shard.beside is None} | {alias.key for alias in aliases}
     for shard, kind in bound:
         if ShardKey(shard.key.name, kind) not in keys or shard.region != Region.whole(shard.region.local_shape):
-            raise fields.FieldError(f"tensor {shard.key}: cannot belong to {shard.beside}, or is only a part")
+            raise fields.FieldError(
+                f"tensor {shard.key}: must be whole, and the file must have its shard of kind {kind!r}"
+            )
 
 
 def _check_places(shards: Sequence[StoredShard], payload_end: int) -> None:

@@ -14,8 +14,8 @@ def written_bytes(path: Path) -> int:
     """Returns how many bytes of a file have been written; 0 if it is not there, or this process may not read it.
 
     The size and the allocated blocks of a file do not show this number: a save reserves the space of a file before it
-    writes. What is reserved, but not written, counts as a hole (lseek(2), SEEK_DATA). Where a file system does not know
-    its holes, the size is returned.
+    writes. What is reserved, but not written, counts as a hole (lseek(2), SEEK_DATA). If the file system does not
+    report holes, the file's size is returned.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

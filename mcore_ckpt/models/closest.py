@@ -1,9 +1,9 @@
 """Finds the known table that is closest to a model without a table, to tell users what a new table must contain.
 
 Every known table is compared with the folder's tensors. The error names the table that has places for most of them, and
-the tensors that have no place in it. Names are compared with `*` for the numbers of layers and experts, so the size of
-the model does not matter. If there is only a `config.json`, the architecture whose rules read most of its fields counts
-as closest.
+the tensors that have no place in it. In the compared names, `*` replaces the numbers of layers and experts, so the size
+of the model does not matter. If there is only a `config.json`, the architecture whose rules read most of its fields
+counts as closest.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ def describe_closest(
 ) -> str:
     """Names the architecture that fits a model best, and the tensors that it has no place for.
 
-    `tensors` has the shapes of the model's tensors by name. Of the architectures whose facts `read` finds in the
-    config, the one whose table has a place for most tensors fits best. A tensor has a place if the table has its name
-    with its shape. Each name is shown once, with `*` in place of the numbers of layers and experts. Without tensors, or
-    if no table has a place for any tensor, the architecture whose rules read most fields of the config fits best.
+    `tensors` has the shapes of the model's tensors by name. An architecture is compared with them if `read` finds its
+    facts in the config. The architecture whose table has a place for most tensors fits best. A tensor has a place if
+    the table has its name with its shape. Each name is shown once, with `*` in place of the numbers of layers and
+    experts. Without tensors, or if no table has a place for any tensor, the architecture whose rules read most fields
+    of the config fits best.
 
     Example:
         >>> describe_closest(known, read, config, shapes)  # doctest: +SKIP
@@ -68,7 +69,7 @@ def _by_tensors(
         return None
     placed = f"closest: {best.model_type}, which places {best.placed} of {len(tensors)} tensors"
     without = f"; it has no place for {some_of(best.without_place)}" if best.without_place else ""
-    return placed + without + (f"; it lacks {some_of(best.lacking)}" if best.lacking else "")
+    return placed + without + (f"; the model lacks {some_of(best.lacking)}" if best.lacking else "")
 
 
 def _fit(architecture: Architecture, read: Read, config: HfConfig, tensors: Mapping[str, Shape]) -> _Fit | None:
@@ -102,7 +103,7 @@ def _shown(tensor: tuple[str, Shape], places: set[tuple[str, Shape]]) -> str:
     """Returns the tensor's name, with both shapes if the table has this name with another shape."""
     pattern, shape = tensor
     wanted = next((other for name, other in places if name == pattern), None)
-    return pattern if wanted is None else f"{pattern} of shape {list(shape)} (it has {list(wanted)})"
+    return pattern if wanted is None else f"{pattern} of shape {list(shape)} (the table has {list(wanted)})"
 
 
 class _Watched(dict[str, Any]):
@@ -122,7 +123,10 @@ class _Watched(dict[str, Any]):
 
 
 def _by_fields(known: Iterable[Architecture], config: HfConfig) -> str:
-    """Names the architecture whose rules read most fields, minus the fields that they need and do not find."""
+    """Names the architecture with the highest score.
+
+    The score is the number of fields that its rules read, minus the number of fields that they need and do not find.
+    """
     tried = [(a.model_type, *_try(a, config)) for a in known if a.rules]
     model_type, read, missing = max(tried, key=lambda each: (each[1] - len(each[2]), each[0]))
     lacking = f"; it needs {some_of(missing)}, which the config lacks" if missing else ""

@@ -55,8 +55,8 @@ def list_part(part: str, folder: Path) -> Listing:
             )
         if below.casefold() in seen:
             raise CommitError(
-                f"part {part!r}: {file}: another file has the same name in upper or lower case, and some file systems "
-                "take both for one: rename one of them"
+                f"part {part!r}: {file}: another file's name differs only in upper and lower case, and some file "
+                "systems treat the two as one file: rename one of them"
             )
         seen.add(below.casefold())
     return Listing(tuple(folders), tuple(files))
@@ -67,7 +67,7 @@ def _raise(error: OSError) -> None:
 
 
 def _refuse_unless(wanted: object, part: str, path: Path) -> None:
-    # What a link leads to would not be in the checkpoint.
+    # The checkpoint would not contain the target of a link.
     if not wanted(path.lstat().st_mode):  # type: ignore[operator]
         raise CommitError(f"part {part!r}: {path} is a link, pipe, socket or device: use files and folders")
 
@@ -108,13 +108,13 @@ class Source:
             raise CommitError(f"part {self.part!r}: {self.path} contains the checkpoints: name a folder that does not")
         if real.is_relative_to(staging):
             raise CommitError(
-                f"part {self.part!r}: {self.path} is in the folder of the step that is being saved: what a function "
-                "writes into its folder is saved anyway, so let it return None"
+                f"part {self.part!r}: {self.path} is in the folder of the step that is being saved: the files that a "
+                "part's function writes into its folder are saved anyway, so the function should return None"
             )
         if self.is_handed_over and any(_is_in_checkpoint(real, place) for place in roots):
             raise CommitError(
-                f"part {self.part!r}: {self.path} belongs to a step that is saved already, and would be taken from it: "
-                "name it without HandOver, so that it is copied"
+                f"part {self.part!r}: {self.path} belongs to a saved step, and handing it over would remove it from "
+                "that step: name the path without HandOver to copy it"
             )
 
     def listed(self) -> Listing:
@@ -125,7 +125,7 @@ class Source:
         return Listing((), (self.path,))
 
     def place_of(self, path: Path) -> Path:
-        """Returns where a file or folder of the source is to be below the folder of the part."""
+        """Returns the path of a file or folder of the source, relative to the folder of the part."""
         return Path(path.name) if path == self.path else path.relative_to(self.path)
 
     def note_taken(self, file: Path) -> None:

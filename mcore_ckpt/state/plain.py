@@ -17,9 +17,9 @@ from mcore_ckpt.checkpoint.unpickling import MOST_KEY_PARTS
 from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.io.device_waits import wait_before_reading
 
-# The types of values without parts that torch's safe unpickler makes.
+# Values of these types have no parts, and torch's safe unpickler can create them.
 ATOMS = (type(None), bool, int, float, complex, str, bytes)
-# Pickles have longer integers in a form that neither torch's safe unpickler nor ours reads.
+# A pickle stores longer integers in a form that neither torch's safe unpickler nor ours reads.
 _MOST_INT_BITS = 2039
 _PLAIN = "numbers, strings, bytes, tensors, and dicts, lists, tuples or sets of them"
 
@@ -90,7 +90,7 @@ def copy_tensor(value: torch.Tensor, field: str) -> torch.Tensor:
         kind = "nested" if value.is_nested else str(value.layout)
         raise UnsupportedError(
             f"{field} is a {kind} tensor of {value.dtype} on {value.device}, which cannot be stored: use dense tensors "
-            "with values"
+            "of a float, int, bool or complex dtype, not on the meta device"
         )
     wait_before_reading(value)
     return value.detach().to("cpu", copy=True).contiguous()
@@ -99,8 +99,8 @@ def copy_tensor(value: torch.Tensor, field: str) -> torch.Tensor:
 def refuse_key(key: Any, field: str) -> UnsupportedError:
     """Returns the error for the key of a dict, or the item of a set, that cannot be stored."""
     return UnsupportedError(
-        f"a key of {field} is a {_name_of(type(key))} that readers do not take as a key: use numbers of at most "
-        f"{_MOST_INT_BITS} bits, strings, bytes, or tuples that have less than {MOST_KEY_PARTS} of them"
+        f"a key of {field} is a {_name_of(type(key))}, which readers do not accept as a key: use numbers of at most "
+        f"{_MOST_INT_BITS} bits, strings, bytes, or tuples of fewer than {MOST_KEY_PARTS} of these"
     )
 
 

@@ -1,9 +1,10 @@
 """Records which process a folder on disk belongs to, so that others can see whether that process is alive.
 
-An owner is a life, not a number: pids are reused, containers number their processes separately, and a process that runs
-another program in its place (`exec`) keeps its pid. There are three proofs that a life has ended: in its pid namespace
-no process has its pid, or a process with another start time has that pid, or the process that asks has that pid.
-Numbers that cannot be read prove nothing.
+A pid does not identify an owner: pids are reused, containers number their processes separately, and a process that runs
+another program in its place (`exec`) keeps its pid. Therefore an owner is one life of a process: from its start, or
+from its last `exec`, to its end. A life has ended if, in its pid namespace, no process has its pid, or a process with
+another start time has its pid, or the process that asks has its pid and is another life. A start time that cannot be
+read proves nothing.
 """
 
 from __future__ import annotations
@@ -155,7 +156,7 @@ def _start_in(stat: list[str]) -> int:
 
 def _is_over(stat: list[str]) -> bool:
     # A zombie (Z) is dead, but stays in /proc until a process waits for it. In many containers none waits for orphans.
-    # Its other threads may still write while they are ending.
+    # The other threads of a zombie may still write while they are ending.
     return stat[0] in "XZ" and int(stat[17]) <= 1
 
 
@@ -177,7 +178,7 @@ def _shows_this_namespace() -> bool:
 
 def write_owner(folder: Path) -> None:
     """Records this process as the owner of a folder, replacing any earlier owner. Raises OSError."""
-    # The file need not be durable: a power loss ends this process, and a folder with a damaged owner file has no owner.
+    # The file need not be durable: a power loss ends this process, and a damaged file counts as an unknown owner.
     (folder / file_names.OWNER_FILE).unlink(missing_ok=True)
     write_hint(folder / file_names.OWNER_FILE, fields.encode(asdict(Owner.this_process())))
 

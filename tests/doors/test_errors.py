@@ -116,7 +116,7 @@ def test_every_error_of_a_public_call_is_a_checkpoint_error(name: str, tmp_path:
     ("value", "words"),
     [
         (1 << 2039, r"extra_state\['seen'\] is an int of 2040 bits"),
-        ([{tuple(range(64)): 1}], r"a key of extra_state\['seen'\]\[0\] is a .*tuple that readers do not take"),
+        ([{tuple(range(64)): 1}], r"a key of extra_state\['seen'\]\[0\] is a .*tuple, which readers do not accept"),
         (torch.zeros(2, dtype=torch.uint8).view(torch.bits8), r"extra_state\['seen'\] is a .*torch\.bits8"),
     ],
     ids=["int", "key", "bits"],

@@ -195,8 +195,8 @@ def test_the_tensors_without_a_place_are_named(folders: dict[str, Path]) -> None
         del shapes[f"model.layers.{layer}.self_attn.q_norm.weight"]
     assert closest(config, shapes) == (
         f": qwen3_moe, which places {len(shapes) - 8} of {len(shapes)} tensors; it has no place for "
-        "model.layers.*.mlp.gate.weight of shape [4, 65] (it has [4, 64]), model.layers.*.self_attn.sinks; "
-        "it lacks model.layers.*.self_attn.q_norm.weight"
+        "model.layers.*.mlp.gate.weight of shape [4, 65] (the table has [4, 64]), model.layers.*.self_attn.sinks; "
+        "the model lacks model.layers.*.self_attn.q_norm.weight"
     )
 
 

@@ -71,7 +71,7 @@ def test_what_cannot_be_in_a_checkpoint_is_refused_by_name(
     refused(manager, HandOver(folder), "/pipe is a link, pipe")
     (folder / "pipe").unlink()
     (folder / "TARGET").write_bytes(b"y")
-    refused(manager, folder, "another file has the same name in upper or lower case")
+    refused(manager, folder, "name differs only in upper and lower case")
     (folder / "TARGET").unlink()
     for name in (b"\xff", b"a\nb", b"a\\b"):
         bad = os.path.join(os.fsencode(folder), name)
@@ -122,7 +122,7 @@ def test_a_committed_step_cannot_be_handed_over(manager: CheckpointManager) -> N
     manager.detach("part")
     for place in (part_of(manager.root), manager.root / "global_steps_1", part_of(manager.root) / "data"):
         manager.attach("part", save=HandOver(place))
-        with pytest.raises(CommitError, match="belongs to a step that is saved already"):
+        with pytest.raises(CommitError, match="belongs to a saved step"):
             manager.save(2).wait(LONG_S)
         manager.detach("part")
     manager.attach("part", save=part_of(manager.root))

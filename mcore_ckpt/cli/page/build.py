@@ -35,9 +35,9 @@ SCRIPTS = (
 def build_page(data: Mapping[str, Any]) -> bytes:
     """Returns the page that shows `data` (`Overview.to_json` in `tools/examine/overview.py`).
 
-    The data are compressed and in base 64, so no name in a checkpoint can end the element that they are in. The page
-    puts names into text nodes only. A policy in its head keeps it from loading anything, and from running any other
-    script.
+    The data are compressed and in base 64, so no name in a checkpoint can close the HTML element that holds the
+    data. The page puts names into text nodes only. A policy in its head keeps it from loading anything, and from
+    running any other script.
     """
     style, script = _part("page.css"), f"(() => {{\n'use strict';\n{''.join(map(_part, SCRIPTS))}}})();\n"
     packed = gzip.compress(json.dumps(data, separators=(",", ":")).encode(), 6, mtime=0)

@@ -102,7 +102,7 @@ class CheckpointStrategy:
             manager.agree(f"starting to save {role} in {ckpt_id}", {"ckpt_id": ckpt_id}, answer)
             handle = manager.save(global_step, roles=(role, PIPELINE_ROLE), path=step_path / role)
         finally:
-            lock.release()  # the manager holds the lock itself
+            lock.release()  # after a save, the manager's own lock keeps other trainers out
         self._saved = step_path
         if kwargs.get("is_last_step") or not options.async_upload:
             handle.wait()
@@ -197,7 +197,7 @@ class CheckpointStrategy:
 
 def _check_tag(tag: str) -> None:
     if tag != "checkpoint":
-        raise UnsupportedError(f"tag is {tag!r}: the only kind of checkpoint here is 'checkpoint'")
+        raise UnsupportedError(f"tag is {tag!r}, but mcore_ckpt supports only 'checkpoint'")
 
 
 class CheckpointWorker:

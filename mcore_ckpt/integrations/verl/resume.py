@@ -31,7 +31,7 @@ from mcore_ckpt.steps import (
 
 logger = logging.getLogger(__name__)
 
-# The steps that the nodes of the fast tier have, with all roles.
+# The complete steps on the nodes of the fast tier, by number.
 OnNodes = Mapping[int, NodeStep]
 _NONE: OnNodes = {}
 # The files that verl's trainers are known to write into a step.
@@ -65,9 +65,10 @@ def why_not_whole(place: Place, on_nodes: OnNodes = _NONE) -> str | None:
 
 
 def step_to_go_back_to(place: Place, on_nodes: OnNodes = _NONE) -> int | None:
-    """Returns the newest other complete step. Steps with the same files as older steps are preferred.
+    """Returns the newest other complete step that lacks no file that older steps have. None if there is no such step.
 
-    verl finds a step that only the nodes have if the step has a folder in the root.
+    A step that only the nodes have is returned only if it has a folder in the root, because verl would not find it
+    otherwise.
     """
     found = _whole_steps(place, on_nodes)
     for number, (step, path) in enumerate(found):
@@ -86,7 +87,10 @@ def send_back(place: Place, has_copies: bool, on_nodes: OnNodes = _NONE) -> str:
     step, tracker_path = step_to_go_back_to(place, on_nodes), place.root / TRACKER_FILE
     newest = "there is no other checkpoint here" if step is None else f"the newest complete step is {step}"
     if step is None and has_copies:
-        return f"{newest}; to resume from a copy in the remote store, set trainer.resume_from_path to its step's folder"
+        return (
+            f"{newest}; to resume from a step in the remote store, set trainer.resume_from_path to that step's folder "
+            f"in {place.root}"
+        )
     if place.step is None or read_tracker(place.root) != place.step:
         return newest
     there = [status.path.name for status in list_steps(place.root) if holds_something(status)]
@@ -105,7 +109,7 @@ def send_back(place: Place, has_copies: bool, on_nodes: OnNodes = _NONE) -> str:
 
 
 def bare_steps(place: Place) -> list[int]:
-    """Returns the steps for which the root has verl's data but no checkpoint, and from which no start would resume.
+    """Returns the steps of which the root has verl's data but no checkpoint, and that no run would resume from.
 
     It leaves out steps that the tracker names, that are being saved, or that are newer than the newest complete step in
     the root. The nodes of the fast tier may still have the steps that it returns. Raises OSError.
@@ -149,6 +153,6 @@ def _is_whole(place: Place, step: int, on_nodes: OnNodes) -> bool:
     if step not in on_nodes and not is_checkpoint(other.folder):
         return False
     status = step_status(other.step_path)
-    # A checkpoint of another program has no manifest that would show whether it is complete. Its presence must suffice.
+    # A checkpoint of another program has no manifest that would show whether it is complete. It counts as complete.
     is_complete = status.is_complete if status.declared and step not in on_nodes else True
     return is_complete and first_cut(other.step_path, _KNOWN) is None

@@ -27,7 +27,7 @@ WRITE, READ, SYNC_TIME, SMALL_FILES = "speed of writing", "speed of reading", "t
 
 FILE_SYSTEM, PROCESSORS = "file system", "processors"
 
-# The value of each finding that says how fast a host is.
+# For each topic, the name of the value that tells how fast a host is.
 _SPEEDS = {WRITE: "bytes_per_s", READ: "bytes_per_s", SYNC_TIME: "seconds", SMALL_FILES: "files_per_s"}
 
 _MEBIBYTE = 1 << 20
@@ -48,7 +48,7 @@ def measure(folder: Path, nbytes: int, direct: bool, progress: Progress = no_pro
     Args:
         nbytes: the size of the files, a multiple of 1 MiB; 0 to measure only small files.
         direct: whether the plain system calls use O_DIRECT.
-        progress: called with the number of bytes that have been written and read, and the most that this can become.
+        progress: called with the number of bytes written and read so far, and with the upper limit of this number.
 
     Raises OSError.
     """
@@ -59,7 +59,9 @@ def measure(folder: Path, nbytes: int, direct: bool, progress: Progress = no_pro
 
 
 def limit_of(values: Mapping[str, float]) -> str:
-    """Returns what limits writing or reading: FILE_SYSTEM, PROCESSORS, or "" for neither. Takes the finding's values.
+    """Returns what limits writing or reading: FILE_SYSTEM, PROCESSORS, or "" for neither.
+
+    `values` is `Finding.values` of the finding about writing or reading.
 
     Example:
         >>> limit_of({"ratio": 0.5, "raw_bytes_per_s": 5e9, "processor_bytes_per_s": 6e9})
@@ -207,7 +209,7 @@ def _compared(topic: str, nbytes: int, times: list[tuple[float, float]], cpu: fl
 
 def _write_raw(path: Path, data: memoryview, flags: int) -> None:
     with opened(path, os.O_WRONLY | os.O_CREAT | flags) as descriptor:
-        fallocate(descriptor, len(data))  # if this fails, the file may only lie in more pieces
+        fallocate(descriptor, len(data))  # if this fails, the only effect is that the file may be fragmented
 
         def write(at: int) -> None:
             piece = data[at : at + tuning.WRITE_BYTES]
@@ -270,6 +272,6 @@ def _small_files(folder: Path) -> Finding:
     rate = _SMALL / _seconds(make_and_delete)
     fact = f"{rate:,.0f} files made, looked up and deleted in a second"
     if rate < _SLOW_FILES_PER_S:
-        cost = "retention and the removal of leftovers take longer, while the training runs"
+        cost = "retention, which runs in the background, and the removal of leftovers take longer"
         return Finding(SMALL_FILES, Severity.SLOW, fact, cost, "", {"files_per_s": rate})
     return fine(SMALL_FILES, fact, files_per_s=rate)
