@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compile
 
 # Syncs that are only needed where hosts do not see each other's names at once. On one host, rank 0's own sync of the
 # same folder comes later (new_manifest.py).
-FOR_OTHER_HOSTS = {("save/save.py:_write", "optim")}
+FOR_OTHER_HOSTS = {("save/rank_files.py:write", "optim")}
 
 
 def run(tmp_path: Path, *arguments: str) -> dict[str, Any]:
