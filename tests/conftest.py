@@ -49,7 +49,14 @@ LONG = (
     "test_verl.py",
     "test_older_verl.py",
     "test_versions.py",
+    "test_s3.py",
+    "test_roll.py",
+    "test_power_loss.py",
     "test_demo.py",
+    "test_kill_save.py",
+    "test_emulated.py",
+    "test_other_world.py",
+    "test_preemptions.py",
     "test_chaos.py",
     "test_faults.py",
 )
@@ -132,10 +139,16 @@ def _world(item: pytest.Item) -> int:
     return next((mark.args[0] for mark in marks), 0)
 
 
+def _is_on_simulated_hosts(item: pytest.Item) -> bool:
+    return "job_server" in getattr(item, "fixturenames", ())
+
+
 def _turn(item: pytest.Item) -> tuple[int, int]:
-    """The long files first, then the tests of several ranks by their number, then the rest as it stands."""
+    """The long files first, then those on simulated hosts and on several ranks, then the rest as it stands."""
     if item.path.name in LONG:
         return (0, LONG.index(item.path.name))
+    if _is_on_simulated_hosts(item):
+        return (0, len(LONG))
     # Of eight ranks there is little, and a start on two cores takes long.
     return (1, -_world(item)) if _world(item) else (2, 0)
 
@@ -145,7 +158,7 @@ def _group(item: pytest.Item) -> str:
 
     There is one group of four ranks, one of eight and one on simulated hosts, so that only one process forks them.
     """
-    if "job_server" in getattr(item, "fixturenames", ()):
+    if _is_on_simulated_hosts(item):
         return "simulated hosts"
     if _world(item) >= 4:
         return f"{_world(item)} ranks"

@@ -9,7 +9,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from tests.conftest import draw_fewer_examples, is_slow, pytest_ignore_collect
+from tests.conftest import LONG, draw_fewer_examples, is_slow, pytest_ignore_collect
 
 TESTS = Path(__file__).parent
 FILES = sorted(TESTS.rglob("*.py"))
@@ -30,6 +30,11 @@ def test_every_marker_is_in_the_form_that_is_read() -> None:
     naming = [file for file in FILES if "mark.slow" in file.read_text() and file not in own]
     assert len(naming) > 40
     assert [file for file in naming if not is_slow(file.parent if file.name == "conftest.py" else file)] == []
+
+
+def test_what_begins_first_is_there() -> None:
+    """A file that was renamed would begin among the last, and run on alone."""
+    assert set(LONG) - {file.name for file in FILES} == set()
 
 
 def test_a_marker_is_set_once() -> None:
