@@ -116,8 +116,9 @@ beside ruff .venv/bin/ruff check .
 beside lint-imports .venv/bin/lint-imports
 beside mypy .venv/bin/mypy mcore_ckpt
 
-# Three workers for two cores, because tests wait for disks and for each other. Each takes a whole file at a time, or its tests of one world size (tests/conftest.py).
-command=(-m pytest -n 3 --dist loadgroup --no-loadscope-reorder --durations=20)
+# Four workers for two cores, because tests wait for disks and for each other: with three, a sixth of the cores' time was
+# left. Each takes a whole file at a time, or its tests of one world size (tests/conftest.py).
+command=(-m pytest -n 4 --dist loadgroup --no-loadscope-reorder --durations=20)
 [ "$tier" = ci ] || command+=("--$tier")
 if [ -n "$coverage" ]; then
     export COVERAGE_FOLDER=$PWD/build/coverage
