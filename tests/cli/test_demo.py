@@ -63,7 +63,7 @@ def fork_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 def run_demo(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Runs the demo as a stranger runs it, or, in CI, in this process with forked ranks that do half of the work.
+    """Runs the demo as a stranger runs it, or, in CI, in this process with forked ranks that do a quarter of the work.
 
     The command line of the ranks, the kill, the checkpoints and what is made of them are the same.
     """
