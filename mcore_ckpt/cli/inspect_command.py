@@ -15,6 +15,7 @@ from mcore_ckpt.amounts import size_text
 from mcore_ckpt.cli.arguments import add_json, add_step, check_can_be_file, check_patterns, expanded_path, taken
 from mcore_ckpt.cli.inspect_tables import (
     contents_text,
+    metric_facts,
     model_facts,
     node_facts,
     origin_facts,
@@ -191,6 +192,7 @@ def _show(console: Console, role_dir: Path, manifest: Manifest, pattern: str | N
         *(f"{kind}: {count} files, {size_text(nbytes)}" for kind, (count, nbytes) in _kinds(manifest).items()),
         *(f"part {name}: {count} files, {size_text(size)}, of {by}" for name, count, size, by in part_rows(manifest)),
         f"{len(manifest.tensors)} tensors",
+        *(f"{what}: {fact}" for what, fact in metric_facts(role_dir, manifest)),
         *(f"{what}: {fact}" for what, fact in model_facts(manifest)),
         *(f"{what}: {fact}" for what, fact in origin_facts(manifest)),
         *(f"{what}: {fact}" for what, fact in node_facts(role_dir, manifest)),
@@ -217,7 +219,7 @@ def _tensors(role_dir: Path, pattern: str | None) -> list[dict[str, Any]]:
 
 
 def _as_json(role_dir: Path, manifest: Manifest, pattern: str | None) -> dict[str, Any]:
-    from mcore_ckpt.steps import files_of_node
+    from mcore_ckpt.steps import files_of_node, metrics_of
 
     held = files_of_node(role_dir, manifest)
     return {
@@ -230,6 +232,7 @@ def _as_json(role_dir: Path, manifest: Manifest, pattern: str | None) -> dict[st
         "versions": dict(manifest.versions),
         "contents": list(manifest.contents),
         "dropped": list(manifest.dropped),
+        "metrics": metrics_of(role_dir, manifest),
         "model": None if manifest.model is None else dict(manifest.model),
         "topology": asdict(manifest.topology),
         "bytes": manifest.nbytes,

@@ -32,6 +32,7 @@ def show_tables(
         ("holds", contents_text(manifest)),
         ("roles of the step", ", ".join(manifest.roles)),
         ("tensors", str(len(manifest.tensors))),
+        *metric_facts(role_dir, manifest),
         *model_facts(manifest),
         *origin_facts(manifest),
         *node_facts(role_dir, manifest),
@@ -76,6 +77,14 @@ def origin_facts(manifest: Manifest) -> list[tuple[str, str]]:
         before = f"after save {manifest.commit.parent}" if manifest.commit.parent else "after a fresh start"
         facts.append(("commit", f"{manifest.commit.number}, {before}"))
     return facts
+
+
+def metric_facts(role_dir: Path, manifest: Manifest) -> list[tuple[str, str]]:
+    """Returns the metrics, also those that were set later, as a list with one pair; empty if there are none."""
+    from mcore_ckpt.steps import metrics_of
+
+    found = [f"{name} {value:g}" for name, value in sorted(metrics_of(role_dir, manifest).items())]
+    return [("metrics", ", ".join(found))] if found else []
 
 
 def model_facts(manifest: Manifest) -> list[tuple[str, str]]:

@@ -10,7 +10,7 @@ Public names, for integrations and commands:
   `NodeStep`;
 - the file that names the newest step: `read_tracker`, `write_tracker`, `move_tracker`, `remove_tracker`;
 - which steps stay: `PreservationPolicy`, `delete_old_steps`, `delete_step`, `discard_step`, `pin`, `unpin`,
-  and by which metrics: `set_metrics`;
+  and by which metrics: `set_metrics`, `metrics_of`;
 - a role of plain files, such as a data position: `commit_role` with `RoleWriter`, `RoleReader`, `uncommit_role`,
   `roles_begun`;
 - from which checkpoint a training goes on: `RunHistory`;
@@ -29,7 +29,7 @@ from mcore_ckpt.public_names import lazy_names
 if TYPE_CHECKING:
     from mcore_ckpt.steps.choice import oldest_first
     from mcore_ckpt.steps.history import RunHistory
-    from mcore_ckpt.steps.later_metrics import set_metrics
+    from mcore_ckpt.steps.later_metrics import metrics_of, set_metrics
     from mcore_ckpt.steps.leftovers import remove_leftovers, remove_sibling_leftovers
     from mcore_ckpt.steps.listing import (
         StepStatus,
@@ -74,6 +74,7 @@ __all__ = [
     "find_moved_aside",
     "holds_something",
     "list_steps",
+    "metrics_of",
     "move_tracker",
     "newest_complete",
     "oldest_first",
@@ -99,7 +100,7 @@ __getattr__ = lazy_names(
         "choice": ("oldest_first",),
         "history": ("RunHistory",),
         "leftovers": ("remove_leftovers", "remove_sibling_leftovers"),
-        "later_metrics": ("set_metrics",),
+        "later_metrics": ("metrics_of", "set_metrics"),
         "listing": (
             "StepStatus",
             "check_own_step",

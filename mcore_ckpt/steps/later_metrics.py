@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mcore_ckpt.checkpoint import file_names
-from mcore_ckpt.checkpoint.manifest import ManifestSummary
+from mcore_ckpt.checkpoint.manifest import Manifest, ManifestSummary
 from mcore_ckpt.checkpoint.metrics import read_later_metrics, read_metrics
 from mcore_ckpt.errors import CheckpointNotFoundError, InvalidArgumentError
 from mcore_ckpt.field_checks import check_value
@@ -62,6 +62,20 @@ def set_metrics(root: str | Path, step: int, metrics: Mapping[str, float], *, ro
         replace_file(path, fields.encode(together))
     except FileNotFoundError:
         raise CheckpointNotFoundError(f"{status.path}: was deleted before its metrics could be set") from None
+
+
+def metrics_of(role_dir: Path, manifest: Manifest) -> dict[str, float]:
+    """Returns all metrics of a role's checkpoint: those of its manifest, and those that were set later. Raises nothing.
+
+    Args:
+        role_dir: the role's folder.
+        manifest: its manifest.
+    """
+    found = dict(manifest.metrics)
+    # If the role's folder is the step's own folder, the file is in it.
+    for place in (role_dir.parent, role_dir):
+        found |= read_later_metrics(file_names.metrics_file(place, manifest.role, manifest.attempt))
+    return found
 
 
 def _head_of(status: StepStatus, role: str | None) -> ManifestSummary:

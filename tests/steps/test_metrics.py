@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,8 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import decode_manifest, decode_summary, encode_manifest
 from mcore_ckpt.checkpoint.metrics import read_metrics
 from mcore_ckpt.checkpoint.reading import read_manifest
+from mcore_ckpt.cli import inspect_command
+from mcore_ckpt.cli.main import main
 from mcore_ckpt.errors import CheckpointNotFoundError, InvalidArgumentError, InvalidTypeError
 from mcore_ckpt.io.json_fields import FieldError
 from mcore_ckpt.io.store import Store
@@ -88,6 +91,25 @@ def test_each_role_has_its_own(tmp_path: Path) -> None:
         set_metrics(tmp_path, 1, {"loss": 2.0}, role="ref")
     with pytest.raises(CheckpointNotFoundError, match="no committed step 2"):
         set_metrics(tmp_path, 2, {"loss": 2.0})
+
+
+@pytest.mark.parametrize("is_flat", [True, False])
+def test_inspect_shows_all_of_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, is_flat: bool
+) -> None:
+    save_small(tmp_path, 1, metrics={"reward": 0.1, "loss": 2.0}, flat=is_flat)
+    set_metrics(tmp_path, 1, {"reward": 0.7, "eval/pass@1": 3})
+    assert main(["inspect", str(tmp_path), "--json"]) == 0
+    (role,) = json.loads(capsys.readouterr().out)["roles"]
+    assert role["metrics"] == {"eval/pass@1": 3.0, "loss": 2.0, "reward": 0.7}
+    assert main(["inspect", str(tmp_path)]) == 0
+    assert "  metrics: eval/pass@1 3, loss 2, reward 0.7\n" in capsys.readouterr().out
+    monkeypatch.setattr(inspect_command, "is_terminal", lambda: True)
+    assert main(["inspect", str(tmp_path)]) == 0
+    assert "eval/pass@1 3, loss 2, reward 0.7" in capsys.readouterr().out
+    save_small(tmp_path, 2)
+    assert main(["inspect", str(tmp_path)]) == 0
+    assert "metrics" not in capsys.readouterr().out
 
 
 def test_a_damaged_file_of_metrics_is_no_metric(tmp_path: Path) -> None:
