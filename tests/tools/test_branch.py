@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from mcore_ckpt import set_metrics
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import Manifest, encode_manifest
-from mcore_ckpt.checkpoint.provenance import RunParent
+from mcore_ckpt.checkpoint.provenance import Commit, RunParent
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.errors import (
     CheckpointCorruptError,
@@ -25,11 +26,12 @@ from mcore_ckpt.errors import (
 )
 from mcore_ckpt.io import file_copies
 from mcore_ckpt.io import json_fields as fields
+from mcore_ckpt.keep_best import keep_best_rules
 from mcore_ckpt.recover import recover
 from mcore_ckpt.steps import commit, pins, read_tracker
 from mcore_ckpt.steps.listing import list_steps
 from mcore_ckpt.steps.read_lock import unread
-from mcore_ckpt.steps.retention import PreservationPolicy, delete_step
+from mcore_ckpt.steps.retention import PreservationPolicy, delete_step, judge
 from mcore_ckpt.steps.runs import read_root_run
 from mcore_ckpt.tools.examine.step_list import step_list_of
 from mcore_ckpt.tools.examine.verify import verify
@@ -38,6 +40,7 @@ from mcore_ckpt.tools.maintain.branch import branch
 from mcore_ckpt.tools.maintain.prune import prune
 from tests.doors.test_runs import Training, train
 from tests.support.owners import parent
+from tests.support.small_steps import save_small
 
 
 @pytest.fixture
@@ -189,6 +192,21 @@ def test_all_roles_come_along(tmp_path: Path, new: Path) -> None:
     (status,) = list_steps(new)
     assert status.is_complete
     assert {head.run for head in status.heads} == {report.run}
+
+
+def test_metrics_that_were_set_later_come_along(tmp_path: Path, new: Path) -> None:
+    """Otherwise the rules of retention would decide otherwise in the fork."""
+    save_small(tmp_path / "root", 1, metrics={"reward": 0.1, "loss": 2.0})
+    set_metrics(tmp_path / "root", 1, {"reward": 0.9})
+    branch(tmp_path / "root", 1, new)
+    for step, reward in ((2, 0.5), (3, 0.2)):
+        save_small(new, step, metrics={"reward": reward}, number=Commit(step, None, ((1, step),)))
+    (first, *_) = list_steps(new)
+    assert first.metrics == {"reward": 0.9, "loss": 2.0}
+    policy = PreservationPolicy(max_to_keep=1, keep_best=keep_best_rules("reward:1:max"))
+    assert [each.status.step for each in judge(list_steps(new), policy) if each.stays] == [1, 3]
+    set_metrics(new, 1, {"reward": 0.3})
+    assert list_steps(tmp_path / "root")[0].metrics["reward"] == 0.9
 
 
 @pytest.mark.parametrize("is_flat", [True, False])

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mcore_ckpt import set_metrics
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import Manifest, WrittenFile
 from mcore_ckpt.checkpoint.plain_files import read_plain
@@ -401,6 +402,17 @@ def test_a_step_is_resharded_whole_and_a_role_alone(tmp_path: Path) -> None:
     reshard(select(tmp_path / "a" / f"global_steps_{STEP}" / "critic"), tmp_path / "c", WantedLayout(tp=2))
     (status,) = steps.complete_steps(tmp_path / "c")
     assert status.committed == status.declared == {"critic"}
+
+
+def test_metrics_that_were_set_later_go_along(tmp_path: Path) -> None:
+    roles = ("actor", "recover_info")
+    make(tmp_path / "a", tensors_of(), roles=roles)
+    make_part(tmp_path / "a", roles)
+    set_metrics(tmp_path / "a", STEP, {"reward": 0.9}, role="actor")
+    set_metrics(tmp_path / "a", STEP, {"prompts": 7}, role="recover_info")
+    reshard(select(tmp_path / "a"), tmp_path / "b", WantedLayout(tp=2))
+    (status,) = steps.complete_steps(tmp_path / "b")
+    assert status.metrics == {"reward": 0.9, "prompts": 7.0}
 
 
 def test_what_the_trainer_keeps_beside_the_roles_goes_along(tmp_path: Path) -> None:

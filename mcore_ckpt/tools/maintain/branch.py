@@ -5,7 +5,7 @@ folder goes on from the step, and neither its saves nor its retention can reach 
 
 The files of a checkpoint never change (a save, too, writes new files and renames them), so the copy shares them as hard
 links where the file system can do that. Other programs may write to their files at any time, and the trainer's own code
-opens the files of parts, so these are copied.
+opens the files of parts, so these are copied. Metrics that were set after the save are put into the new manifest.
 
 The manifests are enough to find the run again, and `.run.json` is written last. A process that dies before the first
 rename leaves a staging folder, which the next try or the next trainer removes. If it dies between the renames of two
@@ -31,6 +31,7 @@ from mcore_ckpt.formats.companions import companions_of
 from mcore_ckpt.io.file_copies import clone_file, copy_checked, copy_durably, link_file
 from mcore_ckpt.io.files import inside, make_folders, sync_file, sync_folders_below
 from mcore_ckpt.io.folder_sizes import sizes_below
+from mcore_ckpt.steps.later_metrics import metrics_of
 from mcore_ckpt.steps.listing import StepStatus, holds_something, is_step, list_steps
 from mcore_ckpt.steps.new_folder import mode_as
 from mcore_ckpt.steps.new_step import NewStep
@@ -216,7 +217,14 @@ def _write(
             for name, source in inside_roles[role].items():
                 copy_durably(source, staging / name)
             sync_folders_below(staging)
-            made = replace(manifest, attempt=new.attempt, run=run, commit=_commit_of(manifest), placement=None)
+            made = replace(
+                manifest,
+                attempt=new.attempt,
+                run=run,
+                commit=_commit_of(manifest),
+                placement=None,
+                metrics=metrics_of(sources[role], manifest),
+            )
             new.write_manifest(made)
             heads.append(made.head)
             where = new.role_dir(role)

@@ -17,6 +17,7 @@ from mcore_ckpt.formats.native.folder import LocalFolder
 from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.ranks.rounds import Alone
 from mcore_ckpt.ranks.topology import Topology
+from mcore_ckpt.steps.later_metrics import metrics_of
 from mcore_ckpt.steps.new_folder import mode_as
 from mcore_ckpt.steps.read_lock import reading
 from mcore_ckpt.tools.convert.destinations import RolesOfStep
@@ -150,7 +151,7 @@ def _writer(source: Path, manifest: Manifest, destination: RolesOfStep, wanted: 
         versions,
         manifest.adapters,
         manifest.model,
-        manifest.metrics,
+        metrics_of(source, manifest),
         manifest.dropped,
         manifest.parts,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from mcore_ckpt.ranks.topology import coordinates_of
 from mcore_ckpt.sharding.names import natural_order
 from mcore_ckpt.sharding.plan import MODEL, ShardKey, runs
 from mcore_ckpt.sharding.regions import Region
+from mcore_ckpt.steps.later_metrics import metrics_of
 from mcore_ckpt.tools.convert.destinations import RolesOfStep
 from mcore_ckpt.tools.convert.read_back import check_written
 from mcore_ckpt.tools.convert.reshard.carried_files import Copy, checked_bytes, copy_file
@@ -148,7 +149,7 @@ class PlainRoleWriter:
 
     def finish(self, reports: Sequence[FileReport], folder: Path) -> None:
         sync_folders_below(folder)
-        self.step.write_manifest(self.manifest)
+        self.step.write_manifest(replace(self.manifest, metrics=metrics_of(self.source, self.manifest)))
 
     def check(self, folder: Path, part: int, parts: int) -> None:
         for record in self.manifest.files[part::parts]:
