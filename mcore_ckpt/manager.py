@@ -353,6 +353,11 @@ class CheckpointManager:
         """The name of this manager's folder in each step."""
         return self._trainer.role
 
+    @property
+    def load_contents(self) -> tuple[str, ...]:
+        """What a load reads of a checkpoint (`CheckpointConfig.load_contents`)."""
+        return self._trainer.config.load_contents
+
     def agree(self, topic: str, request: Record | Callable[[], Record], answer: Callable[[], Record]) -> Record:
         """Returns rank 0's answer on every rank. Every rank calls it with the same request.
 

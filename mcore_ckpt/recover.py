@@ -75,7 +75,8 @@ def recover(
 ) -> Recovery:
     """Loads all managers from the same step. Every rank calls it, with the same arguments.
 
-    If a role's part of a step is damaged, all roles load the next older step. Failures that may be temporary (a rank is
+    If a role's part of a step is damaged, all roles load the next older step. Steps without an optimizer that retention
+    has removed, and that a manager would load, are passed over. Failures that may be temporary (a rank is
     late, a file cannot be opened) are retried first, with growing pauses.
 
     Args:
@@ -94,7 +95,8 @@ def recover(
             step is complete with these roles. The message lists all steps. Nothing has changed.
         CheckpointCorruptError: none of the steps that were tried can be loaded. The message lists these steps, and says
             in which state models and optimizers are now.
-        CheckpointMismatchError: a checkpoint is intact, but belongs to another model. Older steps are not tried.
+        CheckpointMismatchError: a checkpoint is intact, but belongs to another model. Older steps are not tried. Or
+            retention has removed the optimizer of all steps that are left (`CheckpointConfig.optimizer_for_last`).
         AgreementError: a rank is still missing after all retries.
         InvalidArgumentError: an argument has a value that is not allowed.
 
@@ -126,11 +128,11 @@ def _recovered(by_role: Mapping[str, CheckpointManager], resume: str | int | Pat
     def find() -> dict[str, Any]:
         whole, lost = first.fast_steps_found(roles, wanted)
         nodes = [*whole, *lost]
-        return first.agree("finding a step to resume from", request, lambda: _found(first, roles, wanted, nodes))
+        return first.agree("finding a step to resume from", request, lambda: _found(by_role, wanted, nodes))
 
     found = retried(find, retries)
     steps = [(step, list(map(Path, folders))) for step, folders in found["steps"]]
-    return _newest(by_role, steps, retries, found["passed_over"]) if steps else Recovery()
+    return _newest(by_role, steps, retries, found["passed_over"], found["last_resort"]) if steps else Recovery()
 
 
 def _check_resume(resume: object) -> None:
@@ -150,28 +152,30 @@ def _check_resume(resume: object) -> None:
         raise InvalidArgumentError(f"resume is {resume!r}: " + (f"use {meant!r}" if meant else what))
 
 
-def _found(
-    manager: CheckpointManager, roles: tuple[str, ...], step: int | None, nodes: Sequence[NodeStep]
-) -> dict[str, Any]:
+def _found(by_role: Mapping[str, CheckpointManager], step: int | None, nodes: Sequence[NodeStep]) -> dict[str, Any]:
     """Returns the steps to try, the newest first, each with the folders of its roles below the root.
 
     `nodes` has the steps of the fast tier.
     """
+    manager, roles = next(iter(by_role.values())), tuple(by_role)
+    needed = {role: each.load_contents for role, each in by_role.items()}
     statuses = list_steps(manager.root, step)
     local: list[StepStatus | RemoteStep | NodeStep] = [*statuses, *nodes]
     there = manager.remote_steps(step, required=not choose(local, roles).steps)
-    choice = choose([*there, *local], roles)
+    choice = choose([*there, *local], roles, needed)
     _check_choice(manager.root, choice, step)
     folders: dict[int, list[str]] = {each.step: [] for each in choice.steps}
     for status in (each for each in choice.steps if isinstance(each, StepStatus)):
         folders[status.step] = [str(status.role_dir(role)) for role in roles]
-    return {"steps": list(folders.items()), "passed_over": list(map(choice.reason, choice.passed_over))}
+    passed_over = list(map(choice.reason, choice.passed_over))
+    return {"steps": list(folders.items()), "passed_over": passed_over, "last_resort": choice.last_resort}
 
 
 def resumable_steps(root: str | Path, roles: Sequence[str], step: int | None = None) -> list[StepStatus]:
     """Lists the steps that are complete and have all these roles, the newest first.
 
     It reads only manifests, looks at names and sizes of the other files, and does not communicate with other ranks.
+    Steps whose optimizer retention has removed are listed only if there are no others.
 
     Args:
         root: the folder of the steps.
@@ -195,7 +199,7 @@ def resumable_steps(root: str | Path, roles: Sequence[str], step: int | None = N
     root, roles = local_path(root, "root"), file_names.check_roles(roles)
     if step is not None:
         check_value("step", step, int, {"least": 0})
-    choice = choose(list_steps(root, step), roles)
+    choice = choose(list_steps(root, step), roles, dict.fromkeys(roles, ("optimizer",)))
     _check_choice(root, choice, step)
     look_at_all(choice.steps)
     return [status for status in choice.steps if status.is_complete]
@@ -266,7 +270,15 @@ def _newest(
     steps: Sequence[tuple[int, list[Path]]],
     retries: int,
     lost: Sequence[str],
+    last_resort: str,
 ) -> Recovery:
+    """Loads the newest of some steps that can be loaded.
+
+    Args:
+        steps: the steps to try, in this order, each with the folders to lock meanwhile.
+        lost: why newer steps are not tried.
+        last_resort: what can be done if no step can be loaded; empty for nothing.
+    """
     skipped = list(lost)
     for step, folders in steps:
         # Lock the step until all roles are loaded. Otherwise another process could delete the step in between.
@@ -284,6 +296,7 @@ def _newest(
     raise CheckpointCorruptError(
         f"no step can be loaded by all of {', '.join(by_role)}. Parts of the state may now be of several steps: load "
         f"another checkpoint before training continues{_listed('tried', skipped)}"
+        + _listed("not tried", [last_resort] if last_resort else [])
     )
 
 

@@ -134,7 +134,10 @@ def find_candidates(
     roles = (trainer.role,)
     local: list[AnyStep] = [*list_steps(trainer.root, step), *(each for each in nodes if step in (None, each.step))]
     there = remote_steps(remote, trainer.root, step, required=not choose(local, roles).steps)
-    choice = choose([*there, *local], roles)
+    # If the trainer is strict, only the newest step will do, so that it is not passed over because of what it has lost.
+    is_any_step_fine = step is not None or not trainer.config.strict
+    needed = {trainer.role: trainer.config.load_contents} if is_any_step_fine else {}
+    choice = choose([*there, *local], roles, needed)
     passed_over = [choice.reason(each) for each in choice.passed_over]
     if not choice.steps:
         what = "no complete checkpoint" if step is None else f"no complete checkpoint of step {step}"
@@ -146,7 +149,7 @@ def find_candidates(
         _check_newest(trainer, choice)
     choice.warn()
     candidates = candidates_of(trainer.role, choice.steps, tier)
-    return {"candidates": candidates, "passed_over": passed_over, "foreign": None}
+    return {"candidates": candidates, "passed_over": passed_over, "last_resort": choice.last_resort, "foreign": None}
 
 
 def _check_newest(trainer: Trainer, choice: Choice[AnyStep]) -> None:

@@ -121,9 +121,9 @@ def load_state(
             except CheckpointError as error:
                 is_damaged, is_first = isinstance(error, CheckpointCorruptError), number == 0
                 if not is_damaged and is_first and not changed:
-                    raise
+                    raise reworded(error, f"{error}{_newer(skipped)}") from error
                 if not is_damaged or trainer.config.strict or number == len(folders) - 1:
-                    raise _final(error, skipped, changed, is_first) from error
+                    raise _final(error, skipped, changed, is_first, found.get("last_resort", "")) from error
                 logger.warning("step %d cannot be loaded, taking the next older one: %s", saved_step, error)
                 skipped.append(str(error))
                 continue
@@ -229,17 +229,23 @@ def _changes_model(trainer: Trainer) -> bool:
     return optimizer_state.changes_model(trainer.optimizer)
 
 
-def _final(error: CheckpointError, skipped: Sequence[str], changed: bool, is_first: bool) -> CheckpointError:
+def _newer(skipped: Sequence[str]) -> str:
+    return "".join(f"\n  newer, but not loaded either: {text}" for text in skipped)
+
+
+def _final(
+    error: CheckpointError, skipped: Sequence[str], changed: bool, is_first: bool, last_resort: str
+) -> CheckpointError:
     state = (
         "Model and optimizer are now undefined: load another checkpoint before training continues"
         if changed
         else "Nothing has been changed: load another checkpoint"
     )
-    newer = "".join(f"\n  newer, but not loaded either: {text}" for text in skipped)
+    older = f"\n  older, but not loaded: {last_resort}" if last_resort else ""
     # An older checkpoint is tried only if a newer one is damaged. So report the damage, even if the older one is intact
     # and does not fit.
     after_damage = not is_first and isinstance(error, (CheckpointMismatchError, CheckpointNotFoundError))
-    message = f"{error}. {state}{newer}"
+    message = f"{error}. {state}{_newer(skipped)}{older}"
     return CheckpointCorruptError(message) if after_damage else reworded(error, message)
 
 

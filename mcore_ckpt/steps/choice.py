@@ -11,8 +11,9 @@ This module reads nothing, but a step may look at its files when it is asked whe
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Generic, TypeVar
 
 from mcore_ckpt.checkpoint.provenance import MOST_RANGES, Commit
@@ -23,6 +24,8 @@ from mcore_ckpt.steps.worth import Weighed
 logger = logging.getLogger(__name__)
 
 Step = TypeVar("Step", bound=Weighed)
+
+NOTHING: Mapping[str, Collection[str]] = MappingProxyType({})
 
 
 def order_of(step: Weighed) -> tuple[int, int]:
@@ -92,11 +95,13 @@ class Choice(Generic[Step]):
         passed_over: the steps that would be tried earlier but cannot be loaded, and the steps of another run. If there
             is no step to try, this has all steps.
         roles: the roles to load.
+        stripped: the steps that are not tried, because retention has removed what the load needs; the newest first.
     """
 
     steps: tuple[Step, ...]
     passed_over: tuple[Step, ...]
     roles: tuple[str, ...]
+    stripped: tuple[Step, ...] = ()
 
     @property
     def error(self) -> type[CheckpointError]:
@@ -110,8 +115,23 @@ class Choice(Generic[Step]):
 
     def reason(self, step: Step) -> str:
         """Says why a step is passed over."""
+        if not step.is_complete:
+            return step.reason
+        if step in self.stripped:
+            return f"{step.where}: complete, but {_what_is_gone(step)}"
         missing = [role for role in self.roles if role not in step.committed]
-        return f"{step.where}: complete, but without {', '.join(missing)}" if step.is_complete else step.reason
+        return f"{step.where}: complete, but without {', '.join(missing)}"
+
+    @property
+    def last_resort(self) -> str:
+        """What can be done with the newest of the `stripped` steps if no step can be loaded; empty without them."""
+        if not self.stripped:
+            return ""
+        left = self.stripped[0]
+        return (
+            f"{left.where}: {_what_is_gone(left)}: to go on from its weights with a new optimizer, name this step, "
+            "with load_contents=('model', 'extra')"
+        )
 
     def warn(self) -> None:
         """Logs which steps are passed over, and why."""
@@ -122,15 +142,28 @@ class Choice(Generic[Step]):
                 logger.warning("a newer step is not loaded: %s", self.reason(step))
 
 
-def choose(steps: Sequence[Step], roles: Sequence[str] = ()) -> Choice[Step]:
+def _what_is_gone(step: Weighed) -> str:
+    return f"retention has removed its {', '.join(sorted(step.dropped))}, which only the newest steps keep"
+
+
+def choose(
+    steps: Sequence[Step], roles: Sequence[str] = (), needed: Mapping[str, Collection[str]] = NOTHING
+) -> Choice[Step]:
     """Chooses the steps to load from, which have all `roles`. Of two with the same commit number, the higher step is
     tried first.
+
+    `needed` has, by role, the contents that the load needs, such as "optimizer". A step from which retention has
+    removed some of them is chosen only if no step that has them is whole, so that the load says what is missing.
 
     Raises OSError or RemoteError: the files of a step cannot be looked at.
     """
     order = _order(steps, roles)
     last_first = sorted(steps, key=order)[::-1]
-    tried = tuple(_whole_first([step for step in last_first if step.committed.issuperset(roles)]))
+    having_roles = [step for step in last_first if step.committed.issuperset(roles)]
+    stripped = tuple(step for step in having_roles if step.is_claimed and step.has_lost(needed))
+    tried = tuple(_whole_first([step for step in having_roles if not step.has_lost(needed)]))
+    if stripped and not tried:
+        tried, stripped = tuple(_whole_first(having_roles)), ()
     if not tried:
         return Choice((), tuple(last_first), tuple(roles))
 
@@ -139,7 +172,7 @@ def choose(steps: Sequence[Step], roles: Sequence[str] = ()) -> Choice[Step]:
             return bool(step.problems) and (step.is_of_other_run or step.step > tried[0].step)
         return step.is_of_other_run or order(step) > order(tried[0])
 
-    return Choice(tried, tuple(filter(is_passed_over, last_first)), tuple(roles))
+    return Choice(tried, tuple(filter(is_passed_over, last_first)), tuple(roles), stripped)
 
 
 def _whole_first(last_first: Iterable[Step]) -> Iterator[Step]:

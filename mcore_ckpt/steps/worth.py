@@ -10,7 +10,7 @@ The look takes one listing of each folder and the sizes of the files. It reads n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
@@ -111,6 +111,10 @@ class Weighed:
     def dropped(self) -> frozenset[str]:
         """The contents that retention has removed from one of its roles, such as "optimizer"."""
         return frozenset(word for head in self.heads for word in head.dropped)
+
+    def has_lost(self, needed: Mapping[str, Collection[str]]) -> bool:
+        """True if retention has removed contents that are needed. `needed` has the needed contents of each role."""
+        return any(word in needed.get(head.role, ()) for head in self.heads for word in head.dropped)
 
     @property
     def given_up(self) -> frozenset[str]:

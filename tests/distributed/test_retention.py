@@ -2,14 +2,17 @@
 
 import errno
 import fcntl
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from mcore_ckpt import set_metrics
+from mcore_ckpt import pin, set_metrics
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError
 from mcore_ckpt.load import load as loading
+from mcore_ckpt.recover import recover
 from mcore_ckpt.steps.listing import complete_steps
 from mcore_ckpt.steps.retention import PreservationPolicy, delete_old_steps
 from mcore_ckpt.tools.examine.verify import verify
@@ -17,7 +20,7 @@ from tests.distributed.agreement import error_of, everywhere, gather, raised_eve
 from tests.distributed.checkpointing import manager_of, position
 from tests.distributed.layouts import LAYOUTS
 from tests.distributed.snapshot import assert_same, poison, snapshot
-from tests.distributed.test_fallback import save_twice
+from tests.distributed.test_fallback import SHARD, flip_a_bit, save_twice
 from tests.distributed.training import build, parallel, train
 
 DP2 = LAYOUTS["dp2-bf16"]
@@ -128,3 +131,68 @@ def test_the_best_steps_stay_and_lose_their_optimizer(shared_path: Path, async_s
             assert result.extra_state["step"] == 2
             weights = {name: value for name, value in states[2].items() if not name.startswith(("optim", "sched"))}
             assert_same({name: found[name] for name in weights}, weights)
+
+
+@pytest.mark.world(2)
+def test_steps_without_an_optimizer_are_passed_over(shared_path: Path) -> None:
+    """Step 4 is damaged, 3 and 2 have lost their optimizer, and 1 is pinned."""
+
+    def recovering() -> object:
+        return recover(manager)
+
+    def cannot(call: Callable[[], object], error: type[Exception]) -> list[str]:
+        return list(raised_everywhere(error, error_of(call)))
+
+    with parallel(DP2):
+        training, states = build(DP2, seed=1), {}
+        manager = manager_of(training, shared_path, optimizer_for_last=1)
+        for step in range(1, 5):
+            train(training, step - 1, step)
+            manager.save(step, extra_state=position(step))
+            manager.wait()
+            states[step] = snapshot(training)
+            if step == 1:
+                _on_rank_0(lambda: pin(shared_path, 1))
+        dropped = {1: [], 2: ["optimizer"], 3: ["optimizer"], 4: []}
+        with everywhere():  # rank 0 removes them
+            there = complete_steps(shared_path)
+            assert dist.get_rank() or {status.step: sorted(status.dropped) for status in there} == dropped
+        _on_rank_0(lambda: flip_a_bit(shared_path / "global_steps_4" / SHARD))
+        poison(training)
+        recovery = recover(manager)
+        found = snapshot(training)
+        with everywhere():
+            assert recovery.step == 1
+            assert len(recovery.skipped) == 1
+            assert_same(found, states[1])
+        for message in cannot(lambda: recover(manager, 2), CheckpointMismatchError):
+            assert "retention has removed its optimizer" in message
+        poison(training)
+        assert manager.load().step == 1
+        found = snapshot(training)
+        with everywhere():
+            assert_same(found, states[1])
+        _on_rank_0(lambda: shutil.rmtree(shared_path / "global_steps_1"))
+        for message in cannot(recovering, CheckpointCorruptError) + cannot(manager.load, CheckpointCorruptError):
+            assert "wrong CRC" in message
+            assert "global_steps_3: retention has removed its optimizer" in message
+            assert "name this step, with load_contents=('model', 'extra')" in message
+        _on_rank_0(lambda: (shared_path / "global_steps_4" / SHARD).unlink())
+        for message in cannot(recovering, CheckpointMismatchError):
+            assert "retention has removed its optimizer" in message
+            assert "1 of its 8 files are missing or cut" in message
+        for message in cannot(manager.load, CheckpointMismatchError):
+            assert "newer, but not loaded either" in message
+        _on_rank_0(lambda: shutil.rmtree(shared_path / "global_steps_4"))
+        for message in cannot(recovering, CheckpointMismatchError):
+            assert "retention has removed its optimizer" in message
+        manager.close()
+        manager = manager_of(training, shared_path, load_contents=("model", "extra"))
+        assert recover(manager).step == 3
+        manager.close()
+
+
+def _on_rank_0(work: Callable[[], object]) -> None:
+    with everywhere():
+        if dist.get_rank() == 0:
+            work()

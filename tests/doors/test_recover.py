@@ -1,6 +1,7 @@
 """Coming back: which step all roles go on from together, and what is said when there is none."""
 
 import logging
+import shutil
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from mcore_ckpt.steps.node_steps import NodeStep
 from mcore_ckpt.steps.remote_steps import RemoteRole, RemoteStep
 from mcore_ckpt.steps.retention import PreservationPolicy, delete_old_steps
 from tests.support.checkpoints import alone_in_the_world, make, stage
+from tests.support.small_steps import save_small
 
 BOTH = ("actor", "critic")
 
@@ -55,6 +57,7 @@ class FakeManager:
     loaded: list[int | Path] = field(default_factory=list)
     while_loading: Callable[[int], None] | None = None
     agreement: Agreement = field(default_factory=alone_in_the_world)
+    load_contents: tuple[str, ...] = ("model", "optimizer", "extra")
     stored: list[int] | RemoteError = field(default_factory=list)
     on_nodes: list[int] = field(default_factory=list)
     lost: list[tuple[int, str]] = field(default_factory=list)
@@ -222,6 +225,25 @@ def test_a_tracker_that_lies_does_not_lead_astray(tmp_path: Path, caplog: pytest
     (tmp_path / file_names.TRACKER_FILE).write_text("1")
     assert recover(managers(tmp_path)).step == 2
     assert "names step 1, but the newest complete step is 2" in caplog.text
+
+
+def test_steps_without_an_optimizer_come_last(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save_small(tmp_path, step)
+    strip = PreservationPolicy(optimizer_for_last=1)
+    delete_old_steps(tmp_path, strip)
+    assert [status.step for status in resumable_steps(tmp_path, ["actor"])] == [3]
+    shutil.rmtree(file_names.step_dir(tmp_path, 3))
+    assert [status.step for status in resumable_steps(tmp_path, ["actor"])] == [2, 1]
+    assert [status.step for status in resumable_steps(tmp_path, ["actor"], 1)] == [1]
+    save_small(tmp_path, 1)
+    actor: Any = FakeManager(tmp_path, "actor")
+    recovery = recover([actor])
+    assert recovery.step == 1
+    (skipped,) = recovery.skipped
+    assert "global_steps_2: complete, but retention has removed its optimizer, which only the newest" in skipped
+    actor.load_contents = ("model", "extra")
+    assert recover([actor]).step == 2
 
 
 # -- together ---------------------------------------------------------------------------------------------------

@@ -75,6 +75,7 @@ def test_the_newest_step_is_tried_first(root: Path) -> None:
     assert found == {
         "candidates": [local_candidate(step, role_dir(root, step)) for step in (20, 10)],
         "passed_over": [],
+        "last_resort": "",
         "foreign": None,
     }
     assert folder_of(None, found["candidates"][0]) == LocalFolder(role_dir(root, 20))
