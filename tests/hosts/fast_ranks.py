@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore_ckpt import FastTier
+from mcore_ckpt import FastTier, SavedPart
 from mcore_ckpt.recover import recover
 from tests.distributed.agreement import gather
 from tests.distributed.checkpointing import manager_of, position
@@ -39,7 +39,8 @@ def _save(layout: Layout, arguments: dict[str, Any]) -> dict[str, Any]:
     training = build(layout, seed=1)
     manager = _manager(training, arguments)
     steps = arguments["steps"]
-    states = {}
+    states, step = {}, 0
+    manager.attach("prompts", save=lambda folder: _write_prompts(folder, step))
     for step in range(1, steps + 1):
         train(training, step - 1, step)
         states[step] = digest(training)
@@ -61,7 +62,8 @@ def _recover(layout: Layout, arguments: dict[str, Any]) -> dict[str, Any]:
     training = build(layout, seed=2)
     train(training, 0, 1)
     poison(training)
-    manager = _manager(training, arguments)
+    manager, prompts = _manager(training, arguments), {}
+    manager.attach("prompts", load=lambda part: prompts.update(_read_prompts(part)))
     recovery = recover(manager)
     found = {
         "step": recovery.step,
@@ -70,8 +72,37 @@ def _recover(layout: Layout, arguments: dict[str, Any]) -> dict[str, Any]:
         "path": str(recovery.results["actor"].report.path),
         "seen": recovery.results["actor"].extra_state["seen"].tolist(),
         "losses": losses_of(training, recovery.step),
+        "prompts": prompts,
     }
     manager.close()
+    return found
+
+
+def _write_prompts(folder: Path, step: int) -> None:
+    """A part of each rank. That of rank 1 has no files."""
+    rank = dist.get_rank()
+    if rank != 1:
+        (folder / "open").mkdir()
+        (folder / "open" / "prompts").write_bytes(_prompts(step, rank).encode() * 1000)
+        (folder / "count").write_text(str(step))
+
+
+def _prompts(step: int, rank: int) -> str:
+    return f"step {step}, rank {rank}; "
+
+
+def _read_prompts(part: SavedPart) -> dict[int, str]:
+    """Reads the parts of all ranks that saved the step, on each rank. Returns the prompt of each."""
+    found = {}
+    for rank in part.ranks:
+        folder = part.folder(rank)
+        files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+        if files:
+            assert files == ["count", "open/prompts"], files
+            data = (folder / "open" / "prompts").read_bytes()
+            assert data == _prompts(part.step, rank).encode() * 1000
+            assert (folder / "count").read_text() == str(part.step)
+        found[rank] = _prompts(part.step, rank) if files else ""
     return found
 
 

@@ -16,11 +16,12 @@ TP2_PP2: dict[str, Any] = {"tp": 2, "pp": 2}
 class Run:
     """A training on simulated hosts that has been saved and killed.
 
-    Each rank of a host saves steps 1 to 3 with one copy on the next host; step 2 is also in the root.
+    Each rank of a host saves steps 1 to 3, each with a part of its own, with one copy on the next host; step 2 is also
+    in the root.
     """
 
     def __init__(self, hosts: Hosts, server: JobServer, root: Path, layout: dict[str, Any], **fast: Any) -> None:
-        self._hosts, self._server = hosts, server
+        self._hosts, self._server, self._ranks = hosts, server, 2 * len(hosts)
         self._arguments = {
             "folder": str(hosts.folder),
             "root": str(root),
@@ -36,6 +37,9 @@ class Run:
         arguments = self._arguments | {"do": "recover", "layout": layout}
         arguments["fast"] = arguments["fast"] | fast
         found: list[dict[str, Any]] = self._server.run(hosts, 2, RANKS, arguments)
+        for each in found:  # whatever number of ranks has loaded
+            prompts = {f"{rank}": f"step {each['step']}, rank {rank}; " for rank in range(self._ranks)}
+            assert each["prompts"] == prompts | {"1": ""}
         return found
 
 
