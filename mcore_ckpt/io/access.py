@@ -55,6 +55,18 @@ def mode_in(folder: Path, most: int) -> int:
     return most & (given | stat.S_IRWXU)
 
 
+def widen(path: Path, folder: Path, most: int) -> None:
+    """Lets those who may enter a folder of this package also use a file or folder in it that other code has made.
+
+    It gets those permissions in `most` that `folder` gives, and keeps its own. That of another user is left as it is.
+    Raises OSError.
+    """
+    mode = stat.S_IMODE(path.lstat().st_mode)
+    if missing := mode_in(folder, most) & ~mode:
+        with suppress(PermissionError):
+            path.chmod(mode | missing)
+
+
 def _umask() -> int:
     # Only /proc tells the umask without changing it. Other threads would notice a change.
     with suppress(OSError):

@@ -16,6 +16,7 @@ import os
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from mcore_ckpt.checkpoint import file_names
@@ -23,6 +24,7 @@ from mcore_ckpt.checkpoint.manifest import WrittenFile
 from mcore_ckpt.errors import CheckpointError, CommitError, HungDiskError
 from mcore_ckpt.interrupts import is_interrupt
 from mcore_ckpt.io import tuning
+from mcore_ckpt.io.access import FILE_MODE, FOLDER_MODE, widen
 from mcore_ckpt.io.checksums import crc32
 from mcore_ckpt.io.file_copies import Hashed, copy_hashed, hash_durably, link_file
 from mcore_ckpt.io.files import make_folders, new_folder, write_file
@@ -200,7 +202,9 @@ class PartFiles:
             listing = _take(source, folder, hashed)
         # The part's function may have written more files into the folder. They belong to the part, too.
         found = list_part(name, folder)
-        _each([file for file in found.files if file not in hashed], hash_durably, hashed)
+        for made in found.folders:
+            widen(made, folder, FOLDER_MODE)
+        _each([file for file in found.files if file not in hashed], partial(_hash_made, folder), hashed)
         paths = {file: file.relative_to(staging).as_posix() for file in found.files}
         files = [WrittenFile(path, "part", hashed[file].size, hashed[file].crc32) for file, path in paths.items()]
         sizes = {path: hashed[file].size for file, path in paths.items() if hashed[file].takes_space}
@@ -279,13 +283,19 @@ def _take(source: Source, folder: Path, hashed: dict[Path, Hashed]) -> Listing:
         if original.stat().st_dev != folder.stat().st_dev:
             return copy_hashed(original, target)
         link_file(original, target)
-        return hash_durably(target)._replace(takes_space=target.stat().st_nlink == 1)
+        return _hash_made(folder, target)._replace(takes_space=target.stat().st_nlink == 1)
 
     originals = {folder / source.place_of(file): file for file in listing.files}
     _each(list(originals), take, hashed)
     if source.listed() != listing:
         raise CommitError(f"part {source.part!r}: {source.path} has changed while it was saved: leave it as it is")
     return listing
+
+
+def _hash_made(folder: Path, file: Path) -> Hashed:
+    """Hashes a file that the trainer has made. Who may enter the part's folder may read it from now on."""
+    widen(file, folder, FILE_MODE)
+    return hash_durably(file)
 
 
 def _each(files: Sequence[Path], work: Callable[[Path], Hashed], hashed: dict[Path, Hashed]) -> None:

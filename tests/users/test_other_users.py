@@ -3,6 +3,7 @@
 import logging
 import os
 import stat
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_ckpt import CheckpointConfig, CheckpointManager
+from mcore_ckpt import CheckpointConfig, CheckpointManager, HandOver
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.config import FastTier
 from mcore_ckpt.errors import CommitError, InvalidArgumentError, LockedError
@@ -145,6 +146,37 @@ def test_who_else_can_read_the_weights(
     assert run_as(MALLORY, lambda: is_readable(model), group=STRANGERS) == outside
     if existing is not None:
         assert stat.S_IMODE(root.stat().st_mode) == existing
+
+
+@pytest.mark.parametrize(("shared", "in_group"), [(True, True), (False, False)])
+def test_who_else_can_read_parts(place: Path, shared: bool, in_group: bool) -> None:
+    """Temporary files and folders are made for their owner alone."""
+
+    def write(folder: Path) -> None:
+        made = Path(tempfile.mkdtemp(dir=folder))
+        os.close(tempfile.mkstemp(dir=made)[0])
+
+    def train() -> None:
+        rollouts = place / "rollouts"
+        rollouts.mkdir(mode=0o700)
+        write(rollouts)
+        with closing(manager_in(place / "root", shared_with_group=shared)) as manager:
+            manager.attach("written", save=write)
+            manager.attach("bytes", save=b"1")
+            manager.attach("copied", save=lambda folder: rollouts / os.listdir(rollouts)[0])
+            manager.attach("given", save=lambda folder: HandOver(rollouts))
+            manager.save(1).wait()
+
+    run_as(ALICE, train, 0o022, TEAM)
+    parts = place / "root" / "global_steps_1" / ROLE / "parts"
+    note(parts)
+    assert len(known[parts]) == 4
+    assert len(run_as(BOB, lambda: files_read(parts), group=TEAM)) == (4 if in_group else 0)
+    there = list(parts.rglob("*"))
+    listed = run_as(BOB, lambda: list(parts.rglob("*")) if os.access(parts, os.X_OK) else [], group=TEAM)
+    assert len(listed) == (len(there) if in_group else 0)
+    assert run_as(MALLORY, lambda: files_read(parts), group=STRANGERS) == []
+    assert not {path for path in there if path.stat().st_mode & stat.S_IWOTH}
 
 
 def test_an_open_folder_of_an_older_version_gets_closed_steps(place: Path) -> None:
