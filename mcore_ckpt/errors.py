@@ -7,7 +7,7 @@ All errors of public calls derive from CheckpointError:
 
 | error | raised by |
 |---|---|
-| CheckpointNotFoundError | `load`, `recover`, `resumable_steps`, `pin`, `unpin`, `load_hf` |
+| CheckpointNotFoundError | `load`, `recover`, `resumable_steps`, `pin`, `unpin`, `set_metrics`, `load_hf` |
 | CheckpointCorruptError | `load`, `recover`, `load_hf` |
 | CheckpointMismatchError | `CheckpointManager(...)` with `hf_model`, `load`, `recover`, `load_hf` |
 | UnsupportedError | `CheckpointManager(...)`, `save`, `load`, `load_hf` |
@@ -15,19 +15,19 @@ All errors of public calls derive from CheckpointError:
 | CommitError | `save`, `SaveHandle.wait`; after an async save also the next `save`, `load`, `wait` or `close` |
 | HungDiskError | every call that uses the disk; it is also a CommitError |
 | BusyError | `save` |
-| LockedError | `save`, and the tools that write a step: `reshard`, `collect` and `convert` |
+| LockedError | `save`, and the tools that write a step: `reshard`, `collect`, `branch` and `convert` |
 | RemoteError | `CheckpointManager(...)`, `load`, `latest_step`, `remote_steps`, `recover`, `load_hf` |
 | AgreementError | `CheckpointManager(...)`, `load`, `agree`, `recover` |
 | InvalidArgumentError | every public call; it is also a ValueError |
 | InvalidTypeError | every public call; it is also a TypeError |
-| InvalidStateError | `CheckpointManager(...)`, and its calls in a forked child; it is also a RuntimeError |
+| InvalidStateError | `CheckpointManager(...)`, its calls in a forked child, `PreemptionGuard`; also a RuntimeError |
 
 Public calls also raise these built-in errors:
 
 - TimeoutError: `SaveHandle.wait(timeout)`. The save continues, so nothing has failed.
 - MemoryError: `save` and `load`, on the rank that has too little memory. The other ranks raise a CommitError or
   AgreementError.
-- OSError: `pin` and `unpin`, if the pin cannot be written or removed; `resumable_steps`, if the root cannot be read.
+- OSError: `pin`, `unpin` and `set_metrics`, if they cannot write; `resumable_steps`, if the root cannot be read.
 - KeyboardInterrupt, SystemExit and other exceptions of signal handlers: every call, on the rank that got the signal.
   The other ranks raise a CommitError or AgreementError at once.
 - Errors of functions that the caller passes in, such as the clock of a Schedule.
