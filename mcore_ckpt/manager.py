@@ -225,7 +225,8 @@ class CheckpointManager:
 
         Raises:
             CommitError: a rank failed, died or was late. All ranks raise it, and the previous checkpoint stays.
-            InvalidStateError: this is a forked child of the process that has made the manager.
+            InvalidStateError: this is a forked child of the process that has made the manager, or a function of a part
+                calls it.
             NoRoomError: the files would not fit on the disk or into a quota, so nothing has been written. It is also a
                 CommitError. With `async_save` and `if_failed="warn"` it is not raised but logged, and the returned
                 handle has it.
@@ -239,6 +240,7 @@ class CheckpointManager:
                 saved by this call.
         """
         self._check_process()
+        self._trainer.parts.refuse("save")
         started = time.perf_counter()
         events = SaveEvents(self._delivery, step, self._trainer.role, self._trainer.agreement.rank, started)
         topic = f"saving step {step} of {self._trainer.role}"
@@ -311,6 +313,7 @@ class CheckpointManager:
                 loaded.
         """
         self._check_process()
+        self._trainer.parts.refuse("load")
         with self._trainer.agreement.call("finding a checkpoint"), self._background.raising_earlier_failure():
             self._check_open()
             self._background.wait_until_idle()

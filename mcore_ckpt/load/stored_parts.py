@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import tempfile
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from mcore_ckpt.io.files import make_folders
 from mcore_ckpt.io.removal import remove_tree
 from mcore_ckpt.io.threads import for_each
 from mcore_ckpt.ranks.rounds import Agreement, Runner, decide, done_here
-from mcore_ckpt.state.attached_parts import Part, SavedPart, listed
+from mcore_ckpt.state.attached_parts import AttachedParts, Part, SavedPart, listed
 from mcore_ckpt.state.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -89,10 +89,12 @@ class PartLoads:
     Attributes:
         parts: what this rank has attached, and what the step has for it.
         files: the folders of the step's parts.
+        attached: all parts that this rank has attached.
     """
 
     parts: tuple[tuple[Part, SavedPart], ...] = ()
     files: PartsFolder | None = None
+    attached: AttachedParts = field(default_factory=AttachedParts)
 
     def load(self) -> None:
         """Calls the function of each part, on the thread of the trainer.
@@ -102,7 +104,8 @@ class PartLoads:
         for part, stored in self.parts:
             assert part.load is not None
             try:
-                part.load(stored)
+                with self.attached.calling(part.name):
+                    part.load(stored)
             except CheckpointError:
                 raise
             except Exception as error:
@@ -154,7 +157,7 @@ def plan_step_parts(trainer: Trainer, folder: Folder, manifest: Manifest) -> Par
     except BaseException:
         files.close()
         raise
-    return PartLoads(tuple(found), files)
+    return PartLoads(tuple(found), files, trainer.parts)
 
 
 def load_parts_together(agreement: Agreement, topic: str, loads: PartLoads) -> None:

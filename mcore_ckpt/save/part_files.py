@@ -62,6 +62,8 @@ class PartFiles:
         self._trainer, self._rank, self._runner, self._sizes = trainer, trainer.agreement.rank, runner, sizes
         self._contents: dict[str, Content] = {part.name: part.save for part in trainer.parts if part.save is not None}
         self.names = tuple(self._contents)
+        # The parts whose function has got a folder.
+        self._having_folder: frozenset[str] = frozenset()
         self._work: Started[list[_Written]] | None = None
         self._written: list[_Written] = []
 
@@ -102,6 +104,7 @@ class PartFiles:
             CommitError: a function raised something, or returned something that a part cannot consist of.
         """
         functions = {name: save for name, save in self._contents.items() if callable(save)}
+        self._having_folder = frozenset(functions)
         if not functions:
             return
         hangs = HungDiskError(f"{attempt.staging}: the disk hangs, so that part {min(functions)!r} cannot be written")
@@ -114,7 +117,9 @@ class PartFiles:
         making.result()
         for name, save in functions.items():
             folder = attempt.staging / self._path(name)
-            self._contents[name] = _content_of(name, lambda save=save, folder=folder: save(folder))  # type: ignore[misc]
+            with self._trainer.parts.calling(name):
+                content = _content_of(name, lambda save=save, folder=folder: save(folder))  # type: ignore[misc]
+            self._contents[name] = content
 
     def start(self, staging: Path) -> None:
         """Starts to write the files. `finish` and `stop` wait for the end. Raises HungDiskError."""
@@ -169,7 +174,7 @@ class PartFiles:
         timeout_s = self._trainer.config.timeout_s
 
         def call() -> Content:
-            with settings_for_state(self._trainer.gpu, timeout_s):
+            with settings_for_state(self._trainer.gpu, timeout_s), self._trainer.parts.calling(name):
                 return _content_of(name, function)
 
         calling = self._runner.start(call)
@@ -190,6 +195,11 @@ class PartFiles:
         if callable(content):
             content = self._call(name, content)
         folder = staging / self._path(name)
+        if content is None and name in self._having_folder and not os.path.lexists(folder):
+            raise CommitError(
+                f"part {name!r}: its function has removed or moved the folder that it has got: write into that folder, "
+                "or return the path of another one"
+            )
         _make_folders(staging, [self._path(name)])
         hashed: dict[Path, Hashed] = {}
         source, listing = None, Listing((), ())

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mcore_ckpt.checkpoint import file_names
-from mcore_ckpt.errors import CheckpointMismatchError, InvalidArgumentError, InvalidTypeError
+from mcore_ckpt.errors import CheckpointMismatchError, InvalidArgumentError, InvalidStateError, InvalidTypeError
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,7 @@ class AttachedParts:
 
     declared: tuple[str, ...] = ()
     _by_name: dict[str, Part] = field(default_factory=dict)
+    _thread: threading.local = field(default_factory=threading.local)
 
     def __iter__(self) -> Iterator[Part]:
         return iter(self._by_name.values())
@@ -114,9 +117,35 @@ class AttachedParts:
             raise InvalidArgumentError(
                 f"part {part.name!r} is not in CheckpointConfig.parts, which has {listed(self.declared)}: add it there"
             )
+        alike = [name for name in self._by_name if name != part.name and name.lower() == part.name.lower()]
+        if alike:
+            raise InvalidArgumentError(
+                f"part {part.name!r} differs from part {alike[0]!r} in upper and lower case alone, and some file systems "
+                "take both for one: use another name"
+            )
         if part.name in self._by_name:
             raise InvalidArgumentError(f"part {part.name!r} is attached already: detach it first")
         self._by_name[part.name] = part
+
+    @contextmanager
+    def calling(self, name: str) -> Iterator[None]:
+        """Notes that this thread calls a function of a part, so that `refuse` knows it."""
+        self._thread.part = name
+        try:
+            yield
+        finally:
+            self._thread.part = None
+
+    def refuse(self, call: str) -> None:
+        """Raises InvalidStateError if this thread is in a function of a part: `call` would call it again, without end.
+
+        And a save would have parts of two steps if a load has not called all functions yet.
+        """
+        part = getattr(self._thread, "part", None)
+        if part is not None:
+            raise InvalidStateError(
+                f"the function of part {part!r} calls {call} of the manager that has called it: call it elsewhere"
+            )
 
     def detach(self, name: str) -> None:
         """Removes a part. Raises InvalidArgumentError if none has this name."""
@@ -136,12 +165,20 @@ def part_of(name: str, save: object, load: object, is_optional: bool) -> Part:
 
 
 def check_content(name: str, content: Content) -> None:
-    """Raises InvalidTypeError if a part cannot consist of this."""
+    """Raises InvalidTypeError or InvalidArgumentError if a part cannot consist of this."""
     if not isinstance(content, (bytes, bytearray, memoryview, str, os.PathLike, HandOver, type(None))):
         raise InvalidTypeError(
             f"part {name!r} is a {type(content).__name__}: use bytes, the path of a file or folder, a HandOver of one, "
             "or a function that writes into the folder that it gets"
         )
+    path = content.path if isinstance(content, HandOver) else content
+    if not isinstance(path, (bytes, bytearray, memoryview, str, os.PathLike, type(None))):
+        raise InvalidTypeError(
+            f"part {name!r} is a HandOver of a {type(path).__name__}: use the path of a file or folder"
+        )
+    # An empty path would be the folder that the process runs in.
+    if isinstance(path, str) and (not path or "\0" in path):
+        raise InvalidArgumentError(f"part {name!r} has the path {path!r}: name a file or folder")
 
 
 def listed(names: Iterable[str]) -> str:

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 import tempfile
 import threading
 import time
@@ -15,7 +16,15 @@ import pytest
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager, HandOver, SavedPart
 from mcore_ckpt.checkpoint.reading import read_manifest
-from mcore_ckpt.errors import CheckpointError, CheckpointMismatchError, CommitError, HungDiskError, InvalidArgumentError
+from mcore_ckpt.errors import (
+    CheckpointError,
+    CheckpointMismatchError,
+    CommitError,
+    HungDiskError,
+    InvalidArgumentError,
+    InvalidStateError,
+    InvalidTypeError,
+)
 from mcore_ckpt.io import file_copies, limits
 from mcore_ckpt.save import part_files
 from mcore_ckpt.tools.examine.verify import verify
@@ -325,6 +334,70 @@ def test_an_interrupt_in_a_function_is_raised_as_it_is(manager: CheckpointManage
         manager.save(1)
     manager.detach("part")
     manager.save(2).wait(LONG_S)
+
+
+def _remove(folder: Path) -> None:
+    (folder / "buffer").write_bytes(b"x")
+    shutil.rmtree(folder)
+
+
+def _remove_later(folder: Path) -> Callable[[], None]:
+    return lambda: _remove(folder)
+
+
+@pytest.mark.parametrize("remove", [_remove, _remove_later])
+def test_a_function_that_removes_its_folder_fails_the_save(
+    manager: CheckpointManager, remove: Callable[[Path], Any], folder: Path
+) -> None:
+    """What it has written would be missing, and nobody would know."""
+    refused(manager, remove, "'part': its function has removed or moved the folder")
+    (folder / "mine").write_bytes(b"x")
+
+    def return_another(given: Path) -> Path:
+        given.rmdir()
+        return folder
+
+    manager.attach("part", save=return_another)
+    manager.save(1).wait(LONG_S)
+    assert (part_of(manager.root) / "mine").read_bytes() == b"x"
+
+
+@pytest.mark.parametrize("is_later", [False, True])
+@pytest.mark.parametrize("call", ["save", "load"])
+def test_a_function_may_not_call_its_manager(manager: CheckpointManager, call: str, is_later: bool) -> None:
+    """A save would call the function again, without end."""
+    calls = {"save": lambda: manager.save(5), "load": manager.load}
+
+    def save(folder: Path) -> object:
+        return calls[call] if is_later else calls[call]()
+
+    manager.attach("other", save=b"1")
+    manager.save(1).wait(LONG_S)
+    manager.attach("part", save=save)
+    with pytest.raises(InvalidStateError, match=f"the function of part 'part' calls {call} of the manager"):
+        manager.save(2).wait(LONG_S)
+    manager.detach("part")
+    manager.detach("other")
+    manager.attach("other", load=lambda saved: calls[call]())
+    with pytest.raises(InvalidStateError, match=f"the function of part 'other' calls {call}"):
+        manager.load()
+    manager.detach("other")
+    manager.attach("other", save=b"2", load=lambda saved: None)
+    manager.save(3).wait(LONG_S)
+    assert manager.load().step == 3
+
+
+def test_what_is_no_path_and_what_is_no_name(manager: CheckpointManager) -> None:
+    """An empty path would be the folder that the process runs in, and a HandOver of it would take all of it away."""
+    for content in ("", HandOver(""), "a\0b"):
+        with pytest.raises(InvalidArgumentError, match="name a file or folder"):
+            manager.attach("part", save=content)
+        refused(manager, lambda folder, content=content: content, "name a file or folder", InvalidArgumentError)
+    with pytest.raises(InvalidTypeError, match="a HandOver of a int"):
+        manager.attach("part", save=HandOver(5))  # type: ignore[arg-type]
+    manager.attach("part", save=b"1")
+    with pytest.raises(InvalidArgumentError, match="upper and lower case alone"):
+        manager.attach("Part", save=b"2")
 
 
 def test_a_load_that_fails_in_a_function_is_one_error(manager: CheckpointManager) -> None:
