@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -97,7 +97,7 @@ class PreemptionGuard:
         self._agreement: Agreement | None = None
         self._deadline_s, self._training_ends_in_s = deadline_s, training_ends_in_s
         self._exit_status = exit_status
-        self._signals = Signals([_checked_signal(number) for number in signals])
+        self._signals = Signals(_checked_signals(signals))
         self._file = None
         if trigger_file is not None and self._rank_0:
             self._file = TriggerFile(local_path(trigger_file, "trigger_file").absolute(), deadline_s)
@@ -252,8 +252,17 @@ class PreemptionGuard:
         return f"the end of the training's time in {max(0.0, left_s):.0f} s ({self._end.source})"
 
 
-def _checked_signal(number: int) -> int:
+def _checked_signals(numbers: object) -> list[int]:
+    if not isinstance(numbers, Iterable) or isinstance(numbers, str):
+        raise InvalidTypeError(f"signals is {numbers!r}: use a list of signals, such as [signal.SIGTERM]")
+    return [_checked_signal(number) for number in dict.fromkeys(numbers)]
+
+
+def _checked_signal(number: Any) -> int:
     try:
-        return signal.Signals(number)
+        found = signal.Signals(number)
     except ValueError:
         raise InvalidArgumentError(f"signals has {number!r}: use signals of the module signal") from None
+    if found in (signal.SIGKILL, signal.SIGSTOP):
+        raise InvalidArgumentError(f"signals has {found.name}, which no process can handle: use another signal")
+    return found

@@ -5,14 +5,17 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mcore_ckpt.errors import InvalidStateError
-from mcore_ckpt.preemption import requests
+from mcore_ckpt import CheckpointConfig, CheckpointManager
+from mcore_ckpt.errors import InvalidArgumentError, InvalidStateError, InvalidTypeError
+from mcore_ckpt.preemption import PreemptionGuard, requests
 from mcore_ckpt.preemption.requests import Signals, TriggerFile
+from tests.support.unsharded_model import Model
 from tests.support.waiting import LONG_S
 
 NUMBER = signal.SIGUSR1
@@ -111,6 +114,25 @@ def test_another_thread_is_refused_by_name_unless_there_is_a_file(caplog: pytest
     assert "the thread 'the loop' cannot handle SIGUSR1" in raised[0]
     assert "trigger_file" in raised[0]
     assert sum("the thread 'the loop' cannot handle" in record.message for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        ([signal.SIGKILL], InvalidArgumentError, "SIGKILL, which no process can handle"),
+        ([99], InvalidArgumentError, "signals has 99"),
+        (["SIGTERM"], InvalidArgumentError, "use signals of the module signal"),
+        (signal.SIGTERM, InvalidTypeError, r"use a list of signals, such as \[signal.SIGTERM\]"),
+        ("SIGTERM", InvalidTypeError, "use a list of signals"),
+    ],
+)
+def test_what_is_no_signal_is_refused_before_anything_is_entered(
+    given: Any, error: type[Exception], words: str, tmp_path: Path
+) -> None:
+    with closing(CheckpointManager(tmp_path, Model(), config=CheckpointConfig(save_contents=("model",)))) as manager:
+        with pytest.raises(error, match=words):
+            PreemptionGuard(manager, signals=given)
+        PreemptionGuard(manager, signals=[NUMBER, NUMBER])
 
 
 @pytest.fixture
