@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,10 @@ def _name(name: object) -> str:
 
 
 def _number(name: str, value: Any) -> float:
-    plain = value.item() if callable(getattr(value, "item", None)) else value
+    plain = value
+    if callable(getattr(value, "item", None)):
+        with suppress(RuntimeError, TypeError, ValueError):  # an array of several numbers, or without any
+            plain = value.item()
     if isinstance(plain, bool) or not isinstance(plain, (int, float)):
         raise InvalidTypeError(f"metrics has {name} = {fields.shown(value)}: use a number")
     try:
