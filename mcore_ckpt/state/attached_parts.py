@@ -120,8 +120,8 @@ class AttachedParts:
         alike = [name for name in self._by_name if name != part.name and name.lower() == part.name.lower()]
         if alike:
             raise InvalidArgumentError(
-                f"part {part.name!r} differs from part {alike[0]!r} in upper and lower case alone, and some file systems "
-                "take both for one: use another name"
+                f"part {part.name!r} differs from part {alike[0]!r} in upper and lower case alone, and some file "
+                "systems take both for one: use another name"
             )
         if part.name in self._by_name:
             raise InvalidArgumentError(f"part {part.name!r} is attached already: detach it first")
