@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import tempfile
 import weakref
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -46,6 +47,7 @@ class PartsFolder:
                 self._records.setdefault(file_names.part_dir(*place[:2]), []).append(record)
         self._places: dict[str, Path] = {}
         self._scratch: Path | None = None
+        self._of_step: dict[Path, tuple[int, ...]] = {}
 
     def folder(self, part: str, rank: int) -> Path:
         """Returns a folder with the checked files of one part of one rank.
@@ -63,6 +65,8 @@ class PartsFolder:
         if records and isinstance(self._folder, LocalFolder):
             if damages := self._folder.verify(records):
                 raise CheckpointCorruptError(damages[0].problem)
+            files = (self._folder.place / record.path for record in records)
+            self._of_step |= {file: _identity_of(file) for file in files}
             return self._folder.place / path
         if self._scratch is None:
             self._scratch = Path(tempfile.mkdtemp(prefix="mcore_ckpt-parts-"))
@@ -76,10 +80,21 @@ class PartsFolder:
         for_each(records, lambda record: fetch(record, place / record.path), tuning.PEER_THREADS)
         return place / path
 
+    def changed(self) -> Path | None:
+        """Returns a file of the step itself that has been changed or removed since it was checked; None if none has."""
+        return next((file for file, found in self._of_step.items() if _identity_of(file) != found), None)
+
     def close(self) -> None:
         """Removes what was fetched."""
         if self._scratch is not None:
             self._removal()
+
+
+def _identity_of(file: Path) -> tuple[int, ...]:
+    with suppress(OSError):
+        found = file.lstat()
+        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+    return ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,6 +129,19 @@ class PartLoads:
                 raise CheckpointError(
                     f"part {part.name!r} could not be loaded: {type(error).__name__}: {error}"
                 ) from error
+            finally:
+                self._check_step(part.name)
+
+    def _check_step(self, part: str) -> None:
+        """Logs an error if a function has damaged the step, which the next load would find too late."""
+        changed = None if self.files is None else self.files.changed()
+        if changed is not None:
+            logger.error(
+                "%s: the load function of part %r has changed this file, so the step is damaged: let the function copy "
+                "what it changes, and save again",
+                changed,
+                part,
+            )
 
     def close(self) -> None:
         """Removes what was fetched from other places."""

@@ -387,6 +387,22 @@ def test_a_function_may_not_call_its_manager(manager: CheckpointManager, call: s
     assert manager.load().step == 3
 
 
+def test_a_load_function_that_damages_the_step_is_told(
+    manager: CheckpointManager, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """Such as one that moves a buffer out of the step."""
+    manager.attach("part", save=b"1", load=lambda saved: saved.read())
+    manager.attach("sound", save=b"2", load=lambda saved: saved.read())
+    manager.save(1).wait(LONG_S)
+    manager.load()
+    assert not caplog.records
+    manager.detach("part")
+    manager.attach("part", load=lambda saved: os.rename(saved.folder() / "data", tmp_path / "mine"))
+    manager.load()
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told.startswith(f"{part_of(manager.root) / 'data'}: the load function of part 'part' has changed this file")
+
+
 def test_what_is_no_path_and_what_is_no_name(manager: CheckpointManager) -> None:
     """An empty path would be the folder that the process runs in, and a HandOver of it would take all of it away."""
     for content in ("", HandOver(""), "a\0b"):
