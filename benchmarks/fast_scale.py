@@ -110,7 +110,7 @@ def manifest_of(model: Model, world: int) -> tuple[Manifest, list[tuple[int, Fil
             1 << 30,
             0x12345678,
             IndexPlace(1 << 29, 1 << 20, 0x12345678),
-            Holds(runs(positions[part.name] for part in file.parts)),
+            Holds.of(positions[part.name] for part in file.parts),
         )
         for rank in range(world)
         for file in saved.of(rank)

@@ -6,12 +6,14 @@ import itertools
 import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
+
+from msgspec import structs
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.index import FileIndex, block_count, encode_index
@@ -21,7 +23,7 @@ from mcore_ckpt.formats.native.replica_shares import share_out
 from mcore_ckpt.io import tuning
 from mcore_ckpt.ranks.topology import RankCoordinates, Topology, coordinates_of
 from mcore_ckpt.sharding.names import is_expert
-from mcore_ckpt.sharding.plan import MODEL, PARAM, ShardKey, StoredShard, runs
+from mcore_ckpt.sharding.plan import MODEL, PARAM, ShardKey, StoredShard
 from mcore_ckpt.sharding.regions import Piece, Region, Shape
 
 KINDS = (PARAM, "exp_avg", "exp_avg_sq")
@@ -275,11 +277,11 @@ def write_checkpoint(
         for file in saved_files.of(rank):
             if file.writers[-1] != rank:
                 continue
-            holds = Holds(runs(positions[part.name] for part in file.parts))
+            holds = Holds.of(positions[part.name] for part in file.parts)
             record = FileRecord(file.path, file.kind, rank, 1, 0, IndexPlace(0, 1, 0), holds)
             if indexed(at):
                 size, place = write_sparse(role_dir, file)
-                record = replace(record, size=size, index=place)
+                record = structs.replace(record, size=size, index=place)
             files.append(record)
     manifest = Manifest(
         step=1,

@@ -21,7 +21,7 @@ from mcore_ckpt.ranks.topology import Topology, coordinates_of
 from mcore_ckpt.save.capture import FileTensors, capture_in_place
 from mcore_ckpt.sharding.cuts import Cut, axes_of
 from mcore_ckpt.sharding.names import natural_order
-from mcore_ckpt.sharding.plan import MODEL, ShardKey, runs
+from mcore_ckpt.sharding.plan import MODEL, ShardKey
 from mcore_ckpt.sharding.regions import Shape
 from mcore_ckpt.steps import commit
 
@@ -66,7 +66,7 @@ def write_checkpoint(root: Path, config: Mapping[str, Any]) -> Path:
         held = [name for name in names if _stage_of(name, len(model.layers)) == pp]
         for tp in range(TP):
             written = _write_file(staging, pp, tp, {name: shapes[name] for name in held}, bits)
-            holds = Holds(runs(names.index(name) for name in held))
+            holds = Holds.of(names.index(name) for name in held)
             records.append(
                 FileRecord(written.path, written.kind, pp * TP + tp, written.size, written.crc32, written.index, holds)
             )

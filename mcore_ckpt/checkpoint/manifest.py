@@ -50,8 +50,9 @@ class StageRecord:
     mtp: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class IndexPlace:
+# A manifest has tens of thousands of the next two. Dataclasses would take ten times as long to make, and Python's
+# garbage collector would look at each of them.
+class IndexPlace(msgspec.Struct, frozen=True, gc=False):
     """The place of an index in its file, in bytes, the CRC-32 of the index, and the version of its format."""
 
     offset: int
@@ -60,8 +61,7 @@ class IndexPlace:
     version: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class FileRecord:
+class FileRecord(msgspec.Struct, frozen=True, gc=False):
     """The manifest's entry for one file of a checkpoint.
 
     `path` is relative to the role's folder. `rank` is the world rank that wrote the file. `holds` lists the tensors in

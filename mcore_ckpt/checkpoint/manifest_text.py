@@ -21,6 +21,7 @@ from mcore_ckpt.io import typed_json
 from mcore_ckpt.io.checksums import crc32
 from mcore_ckpt.io.typed_json import LongList, Natural, Place
 from mcore_ckpt.json_bounds import SMALL_BYTES
+from mcore_ckpt.sharding.plan import ends_of_runs
 
 T = TypeVar("T")
 
@@ -53,6 +54,13 @@ class Holds(Sequence[tuple[int, int]]):
         self._count: int | None = None
         self._text: msgspec.Raw | None = None
 
+    @staticmethod
+    def of(positions: Iterable[int]) -> Holds:
+        """Returns the runs of some positions."""
+        found = Holds()
+        found.ends.fromlist(ends_of_runs(positions))
+        return found
+
     def __len__(self) -> int:
         return len(self.ends) // 2
 
@@ -64,7 +72,8 @@ class Holds(Sequence[tuple[int, int]]):
         return list(self)[number] if isinstance(number, slice) else (self.ends[::2][number], self.ends[1::2][number])
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        return zip(self.ends[::2], self.ends[1::2], strict=True)
+        ends = self.ends.tolist()
+        return zip(ends[::2], ends[1::2], strict=True)
 
     def __eq__(self, other: object) -> bool:
         return self.ends == other.ends if isinstance(other, Holds) else NotImplemented
@@ -80,7 +89,8 @@ class Holds(Sequence[tuple[int, int]]):
         if not self.ends:
             return 0
         if self._count is None:
-            firsts, lasts = self.ends[::2], self.ends[1::2]
+            ends = self.ends.tolist()
+            firsts, lasts = ends[::2], ends[1::2]
             is_ascending = all(map(le, firsts, lasts)) and all(map(lt, lasts, firsts[1:]))
             self._count = sum(lasts) - sum(firsts) + len(firsts) if is_ascending else _OUT_OF_ORDER
         return None if self._count == _OUT_OF_ORDER or self.ends[-1] >= tensors else self._count
@@ -197,7 +207,8 @@ def _decoded(text: bytes) -> Holds:
     numbers = b"[%b]" % text.translate(None, b"[]")
     holds = Holds()
     try:
-        holds.ends.extend(typed_json.NATURALS.read(numbers, (0, len(numbers))))
+        for piece in typed_json.NATURALS.pieces(numbers, (0, len(numbers))):
+            holds.ends.fromlist(piece)
     except OverflowError:
         raise fields.FieldError("'holds' has a number that is no position of a tensor") from None
     return holds

@@ -129,7 +129,11 @@ class LongList(Generic[T]):
 
     def read(self, data: bytes, place: Place) -> Iterator[T]:
         """Yields the values in the list at a place, without members that the type lacks. Raises FieldError."""
-        return chain.from_iterable(self._pieces.read(data, place))
+        return chain.from_iterable(self.pieces(data, place))
+
+    def pieces(self, data: bytes, place: Place) -> Iterator[list[T]]:
+        """Yields the values as `read` does, in lists of at most some 64 KiB of text."""
+        return self._pieces.read(data, place)
 
 
 class LongObject(Generic[T]):

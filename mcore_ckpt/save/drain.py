@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+
+import msgspec
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest, WrittenFile
@@ -74,7 +76,7 @@ class Drain:
         exports = "hf_model" in trainer.config.save_contents
 
         def copy(staging: Path) -> Record:
-            return {"files": [asdict(file) for file in self._copy(staging, mine, exports)]}
+            return {"files": [msgspec.to_builtins(file) for file in self._copy(staging, mine, exports)]}
 
         def describe(_: Sequence[Record]) -> Manifest:
             files = _copied(manifest.files, exports)

@@ -181,7 +181,7 @@ class TensorNames:
             lists = {digest: _lines(self._received[digest]) for digest in wanted}
             with _names_refused():
                 ordered = OrderedNames(lists.values())
-            holds = {digest: Holds(ordered.runs_of(entries)) for digest, entries in lists.items()}
+            holds = {digest: Holds.of(ordered.positions_of(entries)) for digest, entries in lists.items()}
             self._order = (wanted, ordered.names, holds)
         return self._order[1], self._order[2]
 

@@ -14,7 +14,6 @@ from itertools import chain, islice, product
 from math import prod
 
 from mcore_ckpt.sharding.names import natural_order, natural_orders
-from mcore_ckpt.sharding.plan import runs
 
 # A number in a name. Digits that begin with a zero, and very long ones, count as text, so that no name changes.
 _NUMBER = re.compile(r"(?<![0-9])(0|[1-9][0-9]{0,8})(?![0-9])")
@@ -70,8 +69,8 @@ class OrderedNames:
         >>> ordered = OrderedNames([["layers.[0-1].w"], ["layers.1.w", "head.w"]])
         >>> ordered.names
         ('head.w', 'layers.0.w', 'layers.1.w')
-        >>> ordered.runs_of(["layers.1.w", "head.w"])
-        [(0, 0), (2, 2)]
+        >>> list(ordered.positions_of(["layers.1.w", "head.w"]))
+        [2, 0]
     """
 
     def __init__(self, lists: Iterable[Iterable[str]]) -> None:
@@ -98,9 +97,9 @@ class OrderedNames:
                 numbers = _numbers(last)
                 self._positions[entry] = array("I", [row[number] for row in in_rows for number in numbers])
 
-    def runs_of(self, entries: Iterable[str]) -> list[tuple[int, int]]:
-        """Returns the positions of the names in one of the lists, as runs (`plan.runs`)."""
-        return runs(chain.from_iterable(map(self._positions.__getitem__, entries)))
+    def positions_of(self, entries: Iterable[str]) -> Iterator[int]:
+        """Returns the positions of the names in one of the lists."""
+        return chain.from_iterable(map(self._positions.__getitem__, entries))
 
 
 class NameLists:

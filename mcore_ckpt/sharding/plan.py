@@ -123,14 +123,19 @@ def runs(positions: Iterable[int]) -> list[tuple[int, int]]:
         >>> runs([3, 1, 2, 7])
         [(1, 3), (7, 7)]
     """
+    ends = ends_of_runs(positions)
+    return list(zip(ends[::2], ends[1::2], strict=True))
+
+
+def ends_of_runs(positions: Iterable[int]) -> list[int]:
+    """Returns the first and the last position of each of the `runs`, one after the other."""
     in_order = sorted(positions)
     if not in_order:
         return []
-    found = []
-    first = last = in_order[0]
+    last = in_order[0]
+    ends = [last]
     for position in in_order:
         if position - last > 1:
-            found.append((first, last))
-            first = position
+            ends += last, position
         last = position
-    return [*found, (first, last)]
+    return [*ends, last]

@@ -1,6 +1,7 @@
 """`manifest.json`: damage is found, what is forged refused, and only FieldError and NewerFormatError come out."""
 
 import copy
+import gc
 import json
 import re
 import zlib
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from mcore_ckpt import json_bounds
 from mcore_ckpt.checkpoint import manifest as module
@@ -180,24 +182,24 @@ def test_what_is_proved_to_be_readable_is_the_same_text(manifest: Manifest) -> N
 
 UNREADABLE = {
     "path-twice": {"files": (MODEL, MODEL)},
-    "path-twice-but-for-capitals": {"files": (COMMON, replace(COMMON, path="optim/COMMON.pt"))},
-    "path-that-leaves": {"files": (replace(COMMON, path="../common.pt"),)},
-    "path-with-a-dot": {"files": (replace(COMMON, path="optim/./common.pt"),)},
-    "path-that-ends-with-a-slash": {"files": (replace(COMMON, path="optim/"),)},
-    "path-with-a-backslash": {"files": (replace(COMMON, path="optim\\common.pt"),)},
-    "path-empty": {"files": (replace(COMMON, path=""),)},
-    "path-unprintable": {"files": (replace(COMMON, path="a\u200bb"),)},
-    "path-too-long": {"files": (replace(COMMON, path="a/" * 2100 + "b"),)},
-    "path-with-a-long-part": {"files": (replace(COMMON, path="optim/" + "é" * 128),)},
-    "kind-unprintable": {"files": (replace(COMMON, kind="a\nb"),)},
-    "size-negative": {"files": (replace(COMMON, size=-1),)},
-    "size-enormous": {"files": (replace(COMMON, size=2**63),)},
-    "rank-that-is-none": {"files": (replace(COMMON, rank=2),)},
-    "index-leaves-the-file": {"files": (replace(MODEL, size=4499),)},
-    "index-negative": {"files": (replace(MODEL, index=IndexPlace(-1, 500, 78)),)},
-    "holds-a-tensor-too-many": {"files": (replace(MODEL, holds=Holds(((0, 2),))),)},
-    "holds-backwards": {"files": (replace(MODEL, holds=Holds(((1, 0),))),)},
-    "holds-a-tensor-twice": {"files": (replace(MODEL, holds=Holds(((0, 0), (0, 1)))),)},
+    "path-twice-but-for-capitals": {"files": (COMMON, structs.replace(COMMON, path="optim/COMMON.pt"))},
+    "path-that-leaves": {"files": (structs.replace(COMMON, path="../common.pt"),)},
+    "path-with-a-dot": {"files": (structs.replace(COMMON, path="optim/./common.pt"),)},
+    "path-that-ends-with-a-slash": {"files": (structs.replace(COMMON, path="optim/"),)},
+    "path-with-a-backslash": {"files": (structs.replace(COMMON, path="optim\\common.pt"),)},
+    "path-empty": {"files": (structs.replace(COMMON, path=""),)},
+    "path-unprintable": {"files": (structs.replace(COMMON, path="a\u200bb"),)},
+    "path-too-long": {"files": (structs.replace(COMMON, path="a/" * 2100 + "b"),)},
+    "path-with-a-long-part": {"files": (structs.replace(COMMON, path="optim/" + "é" * 128),)},
+    "kind-unprintable": {"files": (structs.replace(COMMON, kind="a\nb"),)},
+    "size-negative": {"files": (structs.replace(COMMON, size=-1),)},
+    "size-enormous": {"files": (structs.replace(COMMON, size=2**63),)},
+    "rank-that-is-none": {"files": (structs.replace(COMMON, rank=2),)},
+    "index-leaves-the-file": {"files": (structs.replace(MODEL, size=4499),)},
+    "index-negative": {"files": (structs.replace(MODEL, index=IndexPlace(-1, 500, 78)),)},
+    "holds-a-tensor-too-many": {"files": (structs.replace(MODEL, holds=Holds(((0, 2),))),)},
+    "holds-backwards": {"files": (structs.replace(MODEL, holds=Holds(((1, 0),))),)},
+    "holds-a-tensor-twice": {"files": (structs.replace(MODEL, holds=Holds(((0, 0), (0, 1)))),)},
     "tensor-twice": {"tensors": ("a", "a")},
     "tensor-unprintable": {"tensors": ("a", "b\x7f")},
     "tensor-too-long": {"tensors": ("a", "b" * 4097)},
@@ -227,10 +229,10 @@ def test_what_cannot_be_read_back_is_refused_as_it_would_be_read(changed: dict[s
         {"ranks": MANIFEST.ranks[::-1]},
         {"tensors": MANIFEST.tensors[::-1]},
         {"files": (COMMON, MODEL)},
-        {"files": (replace(MODEL, crc32=78), COMMON)},
-        {"files": (replace(MODEL, index=IndexPlace(4000, 500, 79)), COMMON)},
-        {"files": (replace(MODEL, holds=Holds(((0, 0),))), COMMON)},
-        {"files": (MODEL, replace(COMMON, path="optim/other.pt"))},
+        {"files": (structs.replace(MODEL, crc32=78), COMMON)},
+        {"files": (structs.replace(MODEL, index=IndexPlace(4000, 500, 79)), COMMON)},
+        {"files": (structs.replace(MODEL, holds=Holds(((0, 0),))), COMMON)},
+        {"files": (MODEL, structs.replace(COMMON, path="optim/other.pt"))},
     ],
 )
 def test_a_text_that_says_another_thing_is_refused(monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any]) -> None:
@@ -274,9 +276,19 @@ def test_what_is_written_of_many_ranks_is_read(files_of_each: int, has_more: boo
     assert decode_manifest(data) == manifest
 
 
+def test_positions_are_held_as_runs() -> None:
+    assert list(Holds.of([7, 2, 1, 3, 2])) == [(1, 3), (7, 7)]
+    assert Holds.of([]) == Holds()
+
+
+def test_the_garbage_collector_does_not_look_at_the_files_of_a_manifest() -> None:
+    files = decode_manifest(encode_manifest(MANIFEST)).files
+    assert not any(map(gc.is_tracked, (*files, *(file.index for file in files))))
+
+
 def test_files_that_hold_the_same_tensors_share_the_runs() -> None:
     holds = Holds(((0, 0), (2, 3)))
-    files = tuple(replace(MODEL, path=f"{number}.pt", holds=holds) for number in range(2))
+    files = tuple(structs.replace(MODEL, path=f"{number}.pt", holds=holds) for number in range(2))
     decoded = decode_manifest(encode_manifest(replace(MANIFEST, tensors=tuple("abcd"), files=files)))
     assert decoded.files[0].holds == holds
     assert decoded.files[0].holds is decoded.files[1].holds
@@ -368,7 +380,7 @@ def test_a_version_that_is_none_is_refused(version: Any) -> None:
 )
 def test_a_path_outside_the_folder_is_refused(path: str) -> None:
     with pytest.raises(FieldError, match="not a plain path"):
-        decode_manifest(encode_manifest(replace(MANIFEST, files=(MODEL, replace(COMMON, path=path)))))
+        decode_manifest(encode_manifest(replace(MANIFEST, files=(MODEL, structs.replace(COMMON, path=path)))))
 
 
 EDITS: dict[str, Callable[[dict[str, Any]], Any]] = {

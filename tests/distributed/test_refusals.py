@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from msgspec import structs
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager
 from mcore_ckpt.checkpoint.plain_files import pickle_plain, read_plain, write_plain
@@ -115,7 +116,7 @@ def without_device(role: Path) -> None:
     for name in (RNG, "manifest.json"):
         (role / name).unlink()
     written = write_plain(role, RNG, record.kind, pickle_plain(states))
-    changed = replace(record, size=written.size, crc32=written.crc32)
+    changed = structs.replace(record, size=written.size, crc32=written.crc32)
     files = tuple(changed if file is record else file for file in manifest.files)
     write_manifest(role, replace(manifest, files=files))
 

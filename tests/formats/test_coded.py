@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from mcore_ckpt.checkpoint.dtypes import dtype_name
 from mcore_ckpt.checkpoint.index import SCALE_REGION, FileIndex, decode_index, encode_index
@@ -72,7 +73,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> NativeReader:
     files = [(0, write_alone(folder, request)) for request in requests]
     manifest = manifest_of(files, 1, 2, "0" * 32, "actor", ("actor",))
     manifest = replace(
-        manifest, tensors=(NAME,), files=tuple(replace(f, holds=Holds(((0, 0),))) for f in manifest.files)
+        manifest, tensors=(NAME,), files=tuple(structs.replace(f, holds=Holds(((0, 0),))) for f in manifest.files)
     )
     return NativeReader(LocalFolder(folder), manifest)
 

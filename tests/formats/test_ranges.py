@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from mcore_ckpt.checkpoint.index import BLOCK_BYTES
 from mcore_ckpt.checkpoint.manifest import FileRecord
@@ -142,7 +143,7 @@ def test_many_ranges_of_several_files_at_once(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         files.append(write(tmp_path / name))
     paths = [f"{name}/{PATH}" for name in "abc"]
-    records = {path: replace(file.record, path=path) for path, file in zip(paths, files, strict=True)}
+    records = {path: structs.replace(file.record, path=path) for path, file in zip(paths, files, strict=True)}
     reads, targets, step = [], [], NUMEL // 7
     for start in range(0, NUMEL, step):
         for path, file in zip(reversed(records), reversed(files), strict=True):
@@ -234,7 +235,7 @@ def test_a_file_of_the_same_size_in_its_place(written: Written) -> None:
 def test_a_file_cut_after_it_was_looked_at(written: Written) -> None:
     cut_at = written.shard.offset + 3 * BLOCK_BYTES + 100
     os.truncate(written.path, cut_at)
-    found = replace(written, record=replace(written.record, size=cut_at))
+    found = replace(written, record=structs.replace(written.record, size=cut_at))
     target = poisoned(1)
     with pytest.raises(CheckpointCorruptError, match="the file was cut") as raised:
         found.read_into(target, NUMEL - 1, NUMEL)
@@ -248,9 +249,9 @@ def test_an_index_with_a_good_checksum_and_bad_numbers(written: Written) -> None
     with written.path.open("r+b") as file:
         file.seek(written.record.index.offset)
         file.write(forged)
-    place = replace(written.record.index, size=len(forged), crc32=zlib.crc32(forged))
+    place = structs.replace(written.record.index, size=len(forged), crc32=zlib.crc32(forged))
     with pytest.raises(CheckpointCorruptError, match="index: not an index of version 1"):
-        read_index(written.folder, replace(written.record, index=place))
+        read_index(written.folder, structs.replace(written.record, index=place))
 
 
 def test_a_manifest_that_is_missing_damaged_or_newer(tmp_path: Path) -> None:

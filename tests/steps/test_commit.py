@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.reading import read_manifest
@@ -72,8 +73,8 @@ def test_a_manifest_that_nobody_could_read_is_not_written(role_dir: Path, monkey
     first = manifest.files[0]
     for wrong, why in (
         (replace(manifest, files=(*manifest.files, first)), r"rng_states\S+' is listed twice"),
-        (replace(manifest, files=(replace(first, path="a\u200bb"),)), "path"),
-        (replace(manifest, files=(replace(first, path="a\udc80b"),)), "surrogates"),
+        (replace(manifest, files=(structs.replace(first, path="a\u200bb"),)), "path"),
+        (replace(manifest, files=(structs.replace(first, path="a\udc80b"),)), "surrogates"),
         (replace(manifest, step=-1), "step"),
     ):
         with pytest.raises(CommitError, match=why):

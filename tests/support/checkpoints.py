@@ -1,15 +1,15 @@
 """Small checkpoints of a few ranks, written and read back by the storage layer alone, without megatron."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 
 from mcore_ckpt.checkpoint import file_names
-from mcore_ckpt.checkpoint.manifest import FileRecord, IndexPlace, Manifest, WrittenFile
+from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest, WrittenFile
 from mcore_ckpt.checkpoint.manifest_text import Holds
 from mcore_ckpt.checkpoint.plain_files import pickle_plain, write_plain
 from mcore_ckpt.formats.native.file_plan import StructureCache, plan_file
@@ -149,10 +149,18 @@ def finish(
 ) -> None:
     def write(staging: Path) -> Record:
         check_seen(staging)
-        return {"files": [asdict(file) for file in write_files(staging, agreement, version, agreement.world_size)]}
+        return {
+            "files": [
+                msgspec.to_builtins(file) for file in write_files(staging, agreement, version, agreement.world_size)
+            ]
+        }
 
     def describe(records: Sequence[Record]) -> Manifest:
-        files = [(rank, _written(item)) for rank, record in enumerate(records) for item in record["files"]]
+        files = [
+            (rank, msgspec.convert(item, WrittenFile))
+            for rank, record in enumerate(records)
+            for item in record["files"]
+        ]
         commit.check_files(attempt.staging, files)
         return manifest_of(files, agreement.world_size, step, attempt.number, attempt.role_dir.name, roles)
 
@@ -163,11 +171,6 @@ def finish(
 def delete_old(root: Path, step: int, keep: int | None) -> None:
     if keep is not None:
         delete_old_steps(root, PreservationPolicy(keep), step)
-
-
-def _written(item: Record) -> WrittenFile:
-    index = IndexPlace(**item["index"]) if item["index"] else None
-    return WrittenFile(item["path"], item["kind"], item["size"], item["crc32"], index, item["holds"])
 
 
 class Alone:

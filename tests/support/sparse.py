@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from msgspec import structs
+
 from mcore_ckpt.checkpoint.element_sizes import item_bytes
 from mcore_ckpt.checkpoint.index import Alias, FileIndex, block_count, encode_index
 from mcore_ckpt.checkpoint.manifest import FileRecord, IndexPlace, Manifest
@@ -54,4 +56,4 @@ def _write_file(role_dir: Path, record: FileRecord, held: Sequence[StoredShard |
     path = role_dir / record.path
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(bytes(offset) + data)
-    return replace(record, size=offset + len(data), index=IndexPlace(offset, len(data), zlib.crc32(data)))
+    return structs.replace(record, size=offset + len(data), index=IndexPlace(offset, len(data), zlib.crc32(data)))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import encode_manifest
@@ -425,7 +426,7 @@ def test_what_a_save_deletes_before_its_commit_takes_space_once(keeps_model: boo
     role_dir = file_names.step_dir(tmp_path, STEP) / ROLE
     manifest = read_manifest(role_dir)
     largest = max(manifest.files, key=lambda file: file.size)
-    exported = replace(largest, path=f"{file_names.HUGGINGFACE_DIR}/model.safetensors", kind="huggingface")
+    exported = structs.replace(largest, path=f"{file_names.HUGGINGFACE_DIR}/model.safetensors", kind="huggingface")
     contents = ("hf_model", *(["model"] if keeps_model else []))
     (role_dir / file_names.MANIFEST_FILE).write_bytes(
         encode_manifest(replace(manifest, contents=contents, files=(*manifest.files, exported)))

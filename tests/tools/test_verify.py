@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 
 from mcore_ckpt.checkpoint import damage as damaging
 from mcore_ckpt.checkpoint import file_names
@@ -230,7 +231,7 @@ def test_what_torch_sees_is_compared(role_dir: Path) -> None:
     path.write_bytes(data.replace(pickled, renamed).replace(old, new))
     (crc,) = checksums.file_crcs([(path, record.size)])
     files = read_manifest(role_dir).files
-    rewrite(role_dir, files=tuple(replace(f, crc32=crc) if f.path == MODEL_FILE else f for f in files))
+    rewrite(role_dir, files=tuple(structs.replace(f, crc32=crc) if f.path == MODEL_FILE else f for f in files))
     assert not verify_role(role_dir).damages
     problems = [damage.problem for damage in verify_role(role_dir, deep=True).damages]
     assert any("decoder.norm.height (model) is not in the index" in problem for problem in problems)

@@ -16,11 +16,12 @@ import zipfile
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import structs
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.dtypes import torch_dtype
@@ -243,8 +244,8 @@ def index_forged(sample: Sample) -> Case:
         encoded = json.dumps(index).encode() if rng.random() < 0.7 else damage(data[start:stop], rng)
         whole = data[:start] + encoded + data[stop:]
         assert record.index is not None
-        place = replace(record.index, size=len(encoded), crc32=zlib.crc32(encoded))
-        forged = replace(record, index=place, size=len(whole))
+        place = structs.replace(record.index, size=len(encoded), crc32=zlib.crc32(encoded))
+        forged = structs.replace(record, index=place, size=len(whole))
         sample.put(record.path, whole)
 
         def read() -> None:
@@ -280,7 +281,7 @@ def payload(sample: Sample) -> Case:
 
 
 def _forged_record(sample: Sample, data: bytes) -> FileRecord:
-    record = replace(sample.record("rng"), size=len(data), crc32=zlib.crc32(data))
+    record = structs.replace(sample.record("rng"), size=len(data), crc32=zlib.crc32(data))
     sample.put(record.path, data)
     return record
 

@@ -8,11 +8,11 @@ import struct
 import time
 import zlib
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from mcore_ckpt import json_bounds
 from mcore_ckpt.checkpoint import file_names
@@ -364,7 +364,7 @@ def test_memory_is_not_taken_for_what_a_manifest_says(sample: Sample) -> None:
     """An index of 200 MiB that the file has not."""
     record = sample.record("optimizer")
     assert record.index is not None
-    forged = replace(record, size=1 << 40, index=replace(record.index, offset=0, size=200 << 20))
+    forged = structs.replace(record, size=1 << 40, index=structs.replace(record.index, offset=0, size=200 << 20))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(CheckpointCorruptError, match="cut or replaced"):
         read_index(sample.role_dir, forged)

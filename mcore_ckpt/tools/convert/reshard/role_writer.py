@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from mcore_ckpt.checkpoint.manifest import (
     AdapterSettings,
     FileRecord,
-    IndexPlace,
     Manifest,
     Parts,
     StageRecord,
@@ -28,7 +28,7 @@ from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.io.files import sync_folders_below
 from mcore_ckpt.ranks.topology import coordinates_of
 from mcore_ckpt.sharding.names import natural_order
-from mcore_ckpt.sharding.plan import MODEL, ShardKey, runs
+from mcore_ckpt.sharding.plan import MODEL, ShardKey
 from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.steps.later_metrics import metrics_of
 from mcore_ckpt.tools.convert.destinations import RolesOfStep
@@ -86,7 +86,8 @@ class RoleWriter:
         planned = [number for number in numbers if number < len(self.planned)]
         written = write_planned_files(self.read, [self.planned[number] for number in planned], folder, progress)
         reports = [
-            FileReport(number, names.file.size, asdict(names)) for number, names in zip(planned, written, strict=True)
+            FileReport(number, names.file.size, msgspec.to_builtins(names))
+            for number, names in zip(planned, written, strict=True)
         ]
         for number in numbers[len(planned) :]:
             copy = self.copies[number - len(self.planned)]
@@ -96,7 +97,9 @@ class RoleWriter:
         return reports
 
     def finish(self, reports: Sequence[FileReport], folder: Path) -> None:
-        indexed = [_names_of(report.details) for report in reports if report.number < len(self.planned)]
+        indexed = [
+            msgspec.convert(report.details, FileNames) for report in reports if report.number < len(self.planned)
+        ]
         small = [(copy.rank, copy.written) for copy in self.copies]
         small += self.write_others(folder)
         sync_folders_below(folder)
@@ -115,12 +118,6 @@ class RoleWriter:
             return memory
 
         check_written(self.reader, tuple(self.reader.names)[part::parts], read)
-
-
-def _names_of(record: Mapping[str, Any]) -> FileNames:
-    file: dict[str, Any] = record["file"]
-    index = IndexPlace(**file["index"]) if file["index"] else None
-    return FileNames(WrittenFile(**{**file, "index": index}), record["rank"], tuple(record["names"]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,9 +168,7 @@ def _manifest(
     topology = target.topology
     names = tuple(sorted({name for entry in indexed for name in entry.names}, key=natural_order))
     position = {name: number for number, name in enumerate(names)}
-    records = [
-        _record(entry.file, entry.rank, Holds(runs(position[name] for name in entry.names))) for entry in indexed
-    ]
+    records = [_record(entry.file, entry.rank, Holds.of(position[name] for name in entry.names)) for entry in indexed]
     return Manifest(
         step=step,
         role=identity.role,

@@ -35,7 +35,7 @@ from mcore_ckpt.io.tuning import HOST_THREADS
 from mcore_ckpt.ranks.meeting import single_process_agreement
 from mcore_ckpt.ranks.rounds import Record
 from mcore_ckpt.ranks.topology import Topology, coordinates_of
-from mcore_ckpt.sharding.plan import MODEL, PARAM, ShardKey, runs
+from mcore_ckpt.sharding.plan import MODEL, PARAM, ShardKey
 from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.steps import commit, leftovers
 from mcore_ckpt.steps.retention import PreservationPolicy
@@ -252,9 +252,7 @@ class TrialSaves:
         names = tuple(sorted({name for rank in self._ranks for plan in rank.plans for name in plan.names}))
         position = {name: number for number, name in enumerate(names)}
         holds: dict[str, Holds] = {
-            plan.path: Holds(runs(sorted(position[name] for name in plan.names)))
-            for rank in self._ranks
-            for plan in rank.plans
+            plan.path: Holds.of(position[name] for name in plan.names) for rank in self._ranks for plan in rank.plans
         }
         return Manifest(
             step=step,
