@@ -91,10 +91,11 @@ def _drop(status: StepStatus, role: str) -> str | None:
             # power loss.
             write_owner(role_dir)
             os.fsync(folder)
-            _replace_manifest(folder, role_dir, without_optimizer(manifest))
+            manifest = without_optimizer(manifest)
+            _replace_manifest(folder, role_dir, manifest)
         if is_in_use(status.path, status.path):
             return "it is being copied, so the next start of a trainer removes the files"
-        _remove_unlisted(folder, role_dir)
+        _remove_unlisted(folder, role_dir, manifest)
     return None
 
 
@@ -109,8 +110,9 @@ def remove_dropped(role_dir: Path, alone: bool = False) -> list[Path]:
             return []
         remove_abandoned_files(role_dir / file_names.MANIFEST_FILE, 0.0)
         with _opened(role_dir) as folder:
-            if _manifest_in(folder, role_dir).dropped:
-                return _remove_unlisted(folder, role_dir)
+            manifest = _manifest_in(folder, role_dir)
+            if manifest.dropped:
+                return _remove_unlisted(folder, role_dir, manifest)
     return []
 
 
@@ -162,9 +164,9 @@ def _replace_manifest(folder: int, role_dir: Path, manifest: Manifest) -> None:
     os.fsync(folder)
 
 
-def _remove_unlisted(folder: int, role_dir: Path) -> list[Path]:
+def _remove_unlisted(folder: int, role_dir: Path, manifest: Manifest) -> list[Path]:
     """Removes an optimizer's folder that the manifest no longer lists. Returns the folders that it tried to remove."""
-    if _lists_optimizer(_manifest_in(folder, role_dir)):
+    if _lists_optimizer(manifest):
         return []
     if file_names.OPTIMIZER_DIR in os.listdir(folder):
         hidden = file_names.dropped_dir(role_dir, new_attempt()).name

@@ -11,6 +11,7 @@ import pytest
 
 from mcore_ckpt import pin
 from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.manifest import Manifest
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.io.store import Store
 from mcore_ckpt.steps import commit, leftovers, optimizer_files, work_folders
@@ -114,6 +115,21 @@ def test_who_prevents_it(tmp_path: Path, use: Callable[[Path], Callable[[], obje
     end()
     delete_old_steps(tmp_path, ONE)
     assert with_optimizer(tmp_path) == ["2/actor"]
+
+
+def test_a_removal_reads_the_manifest_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_small(tmp_path, 1)
+    (status,) = list_steps(tmp_path)
+    read, seen = optimizer_files._manifest_in, list[Path]()
+
+    def counted(folder: int, role_dir: Path) -> Manifest:
+        seen.append(role_dir)
+        return read(folder, role_dir)
+
+    monkeypatch.setattr(optimizer_files, "_manifest_in", counted)
+    assert drop_optimizer(status, [ROLE]) is None
+    assert with_optimizer(tmp_path) == []
+    assert seen == [status.role_dir(ROLE)]
 
 
 def test_an_upload_that_begins_meanwhile_finds_all_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
