@@ -41,9 +41,6 @@ _WAITERS = (
     *(f"mcore_ckpt.io.{name}" for name in ("device_waits", "disk_watch")),
     "mcore_ckpt.fast.peer_",
 )
-# This module runs functions of the trainer. They may wait for anything, but only a wait for a disk cannot be
-# interrupted.
-_OF_TRAINER = "mcore_ckpt.save.part_files"
 
 
 class Job(Protocol):
@@ -87,6 +84,25 @@ def _job_of(thread: threading.Thread) -> Job | None:
     return getattr(thread, "native_job", None)
 
 
+@contextmanager
+def in_function_of_trainer() -> Iterator[None]:
+    """Marks this thread as running a function of the trainer.
+
+    Such a function may wait for anything. Only a wait that cannot be interrupted is a call to a disk.
+    """
+    thread = threading.current_thread()
+    before = _runs_trainer(thread)
+    thread.runs_trainer = True  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        thread.runs_trainer = before  # type: ignore[attr-defined]
+
+
+def _runs_trainer(thread: threading.Thread) -> bool:
+    return getattr(thread, "runs_trainer", False)
+
+
 class Look:
     """Looks repeatedly whether a thread and the threads that it has started (`io/threads.py`) make progress."""
 
@@ -123,7 +139,7 @@ class Look:
             found = job.longest_call()
             return None if found is None else Call(*found)
         frame = frames.get(number)
-        if frame is None or not (_is_in_call(frame) or _waits_for_disk(thread, frame)):
+        if frame is None or not (_is_in_call(frame) or _waits_for_disk(thread)):
             self._seen.pop(number, None)
             return None
         place = (id(frame), frame.f_lasti, _cpu_time(thread))
@@ -152,11 +168,9 @@ def _is_in_call(frame: FrameType) -> bool:
     return not name.startswith(_WAITERS)
 
 
-def _waits_for_disk(thread: threading.Thread, frame: FrameType | None) -> bool:
+def _waits_for_disk(thread: threading.Thread) -> bool:
     """Returns whether a function of the trainer is in a call that cannot be interrupted, such as one to a disk."""
-    while frame is not None and frame.f_globals.get("__name__") != _OF_TRAINER:
-        frame = frame.f_back
-    if frame is None:
+    if not _runs_trainer(thread):
         return False
     with suppress(OSError, IndexError):
         state = Path(f"/proc/self/task/{thread.native_id}/stat").read_text(errors="replace").rpartition(")")[2]

@@ -18,7 +18,6 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
 from mcore_ckpt.formats.native.folder import Folder, LocalFolder
-from mcore_ckpt.interrupts import is_interrupt
 from mcore_ckpt.io import tuning
 from mcore_ckpt.io.files import make_folders
 from mcore_ckpt.io.removal import remove_tree
@@ -26,6 +25,7 @@ from mcore_ckpt.io.threads import for_each
 from mcore_ckpt.ranks.rounds import Agreement, Runner, decide, done_here
 from mcore_ckpt.state.attached_parts import AttachedParts, Part, SavedPart, listed
 from mcore_ckpt.state.trainer import Trainer
+from mcore_ckpt.state.trainer_functions import call_of_trainer
 
 logger = logging.getLogger(__name__)
 
@@ -120,15 +120,8 @@ class PartLoads:
             assert part.load is not None
             try:
                 with self.attached.calling(part.name):
-                    part.load(stored)
-            except CheckpointError:
-                raise
-            except Exception as error:
-                if is_interrupt(error):
-                    raise
-                raise CheckpointError(
-                    f"part {part.name!r} could not be loaded: {type(error).__name__}: {error}"
-                ) from error
+                    failure = f"part {part.name!r} could not be loaded"
+                    call_of_trainer(partial(part.load, stored), failure, CheckpointError)
             finally:
                 self._check_step(part.name)
 

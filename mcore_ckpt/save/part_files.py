@@ -21,8 +21,7 @@ from pathlib import Path
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import WrittenFile
-from mcore_ckpt.errors import CheckpointError, CommitError, HungDiskError
-from mcore_ckpt.interrupts import is_interrupt
+from mcore_ckpt.errors import CommitError, HungDiskError
 from mcore_ckpt.io import tuning
 from mcore_ckpt.io.access import FILE_MODE, FOLDER_MODE, widen
 from mcore_ckpt.io.checksums import crc32
@@ -36,6 +35,7 @@ from mcore_ckpt.save.part_sources import Listing, Source, list_part
 from mcore_ckpt.state.attached_parts import Content, HandOver, check_content
 from mcore_ckpt.state.thread_settings import settings_for_state
 from mcore_ckpt.state.trainer import Trainer
+from mcore_ckpt.state.trainer_functions import call_of_trainer
 from mcore_ckpt.steps.transaction import Attempt, check_seen
 
 logger = logging.getLogger(__name__)
@@ -253,15 +253,7 @@ def _is_bytes(content: Content) -> bool:
 
 
 def _content_of(name: str, save: Callable[[], Content]) -> Content:
-    """Calls a function of the trainer. If it fails, raises CommitError, as the other ranks do."""
-    try:
-        content = save()
-    except CheckpointError:
-        raise
-    except Exception as error:
-        if is_interrupt(error):
-            raise
-        raise CommitError(f"part {name!r} could not be saved: {type(error).__name__}: {error}") from error
+    content = call_of_trainer(save, f"part {name!r} could not be saved", CommitError)
     if not callable(content):
         check_content(name, content)
     return content

@@ -12,9 +12,10 @@ from typing import Any
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.metrics import read_metrics
 from mcore_ckpt.config import CheckpointConfig
-from mcore_ckpt.errors import CheckpointError, CommitError, InvalidArgumentError, InvalidTypeError
+from mcore_ckpt.errors import CommitError, InvalidArgumentError, InvalidTypeError
 from mcore_ckpt.field_checks import check_value
 from mcore_ckpt.state.trainer import Trainer
+from mcore_ckpt.state.trainer_functions import call_of_trainer
 from mcore_ckpt.steps.retention import PreservationPolicy
 from mcore_ckpt.steps.space_watch import Saving
 from mcore_ckpt.urls import local_path
@@ -51,7 +52,7 @@ def read_request(
 ) -> SaveRequest:
     """Reads and checks the arguments of `CheckpointManager.save`, and raises the errors that `save` documents."""
     if callable(extra_state):
-        extra_state = _read_extra_state(extra_state)
+        extra_state = call_of_trainer(extra_state, "extra_state could not be read", CommitError)
     check_step(step)
     _check_extra_state(trainer, extra_state)
     role_dir, counts = _find_folder(trainer.root, trainer.role, step, path)
@@ -74,17 +75,6 @@ def check_step(step: object) -> None:
     check_value("step", step, int, {"least": 0})
     if isinstance(step, int) and step >= LARGEST_STEP:
         raise InvalidArgumentError(f"step is {step}: use a number below {LARGEST_STEP}")
-
-
-def _read_extra_state(read: Callable[[], Mapping[str, Any] | None]) -> Mapping[str, Any] | None:
-    try:
-        return read()
-    except CheckpointError:
-        raise
-    except Exception as error:
-        # The other ranks raise a CommitError. So does this rank, so that a training loop that catches errors of this
-        # package continues on all ranks.
-        raise CommitError(f"extra_state could not be read: {type(error).__name__}: {error}") from error
 
 
 def _check_extra_state(trainer: Trainer, extra_state: object) -> None:

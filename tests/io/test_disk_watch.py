@@ -14,7 +14,7 @@ import pytest
 
 from mcore_ckpt.errors import HungDiskError
 from mcore_ckpt.io import _native, disk_watch
-from mcore_ckpt.io.disk_watch import DiskWatch, Work, in_job, wait_for_thread
+from mcore_ckpt.io.disk_watch import DiskWatch, Work, in_function_of_trainer, in_job, wait_for_thread
 from mcore_ckpt.io.threads import for_each
 from tests.support.waiting import LONG_S, wait_for
 
@@ -132,6 +132,19 @@ def test_a_call_of_a_library_is_seen(module: str, pipe: Path) -> None:
         watch.run(names["save"])
     answer(pipe)
     wait_for(lambda: watch._left[0].ended)
+
+
+def test_only_functions_of_the_trainer_are_asked_whether_they_can_be_interrupted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: "1 (a thread) D 1")
+    thread = threading.current_thread()
+    assert not disk_watch._waits_for_disk(thread)
+    with in_function_of_trainer():
+        with in_function_of_trainer():
+            assert disk_watch._waits_for_disk(thread)
+        assert disk_watch._waits_for_disk(thread)
+    assert not disk_watch._waits_for_disk(thread)
 
 
 def test_threads_of_the_work_are_looked_at(pipe: Path) -> None:

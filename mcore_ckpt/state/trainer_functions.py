@@ -1,0 +1,34 @@
+"""Calls functions that the trainer has passed, such as those of a part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.interrupts import is_interrupt
+from mcore_ckpt.io.disk_watch import in_function_of_trainer
+
+Result = TypeVar("Result")
+
+
+def call_of_trainer(function: Callable[[], Result], failure: str, error_type: type[CheckpointError]) -> Result:
+    """Calls a function of the trainer, and returns its result.
+
+    If the function raises an error, the other ranks raise an error of this package. So does this rank, so that a
+    training loop that catches such errors continues on all ranks. Interrupts (`is_interrupt`) are raised unchanged.
+
+    Args:
+        function: the function.
+        failure: begins the message, such as "extra_state could not be read".
+        error_type: the type of the error that stands for any other error.
+    """
+    try:
+        with in_function_of_trainer():
+            return function()
+    except CheckpointError:
+        raise
+    except Exception as error:
+        if is_interrupt(error):
+            raise
+        raise error_type(f"{failure}: {type(error).__name__}: {error}") from error
