@@ -39,6 +39,7 @@ from mcore_ckpt.save.nodes import Nodes
 from mcore_ckpt.save.request import check_step, read_request
 from mcore_ckpt.save.root import Root
 from mcore_ckpt.save.save import save_step
+from mcore_ckpt.save.save_control import SaveControl
 from mcore_ckpt.save.save_events import SaveEvents
 from mcore_ckpt.state.attached_parts import Load, part_of
 from mcore_ckpt.state.model import as_chunks, has_weights_on_gpu
@@ -377,6 +378,12 @@ class CheckpointManager:
         """
         self._check_process()
         return agree(self._trainer.agreement, topic, request, answer)
+
+    def save_control(self) -> SaveControl:
+        """Returns what a new `PreemptionGuard` needs of this manager. Every rank calls it equally often."""
+        agreement = self._trainer.agreement
+        open_own = partial(agreement.for_thread, f"preemption-{next(self._guards_made)}")
+        return SaveControl(agreement, self._context.commits, self._background, self._destination, open_own)
 
     def _call(self, topic: str) -> AbstractContextManager[None]:
         """Makes all that happens in the `with` block one call of all ranks (`Agreement.call`)."""

@@ -9,7 +9,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -90,10 +89,10 @@ class PreemptionGuard:
         if training_ends_in_s != math.inf:
             check_value("training_ends_in_s", training_ends_in_s, float | None, {"above": 0, "of": "seconds"})
         check_value("exit_status", exit_status, int, {"least": 0})
-        self._rank_0 = manager._trainer.agreement.is_coordinator
+        control = manager.save_control()
+        self._rank_0 = control.agreement.is_coordinator
         # This agreement has its own client of the store, and does not watch disks. So training goes on if a disk hangs.
-        name = f"preemption-{next(manager._guards_made)}"
-        self._open = partial(manager._trainer.agreement.for_thread, name)
+        self._open = control.open_own
         self._agreement: Agreement | None = None
         self._deadline_s, self._training_ends_in_s = deadline_s, training_ends_in_s
         self._exit_status = exit_status
@@ -103,7 +102,7 @@ class PreemptionGuard:
             self._file = TriggerFile(local_path(trigger_file, "trigger_file").absolute(), deadline_s)
         self._has_file, self._has_been_entered = trigger_file is not None, False
         self._end: EndTime | None = None
-        self._last_save = LastSave(manager, save or (lambda step: manager.save(step, extra_state)), save_takes_s)
+        self._last_save = LastSave(control, save or (lambda step: manager.save(step, extra_state)), save_takes_s)
         self._pace = Pace(deadline_s)
         self._stopped: Stopped | None = None
 

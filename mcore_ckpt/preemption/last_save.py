@@ -17,9 +17,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from mcore_ckpt.errors import CheckpointError
-from mcore_ckpt.manager import CheckpointManager
 from mcore_ckpt.ranks.rounds import Record, decide
 from mcore_ckpt.save.background import SaveHandle
+from mcore_ckpt.save.save_control import SaveControl
 
 logger = logging.getLogger(__name__)
 
@@ -119,14 +119,14 @@ class LastSave:
     """The last save of a manager.
 
     Args:
-        manager: the manager.
+        control: controls the manager's saves.
         save: saves a step.
         given_s: see `Times.given_s`.
     """
 
-    def __init__(self, manager: CheckpointManager, save: Callable[[int], SaveHandle], given_s: float | None) -> None:
-        self._manager, self._save, self._given_s = manager, save, given_s
-        self._background, self._destination = manager._background, manager._destination
+    def __init__(self, control: SaveControl, save: Callable[[int], SaveHandle], given_s: float | None) -> None:
+        self._control, self._save, self._given_s = control, save, given_s
+        self._background, self._destination = control.background, control.destination
         self._ends_at = math.inf
 
     @property
@@ -165,9 +165,7 @@ class LastSave:
             return
         seconds = max(0.0, left_s - min(_MOST_TO_END_S, left_s * _SHARE_TO_END))
         self._ends_at = time.monotonic() + seconds
-        self._manager._trainer.agreement.limit_waits(seconds)
-        self._manager._context.commits.limit_waits(seconds)
-        self._destination.limit_waits(seconds)
+        self._control.limit_waits(seconds)
 
     @property
     def _left_s(self) -> float:
@@ -208,7 +206,7 @@ class LastSave:
             places = self._destination.has_nodes, self._destination.has_root
             return vars(choose(left_s, self.times, saved, *places))
 
-        return Choice(**decide(self._manager._trainer.agreement, f"choosing how to save step {step}", work, combine))
+        return Choice(**decide(self._control.agreement, f"choosing how to save step {step}", work, combine))
 
     def _await(self, handle: SaveHandle) -> str | None:
         """Waits for a save and for what makes it safe, as long as there is time. Returns how it is saved."""
@@ -225,7 +223,7 @@ class LastSave:
         return _how_saved(handle, self._destination.has_nodes, only_ended=True)
 
     def _tell(self, step: int, choice: Choice, saved: str | None) -> None:
-        if self._manager._trainer.agreement.rank != 0:
+        if self._control.agreement.rank != 0:
             return
         if saved == DURABLE:
             logger.warning("step %d is saved, and durable", step)

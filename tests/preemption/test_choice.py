@@ -1,10 +1,13 @@
 """What is saved in the time that is left, and how often ranks ask each other."""
 
 import math
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+from mcore_ckpt import preemption
 from mcore_ckpt.preemption import pace
 from mcore_ckpt.preemption.last_save import DURABLE, ON_NODES, Choice, Times, choose
 from mcore_ckpt.preemption.pace import Pace
@@ -96,3 +99,9 @@ def test_after_one_long_call_no_call_passes(clock: Callable[[float], None]) -> N
     asked(found, clock, 1, 60.0)
     assert asked(found, clock, 32, 0.001) >= 1
     assert asked(found, clock, 50, 0.001) == 50, "the next call may be as long"
+
+
+def test_the_guard_uses_no_private_fields_of_the_manager() -> None:
+    texts = [path.read_text() for path in Path(preemption.__path__[0]).glob("*.py")]
+    assert len(texts) > 1
+    assert not [found for text in texts for found in re.findall(r"manager\._\w+", text)]

@@ -1,0 +1,35 @@
+"""Gives a guard what it needs of a manager to make the last save in the time that is left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mcore_ckpt.ranks.rounds import Agreement
+from mcore_ckpt.save.background import BackgroundSaves
+from mcore_ckpt.save.destination import Destination
+
+
+@dataclass(frozen=True, eq=False)
+class SaveControl:
+    """The saves of one manager, for one guard.
+
+    Attributes:
+        agreement: connects the ranks on the trainer's thread.
+        commits: connects them on the thread of the saves.
+        background: the saves that are under way.
+        destination: where saves go.
+        open_own: returns an agreement of the same ranks for the guard alone, which uses it on the trainer's thread.
+    """
+
+    agreement: Agreement
+    commits: Agreement
+    background: BackgroundSaves
+    destination: Destination
+    open_own: Callable[[], Agreement]
+
+    def limit_waits(self, seconds: float) -> None:
+        """Lets every wait for other ranks, and for copies of the step, end in that time."""
+        self.agreement.limit_waits(seconds)
+        self.commits.limit_waits(seconds)
+        self.destination.limit_waits(seconds)
