@@ -37,26 +37,24 @@ def copy_checked(source: Path, target: Path, size: int, crc: int, progress: Prog
         CheckpointCorruptError: the source does not have the given size and CRC-32. The target must not be used.
         FileNotFoundError, OSError: the source is missing, or the target cannot be written. The message names the file.
     """
-    found, done = 0, 0
     reading = open_regular(source)
     try:
         writing = open_new(target)
         try:
-            # One byte more than there should be shows that the file is too large.
-            piece = bytearray(min(tuning.READ_BYTES, size + 1))
-            while done <= size and (count := _read(reading, piece, source)):
-                memory = memoryview(piece)[:count]
-                found, done = crc32(memory, found), done + count
-                _write(writing, memory, target)
-                progress(count)
+
+            def take(piece: memoryview) -> None:
+                _write(writing, piece, target)
+                progress(piece.nbytes)
+
+            found = _hash_pieces(reading, source, size, take)
             os.fsync(writing)
         finally:
             os.close(writing)
     finally:
         os.close(reading)
-    if (done, found) != (size, crc):
+    if (found.size, found.crc32) != (size, crc):
         raise CheckpointCorruptError(
-            f"{source}: has {done} bytes with CRC {found:08x}, not {size} with {crc:08x}: it is damaged"
+            f"{source}: has {found.size} bytes with CRC {found.crc32:08x}, not {size} with {crc:08x}: it is damaged"
         )
 
 
@@ -155,16 +153,25 @@ def hash_durably(path: Path) -> Hashed:
 
 def _hash_open(reading: int, path: Path, take: Callable[[memoryview], None]) -> Hashed:
     before = os.fstat(reading)
-    piece = bytearray(min(tuning.READ_BYTES, before.st_size + 1))  # a byte more shows that the file has grown
-    size = crc = 0
-    while size <= before.st_size and (count := _read(reading, piece, path)):  # a file may grow for ever
+    hashed = _hash_pieces(reading, path, before.st_size, take)
+    after = os.fstat(reading)
+    if (hashed.size, after.st_size, after.st_mtime_ns) != (before.st_size, before.st_size, before.st_mtime_ns):
+        raise OSError(errno.EBUSY, "has changed while it was saved", str(path))
+    return hashed
+
+
+def _hash_pieces(reading: int, path: Path, size: int, take: Callable[[memoryview], None]) -> Hashed:
+    """Reads and hashes a file that should have `size` bytes. `take` gets each piece, which is valid until the next.
+
+    If the file is larger, stops soon after `size` bytes, because a file may grow for ever.
+    """
+    piece = bytearray(min(tuning.READ_BYTES, size + 1))  # a byte more shows that the file is larger
+    done = crc = 0
+    while done <= size and (count := _read(reading, piece, path)):
         memory = memoryview(piece)[:count]
         take(memory)
-        size, crc = size + count, crc32(memory, crc)
-    after = os.fstat(reading)
-    if (size, after.st_size, after.st_mtime_ns) != (before.st_size, before.st_size, before.st_mtime_ns):
-        raise OSError(errno.EBUSY, "has changed while it was saved", str(path))
-    return Hashed(size, crc)
+        done, crc = done + count, crc32(memory, crc)
+    return Hashed(done, crc)
 
 
 def _read(descriptor: int, memory: bytearray, path: Path) -> int:
