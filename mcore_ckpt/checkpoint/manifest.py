@@ -29,7 +29,7 @@ FORMAT = "mcore_ckpt"
 FORMAT_VERSION = 2
 
 # The longest name, in bytes, that Linux accepts between two slashes of a path.
-_MOST_PART_BYTES = 255
+_MOST_NAME_BYTES = 255
 
 
 # Each part of a step, with the ranks that have saved something for it, as inclusive runs.
@@ -491,8 +491,8 @@ def _check_paths(files: Sequence[FileRecord]) -> None:
         framed = f"/{path}/"
         if "\\" in path or "//" in framed or "/./" in framed or "/../" in framed:
             raise fields.FieldError(f"path {path!r} is not a plain path below the checkpoint's folder")
-        if len(path) > _MOST_PART_BYTES // 4 and any(len(part.encode()) > _MOST_PART_BYTES for part in path.split("/")):
-            raise fields.FieldError(f"path {path!r} has a part of more than {_MOST_PART_BYTES} bytes")
+        if len(path) > _MOST_NAME_BYTES // 4 and any(len(name.encode()) > _MOST_NAME_BYTES for name in path.split("/")):
+            raise fields.FieldError(f"path {path!r} has a part of more than {_MOST_NAME_BYTES} bytes")
         # On some file systems, names that differ only in upper and lower case name the same file.
         folded = path.casefold()
         if folded in seen:

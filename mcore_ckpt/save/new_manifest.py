@@ -52,15 +52,15 @@ def build_manifest(
         OSError: `common.pt` cannot be written.
     """
     files = [(rank, file) for rank, report in enumerate(reports) for file in report.files]
-    place.check(files, [report.parts for report in reports])
+    place.check(files, [report.structures for report in reports])
     ranks = tuple(RankCoordinates(*report.coordinates) for report in reports)
     check_replicas([report.positions for report in reports], [at.dp for at in ranks])
     for report in reports:
         names.receive(report.names)
     if "optimizer" in trainer.config.save_contents:
         add_members(common["optimizers"], groups, names.groups(report.groups for report in reports))
-        for number, part in enumerate(common["optimizers"]):
-            part["step"] = _common_step(number, [report.steps[number] for report in reports])
+        for number, optimizer in enumerate(common["optimizers"]):
+            optimizer["step"] = _common_step(number, [report.steps[number] for report in reports])
         file = write_plain(place.attempt.staging, file_names.COMMON_FILE, "common", pickle_plain(common))
         sync_dir((place.attempt.staging / file.path).parent)
         files.append((trainer.agreement.rank, FileReport.of(file)))
@@ -108,14 +108,14 @@ def _record(rank: int, file: FileReport, holds: Mapping[str, Holds]) -> FileReco
     return FileRecord(file.path, file.kind, rank, file.size, file.crc32, index, held)
 
 
-def _common_step(part: int, by_rank: Sequence[float | int | None]) -> float | int | None:
+def _common_step(optimizer: int, by_rank: Sequence[float | int | None]) -> float | int | None:
     """Returns the step of one chained optimizer. A rank that owns none of its parameters has reported None."""
     known = {step for step in by_rank if step is not None}
     if len(known) > 1:
         first_ranks = {step: by_rank.index(step) for step in sorted(known)}
         raise CommitError(
-            f"optimizer {part} has done different numbers of steps on different ranks: {first_ranks} (number of steps: "
-            "first rank that has done so many): load a checkpoint on all ranks before training continues"
+            f"optimizer {optimizer} has done different numbers of steps on different ranks: {first_ranks} (number of "
+            "steps: first rank that has done so many): load a checkpoint on all ranks before training continues"
         )
     return known.pop() if known else None
 
@@ -128,10 +128,10 @@ def add_members(
     A group that rank 0 does not have is added with the fields that are in its key. It has no rates, because they follow
     from the scheduler.
     """
-    for part, (state, of_part) in enumerate(zip(optimizers, keys, strict=True)):
-        others = [key for number, key in sorted(members) if number == part and key not in of_part]
+    for optimizer, (state, of_optimizer) in enumerate(zip(optimizers, keys, strict=True)):
+        others = [key for number, key in sorted(members) if number == optimizer and key not in of_optimizer]
         state["param_groups"] = [*state["param_groups"], *map(_fields_of, others)]
-        state["members"] = [members.get((part, key), []) for key in (*of_part, *others)]
+        state["members"] = [members.get((optimizer, key), []) for key in (*of_optimizer, *others)]
 
 
 def _fields_of(key: str) -> dict[str, Any]:

@@ -74,10 +74,10 @@ class GroupMembers:
     names: tuple[Mapping[int, Sequence[str]], ...]
 
     @staticmethod
-    def of(by_part: Sequence[Sequence[ParameterState]]) -> GroupMembers:
+    def of(by_optimizer: Sequence[Sequence[ParameterState]]) -> GroupMembers:
         """Takes the names from the states of each chained optimizer's parameters."""
         found: list[dict[int, list[str]]] = []
-        for states in by_part:
+        for states in by_optimizer:
             members: dict[int, list[str]] = {}
             for state in states:
                 if state.group is not None:
@@ -92,9 +92,9 @@ class GroupMembers:
     def listed(self, keys: Sequence[Sequence[str]]) -> GroupList:
         """Returns the list for rank 0. `keys` has the key of each group, by optimizer."""
         lines: list[str] = []
-        for part, (members, of_part) in enumerate(zip(self._folded, keys, strict=True)):
+        for optimizer, (members, of_optimizer) in enumerate(zip(self._folded, keys, strict=True)):
             for number, entries in sorted(members.items()):
-                lines += [f"{_GROUP}{part}{_GROUP}{of_part[number]}", *entries]
+                lines += [f"{_GROUP}{optimizer}{_GROUP}{of_optimizer[number]}", *entries]
         return GroupList(tuple(lines))
 
 
@@ -116,8 +116,8 @@ def join_groups(lists: Iterable[str]) -> dict[GroupId, list[str]]:
 
 
 def _group_id(text: str) -> GroupId:
-    part, key = text.split(_GROUP)
-    return int(part), key
+    optimizer, key = text.split(_GROUP)
+    return int(optimizer), key
 
 
 class TensorNames:
@@ -252,7 +252,7 @@ class RankReport(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     Attributes:
         files: the files that the rank has completed.
-        parts: for each file of which the rank has written a part, the digest of its structure.
+        structures: for each file to which the rank has written, the digest of its structure.
         names: the tensor names that rank 0 does not know yet, by digest.
         coordinates: the fields of `RankCoordinates` in order.
         stages: the fields of `StageRecord` in order, for each stage.
@@ -265,7 +265,7 @@ class RankReport(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """
 
     files: tuple[FileReport, ...]
-    parts: dict[str, str]
+    structures: dict[str, str]
     names: dict[str, str]
     coordinates: tuple[Natural, Natural, Natural, Natural, Natural, Natural, Natural]
     stages: tuple[tuple[Natural, Natural, tuple[Natural, ...], tuple[Natural, ...]], ...]
@@ -312,12 +312,12 @@ def rank_report(
     Args:
         trainer: this rank's trainer, which has its coordinates and stages.
         written: the files that this rank has completed.
-        plans: the files that this rank has written a part of.
+        plans: the files to which this rank has written.
         names, steps, groups, replicas, times, positions, step_parts: see `RankReport`.
     """
     return RankReport(
         files=tuple(map(FileReport.of, written)),
-        parts={plan.path: plan.structure for plan in plans},
+        structures={plan.path: plan.structure for plan in plans},
         names=dict(names),
         coordinates=astuple(trainer.coordinates),
         stages=tuple(astuple(stage) for stage in trainer.stages),

@@ -24,7 +24,7 @@ FILES = (
 def report(times: TimesRecord = TIMES, **changed: Any) -> RankReport:
     sent = RankReport(
         files=tuple(map(FileReport.of, FILES)),
-        parts={"model/a.pt": "0" * 32},
+        structures={"model/a.pt": "0" * 32},
         names={"d" * 32: "eJw="},
         coordinates=(1, 2, 3, 4, 5, 6, 7),
         stages=((0, 1, (0, 1), (2,)),),
