@@ -41,6 +41,7 @@ def arguments(layout: Layout, root: Path, fork: str = "slime", **more: Any) -> N
         **{
             "async_save": False,
             "custom_megatron_init_path": f"mcore_ckpt.integrations.{fork}.install",
+            "data_source_path": f"{fork}.rollout.data_source.RolloutDataSourceWithBuffer",
             "hf_checkpoint": None,
             "mcore_ckpt": {"timeout_s": 40.0},
             "ci_test": False,
@@ -77,7 +78,8 @@ def installed(fork: str) -> Iterator[pytest.MonkeyPatch]:
             yield patched
         finally:
             global_vars.unset_global_variables()
-            for name in [name for name in sys.modules if name.partition(".")[0] == fork]:
+            ours = f"mcore_ckpt.integrations.{fork}.data_source"
+            for name in [name for name in sys.modules if name == ours or name.partition(".")[0] == fork]:
                 del sys.modules[name]
 
 
@@ -141,7 +143,8 @@ class Run:
         first = self.actor.init(self.args, self.role, with_ref=self.with_ref, **more)
         # `miles_validate_args` and `slime_validate_args`
         first = 0 if self.args.finetune else first
-        self.source = import_module(f"{self.fork}.rollout.data_source").RolloutDataSource(self.args)
+        module_name, _, name = self.args.data_source_path.rpartition(".")
+        self.source = getattr(import_module(module_name), name)(self.args)
         self.source.load(first - 1)
         return first
 

@@ -155,22 +155,26 @@ def test_the_words_keep_their_meaning(fork: str, shared_path: Path) -> None:
 def test_a_strangers_walk(shared_path: Path) -> None:
     """docs/integrations.md alone: switch over, kill and resume, look, move over and go back, as its lines say."""
     text, loop = section("integrations.md", "slime and miles"), section("integrations.md", "Megatron's own loop")
-    option, path = block(text, "", "--custom-megatron-init-path").split()[:2]
+    option, path, second, data_source = block(text, "", "--custom-megatron-init-path").split()
     options = yaml.safe_load(block(text, "yaml", "mcore_ckpt"))
     command = block(loop, "bash", "mcore-ckpt convert")
-    assert option == "--custom-megatron-init-path"
+    assert (option, second) == ("--custom-megatron-init-path", "--data-source-path")
     layout, root = replace(LAYOUTS["plain"], distributed_optimizer=False), shared_path / "CHECKPOINTS"
     wanted = {**options["mcore_ckpt"], "save_contents": ["model", "optimizer", "extra"]}  # the tests' model has no name
 
     def arguments_of(folder: Path, **more: Any) -> Any:
-        told = {"custom_megatron_init_path": path, "mcore_ckpt": wanted, "save_interval": 2, **more}
+        ours = {"custom_megatron_init_path": path, "data_source_path": data_source}
+        told = {**ours, "mcore_ckpt": wanted, "save_interval": 2, **more}
         return arguments(layout, folder, ref_load=str(shared_path / "ref"), **told)
 
     with parallel(layout), installed("slime") as patched:
         beginning(layout, shared_path / "ref")
-        own = Run(layout, arguments_of(root, custom_megatron_init_path=None), patched)
+        stock = {"custom_megatron_init_path": None, "data_source_path": "slime.rollout.data_source.RolloutDataSource"}
+        own = Run(layout, arguments_of(root, **stock), patched)
         own.start()
         train(own.training, 0, 2)  # as slime itself: its checkpoint, its data position
+        own.source.get_samples(16)
+        own.source.save(1)
         state = {"iteration": 1, "num_floating_point_operations_so_far": 0, "args": arguments_of(root)}
         save_torch_dist(own.training, root / "iter_0000001", "dp_reshardable", **state)
         (root / "latest_checkpointed_iteration.txt").write_text("1")
@@ -185,11 +189,12 @@ def test_a_strangers_walk(shared_path: Path) -> None:
         typed = run_in_shell(f"mcore-ckpt list CHECKPOINTS && {command}", shared_path, {})
         assert typed.returncode == 0, typed.stderr
         assert "global_steps_3" in typed.stdout
-        shutil.copytree(root / "rollout", shared_path / "BACK" / "rollout")
-    args = arguments_of(shared_path / "BACK", custom_megatron_init_path=None, data_parallel_random_init=False)
+        shutil.copytree(root / "global_steps_3" / "rollout", shared_path / "BACK" / "rollout")
+    args = arguments_of(shared_path / "BACK", data_parallel_random_init=False, **stock)
     with parallel(layout), installed("slime") as patched, ready_to_load(args):
         back = Run(layout, args, patched, seed=4, spoil=poison_for_megatron)
         assert back.start() == 4
+        assert back.source.sample_offset == 32
         assert_same(snapshot(back.training), at_save)
         assert train(back.training, 4, 5) == reference
 
@@ -229,6 +234,51 @@ def test_weights_and_data_position_go_back_together(shared_path: Path) -> None:
         last = Run(DP2, arguments(DP2, root, **more), patched, seed=3)
         with pytest.raises(CheckpointNotFoundError, match="set --ckpt-step 2"):
             last.start()
+
+
+@each_fork()
+def test_weights_position_and_buffer_are_one_step(fork: str, shared_path: Path) -> None:
+    """With our data source. The driver dies between the two; then it goes back, and saves a step again."""
+    root, more = shared_path / "run", {"async_save": True, "mcore_ckpt": {"timeout_s": 40.0, "max_to_keep": 1}}
+    more["data_source_path"] = f"mcore_ckpt.integrations.{fork}.data_source.DataSource"
+    with parallel(DP2), installed(fork) as patched:
+        more["ref_load"] = str(beginning(DP2, shared_path / "ref"))
+        sample = import_module(f"{fork}.utils.types").Sample
+
+        def live(last: int, seed: int, **args: Any) -> tuple[Run, int]:
+            run = Run(DP2, arguments(DP2, root, fork, **more, **args), patched, fork, seed=seed, spoil=poison)
+            first = run.start()
+            run.source.add_samples([[sample(index=seed)]])
+            run.go(first, last)
+            return run, first
+
+        first, _ = live(2, 1)
+        first.source.save = lambda rollout_id: None  # the driver dies between the two
+        first.go(2, 3)
+        first.finish()
+        with everywhere():
+            assert [status.step for status in complete_steps(root)] == [1]
+            assert not (root / "rollout").exists()
+        second, begins = live(4, 2)
+        second.finish()
+        with everywhere():
+            assert begins == 2
+            # Retention kept the step that was complete, and looks again at the next save.
+            assert [status.step for status in complete_steps(root)][-1] == 3
+        third, begins = live(4, 3, ckpt_step=3)
+        with everywhere():
+            assert begins == 4
+            assert third.source.sample_offset == second.source.sample_offset
+            assert third.source.sample_offset < 4 * 8  # some samples came from the buffer
+        third.actor.save_model(3)  # saved again: it waits for its own position
+        third.finish()
+        with everywhere():
+            assert 3 not in [status.step for status in complete_steps(root)]
+        if dist.get_rank() == 0:
+            third.source.save(3)
+        dist.barrier()
+        with everywhere():
+            assert complete_steps(root)[-1].step == 3
 
 
 @pytest.mark.world(2)

@@ -1,18 +1,21 @@
-"""Keeps the weights together with the position in the prompts' data, which slime saves after the weights.
+"""Finds the newest step that has its position in the prompts' data, which slime saves after the weights.
 
 slime's driver saves the model, then `<save>/rollout/global_dataset_state_dict_{rollout id}.pt` (`RolloutDataSource`,
 2026-08). If the driver dies in between, slime loads the newest weights, finds no file for them, and silently starts the
-data from the beginning.
+data from the beginning. With our data source the position is a role of the step instead (`rollout_role`).
 """
 
 from __future__ import annotations
 
 import logging
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
+from mcore_ckpt.checkpoint import find_damage
 from mcore_ckpt.errors import CheckpointNotFoundError
-from mcore_ckpt.steps import complete_steps
+from mcore_ckpt.integrations.slime.rollout_role import ROLLOUT_ROLE
+from mcore_ckpt.steps import StepStatus, complete_steps
 
 logger = logging.getLogger(__name__)
 
@@ -22,27 +25,58 @@ def data_file(root: Path, rollout_id: int) -> Path:
     return root / "rollout" / f"global_dataset_state_dict_{rollout_id}.pt"
 
 
-def newest_with_data(root: Path, role: str, data_root: Path) -> int | None:
+def newest_with_data(root: Path, role: str, data_root: Path, reads_role: bool) -> int | None:
     """Returns the newest complete step that has its data position, if the newest of all complete steps lacks its own.
 
     The driver reads the data position of the step that the actors return, so both go back together. The driver looks
-    for the data position in `data_root` (`--load`). If None is returned, the newest step is the right one: it has its
-    data position, or there never was one.
+    for the data position in `data_root` (`--load`), and in the step if `reads_role` is set. If None is returned, the
+    newest step is the right one: it has its data position, or there never was one.
 
-    Raises CheckpointNotFoundError: there are data positions, but no step has its own.
+    Raises CheckpointNotFoundError: there are data positions, but no step has its own; or the newest step has one that
+    the driver would not read.
     """
-    steps = [status.step for status in complete_steps(root) if role in status.committed]
-    whole = [step for step in steps if _is_whole(data_file(data_root, step))]
-    if not steps or (whole and whole[-1] == steps[-1]) or not any(data_file(data_root, 0).parent.glob("global_*.pt")):
+    steps = [status for status in complete_steps(root) if role in status.committed]
+    if not steps or _has_data(steps[-1], data_root) or not _has_any(steps, data_root):
+        if steps and not reads_role:
+            _check_is_read(steps[-1], data_root)
         return None
-    missing = f"{data_file(data_root, steps[-1])} is missing or cut, because the run died while saving step {steps[-1]}"
-    if not whole:
+    newest = steps[-1]
+    if ROLLOUT_ROLE in newest.committed:
+        missing = f"{newest.role_dir(ROLLOUT_ROLE)} is damaged"
+        advice = f"set --ckpt-step {newest.step} and leave out --data-source-path"
+    else:
+        path = data_file(data_root, newest.step)
+        missing = f"{path} is missing or cut, because the run died while saving step {newest.step}"
+        advice = f"set --ckpt-step {newest.step}"
+    for older in reversed(steps[:-1]):
+        if _has_data(older, data_root):
+            logger.warning("%s: loading step %d", missing, older.step)
+            return older.step
+    raise CheckpointNotFoundError(
+        f"{missing}, and no older step has its data position: to go on with step {newest.step} and begin the data "
+        f"anew, {advice}"
+    )
+
+
+def _check_is_read(status: StepStatus, data_root: Path) -> None:
+    """Raises CheckpointNotFoundError if slime's data source would not find the data position of a step."""
+    source, target = status.role_dir(ROLLOUT_ROLE), data_file(data_root, status.step)
+    if ROLLOUT_ROLE in status.committed and not _is_whole(target):
         raise CheckpointNotFoundError(
-            f"{missing}, and no older step has its data position: to go on with step {steps[-1]} and begin the data "
-            f"anew, set --ckpt-step {steps[-1]}"
+            f"{source}: the step has its data position here, where slime's own data source does not look: name ours by "
+            f"--data-source-path again, or copy the file {target.name} to {target.parent}"
         )
-    logger.warning("%s: loading step %d", missing, whole[-1])
-    return whole[-1]
+
+
+def _has_data(status: StepStatus, data_root: Path) -> bool:
+    if ROLLOUT_ROLE in status.committed:
+        return not find_damage(status.role_dir(ROLLOUT_ROLE))
+    return _is_whole(data_file(data_root, status.step))
+
+
+def _has_any(steps: Sequence[StepStatus], data_root: Path) -> bool:
+    beside = data_file(data_root, 0).parent.glob("global_*.pt")
+    return any(beside) or any(ROLLOUT_ROLE in status.committed for status in steps)
 
 
 def _is_whole(path: Path) -> bool:

@@ -15,6 +15,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from mcore_ckpt.checkpoint import MANIFEST_FILE
 from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.errors import CheckpointMismatchError, CheckpointNotFoundError, UnsupportedError
@@ -25,13 +27,17 @@ from mcore_ckpt.integrations.kit.published import published_config, published_to
 from mcore_ckpt.integrations.kit.together import decided_by_rank_0
 from mcore_ckpt.integrations.megatron.refusals import refuse_partial_loads
 from mcore_ckpt.integrations.slime.data_position import newest_with_data
+from mcore_ckpt.integrations.slime.rollout_role import (
+    ROLLOUT_ROLE,
+    has_rollout_role,
+    models_of_step,
+    read_options,
+    uncommit_rollout,
+)
 from mcore_ckpt.steps import complete_steps
 
 logger = logging.getLogger(__name__)
 
-# slime has --async-save and --no-load-optim for these fields. --use-critic decides which roles a step has. Saves always
-# copy at once, because slime puts other models' weights into the live parameters between two steps (`_switch_model`).
-_SAID_ELSEWHERE = ("async_save", "async_mode", "roles", "load_contents")
 # The arguments that slime sets for a run without a checkpoint (`slime_validate_args`).
 _FROM_THE_BEGINNING = {"finetune": True, "no_load_optim": True, "no_load_rng": True}
 
@@ -68,9 +74,12 @@ class ActorCheckpoints:
     (`args`) between loads.
     """
 
+    _has_rollout_role = False
+
     def __init__(self, checkpoint: Any, args: Any) -> None:
         self._checkpoint = checkpoint
         self._args = args
+        self._has_rollout_role = has_rollout_role(args)
         self._config = self._read_config()
         self._checkpoints = LoopCheckpoints()
         self._hf_config = published_config(args.hf_checkpoint, needed="hf_model" in self._config.save_contents)
@@ -102,11 +111,15 @@ class ActorCheckpoints:
         args, training = Arguments(self._args), self._training(model, optimizer, opt_param_scheduler)
         args.refuse_unsupported()
 
+        roles = self._roles(training.role, iteration)
+
         def state() -> dict[str, Any]:
+            if ROLLOUT_ROLE in roles and dist.get_rank() == 0:
+                uncommit_rollout(Path(args.folder("save")), iteration)
             counters = {name: args[name] for name in COUNTERS}
             return {"num_floating_point_operations_so_far": num_floating_point_operations_so_far, **counters}
 
-        config = replace(self._config, roles=self._roles(training.role, iteration))
+        config = replace(self._config, roles=roles)
         self._checkpoints.save(iteration, training, args, config, state)
 
     def load_checkpoint(
@@ -159,7 +172,9 @@ class ActorCheckpoints:
             if args["finetune"]:
                 return self._resumed.get(str(root))
             needs_data = self._args.rollout_global_dataset and self._data_root is not None
-            return newest_with_data(root, training.role, Path(self._data_root)) if needs_data else None
+            if not needs_data:
+                return None
+            return newest_with_data(root, training.role, Path(self._data_root), self._has_rollout_role)
 
         return self._checkpoints.load(training, args, replace(self._config, **options), choose_step=choose_step)
 
@@ -176,10 +191,16 @@ class ActorCheckpoints:
         """Replaces functions that only a fork has, in its module `backends.megatron_utils.model`."""
 
     def _read_config(self) -> CheckpointConfig:
-        given = getattr(self._args, "mcore_ckpt", None) or {}
-        config = CheckpointConfig.from_dict(given, "args.mcore_ckpt", but=_SAID_ELSEWHERE)
+        config = read_options(self._args)
         refuse_fast(config, "args.mcore_ckpt", "the driver looks for the data position of each step in --load")
         refuse_skip(config, "args.mcore_ckpt", "the driver writes the data position of each step after the save")
+        if self._has_rollout_role:
+            if config.remote is not None:
+                raise UnsupportedError(
+                    f"args.mcore_ckpt has a remote store, whose steps would lack what {self._args.data_source_path} "
+                    "saves: leave out remote, or --data-source-path"
+                )
+            return config
         retains = config.max_to_keep is not None or Arguments(self._args)["save_retain_interval"] is not None
         if retains and self._args.rollout_global_dataset:
             # The driver may write the data position of a step after the previous step has been deleted.
@@ -201,9 +222,10 @@ class ActorCheckpoints:
 
     def _roles(self, role: str, rollout_id: int) -> tuple[str, ...]:
         """Returns the roles that a step consists of. The driver saves the actor only from a certain rollout on."""
-        if not self._shares_folder() or rollout_id < self._args.num_critic_only_steps:
+        models = models_of_step(self._args, rollout_id, self._shares_folder())
+        if role not in models:  # its folder is another one
             return (role,)
-        return ("actor", "critic")
+        return (*models, ROLLOUT_ROLE) if self._has_rollout_role else models
 
     def _only_critic_was_trained(self, training: Training) -> bool:
         """True if all complete steps are from the time when only the critic was trained (`--num-critic-only-steps`)."""

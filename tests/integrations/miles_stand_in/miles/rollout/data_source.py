@@ -28,3 +28,17 @@ class RolloutDataSource:
         path = Path(os.path.join(self.args.load, f"rollout/global_dataset_state_dict_{rollout_id}.pt"))
         if path.exists():
             self.sample_offset = torch.load(path)["sample_offset"]
+
+
+class RolloutDataSourceWithBuffer(RolloutDataSource):
+    def __init__(self, args):
+        super().__init__(args)
+        self.buffer = []
+
+    def get_samples(self, num_samples):
+        taken = self.buffer[:num_samples]
+        del self.buffer[:num_samples]
+        return taken + super().get_samples(num_samples - len(taken))
+
+    def add_samples(self, samples):
+        self.buffer.extend(samples)
