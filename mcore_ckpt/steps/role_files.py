@@ -20,6 +20,7 @@ from mcore_ckpt.checkpoint.reading import read_checked, read_manifest
 from mcore_ckpt.checkpoint.versions import package_versions
 from mcore_ckpt.errors import CheckpointCorruptError
 from mcore_ckpt.io.checksums import crc32
+from mcore_ckpt.io.file_copies import hash_durably
 from mcore_ckpt.io.files import make_folders, sync_dir, sync_names, write_file
 from mcore_ckpt.ranks.rounds import Agreement, Record
 from mcore_ckpt.ranks.topology import RankCoordinates, Topology
@@ -147,6 +148,20 @@ def commit_role(
         return files_manifest(role_dir.name, step, declared, attempt.number, files, agreement.world_size)
 
     commit_together(agreement, topic, attempt, write_files, describe, after, may_commit)
+
+
+def seal_role(folder: Path, role: str, step: int, paths: Sequence[str], kind: str = "extra") -> None:
+    """Makes files durable that another program has written, and lists them in a manifest beside them.
+
+    Afterwards `RoleReader` and `mcore-ckpt verify` check them. The folder should not have its final name yet: the
+    caller renames it once this has returned. `paths` are relative to the folder.
+
+    Raises OSError, also if a file changes meanwhile, and CommitError if the manifest could not be read back.
+    """
+    hashed = {path: hash_durably(folder / path) for path in paths}
+    sync_names(folder, list(hashed))
+    files = [(0, WrittenFile(path, kind, each.size, each.crc32)) for path, each in hashed.items()]
+    commit.write_manifest(folder, files_manifest(role, step, [role], commit.new_attempt(), files, world_size=1))
 
 
 def uncommit_role(role_dir: Path) -> None:

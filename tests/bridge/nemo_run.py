@@ -90,9 +90,11 @@ class NemoRun:
         if self.ours:
             # What `python -m mcore_ckpt.integrations.nemo_rl` does before it runs the script.
             from mcore_ckpt.integrations.nemo_rl.driver import choose_worker, register
+            from mcore_ckpt.integrations.nemo_rl.driver_files import keep_driver_files
 
             register()
             choose_worker()
+            keep_driver_files()
         with _stand_in(self.options):
             self._train(rank)
 
@@ -130,6 +132,7 @@ class NemoRun:
             tokenizer_path=str(folder / "tokenizer"),
         )
         if rank == 0:
+            torch.save({"trajectories": [step]}, path / "replay_buffer.pt")
             checkpointer.begin_finalization(path, wait_fn=policy.finalize_async_save)
 
     def _finish(self, checkpointer: Any, policy: Any, rank: int) -> None:

@@ -3,7 +3,7 @@
     uv run python -m mcore_ckpt.integrations.nemo_rl examples/run_grpo.py --config ...
 
 Or pass `worker_extension_cls_fqn="mcore_ckpt.integrations.nemo_rl.PolicyWorker"` to `Policy` in your own script, after
-`register()`. See docs/integrations.md.
+`register()` and `keep_driver_files()`. See docs/integrations.md.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mcore_ckpt.integrations.nemo_rl.driver import register
+from mcore_ckpt.integrations.nemo_rl.driver_files import keep_driver_files
 from mcore_ckpt.public_names import lazy_names
 
 if TYPE_CHECKING:
     from mcore_ckpt.integrations.nemo_rl.worker import CheckpointedWorkerImpl, PolicyWorker
 
-__all__ = ["CheckpointedWorkerImpl", "PolicyWorker", "register"]
+__all__ = ["CheckpointedWorkerImpl", "PolicyWorker", "keep_driver_files", "register"]
 
 # The driver does not import the workers, which need Megatron-Bridge.
 __getattr__ = lazy_names(__name__, {"worker": ("CheckpointedWorkerImpl", "PolicyWorker")})

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from mcore_ckpt.integrations.nemo_rl.driver import choose_worker, register
+from mcore_ckpt.integrations.nemo_rl.driver_files import keep_driver_files
 
 
 def main() -> None:
@@ -18,6 +19,7 @@ def main() -> None:
         sys.exit("usage: python -m mcore_ckpt.integrations.nemo_rl SCRIPT [ARGUMENT ...]")
     register()
     choose_worker()
+    keep_driver_files()
     sys.argv = sys.argv[1:]
     # `python SCRIPT` does this, too. It lets the script find the modules in its folder.
     sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))

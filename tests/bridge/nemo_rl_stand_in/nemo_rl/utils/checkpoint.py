@@ -41,9 +41,13 @@ class CheckpointManager:
         (path, wait), self._pending = self._pending, None
         if wait is not None:
             wait()
-        os.rename(path, path.parent / path.name.removeprefix("tmp_"))
+        self._rename_checkpoint(path)
         for old in self._steps()[: -self.keep_top_k]:
             shutil.rmtree(old)
+
+    def _rename_checkpoint(self, checkpoint_path):
+        path = Path(checkpoint_path)
+        os.rename(path, path.parent / path.name.removeprefix("tmp_"))
 
     def get_latest_checkpoint_path(self):
         steps = self._steps()

@@ -1,0 +1,117 @@
+"""Makes what NeMo-RL's driver writes into a step part of the step.
+
+The driver (2026-08) writes `training_info.json`, `train_dataloader.pt`, `replay_buffer.pt` and `rollouts.pt` with the
+frontier of the collector into `tmp_step_{N}`, beside the weights, and renames the folder at the end
+(`CheckpointManager._rename_checkpoint`). So a killed driver leaves no half step. But nothing makes these files durable
+or checks them: after a power loss a step with its name may have empty files, and where one is missing, NeMo-RL goes on
+with an empty buffer, without an error.
+
+    step_{N}/
+    ├── manifest.json                   a role of plain files: their sizes and CRCs
+    ├── training_info.json, train_dataloader.pt, replay_buffer.pt, rollouts.pt, ...
+    └── policy/weights/policy/          the weights, a checkpoint with a manifest of its own
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt.checkpoint import MANIFEST_FILE, find_damage
+from mcore_ckpt.errors import CheckpointNotFoundError
+from mcore_ckpt.io import sync_dir
+from mcore_ckpt.steps import seal_role
+
+logger = logging.getLogger(__name__)
+
+DRIVER_ROLE = "driver"
+# The folders in which workers save a model: <step>/<model>/<one of these>.
+_WORKERS_FOLDERS = ("weights", "optimizer")
+
+
+def keep_driver_files() -> None:
+    """Lets NeMo-RL's driver seal each step before the rename, and resume only from a step that is whole.
+
+    This changes two methods of NeMo-RL's CheckpointManager in the driver's process.
+
+    Raises ImportError: NeMo-RL is not installed.
+    """
+    try:
+        from nemo_rl.utils.checkpoint import CheckpointManager
+    except ImportError as error:
+        raise ImportError(f"mcore_ckpt.integrations.nemo_rl needs NeMo-RL: {error}") from error
+    rename: Any = CheckpointManager._rename_checkpoint
+    whole: set[Path] = set()
+
+    @functools.wraps(rename)
+    def seal_and_rename(self: Any, checkpoint_path: Any) -> None:
+        folder = Path(checkpoint_path)
+        seal(folder)
+        rename(self, checkpoint_path)
+        sync_dir(folder.parent)
+
+    def get_latest_checkpoint_path(self: Any) -> str | None:
+        found = newest_whole(Path(self.checkpoint_dir), lambda step: step in whole)
+        if found is not None:
+            whole.add(found)  # the driver asks several times, and a replay buffer may be large
+        return None if found is None else str(found)
+
+    CheckpointManager._rename_checkpoint = seal_and_rename
+    CheckpointManager.get_latest_checkpoint_path = get_latest_checkpoint_path
+
+
+def seal(folder: Path) -> None:
+    """Lists the driver's files in a manifest. Raises OSError and CommitError, and then the step gets no name."""
+    (folder / MANIFEST_FILE).unlink(missing_ok=True)  # from an earlier try of this save
+    paths = sorted(path.relative_to(folder).as_posix() for path in _files(folder, 0))
+    seal_role(folder, DRIVER_ROLE, _step_of(folder), paths)
+
+
+def newest_whole(root: Path, is_known: Callable[[Path], bool] = lambda step: False) -> Path | None:
+    """Returns the newest `step_{N}` whose files are whole; None if there is no step at all.
+
+    A step that NeMo-RL has saved without this package has no manifest, and is taken as it is. Of our weights only the
+    sizes of the files are checked here: a load checks their bytes.
+
+    Args:
+        root: NeMo-RL's `checkpoint_dir`.
+        is_known: True for a step that has been checked already.
+
+    Raises CheckpointNotFoundError: there are steps, but none is whole. The message has the reason for each.
+    """
+    steps = [path for path in root.glob("step_*") if re.fullmatch(r"step_\d+", path.name) and path.is_dir()]
+    reasons = []
+    for step in sorted(steps, key=_step_of, reverse=True):
+        problem = None if is_known(step) else _problem(step)
+        if problem is None:
+            return step
+        logger.warning("%s is skipped, and older steps are tried: %s", step, problem)
+        reasons.append(problem)
+    if reasons:
+        raise CheckpointNotFoundError("\n  ".join([f"{root}: no step is whole", *reasons]))
+    return None
+
+
+def _problem(step: Path) -> str | None:
+    damages = find_damage(step) if (step / MANIFEST_FILE).exists() else []
+    for manifest in sorted(step.glob(f"*/weights/*/{MANIFEST_FILE}")):
+        damages += find_damage(manifest.parent, read_bytes=False)
+    return damages[0].problem if damages else None
+
+
+def _files(folder: Path, depth: int) -> Iterator[Path]:
+    for entry in os.scandir(folder):
+        if entry.is_dir(follow_symlinks=False):
+            if depth != 1 or entry.name not in _WORKERS_FOLDERS:
+                yield from _files(Path(entry.path), depth + 1)
+        elif entry.is_file(follow_symlinks=False):
+            yield Path(entry.path)
+
+
+def _step_of(folder: Path) -> int:
+    return int(folder.name.rpartition("_")[2])
