@@ -3,6 +3,7 @@
 Public names, for integrations:
 
 - `read_small` and `parse_json` read a file of another program, and refuse a file that is too large or malformed;
+- `copy_durably` copies a file or a folder, and waits until the copy is on the disk;
 - `replace_file` replaces a file such that even after a crash either the old or the new file is there;
 - `make_folder` makes a folder and its parents, `top_mode` says with which mode, `sync_dir` makes the names in a folder
   durable;
@@ -19,16 +20,27 @@ from mcore_ckpt.public_names import lazy_names
 if TYPE_CHECKING:
     from mcore_ckpt.io.access import top_mode
     from mcore_ckpt.io.disk_watch import DiskWatch
+    from mcore_ckpt.io.file_copies import copy_durably
     from mcore_ckpt.io.files import make_folder, read_small, replace_file, sync_dir
     from mcore_ckpt.io.json_fields import parse_json
 
-__all__ = ["DiskWatch", "make_folder", "parse_json", "read_small", "replace_file", "sync_dir", "top_mode"]
+__all__ = [
+    "DiskWatch",
+    "copy_durably",
+    "make_folder",
+    "parse_json",
+    "read_small",
+    "replace_file",
+    "sync_dir",
+    "top_mode",
+]
 
 _find = lazy_names(
     __name__,
     {
         "access": ("top_mode",),
         "disk_watch": ("DiskWatch",),
+        "file_copies": ("copy_durably",),
         "files": ("make_folder", "read_small", "replace_file", "sync_dir"),
         "json_fields": ("parse_json",),
     },

@@ -1,5 +1,6 @@
 """What Megatron-LM's sources say, as it was recorded (facts/megatron.json), is what ours goes by."""
 
+import inspect
 import re
 import subprocess
 import sys
@@ -10,7 +11,8 @@ import pytest
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.integrations import megatron as drop_in
 from mcore_ckpt.integrations.kit import arguments, loop
-from tests.integrations.source_facts import Facts, signature_of
+from tests.integrations import rollout_bank
+from tests.integrations.source_facts import Facts, signature_in, signature_of
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -44,3 +46,11 @@ def test_without_megatron_core_it_says_so() -> None:
     done = subprocess.run([sys.executable, "-c", WITHOUT_MEGATRON], capture_output=True, text=True, cwd=REPOSITORY)
     assert done.returncode != 0
     assert "needs megatron-core: pip install megatron-core" in done.stderr
+
+
+def test_the_stand_in_of_the_rollout_bank_is_called_as_the_bank_is(facts: Facts) -> None:
+    names = [name for name in facts.functions if "RolloutBank." in name]
+    assert names
+    for name in names:
+        method = name.rpartition(".")[2]
+        assert signature_in(inspect.getsource(rollout_bank), f"StandIn.{method}") == facts.signature(name), name

@@ -24,9 +24,22 @@ class KeptManager:
     def __init__(self) -> None:
         self.manager: CheckpointManager | None = None
         self._made_for: tuple[Any, ...] = ()
+        self._parts: dict[str, Mapping[str, Any]] = {}
         # By root, with the last used root at the end. Calls with an optimizer and calls without one are kept apart,
         # because slime loads reference models into the model that it trains, but without the optimizer.
         self._histories: dict[bool, dict[Path, RunHistory]] = {True: {}, False: {}}
+
+    def attach(self, name: str, **how: Any) -> None:
+        """Attaches a part to the manager, and to each one that is made later. See CheckpointManager.attach."""
+        if self.manager is not None:
+            self.manager.attach(name, **how)
+        self._parts[name] = how
+
+    def _make(self, root: str | Path, trainer: Mapping[str, Any], config: CheckpointConfig) -> CheckpointManager:
+        manager = CheckpointManager(root, config=config, **trainer)
+        for name, how in self._parts.items():
+            manager.attach(name, **how)
+        return manager
 
     def get(self, root: str | Path, trainer: Mapping[str, Any], config: CheckpointConfig) -> CheckpointManager:
         """Returns the manager for a root, a trainer's objects and options.
@@ -41,7 +54,7 @@ class KeptManager:
         made_for = (Path(root), trainer.get("role"), config, *map(id, objects))
         if self.manager is None or self._made_for != made_for:
             self.close()
-            self.manager = CheckpointManager(root, config=config, **trainer)
+            self.manager = self._make(root, trainer, config)
             self._made_for = made_for
         histories = self._histories[trainer.get("optimizer") is not None]
         last = next(reversed(histories.values()), None)
@@ -59,7 +72,7 @@ class KeptManager:
 
         Takes the arguments of `get`. Raises CheckpointError: see CheckpointManager.
         """
-        manager = CheckpointManager(root, config=config, **trainer)
+        manager = self._make(root, trainer, config)
         try:
             yield manager
         finally:

@@ -100,6 +100,10 @@ class LoopCheckpoints:
     def __init__(self) -> None:
         self._kept = KeptManager()
 
+    def attach(self, name: str, **how: Any) -> None:
+        """Attaches a part to all saves and loads from now on. See CheckpointManager.attach."""
+        self._kept.attach(name, **how)
+
     def save(
         self,
         iteration: int,

@@ -14,10 +14,13 @@ Megatron's global arguments if none were given. An argument that cannot be honou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
+
+from mcore_ckpt import SavedPart
 from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.errors import InvalidStateError, UnsupportedError
 
@@ -34,6 +37,7 @@ from mcore_ckpt.integrations.megatron.refusals import (
     refuse_other_kinds,
     refuse_partial_loads,
 )
+from mcore_ckpt.integrations.megatron.rollout_bank import PART, RolloutBankPart
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,7 @@ class _Settings(LoopSettings):
 
 _settings = _Settings()
 _checkpoints = LoopCheckpoints()
+_bank: RolloutBankPart | None = None
 _dataloader_state: Any = None
 
 
@@ -99,10 +104,30 @@ def configure(
         >>> from types import SimpleNamespace
         >>> configure(SimpleNamespace(save="checkpoints", load="checkpoints"))
     """
-    global _settings, _checkpoints
+    global _settings, _checkpoints, _bank
     _checkpoints.finalize(terminate=True)
-    _checkpoints = LoopCheckpoints()
+    _checkpoints, _bank = LoopCheckpoints(), None
     _settings = _Settings(config or CheckpointConfig(), role, hf_config, processing_class, args)
+
+
+def attach(
+    name: str, *, save: Any = None, load: Callable[[SavedPart], object] | None = None, optional: bool = False
+) -> None:
+    """Attaches a part to all checkpoints from now on, as `CheckpointManager.attach` does. Call it after `configure`."""
+    _checkpoints.attach(name, save=save, load=load, optional=optional)
+
+
+def attach_rollout_bank() -> None:
+    """Makes Megatron-LM's rollout bank (`--rl-durable-rollout-bank`) a part of each checkpoint.
+
+    Call it after `configure`, on every rank, before the load. Only rank 0 has a bank. Without the option this does
+    nothing.
+    """
+    global _bank
+    if not _settings.arguments()["rl_durable_rollout_bank"] or (dist.is_initialized() and dist.get_rank() != 0):
+        return
+    _bank = RolloutBankPart(_settings.arguments)
+    attach(PART, save=_bank.save, load=_bank.load, optional=True)
 
 
 def save_checkpoint(
@@ -171,7 +196,10 @@ def save_checkpoint(
             "dataloader_state_dict": _read_dataloader_state(train_data_iterator, args),
         }
 
-    _checkpoints.save(int(iteration), training, args, _settings.config, state, data_iterator=train_data_iterator)
+    config = _settings.config
+    handle = _checkpoints.save(int(iteration), training, args, config, state, data_iterator=train_data_iterator)
+    if _bank is not None:
+        _bank.saved(int(iteration), handle)
 
 
 def load_checkpoint(
@@ -250,6 +278,8 @@ def maybe_finalize_async_save(blocking: bool = False, terminate: bool = False) -
             function does not raise it, but the next save or load does.
     """
     _checkpoints.finalize(blocking, terminate)
+    if _bank is not None:
+        _bank.compact()
 
 
 def loaded_dataloader_state() -> Any:

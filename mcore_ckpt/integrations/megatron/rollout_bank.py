@@ -1,0 +1,169 @@
+"""Makes Megatron-LM's rollout bank part of each checkpoint (`megatron/rl/rollout_bank.py`, 2026-08, its format 2).
+
+The bank is a folder to which rank 0 appends each group of rollouts as soon as it is complete. It says at which
+iteration a group was used, so it fits every checkpoint since its last compaction: a load of iteration T drops what was
+used up to T. A compaction removes those groups for good. So after a rollback to an older checkpoint, or in another
+folder, the bank does not fit, and Megatron-LM would go on without the rollouts that belong there.
+
+Each checkpoint gets a copy of the bank. A load takes the copy only if the bank does not belong to the checkpoint,
+because a bank that does has the groups that were completed after the save, too.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from mcore_ckpt import SavedPart, SaveHandle
+from mcore_ckpt.errors import CheckpointCorruptError, UnsupportedError
+from mcore_ckpt.integrations.kit.arguments import Arguments
+from mcore_ckpt.io import copy_durably, parse_json, read_small, replace_file, sync_dir
+
+logger = logging.getLogger(__name__)
+
+PART = "rollout_bank"
+_MANIFEST = "MANIFEST.json"
+_FORMAT = 2
+_MANIFEST_BYTES = 64 << 20
+# In the bank's folder: the checkpoint that the bank has been loaded with. Megatron-LM ignores the file.
+_LOADED_FILE = "loaded_by_mcore_ckpt.json"
+# The order in which files are measured. A group's bytes are in the other files before its line is in the ledger, and
+# the groups that were used are noted before a save.
+_ORDER = {_MANIFEST: 0, "ledger.log": 1, "consumed.log": 3}
+
+
+class _Bank(NamedTuple):
+    """What a bank's manifest says: the life that wrote the bank, and the iteration of its last compaction."""
+
+    timeline: str
+    compacted_at: int
+
+
+class RolloutBankPart:
+    """Saves, loads and compacts the bank of rank 0. `arguments` returns Megatron-LM's arguments."""
+
+    def __init__(self, arguments: Callable[[], Arguments]) -> None:
+        self._arguments = arguments
+        self._saved: tuple[int, SaveHandle] | None = None
+
+    def save(self, folder: Path) -> Callable[[], None] | None:
+        """Measures the files of the bank, and returns the function that copies them while the training continues.
+
+        They only grow. A compaction replaces them, so they stay open until they are copied.
+        """
+        bank = self._folder()
+        if not (bank / _MANIFEST).exists():
+            return None
+        read_bank(bank)
+        found = [path for path in bank.rglob("*") if path.is_file() and not path.name.endswith(".tmp")]
+        files: list[tuple[Path, BinaryIO, int]] = []
+        with ExitStack() as stack:
+            for path in sorted(found, key=lambda path: _ORDER.get(path.name, 2)):
+                if path.name != _LOADED_FILE:
+                    file = stack.enter_context(path.open("rb"))
+                    files.append((folder / path.relative_to(bank), file, os.fstat(file.fileno()).st_size))
+            opened = stack.pop_all()
+
+        def copy() -> None:
+            with opened:
+                for target, file, size in files:
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    with target.open("wb") as copied:
+                        _copy(file, copied, size)
+
+        return copy
+
+    def load(self, saved: SavedPart) -> None:
+        """Puts the checkpoint's copy in the place of the bank, unless the bank belongs to the checkpoint.
+
+        Raises:
+            UnsupportedError: the bank has another format.
+            CheckpointCorruptError: the copy has no manifest that can be read.
+        """
+        stored = saved.folder()
+        if self._arguments()["finetune"] or not (stored / _MANIFEST).exists():
+            return  # training begins at iteration 0, or there was no bank yet
+        bank, of_step = self._folder(), read_bank(stored)
+        loaded = {"timeline": of_step.timeline, "step": saved.step}
+        if not _belongs(bank, of_step, loaded):
+            if bank.exists():
+                logger.warning("%s does not belong to step %d: taking the rollouts of the step", bank, saved.step)
+            _replace(bank, stored)
+        replace_file(bank / _LOADED_FILE, json.dumps(loaded).encode())
+
+    def saved(self, iteration: int, handle: SaveHandle) -> None:
+        """Notes a save. Once it is committed, the bank needs no group any more that was used until then."""
+        self._saved = (iteration, handle)
+        self.compact()
+
+    def compact(self) -> None:
+        """Compacts the bank if a save has been committed since the last call, as Megatron-LM's own save does."""
+        if self._saved is None or not self._saved[1].committed:
+            return
+        from megatron.rl.rl_utils import get_rollout_bank
+
+        iteration, self._saved = self._saved[0], None
+        bank: Any = get_rollout_bank()
+        if bank is not None:
+            bank.checkpoint(iteration)
+
+    def _folder(self) -> Path:
+        args = self._arguments()  # `maybe_get_rollout_bank` of Megatron-LM
+        return Path(args["rl_rollout_bank_dir"] or os.path.join(args["save"] or ".", "rollout_bank"))
+
+
+def read_bank(folder: Path) -> _Bank:
+    """Reads the manifest of a bank. Raises UnsupportedError, CheckpointCorruptError and OSError."""
+    path = folder / _MANIFEST
+    found = parse_json(read_small(path, _MANIFEST_BYTES), path)
+    version = found.get("format_version") if isinstance(found, dict) else None
+    if version != _FORMAT:
+        raise UnsupportedError(
+            f"{path}: has format {version}, and only {_FORMAT} is known: update mcore_ckpt, or do not attach the bank"
+        )
+    try:
+        return _Bank(str(found["timeline"]), int(found["compacted_at"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointCorruptError(f"{path}: is not the manifest of a rollout bank: {error!r}") from error
+
+
+def _belongs(bank: Path, of_step: _Bank, loaded: dict[str, Any]) -> bool:
+    """True if the bank has gone on from the checkpoint's copy, and still has all that the checkpoint needs."""
+    try:
+        found = read_bank(bank)
+    except (OSError, CheckpointCorruptError):
+        return False
+    if found.compacted_at > loaded["step"]:
+        return False
+    if found.timeline == of_step.timeline:
+        return True
+    # Each start begins a new timeline. This one began with the same checkpoint, and died before it had saved another.
+    path = bank / _LOADED_FILE
+    return path.exists() and parse_json(read_small(path, _MANIFEST_BYTES), path) == loaded
+
+
+def _replace(bank: Path, stored: Path) -> None:
+    new, old = (bank.with_name(f".{bank.name}.{word}") for word in ("new", "old"))
+    for left in (new, old):
+        shutil.rmtree(left, ignore_errors=True)
+    copy_durably(stored, new)
+    if bank.exists():
+        bank.rename(old)
+    new.rename(bank)
+    sync_dir(bank.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _copy(source: BinaryIO, target: BinaryIO, size: int) -> None:
+    while size > 0:
+        piece = source.read(min(size, 16 << 20))
+        if not piece:
+            raise OSError(f"{target.name}: its source has become shorter while it was copied")
+        target.write(piece)
+        size -= len(piece)
