@@ -51,6 +51,7 @@ def one_life(loop: Loop, banks: Banks, root: Path, iterations: int) -> None:
         drop_in.maybe_finalize_async_save(blocking=True)
 
 
+@pytest.mark.shows("Megatron-LM", "parts")
 @pytest.mark.world(1)
 @pytest.mark.parametrize("async_save", [False, True])
 def test_a_killed_run_loses_no_group(async_save: bool, shared_path: Path, banks: Banks) -> None:
@@ -68,6 +69,7 @@ def test_a_killed_run_loses_no_group(async_save: bool, shared_path: Path, banks:
         assert banks.begin(root / "rollout_bank", 2) == [20, 21, 22]
 
 
+@pytest.mark.shows("Megatron-LM", "parts")
 @pytest.mark.world(1)
 def test_an_older_step_and_another_folder_get_their_own_groups(shared_path: Path, banks: Banks) -> None:
     """The bank itself has compacted them away, or is gone."""
@@ -130,6 +132,7 @@ def test_finetuning_begins_without_groups_and_other_formats_are_refused(shared_p
                 call()
 
 
+@pytest.mark.shows("Megatron-LM", "parts")
 @pytest.mark.world(2)
 def test_rank_0_alone_has_a_bank(shared_path: Path, banks: Banks) -> None:
     root, bank = shared_path / "run", shared_path / "run" / "rollout_bank"

@@ -236,7 +236,7 @@ def test_weights_and_data_position_go_back_together(shared_path: Path) -> None:
             last.start()
 
 
-@each_fork()
+@each_fork("parts")
 def test_weights_position_and_buffer_are_one_step(fork: str, shared_path: Path) -> None:
     """With our data source. The driver dies between the two; then it goes back, and saves a step again."""
     root, more = shared_path / "run", {"async_save": True, "mcore_ckpt": {"timeout_s": 40.0, "max_to_keep": 1}}

@@ -73,6 +73,7 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
+@pytest.mark.shows("NeMo-RL", "parts")
 def test_a_step_lists_what_the_driver_wrote(manager_class: Any, tmp_path: Path) -> None:
     step = save(made(manager_class, tmp_path), 7)
     role = RoleReader(step)
@@ -88,6 +89,7 @@ def test_a_step_lists_what_the_driver_wrote(manager_class: Any, tmp_path: Path) 
     assert "replay_buffer.pt" in typed.stdout + typed.stderr
 
 
+@pytest.mark.shows("NeMo-RL", "parts")
 @pytest.mark.parametrize("harm", ["flipped", "cut", "missing", "weights"])
 def test_a_step_that_is_not_whole_is_skipped(
     harm: str, manager_class: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -115,6 +117,7 @@ def test_a_step_that_is_not_whole_is_skipped(
                 again.get_latest_checkpoint_path()
 
 
+@pytest.mark.shows("NeMo-RL", "parts")
 def test_a_driver_that_dies_before_the_rename_leaves_the_step_before(manager_class: Any, tmp_path: Path) -> None:
     manager = made(manager_class, tmp_path)
     first = save(manager, 1)

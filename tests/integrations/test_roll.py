@@ -172,6 +172,7 @@ def first_of_each_kind(points: list[tuple[str, int]]) -> list[tuple[str, int]]:
 
 
 # CI kills before the first change of each kind, and before the last two of all; the full tier at each point.
+@pytest.mark.shows("ROLL", "parts")
 @pytest.mark.parametrize(
     "sample", [pytest.param(list, marks=pytest.mark.full, id="all"), pytest.param(first_of_each_kind, id="each-kind")]
 )
@@ -210,6 +211,7 @@ def test_killed_between_any_two_writes_it_comes_back(
 
 
 # CI kills when some files are written, and before the first role is committed.
+@pytest.mark.shows("ROLL", "parts")
 @pytest.mark.parametrize(
     "at",
     [

@@ -27,6 +27,7 @@ COLUMNS = (
     "LoRA",
     "offload",
     "precision-aware",
+    "parts",
 )
 # The name of a framework's real package, or of the record of its sources.
 PACKAGES = {"verl": "verl", "AReaL": "areal", "Megatron-Bridge": "megatron-bridge", "ms-swift": "ms-swift"}

@@ -282,6 +282,7 @@ def _attempts(step: Path) -> dict[str, str]:
     return {path.parent.name: read_manifest(path.parent, path.name).attempt for path in step.glob("*/manifest.json")}
 
 
+@pytest.mark.shows("AReaL", "parts")
 @SAMPLES
 @pytest.mark.parametrize("left", ["a damaged unit", pytest.param("half a unit", marks=pytest.mark.full)])
 def test_a_unit_is_never_of_two_saves(tmp_path: Path, left: str, every: int) -> None:

@@ -189,6 +189,7 @@ def test_how_many_units_stay(tmp_path: Path, keep: int, freq: int, last: int, wa
 # -- never from the beginning in silence -------------------------------------------------------------------
 
 
+@pytest.mark.shows("AReaL", "parts")
 @pytest.mark.parametrize(
     "name",
     [
