@@ -81,6 +81,9 @@ def test_the_python_of_a_page_runs(page: str, shared_path: Path, monkeypatch: py
     assert [status.step for status in complete_steps(shared_path / "checkpoints")] == saved
     if page == "README.md":
         assert (names["step"], names["text"].position) == (200, 7)
+    if page.endswith("rl_step.md"):
+        assert complete_steps(shared_path / "with_a_driver")[0].committed == {"actor", "driver"}
+        assert names["state"] == {"data_loader": {"position": 80}}
     if page.endswith("remote.md"):
         assert names["recovery"].step == 100
     if page.endswith("roles.md"):
