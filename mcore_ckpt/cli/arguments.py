@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def expanded_path(text: str) -> Path:
-    """Returns a path with a leading `~` replaced by the home folder, because a shell leaves `--dir=~/x` as it is.
+    """Returns a path, with the home folder for a leading `~`, because a shell does not replace the `~` in `--dir=~/x`.
 
     Raises ArgumentTypeError for a URL.
     """
@@ -75,7 +75,7 @@ def folder_or_model(text: str) -> str:
     return os.path.expanduser(text)
 
 
-# The options for the sizes of a layout, and what each size is.
+# The options for the sizes of a layout, with their help texts.
 SIZES: Mapping[str, str] = {
     "tp": "tensor-parallel size",
     "pp": "pipeline-parallel size",
@@ -86,17 +86,17 @@ SIZES: Mapping[str, str] = {
     "etp": "tensor-parallel size of experts",
 }
 
-_STEPS = frozenset({"root", "empty", "other"})  # a root that has no steps yet may have other files
+_STEPS = frozenset({"root", "empty", "other"})  # "other": a root may have other files before its first step
 _CHECKPOINT = frozenset({"root", "step", "role", "empty", "other"})
-# Stands for the kinds of checkpoints of other programs (`PathInfo.is_foreign_checkpoint`).
+# Stands for all kinds of foreign checkpoints (`PathInfo.is_foreign_checkpoint`).
 _FOREIGN_CHECKPOINT = "foreign checkpoint"
 _FOREIGN = frozenset({"foreign root", _FOREIGN_CHECKPOINT})
 _ANY_FOLDER = frozenset(
     {*_CHECKPOINT, *_FOREIGN, "parent", "inside", "legacy", "huggingface", "adapter", "hub cache"},
 )
 _HF = frozenset({"huggingface", "adapter", "empty", "other"})
-# Which kinds of paths (`tools.examine.what_is`) each command takes. Empty and unknown folders get the command's own
-# message, which says what is missing.
+# The kinds of paths (`tools.examine.what_is`) that each command takes. All commands take empty and unknown folders
+# here, because their own messages then say what is missing.
 TAKES: Mapping[str, frozenset[str]] = {
     "list": _STEPS,
     "watch": _STEPS,
@@ -120,15 +120,16 @@ TAKES: Mapping[str, frozenset[str]] = {
     "doctor": _ANY_FOLDER,
     "bench": _ANY_FOLDER,
 }
-# These commands take the folder of steps above the path, too. Other commands would then do more than the user wants.
+# If these commands get a path within a folder of steps, they take that folder. Other commands would do more than the
+# user wants with it.
 _TAKES_ABOVE = ("list", "watch")
 
 
 def taken(path: Path, command: str, flag: str = "") -> Path:
     """Returns the path that a command is to use: the given path, or the only folder of steps right below or above it.
 
-    If this is another path than the given one, a line on stderr says so. `command` is a key of TAKES. `flag` is the
-    argument that named the path, for messages; empty if the path was given by position.
+    If it returns another path than the given one, a line on stderr says so. `command` is a key of TAKES. `flag` is the
+    option that named the path, for messages; empty if the path was given by position.
 
     Raises:
         InvalidArgumentError: the command does not take such a path. The message says what the path is, and which
@@ -151,7 +152,7 @@ def taken(path: Path, command: str, flag: str = "") -> Path:
 
 
 def _hub_advice(path: Path, command: str) -> str:
-    """Returns advice if a model on the hub is named where a folder is needed; otherwise an empty text."""
+    """Returns advice if a path looks like the name of a model on the hub; otherwise an empty text."""
     from mcore_ckpt.formats import HubModel
 
     if HubModel.find(path) is None:
@@ -159,8 +160,8 @@ def _hub_advice(path: Path, command: str) -> str:
     return {
         "merge": ": a model on the hub is only taken as --hf_model_path",
         "convert": ": a model on the hub is only taken as --hf_model_path",
-        "test --local_dir": ": a model on the hub is only taken as --hf_model_path, or as what is tested",
-        "convert CHECKPOINT --hf_model_path": ": with CHECKPOINT, this is a folder, and no model on the hub",
+        "test --local_dir": ": a model on the hub is only taken as --hf_model_path, or as the model to test",
+        "convert CHECKPOINT --hf_model_path": ": with CHECKPOINT, name a folder, not a model on the hub",
     }.get(command, "")
 
 
@@ -175,7 +176,7 @@ def check_can_be_file(flag: str, path: Path) -> None:
 
 def check_can_be_folder(flag: str, path: Path) -> None:
     """Raises InvalidArgumentError if no folder can be made at a path, because it is a file or is below a file."""
-    with suppress(OSError):  # the command itself will say why it cannot look there
+    with suppress(OSError):  # the command itself will report that the path cannot be read
         there = next(each for each in (path, *path.absolute().parents) if each.exists())
         if not there.is_dir():
             what = "is" if there == path else f"{there} is"
@@ -206,7 +207,7 @@ def check_not_given(args: argparse.Namespace, flags: Sequence[str], why: str) ->
     """Raises InvalidArgumentError if some of these flags are given. The message says why they have no effect."""
     given = [flag for flag in flags if getattr(args, _name_of(flag)) not in (None, False)]
     if given:
-        raise InvalidArgumentError(f"{', '.join(given)}: without effect, {why}: leave out what has no effect")
+        raise InvalidArgumentError(f"{', '.join(given)}: without effect, {why}: leave out these options")
 
 
 def add_ignore(parser: argparse.ArgumentParser, tensors: str = "tensors") -> None:
@@ -222,7 +223,7 @@ def add_step(parser: argparse._ActionsContainer, when: str = "") -> None:
 
 
 def add_force(parser: argparse.ArgumentParser, what: str) -> None:
-    """Adds `--force`, with a help text that says what it replaces (`what`), and what is never replaced."""
+    """Adds `--force`. Its help names `what` it replaces, and what is never replaced."""
     parser.add_argument(
         "--force",
         action="store_true",
@@ -239,11 +240,11 @@ def add_json(
 
 
 def add_revision(parser: argparse.ArgumentParser, flag: str) -> None:
-    """Adds `--revision`, for the model that `flag` names."""
+    """Adds `--revision`. `flag` is the option that names the model on the hub."""
     parser.add_argument(
         "--revision",
         metavar="NAME",
-        help=f"branch, tag or commit of a model on the hub that {flag} names (the main branch if not given)",
+        help=f"branch, tag or commit, if {flag} names a model on the hub (the main branch if not given)",
     )
 
 
@@ -263,7 +264,7 @@ def command_agreement(name: str, timeout_s: float, start_s: float | None = None)
     A process waits at most `timeout_s` seconds for others that work, and at most `start_s` seconds (START_TIMEOUT_S if
     None) until the others have started.
 
-    Raises InvalidArgumentError if torchrun's variables are incomplete, as some job schedulers set them, and
+    Raises InvalidArgumentError if torchrun's variables are incomplete (some job schedulers set only a few of them), and
     AgreementError if a process does not start.
     """
     from mcore_ckpt.config import START_TIMEOUT_S
@@ -275,7 +276,7 @@ def command_agreement(name: str, timeout_s: float, start_s: float | None = None)
     except ValueError as error:
         raise InvalidArgumentError(
             f"WORLD_SIZE is {os.environ.get('WORLD_SIZE')!r}, but the variables of torchrun are incomplete or invalid "
-            f"({error}): use torchrun, or unset it to use a single process"
+            f"({error}): use torchrun, or unset WORLD_SIZE to use a single process"
         ) from None
     with job_agreement(name, seat, timeout_s, start_s) as agreement:
         yield agreement
@@ -299,11 +300,13 @@ STAGE_FLAGS = (
 def add_stage_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options that divide layers unevenly among pipeline stages. `stage_options` reads them."""
     for which in ("first", "last"):
-        text = f"layers of the {which} pipeline rank, if the layers are not divided evenly"
+        text = f"number of layers on the {which} pipeline rank, if the layers are not divided evenly"
         parser.add_argument(f"--{which}-stage-layers", type=int, metavar="N", help=text)
     parser.add_argument("--pipeline-layout", metavar="TEXT", help='pipeline layout of megatron, such as "Et|t*2|t|tL"')
     parser.add_argument(
-        "--hybrid-layer-pattern", metavar="TEXT", help='pattern of a HybridModel, such as "M*-|ME": a segment per stage'
+        "--hybrid-layer-pattern",
+        metavar="TEXT",
+        help='pattern of a HybridModel, such as "M*-|ME", with one segment for each stage',
     )
     parser.add_argument(
         "--account-for-embedding", action="store_true", help="count the embedding as a layer of the first stage"

@@ -29,7 +29,7 @@ HELP = "measure this machine and predict how long saves take"
 DESCRIPTION = """\
 Measures how fast this machine copies memory and writes to and reads from the file system of PATH, by real saves of
 random bytes in a hidden folder below PATH, which it removes. With --model it predicts how long saves and a load of that
-model take, and names what they wait for. With --real it makes saves of other sizes and shows predicted and measured
+model take, and names their bottlenecks. With --real it makes saves of other sizes and shows predicted and measured
 times. Run it while the machine is as busy as in training. The exit status is 0 after a measurement, 1 if checkpoints
 cannot be saved below PATH or do not fit, and 2 for unusable arguments."""
 
@@ -42,31 +42,35 @@ EXAMPLES = (
 
 _PARAMETER_UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
-# If trial saves vary more than this, predictions cannot be right to within a fifth.
+# The slowest trial save minus the fastest one, as a part of the median. Above this, predictions may be off by more than
+# a fifth.
 _UNSTEADY = 0.4
 
-_SIZES = {**SIZES, "etp": f"{SIZES['etp']} (that of --tp if not given)"}
+_SIZES = {**SIZES, "etp": f"{SIZES['etp']} (the value of --tp if not given)"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    text = "folder to measure, such as that of the steps (the current one if not given)"
+    text = "folder to measure, such as the folder of the steps (the current folder if not given)"
     parser.add_argument("path", type=expanded_path, nargs="?", default=Path(), metavar="PATH", help=text)
     parser.add_argument(
         "--model", metavar="MODEL", help="folder with a config.json, or a number of parameters, such as 8B or 8e9"
     )
     for name, what in _SIZES.items():
         parser.add_argument(f"--{name}", type=int, metavar="N", help=f"{what}; with --model")
-    text = "ranks that share this machine (8, or all if they are fewer, with --model; otherwise 1)"
+    text = (
+        "number of ranks that share this machine (if not given: with --model 8, or all ranks if there are fewer; "
+        "otherwise 1)"
+    )
     parser.add_argument("--ranks-per-node", type=int, metavar="N", help=text)
     parser.add_argument("--dtype", default="bf16", help="dtype of the model: bf16, fp16 or fp32 (bf16 if not given)")
     parser.add_argument(
         "--optimizer", default="adam", help="adam, sgd, lion or muon, all distributed (adam if not given)"
     )
-    text = "what is saved: model, optimizer, or both with a comma between them (both if not given)"
+    text = "contents of the saves: model, optimizer, or both with a comma between them (both if not given)"
     parser.add_argument("--contents", default="model,optimizer", metavar="WORDS", help=text)
     text = (
-        "size of the saves that are measured, of all ranks together (if not given: 256, or 64 for each rank if "
-        "that is more); larger ones predict large models better"
+        "size of a measured save, all ranks together (if not given: 256, or 64 for each rank if that is more); larger "
+        "saves predict large models better"
     )
     parser.add_argument("--megabytes", type=float, metavar="N", help=text)
     text = "also make real saves of this size, and compare them with their prediction; may be repeated"
@@ -117,7 +121,7 @@ def _size(args: argparse.Namespace) -> SaveSize | None:
 
 
 def _parameters(text: str) -> int:
-    """Returns a number of parameters that is written as in the name of a model, or plainly.
+    """Parses a number of parameters, with a unit as in the names of models, or without.
 
     >>> _parameters("8B"), _parameters("1.5e9")
     (8000000000, 1500000000)
@@ -127,7 +131,7 @@ def _parameters(text: str) -> int:
         return round(float(text) if unit is None else float(text[:-1]) * unit)
     except (ValueError, OverflowError):
         raise InvalidArgumentError(
-            f"--model {text}: there is no such folder, and it is no number of parameters, such as 8B or 8e9"
+            f"--model {text}: is neither a folder nor a number of parameters, such as 8B or 8e9"
         ) from None
 
 
@@ -196,7 +200,7 @@ def _show(report: Report) -> None:
     _show_table(console, ("measured", "speed>"), _speed_rows(speeds))
     least, most = report.speeds.spread
     if most - least > _UNSTEADY:
-        text = f"busy: trial saves took {least:.2f} to {most:.2f} times their median, and real saves will vary as much"
+        text = f"busy: trial saves took {least:.2f} to {most:.2f} times their median; expect real saves to vary as much"
         console.print(text, style="yellow")
     if report.prediction is not None and report.size is not None:
         console.print(_size_line(report.size, report.fitting_saves))
@@ -267,13 +271,14 @@ def _notes(prediction: Prediction, size: SaveSize) -> list[str]:
     lines = []
     if prediction.prepared_after_s:
         lines.append(
-            f"{_time(prediction.prepared_after_s)} after the manager's construction, host memory is prepared, and a "
-            "first save is like later ones"
+            f"{_time(prediction.prepared_after_s)} after the manager's construction, host memory is ready; from then "
+            "on the first save is as fast as later saves"
         )
     if size.nodes > 1:
         rate = size_text(prediction.file_system_bytes_per_s)
         lines.append(
-            f"this holds if {size.nodes} nodes at once write as fast as this one: {rate}/s into one file system"
+            f"the prediction holds if each of {size.nodes} nodes writes as fast as this one, all at once: {rate}/s "
+            "into one file system"
         )
     return lines
 

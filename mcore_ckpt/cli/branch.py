@@ -30,9 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("root", type=expanded_path, metavar="ROOT", help="folder of steps")
     parser.add_argument("step", type=step_number, metavar="STEP", help="step to begin with")
     parser.add_argument("new_root", type=expanded_path, metavar="NEWROOT", help="new folder of steps")
-    parser.add_argument(
-        "--test", action="store_true", help="first read all files and check their CRCs, not only their sizes"
-    )
+    parser.add_argument("--test", action="store_true", help="first check the CRCs of all files, not only their sizes")
     add_json(parser)
 
 
@@ -56,7 +54,7 @@ def _show(report: BranchReport) -> None:
     if report.beside:
         console.print(f"  copied, because other programs may change them: {', '.join(report.beside)}")
     parent = report.run.parent
-    assert parent is not None, "a fork has one"
+    assert parent is not None, "a fork has a parent"
     console.print(f"run {report.run.id}, which begins with step {parent.step} of run {parent.run or 'unknown'}")
     console.print(moved_text(report.nbytes, report.seconds))
 

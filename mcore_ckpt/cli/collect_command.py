@@ -21,22 +21,22 @@ if TYPE_CHECKING:
 HELP = "put the folders of the fast tier's nodes together"
 DESCRIPTION = """\
 Puts the folders of several nodes of the fast tier together into an ordinary checkpoint. The folders are copied or
-mounted to this machine. All roles of the newest step that is whole are taken, and every CRC is checked; a file that is
-damaged on one node is taken from another. The result appears once it is complete. If no step is whole, the exit status
-is 1, and the missing files are listed by the nodes that had them."""
+mounted to this machine. All roles of the newest step that is whole are taken, and every CRC is checked; if a file is
+damaged on one node, it is taken from another node. The result appears once it is complete. If no step is whole, the
+exit status is 1, and the command lists the missing files and the nodes that had them."""
 
 EXAMPLES = (
     "collect node0 node1 node2 checkpoints # node0 is a copy of /dev/shm/run of a node",
     "collect /mnt/node*/run checkpoints --step 100 --json",
 )
 
-# Nobody reads more lines than this.
+# Longer lists are cut, because nobody reads more lines.
 _MOST_LINES = 50
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "folders", type=expanded_path, nargs="+", metavar="NODEFOLDER", help="the fast tier's folder of one node"
+        "folders", type=expanded_path, nargs="+", metavar="NODEFOLDER", help="folder of the fast tier from one node"
     )
     parser.add_argument("root", type=expanded_path, metavar="DST", help="folder of steps to write to")
     parser.add_argument(
@@ -86,7 +86,7 @@ def _show(report: CollectReport) -> None:
     for role in report.roles:
         console.print(f"{role.path}: {role.files} files")
         for reason in role.damaged:
-            console.print(f"  another node's copy was taken: {reason}")
+            console.print(f"  a file was taken from another node: {reason}")
     console.print(moved_text(report.nbytes, report.seconds))
 
 

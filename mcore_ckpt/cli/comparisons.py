@@ -1,4 +1,4 @@
-"""What `diff` and `test` have in common: they check the same options, and show the same numbers."""
+"""Checks the options that `diff` and `test` share, and shows the numbers that both report."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def check_comparison(args: argparse.Namespace) -> None:
 
 
 def numbers_of(differing: str, max_abs: float, max_rel: float) -> list[str]:
-    """Returns three cells: how many elements differ, in words, and by how much; empty for amounts of 0."""
+    """Returns the cells below NUMBERS: how many elements differ, and the largest differences, which are empty if 0."""
     return [differing, *(f"{amount:.3g}" if amount else "" for amount in (max_abs, max_rel))]
 
 
 def numbers_in_line(numbers: Iterable[str]) -> str:
-    """Returns the cells of `numbers_of` as the end of a line."""
+    """Returns the cells of `numbers_of` as text, each after its heading."""
     named = zip(NUMBERS, numbers, strict=True)
     return "".join(f"  {heading.removesuffix('>')} {number}" for heading, number in named if number)
 
 
 def info_as_json(info: TensorInfo | None) -> dict[str, Any] | None:
-    """Returns dtype and shape as JSON values; None if there is no tensor."""
+    """Returns dtype and shape of a tensor as JSON values; None for no tensor."""
     return None if info is None else {"shape": list(info.shape), "dtype": info.dtype_name}

@@ -9,7 +9,7 @@ from mcore_ckpt.errors import InvalidArgumentError
 
 HELP = "print a script for a shell's completion"
 DESCRIPTION = """\
-Prints a script for the completion of commands, options and folders. It knows all options by itself, so completing does
+Prints a script for the completion of commands, options and folders. The script contains all options, so completing does
 not start Python. Needs shtab: pip install 'mcore_ckpt[completion]'."""
 
 EXAMPLES = (

@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
 HELP = "make a checkpoint of a HuggingFace model"
 DESCRIPTION = """\
-Writes the weights of a HuggingFace model as a checkpoint. They are streamed, so no GPU is needed and the model need
-not fit into memory. The format "native" is this package's own, divided for the given layout (it loads under any other
-layout, too). The format "torch_dist" is megatron's, which needs no layout. Under torchrun the processes share the work.
+Writes the weights of a HuggingFace model as a checkpoint. They are streamed, so no GPU is needed and the model need not
+fit into memory. The format "native" is this package's own, divided for the given layout (it loads under any other
+layout, too). The format "torch_dist" is megatron's; it needs no layout. Under torchrun the processes share the work.
 The result appears once it is complete.
 
-With CHECKPOINT and --format torch_dist, it writes a checkpoint of this package for another trainer: model, optimizer,
-LR scheduler, random states and counters, in the folders that --layout names. The trainer resumes from --output_path,
-under any parallel layout. A model with experts needs the same chain of optimizers, so first run reshard to change
-whether experts are divided."""
+With CHECKPOINT and --format torch_dist, it converts a checkpoint of this package for another trainer: model, optimizer,
+LR scheduler, random states and counters, in the folders of the trainer that --layout names. The trainer resumes from
+--output_path, under any parallel layout. A model with experts loads only into the same chain of optimizers: to change
+whether experts are divided, run reshard first."""
 
 EXAMPLES = (
     "convert --hf_model_path Qwen/Qwen3-0.6B --output_path checkpoints --tp 4 --pp 2",
@@ -50,7 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", type=arguments.expanded_path, nargs="?", metavar="CHECKPOINT", help=text)
     text = (
         "the HuggingFace folder to convert, or the name of a model on the hub (owner/name, owner/name@revision); "
-        "with CHECKPOINT: folder with its config.json and tokenizer (the checkpoint's own if not given)"
+        "with CHECKPOINT: the folder with the model's config.json and tokenizer (the checkpoint's own files if not "
+        "given)"
     )
     parser.add_argument("--hf_model_path", type=arguments.folder_or_model, metavar="MODEL", help=text)
     arguments.add_revision(parser, "--hf_model_path")
@@ -72,15 +73,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--layout",
         choices=("megatron", "bridge", "verl", "verl-0.8"),
-        help="with CHECKPOINT: trainer that goes on from it (megatron if not given; verl-0.8: verl 0.7.1 and 0.8)",
+        help="with CHECKPOINT: the trainer to convert for (megatron if not given; verl-0.8: verl 0.7.1 and 0.8)",
     )
     arguments.add_step(parser, "with CHECKPOINT: ")
     arguments.add_ignore(parser, "tensors of the HuggingFace model")
-    text = "dtype of weights that are quantized in the folder (the one in its config.json if not given)"
+    text = "dtype of weights that are quantized in the folder (the dtype in its config.json if not given)"
     parser.add_argument("--dequantize-to", choices=("float32", "bfloat16", "float16"), metavar="DTYPE", help=text)
     parser.add_argument("--test", action="store_true", help="read the result back and compare it before it appears")
     arguments.add_force(
-        parser, "a checkpoint in DIR of the same step, or in this format, or a tracker of another step,"
+        parser,
+        "a checkpoint of the same step in DIR, a torch_dist checkpoint in DIR, or a tracker that names another step,",
     )
     arguments.add_json(parser)
     arguments.add_ignored_flags(parser)
@@ -110,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
 def _source(args: argparse.Namespace) -> str:
     """Returns what to convert: a checkpoint, a HuggingFace folder, or a model on the hub.
 
-    Raises InvalidArgumentError if the arguments name nothing to convert, or do not fit what they name.
+    Raises InvalidArgumentError if the arguments name nothing to convert, or have options that do not fit the source.
     """
     layout = (*(f"--{name}" for name in _SIZES), *arguments.STAGE_FLAGS)
     if args.checkpoint is None:
@@ -129,8 +131,8 @@ def _source(args: argparse.Namespace) -> str:
         )
     if args.ignore or args.dequantize_to or args.revision:
         raise InvalidArgumentError(
-            "--ignore, --dequantize-to and --revision are for HuggingFace models: a trainer needs all tensors of a "
-            "checkpoint"
+            "--ignore, --dequantize-to and --revision are for HuggingFace models: leave them out for a checkpoint, of "
+            "which a trainer needs all tensors"
         )
     return str(args.checkpoint)
 

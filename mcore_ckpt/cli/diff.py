@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 HELP = "show what differs between two checkpoints"
 DESCRIPTION = """\
-Compares two checkpoints of this package, bit for bit unless tolerances are given: weights, optimizer state, and by name
-what else differs (steps, param groups, LR scheduler, random states, extra state). The parallel layouts may differ. The
-exit status is 0 if nothing differs, 1 if something does, and 2 for unusable arguments, as with diff(1). Use
+Compares two checkpoints of this package, bit for bit unless tolerances are given: weights and optimizer state, and the
+other values by name (steps, param groups, LR scheduler, random states, extra state). The parallel layouts may differ.
+The exit status is 0 if nothing differs, 1 if something differs, and 2 for unusable arguments, as with diff(1). Use
 `mcore-ckpt test` for HuggingFace models."""
 
 EXAMPLES = (
@@ -68,7 +68,7 @@ def _show(found: Diff, most: int) -> None:
     for role_diff in found.roles:
         _show_role(console, role_diff, most)
     nbytes = sum(role.nbytes for role in found.roles)
-    console.print(f"{size_text(nbytes)} each in {found.seconds:.1f} s")
+    console.print(f"read {size_text(nbytes)} of each checkpoint in {found.seconds:.1f} s")
 
 
 def _show_role(console: Console, role: RoleDiff, most: int) -> None:

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 HELP = "try what a folder's file system can do"
 DESCRIPTION = """\
-Tries what saving and loading rely on, in a hidden folder below ROOT that it removes, and measures speed and free space.
-Shows what works, what is emulated and at what cost, and what to change. Under torchrun all ranks take part, and show
-whether they see one file system, each other's locks and the same time. The exit status is 0 if checkpoints can be saved
-in ROOT, 1 if not, and 2 if there is no such folder."""
+Tries what saving and loading rely on, in a hidden folder below ROOT, which it removes, and measures speed and free
+space. Shows what works, what is emulated and at what cost, and what to change. Under torchrun all ranks take part, and
+it also shows whether they see one file system, each other's locks and the same time. The exit status is 0 if
+checkpoints can be saved in ROOT, 1 if not, and 2 if there is no such folder."""
 
 EXAMPLES = (
     "doctor checkpoints # on this host",
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     with cleaning_up_at_sigterm(), progress_of_bytes(args.json or not is_first) as bar:
         report = _examine(args.root.absolute(), args, progress_in(bar, "measure"))
     if report is None:
-        return 0  # rank 0 reports
+        return 0  # only rank 0 reports
     show_result(report, _as_json, _show, args.json)
     return 0 if report.is_usable else 1
 
@@ -73,7 +73,7 @@ def _examine(root: Path, args: argparse.Namespace, progress: Callable[[int, int]
     except AgreementError as error:
         if os.environ.get("RANK") != "0":
             raise
-        # The ranks have not met. Rank 0 examines the folder alone, and reports what it knows of the others.
+        # Not all ranks have joined. Rank 0 examines the folder alone, and reports which ranks are missing.
         taken(root, "doctor")
         return examine(root, single_process_agreement("doctor", args.timeout), args.megabytes, error, progress)
 
@@ -98,7 +98,7 @@ def _show(report: Report) -> None:
 
 
 def _where(report: Report, finding: Finding) -> str:
-    """Names the ranks that a finding is about, with their hosts. Returns an empty text if it is about all ranks."""
+    """Names the ranks of a finding, with their hosts. Returns an empty text if the finding is about all ranks."""
     if not finding.ranks:
         return ""
     names = [f"{rank} ({report.hosts[rank]})" if rank < len(report.hosts) else str(rank) for rank in finding.ranks[:8]]

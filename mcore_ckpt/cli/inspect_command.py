@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", type=expanded_path, metavar="PATH", help="folder of a role, of a step, or of the steps")
     add_step(parser)
     parser.add_argument("--role", metavar="NAME", help="show only this role of the step")
-    text = "also list the tensors: all, or those whose name contains a match"
+    text = "also list the tensors: all, or only tensors whose name contains a match of REGEX"
     parser.add_argument("--tensors", metavar="REGEX", nargs="?", const="", help=text)
     parser.add_argument(
         "--tensor",
@@ -61,13 +61,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="read this tensor, and show statistics of its values and which rank's file holds which part",
     )
     text = (
-        "also write all of it as one page for a browser, which needs no network; replaces "
-        "such a page in FILE (*.html), and no other file"
+        "also write everything to FILE (*.html) as one page for a browser, which needs no network; FILE may exist "
+        "only if it is such a page"
     )
     parser.add_argument("--html", type=expanded_path, metavar="FILE", help=text)
     text = (
-        "with --html: also compare with this checkpoint, as `mcore-ckpt diff PATH OTHER` does, and show on the "
-        "page what differs (folder of a role, of a step, or of the steps)"
+        "with --html: also show on the page what differs from this checkpoint, as `mcore-ckpt diff PATH OTHER` does "
+        "(folder of a role, of a step, or of the steps)"
     )
     parser.add_argument("--diff", type=expanded_path, metavar="OTHER", help=text)
     add_json(parser)
@@ -120,7 +120,7 @@ def _check(args: argparse.Namespace) -> None:
     if args.diff is not None:
         if args.html is None:
             raise InvalidArgumentError(
-                f"--diff {args.diff}: the differences are shown on a page: name its file with --html, or use "
+                f"--diff {args.diff}: the differences are shown on a page: name the page's file with --html, or use "
                 f"`mcore-ckpt diff {args.path} {args.diff}`"
             )
         args.diff = taken(args.diff, "diff", "--diff")
@@ -138,13 +138,11 @@ def _check_may_write(file: Path) -> None:
     if where.suffix != ".html":
         raise InvalidArgumentError(f"--html {file}: does not end in .html, as a page must: name another file")
     if where.exists() and not is_page(where):
-        raise InvalidArgumentError(
-            f"--html {file}: is there already, and this command has not made it: name another file"
-        )
+        raise InvalidArgumentError(f"--html {file}: exists and is not a page of this command: name another file")
 
 
 def _other(path: Path, role: str | None) -> Selection:
-    """Selects the checkpoint to compare with. If a role was chosen, selects only this role."""
+    """Selects the checkpoint to compare with: only the chosen `role`, if the checkpoint has it."""
     from mcore_ckpt.tools.examine.select import Selection, select
 
     found = select(path)
@@ -205,7 +203,7 @@ def _show(console: Console, role_dir: Path, manifest: Manifest, pattern: str | N
 
 
 def _kinds(manifest: Manifest) -> dict[str, tuple[int, int]]:
-    """Returns the number of files of each kind, and their size in bytes."""
+    """Returns the number and the size in bytes of the files of each kind."""
     kinds = dict.fromkeys(file.kind for file in manifest.files)
     files = {kind: manifest.files_of(kind) for kind in kinds}
     return {kind: (len(found), sum(file.size for file in found)) for kind, found in files.items()}

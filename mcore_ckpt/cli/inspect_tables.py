@@ -52,9 +52,9 @@ def show_tables(
 
 
 def contents_text(manifest: Manifest) -> str:
-    """Says what a checkpoint holds, and what retention has removed from it."""
+    """Names the contents of a checkpoint, and the contents that retention has removed."""
     removed = f" (retention has removed: {', '.join(manifest.dropped)})" if manifest.dropped else ""
-    return (", ".join(manifest.contents) or "files of its program") + removed
+    return (", ".join(manifest.contents) or "files of the program that saved it") + removed
 
 
 def part_rows(manifest: Manifest) -> list[tuple[str, int, int, str]]:
@@ -88,9 +88,10 @@ def metric_facts(role_dir: Path, manifest: Manifest) -> list[tuple[str, str]]:
 
 
 def model_facts(manifest: Manifest) -> list[tuple[str, str]]:
-    """Returns the facts of the model, as a list with one pair of a topic and a text; empty if there are none.
+    """Returns one pair, a topic and a text with the facts of the model, or no pair if there are no facts.
 
-    Facts that are off are left out, and so are lists, such as a number for each layer. `--json` has all facts.
+    The text leaves out facts that are False or None, and lists, such as a number for each layer. `--json` has all
+    facts.
     """
     facts = (manifest.model or {}).items()
     told = [f"{name} {value}" for name, value in facts if value not in (None, False) and not isinstance(value, list)]
@@ -98,7 +99,7 @@ def model_facts(manifest: Manifest) -> list[tuple[str, str]]:
 
 
 def node_facts(role_dir: Path, manifest: Manifest) -> list[tuple[str, str]]:
-    """Returns which nodes have the files of a checkpoint of the fast tier, as pairs of a topic and a fact."""
+    """Returns the nodes that have the files of a checkpoint of the fast tier, as pairs of a topic and a fact."""
     from mcore_ckpt.steps import files_of_node
 
     held = files_of_node(role_dir, manifest)

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 HELP = "show which steps there are"
 DESCRIPTION = """\
-Lists the steps below a folder, the oldest first, and the step that the tracker names. Reads only the manifests, and
-looks whether the files that they list are here in their full size; use `mcore-ckpt verify` to check the bytes. If ROOT
-itself has no steps, a folder of steps right above or below it is taken. On a terminal it prints a table, elsewhere a
-line for each step."""
+Lists the steps below a folder, the oldest first, and the step that the tracker names. It reads only the manifests, and
+checks that the files in them exist in their full size; use `mcore-ckpt verify` to check the bytes. If ROOT itself has
+no steps, a folder of steps right above or below it is taken. On a terminal it prints a table, elsewhere a line for each
+step."""
 
 EXAMPLES = (
     "list checkpoints",
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Lists the steps. Returns 0 whatever is found."""
+    """Lists the steps. Returns 0, even if none is complete."""
     from mcore_ckpt.tools.examine.step_list import step_list_of
 
     try:
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     last = next((step for step in found.steps if step.newest), None)
     newest = "no step is complete" if last is None else f"newest complete step: {last.step}"
     if last is not None and last.state == "partial":
-        newest += f", of which this node has {last.reason}"
+        newest += f", but this node's folder has only {last.reason}"
     tracked = "none" if found.tracker is None else found.tracker
     console.print(f"{newest}; the tracker names {tracked}")
     if last is not None and last.parent is not None:

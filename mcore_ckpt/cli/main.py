@@ -1,8 +1,9 @@
 """Runs `mcore-ckpt`: parses the arguments, runs one subcommand and turns its errors into an exit status.
 
 Each subcommand is a module with `HELP` and `DESCRIPTION`, `EXAMPLES` (command lines for its `--help`),
-`add_arguments(parser)`, and `run(args)`, which returns the exit status. `run` imports torch and what needs torch, so
-that `--help` does not wait a second for it. To add a subcommand, write such a module and list it in `COMMANDS`.
+`add_arguments(parser)`, and `run(args)`, which returns the exit status. Only `run` imports torch and modules that need
+torch, so that `--help` does not wait a second for torch. To add a subcommand, write such a module and list it in
+`COMMANDS`.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from mcore_ckpt.errors import CheckpointError, InvalidArgumentError
 from mcore_ckpt.redaction import redacted
 
 SUCCESS, BAD_CHECKPOINT, UNUSABLE_ARGUMENTS = 0, 1, 2
-INTERRUPTED, READER_GONE = 130, 141  # as shells report programs that SIGINT or SIGPIPE has ended
+INTERRUPTED, READER_GONE = 130, 141  # 128 + SIGINT and 128 + SIGPIPE, as shells report them
 
-# The modules of the commands in `mcore_ckpt.cli`, in the order of the help. Some end in `_command`, because their plain
-# names mean something else.
+# The modules of the commands in `mcore_ckpt.cli`, in the order of the help. Some modules are named `..._command`,
+# because their plain names are taken.
 COMMANDS: Mapping[str, str] = {
     "demo": "demo.command",
     "doctor": "doctor",
@@ -49,8 +50,8 @@ COMMANDS: Mapping[str, str] = {
 def main(argv: Sequence[str] | None = None, **defaults: Any) -> int:
     """Runs one subcommand.
 
-    Returns 0 for success, 1 for a bad checkpoint, 2 for unusable arguments, 130 for Ctrl-C, and 141 if the program that
-    reads the output has ended.
+    Returns the exit status: 0 for success, 1 for a bad checkpoint, 2 for unusable arguments, 130 for Ctrl-C, and 141 if
+    the program that reads the output has ended.
 
     Args:
         argv: the arguments; None for the arguments of this process.
@@ -65,8 +66,8 @@ def main(argv: Sequence[str] | None = None, **defaults: Any) -> int:
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
-        # The reader has ended, as with `| head`. The interpreter flushes once more when it exits, and would complain if
-        # that failed.
+        # The program that reads stdout has ended, as with `| head`. The interpreter flushes stdout when it exits, and
+        # would complain if that failed.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return READER_GONE
 
@@ -94,7 +95,7 @@ def _run(argv: Sequence[str] | None, defaults: Mapping[str, Any]) -> int:
 
 def _complain(message: str) -> None:
     """Writes an error to stderr, so that a program can read what `--json` writes to stdout."""
-    from rich.console import Console  # imported here, because this takes a tenth of the time of starting a command
+    from rich.console import Console  # imported only here, because the import takes a tenth of a command's start
 
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     console.print(f"mcore-ckpt: {message}", style="red", markup=False)
@@ -103,7 +104,7 @@ def _complain(message: str) -> None:
 def _named(words: Sequence[str]) -> Iterable[str]:
     """Returns the commands whose parsers are needed: the called command, or all if their names are to be listed.
 
-    The modules of other commands are not imported, because that takes as long as the work of a small command.
+    The other commands' modules are not imported, because their import takes as long as the work of a small command.
     """
     return words[:1] if words and words[0] in COMMANDS else COMMANDS
 

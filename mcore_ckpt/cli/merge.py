@@ -46,7 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(flag, type=kind, dest=f"{name}_flag", metavar="DIR", help=f"the same as {name}")
     arguments.add_step(parser)
     parser.add_argument("--role", metavar="NAME", help="role to merge, if the step has several")
-    parser.add_argument("--backend", choices=("megatron", "fsdp"), default="megatron", help="what trained the model")
+    parser.add_argument(
+        "--backend", choices=("megatron", "fsdp"), default="megatron", help="framework that trained the model"
+    )
     text = (
         "folder with config.json and tokenizer, or a model on the hub that has them (the checkpoint's own if not given)"
     )
@@ -66,24 +68,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tie-word-embedding",
         action="store_true",
-        help="state that the embeddings are tied; it is an error if config.json or the tensors contradict",
+        help="state that the embeddings are tied; an error if config.json or the tensors contradict",
     )
     parser.add_argument(
         "--is-value-model",
         action="store_true",
-        help="state that the model is a critic; it is an error if the tensors contradict",
+        help="state that the model is a critic; an error if the tensors contradict",
     )
     parser.add_argument(
         "--adapters",
         choices=("merge", "beside", "only"),
-        help="LoRA adapters: merge them into the weights (the default; if the checkpoint has only adapters, into the "
-        "weights in --hf_model_path), write them beside the unchanged weights in PEFT's form (lora_adapter/; the "
-        "default for FSDP shards, as in verl), or write only the adapters, in PEFT's form",
+        help="LoRA adapters: merge: into the weights (the default; if the checkpoint has only adapters, into the "
+        "weights in --hf_model_path); beside: next to the unchanged weights, in PEFT's form in lora_adapter/ "
+        "(the default for FSDP shards, as in verl); only: the adapters alone, in PEFT's form",
     )
     parser.add_argument(
-        "--lora-alpha", type=_alpha, metavar="X", help="alpha of the adapters, if the checkpoint does not say it"
+        "--lora-alpha", type=_alpha, metavar="X", help="alpha of the adapters, if the checkpoint does not have it"
     )
-    parser.add_argument("--hf_upload_path", metavar="REPO", help="then upload to this HuggingFace repository")
+    parser.add_argument(
+        "--hf_upload_path", metavar="REPO", help="afterwards upload the model to this HuggingFace repository"
+    )
     visibility = parser.add_mutually_exclusive_group()
     visibility.add_argument("--public", action="store_true", help="if the repository is new, let everybody see it")
     visibility.add_argument("--private", action="store_true", help="if the repository is new, hide it (the default)")

@@ -1,4 +1,4 @@
-"""Parses the command line: says what an unknown word may mean, and takes options with `-` as well as with `_`.
+"""Parses the command line: suggests a known word for an unknown one, and takes options with `-` or `_`.
 
 The help of a command ends with examples.
 """
@@ -40,7 +40,7 @@ class TopParser(Parser):
     """The parser of all commands."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parses arguments. Before the name of a command, it only takes the options that `mcore-ckpt --help` shows."""
+        """Parses arguments. Before a command's name, only the options of `mcore-ckpt --help` are known."""
         args = sys.argv[1:] if args is None else args
         before = takewhile(lambda word: word.startswith("-"), args)
         known = tuple(self._option_string_actions)
@@ -61,14 +61,14 @@ class CommandParser(Parser):
     """The parser of one command, whose complaints show the usage of this command."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parses all arguments. argparse itself would leave unknown arguments to the parser of all commands."""
+        """Refuses unknown arguments, which argparse itself would leave to the parser of all commands."""
         found, unknown = super().parse_known_args(self._as_shown(args), namespace)
         if unknown:
             self.refuse(unknown)
         return found, unknown
 
     def _as_shown(self, args: Sequence[str]) -> list[str]:
-        """Returns arguments with options spelled as in the help: users of verl type `_`, and others `-`.
+        """Returns arguments with options spelled as in the help. Users may type `_`, as in verl, or `-`.
 
         As in argparse, the beginning of an option's name is enough.
         """
@@ -83,8 +83,9 @@ class CommandParser(Parser):
 
 
 def _alike(word: str, known: Sequence[str]) -> list[str]:
-    """Returns the known word that is most like a given word, if one is similar enough."""
-    return difflib.get_close_matches(word, known, 1, cutoff=0.7)  # takes --jsno for --json, but not --step for --tp
+    """Returns a list with the known word that is most like a given word; empty if none is similar enough."""
+    # At 0.7, --jsno is similar to --json, but --step is not similar to --tp.
+    return difflib.get_close_matches(word, known, 1, cutoff=0.7)
 
 
 def _did_you_mean(word: str) -> str:
@@ -99,7 +100,7 @@ class _HelpFormatter(argparse.HelpFormatter):
 
 
 def add_examples(parser: argparse.ArgumentParser, examples: Sequence[str]) -> None:
-    """Ends a command's help with examples. In each, the text after " # " is an explanation."""
+    """Ends a command's help with examples. The text after " # " in an example is its explanation."""
     lines = [example.partition(" # ") for example in examples]
     width = max(len(line) for line, _, _ in lines)
     shown = [f"  mcore-ckpt {line:{width}}  # {what}" if what else f"  mcore-ckpt {line}" for line, _, what in lines]

@@ -21,7 +21,7 @@ def progress_of_bytes(quiet: bool) -> Progress:
 
 
 def progress_in(bar: Progress, what: str) -> Callable[[int, int], None]:
-    """Adds a task to a bar. Returns the function to call with the number of bytes done and of all bytes."""
+    """Adds a task to a bar. Returns a function that moves the bar: `f(bytes_done, all_bytes)`."""
     task = bar.add_task(what, total=None)
 
     def update(done: int, total: int) -> None:

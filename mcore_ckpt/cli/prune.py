@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 HELP = "delete old steps and the leftovers of crashes"
 DESCRIPTION = """\
-Deletes old steps like a trainer with the same options, and the leftovers of processes that died. A step stays if a rule
-keeps it. Without --max-to-keep every step stays. These always stay: pinned steps, the newest complete step, steps that
-a process is writing or reading, and folders of unknown content. The command can run while trainers run. The exit status
-is 1 if something that should go cannot be deleted."""
+Deletes the old steps that a trainer with the same options would delete, and the leftovers of processes that died. A
+step stays if one of the options keeps it. Without --max-to-keep every step stays. These always stay: pinned steps, the
+newest complete step, steps that a process is writing or reading, and folders of unknown content. The command can run
+while trainers run. The exit status is 1 if something cannot be deleted that should be."""
 
 EXAMPLES = (
     "prune checkpoints --max-to-keep 2 --keep-every 1000 --dry-run # what would go",
@@ -38,13 +38,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-to-keep", type=at_least(1), metavar="N", help="keep the N newest complete steps of each role"
     )
     parser.add_argument("--keep-every", type=at_least(1), metavar="N", help="also keep steps that are multiples of N")
-    text = "also keep the N complete steps with the largest value of a metric, or with :min the smallest"
+    text = (
+        "also keep the N complete steps with the largest value of a metric, or with the smallest value if :min is given"
+    )
     parser.add_argument("--keep-best", metavar="METRIC:N:max", action="append", default=[], help=text)
-    text = "also keep steps that are younger, such as 45min, 12h or 2d"
+    text = "also keep steps that are younger than this, such as 45min, 12h or 2d"
     parser.add_argument("--keep-for", type=seconds_in, metavar="TIME", help=text)
-    text = "remove the optimizer from all but the N newest complete steps of each role and pinned ones"
+    text = "remove the optimizer from all steps except pinned ones and the N newest complete steps of each role"
     parser.add_argument("--optimizer-for-last", type=at_least(1), metavar="N", help=text)
-    parser.add_argument("--role", help="delete only steps that have this role; they are deleted with all their roles")
+    parser.add_argument("--role", help="delete only steps that have this role (with all roles that the steps have)")
     text = "never delete this step from now on"
     parser.add_argument("--pin", type=step_number, metavar="STEP", action="append", default=[], help=text)
     parser.add_argument("--unpin", type=step_number, metavar="STEP", action="append", default=[], help="undo --pin")
@@ -53,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Deletes steps, or shows what would be deleted. Returns 1 if one of them cannot be deleted, otherwise 0."""
+    """Deletes steps, or shows what would be deleted. Returns 1 if a step cannot be deleted, otherwise 0."""
     from mcore_ckpt import pin, unpin
     from mcore_ckpt.steps import PreservationPolicy
     from mcore_ckpt.tools.maintain.prune import prune

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 HELP = "rewrite a checkpoint for another parallel layout"
 DESCRIPTION = """\
-Rewrites a committed checkpoint for another parallel layout, on one machine, without GPUs and without the model.
-Sizes that are not given stay as saved if possible. If the other sizes do not divide the number of ranks, it becomes the
-smallest number that they divide. If --etp and --tp were equal, they stay equal. The result appears once it is
-complete."""
+Rewrites a committed checkpoint for another parallel layout, on one machine, without GPUs and without the model. Sizes
+that are not given stay as saved if possible. If the other sizes do not divide the saved number of ranks, the smallest
+number that they divide is taken. If --etp and --tp were equal in the checkpoint, they stay equal. The result appears
+once it is complete."""
 
 EXAMPLES = (
     "reshard checkpoints resharded --tp 4 --pp 2",
@@ -31,7 +31,7 @@ EXAMPLES = (
 _SIZES = {
     **arguments.SIZES,
     "vpp": f"{arguments.SIZES['vpp']}; 1 for no virtual pipelining",
-    "world": "number of all ranks; it can be given instead of --dp",
+    "world": "number of all ranks, instead of --dp",
     "vocab-size": "number of tokens in the vocabulary, without padding",
 }
 
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "root",
         type=arguments.expanded_path,
         metavar="DST",
-        help="folder of steps to write to; not the folder that SRC is in",
+        help="folder of steps to write to; must not be the folder of steps that has SRC",
     )
     arguments.add_step(parser)
     for name, what in _SIZES.items():
@@ -80,7 +80,7 @@ def _show(report: ReshardReport) -> None:
         if role.reseeded:
             console.print("  the random number generators start anew from the saved seed")
     if report.beside:
-        console.print(f"  copied as it is, beside the roles: {', '.join(report.beside)}")
+        console.print(f"  copied unchanged, next to the roles: {', '.join(report.beside)}")
     console.print(moved_text(report.nbytes, report.seconds))
 
 

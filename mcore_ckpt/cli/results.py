@@ -30,12 +30,12 @@ def is_terminal() -> bool:
 def result_console(markup: bool = False) -> Console:
     """Returns the console for a command's result. Square brackets are plain text unless `markup`.
 
-    In a pipe or a log it folds no line, so that programs can read it.
+    In a pipe or a log it folds no line, so that programs can read the lines.
     """
     return _ResultConsole(highlight=False, markup=markup, soft_wrap=not is_terminal())
 
 
 class _ResultConsole(Console):
     def on_broken_pipe(self) -> None:
-        """Leaves the error to `main`: rich would end the process with status 1, which means a bad checkpoint."""
+        """Raises the error for `main`. rich would end the process with status 1, which means a bad checkpoint."""
         raise

@@ -1,4 +1,4 @@
-"""Lets a command clean up when it is told to end."""
+"""Lets a command clean up when SIGTERM ends it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def cleaning_up_at_sigterm() -> Iterator[None]:
-    """Lets SIGTERM end this process like Ctrl-C. torchrun, for instance, sends it to all ranks if one has failed."""
+    """Makes SIGTERM raise SystemExit in the block. torchrun sends SIGTERM to all ranks if one has failed."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         yield

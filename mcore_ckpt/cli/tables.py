@@ -11,7 +11,7 @@ from rich.text import Text
 
 Cell = str | Text
 
-# Spaces between two columns, and the length from which a word (a path, a tensor's name) may be folded.
+# The spaces between two columns; and the length above which a word (a path, a tensor's name) may be folded.
 _GAP = 2
 _LONGEST_WORD = 14
 
@@ -20,7 +20,7 @@ def table_of(console: Console, headings: Sequence[str], rows: Sequence[Sequence[
     """Returns a table, or, if the terminal is too narrow for it, a few lines for each row.
 
     No word is cut: a cell that does not fit continues in the next line. Columns whose headings end in ">" are aligned
-    to the right. The first cell of a row names it. Square brackets in cells are plain text.
+    to the right. If a row is shown as lines, its first cell is their title. Square brackets in cells are plain text.
     """
     texts = [[_text(cell) for cell in row] for row in rows]
     names = [heading.removesuffix(">") for heading in headings]
@@ -42,7 +42,7 @@ def table_of(console: Console, headings: Sequence[str], rows: Sequence[Sequence[
 
 
 def _fitted(whole: Sequence[int], least: Sequence[int], width: int) -> list[int] | None:
-    """Returns the width of each column: as `whole` if possible, otherwise less. None if even `least` is too wide."""
+    """Returns the width of each column, between `least` and `whole`. None if even the `least` widths do not fit."""
     if sum(least) > width:
         return None
     widths = list(whole)
@@ -57,7 +57,7 @@ def _longest_word(text: Text) -> int:
 
 
 def _block(headings: Sequence[str], row: Sequence[Text]) -> RenderableType:
-    """Returns one row as lines: the first cell, and below it the others that are not empty."""
+    """Returns one row as lines: the first cell, then each other cell that is not empty, with its heading."""
     first, *others = row
     lines = [
         Padding(Text.assemble((f"{heading} ", "dim"), cell, overflow="fold"), (0, 0, 0, 2))

@@ -17,7 +17,7 @@ from mcore_ckpt.cli.tables import table_of
 if TYPE_CHECKING:
     from mcore_ckpt.tools.examine.tensor_details import KindDetails, StoredPart, TensorDetails, Values
 
-# How many boxes of a part are shown. A flat range of a tensor with n axes consists of up to 2n - 1 boxes.
+# The most boxes to show of one part. A flat range of a tensor with n axes consists of up to 2n - 1 boxes.
 _MOST_BOXES = 3
 _FIELDS = ("count", "zeros", "nans", "infs", "minimum", "maximum", "mean", "std", "norm")
 
@@ -25,7 +25,7 @@ _FIELDS = ("count", "zeros", "nans", "infs", "minimum", "maximum", "mean", "std"
 def read_tensor(role_dirs: Sequence[Path], name: str, quiet: bool) -> dict[Path, TensorDetails]:
     """Reads a tensor of each role that has it, with a progress bar unless `quiet`.
 
-    Raises InvalidArgumentError if no role has it. The message names the closest tensors of the first role.
+    Raises InvalidArgumentError if no role has it. The message suggests tensors of the first role with similar names.
     """
     from mcore_ckpt.tools.examine.tensor_details import describe_tensor, has_tensor
 
@@ -35,7 +35,7 @@ def read_tensor(role_dirs: Sequence[Path], name: str, quiet: bool) -> dict[Path,
 
 
 def show_tensor(console: Console, role_dir: Path, tensor: TensorDetails) -> None:
-    """Shows a tensor: in tables on a terminal, otherwise in lines that begin with the kind."""
+    """Shows a tensor: on a terminal in tables, otherwise in lines that begin with the kind of the shards."""
     console.print(f"{role_dir}: tensor {tensor.name}", style="bold")
     if is_terminal():
         console.print(table_of(console, ("kind", "dtype", "shape", *_headings()), [_row(of) for of in tensor.kinds]))
@@ -87,7 +87,7 @@ def _place(part: StoredPart) -> str:
 
 
 def _boxes(of: KindDetails, part: StoredPart) -> str:
-    """Describes the part as slices of the global tensor, such as [0:256, 0:64]."""
+    """Describes a part as slices of the global tensor, such as [0:256, 0:64]."""
     boxes = part.boxes
     if len(boxes) == 1 and boxes[0].shape == of.shape:
         return "all"
@@ -100,7 +100,7 @@ def _boxes(of: KindDetails, part: StoredPart) -> str:
 
 
 def tensor_as_json(tensor: TensorDetails | None) -> dict[str, Any] | None:
-    """Returns a tensor as JSON values; None if there is none."""
+    """Returns the details of a tensor as JSON values; None for None."""
     if tensor is None:
         return None
     return {

@@ -1,4 +1,4 @@
-"""`mcore-ckpt test`: compares a merged model, or a checkpoint as it would be merged, with a reference."""
+"""`mcore-ckpt test`: compares a merged model, or the model that a merge would make, with a reference."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 HELP = "compare a merged model with a reference"
 DESCRIPTION = """\
 Compares the folder of a HuggingFace model with a reference: missing tensors, extra tensors, shapes, dtypes and values.
-With --local_dir it compares a checkpoint, as a merge would write it. The exit status is 0 if the two are the same, and
-1 if not."""
+With --local_dir it compares the model that a merge would make of a checkpoint. The exit status is 0 if the two are the
+same, and 1 if not."""
 
 EXAMPLES = (
     "test merged --reference Qwen/Qwen3-0.6B # bit for bit",
@@ -48,14 +48,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "folder of the model to check, or the name of a model on the hub"
     parser.add_argument("merged", type=arguments.folder_or_model, nargs="?", help=text)
     text = (
-        "the model to compare with: a folder with safetensors or pytorch_model.bin, in one file or several, or "
-        "the name of a model on the hub (owner/name, owner/name@revision)"
+        "the model to compare with: a folder with one or several files of safetensors or pytorch_model.bin, or the "
+        "name of a model on the hub (owner/name, owner/name@revision)"
     )
     parser.add_argument(
         "--reference", "--test_hf_dir", type=arguments.folder_or_model, metavar="MODEL", required=True, help=text
     )
     arguments.add_revision(parser, "--reference")
-    text = "allowed absolute difference of a value (with --atol 0 and --rtol 0, the default, all bits must be equal)"
+    text = "allowed absolute difference of a value (all bits must be equal if --atol and --rtol are 0, the default)"
     parser.add_argument("--atol", type=float, default=0.0, metavar="X", help=text)
     text = "allowed difference relative to the reference's value, in addition to --atol"
     parser.add_argument("--rtol", type=float, default=0.0, metavar="X", help=text)
@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--local_dir", type=arguments.expanded_path, metavar="DIR", help="folder of a role, of a step, or of the steps"
     )
     checkpoint.add_argument(
-        "--backend", choices=("megatron", "fsdp"), help="what trained the model (megatron if not given)"
+        "--backend", choices=("megatron", "fsdp"), help="framework that trained the model (megatron if not given)"
     )
     arguments.add_step(checkpoint)
     checkpoint.add_argument("--role", metavar="NAME", help="role to compare, if the step has several")
@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     checkpoint.add_argument("--hf_model_path", type=arguments.folder_or_model, metavar="MODEL", help=text)
     checkpoint.add_argument("--dtype", choices=_DTYPES, help="dtype to convert the weights to (as saved if not given)")
     checkpoint.add_argument(
-        "--lora-alpha", type=float, metavar="X", help="alpha of the adapters, if the checkpoint does not say it"
+        "--lora-alpha", type=float, metavar="X", help="alpha of the adapters, if the checkpoint does not have it"
     )
     checkpoint.add_argument("--tie-word-embedding", action="store_true", help="state that the embeddings are tied")
     checkpoint.add_argument("--is-value-model", action="store_true", help="state that the model is a critic")
@@ -105,7 +105,7 @@ def _check(args: argparse.Namespace) -> None:
     if (args.merged is None) == (args.local_dir is None):
         raise InvalidArgumentError("give either the folder of a merged model or, with --local_dir, a checkpoint")
     if args.local_dir is None:
-        arguments.check_not_given(args, _OF_CHECKPOINTS, "because only --local_dir has a checkpoint")
+        arguments.check_not_given(args, _OF_CHECKPOINTS, "because there is no checkpoint without --local_dir")
     check_comparison(args)
 
 

@@ -21,7 +21,7 @@ HELP = "find what is damaged in checkpoints"
 DESCRIPTION = """\
 Reads all bytes of checkpoints and shows what is damaged: file, rank, tensor and bytes. In a folder of steps it verifies
 all steps and the tracker. It may run while a trainer saves: a step that is being saved is not a problem. The exit
-status is 0 if everything is as it was written, 1 if not, and 2 if there is no such folder."""
+status is 0 if everything is intact, 1 if not, and 2 if there is no such folder."""
 
 EXAMPLES = (
     "verify checkpoints # all steps",
@@ -29,7 +29,7 @@ EXAMPLES = (
     "verify checkpoints --step 100 --json",
 )
 
-# A broken disk has thousands of bad blocks. Nobody reads more lines than this.
+# Longer lists are cut, because a broken disk has thousands of bad blocks, and nobody reads that many lines.
 _MOST_LINES = 50
 _MOST_PATHS = 4
 
@@ -81,7 +81,9 @@ def _show_verdict(console: Console, verdict: VerifiedRole) -> None:
 def _show_elsewhere(console: Console, verdict: VerifiedRole) -> None:
     if verdict.of_nodes is None or verdict.of_nodes.is_whole:
         return
-    console.print(f"  these are {verdict.of_nodes}; other nodes have the rest, which is not verified:")
+    console.print(
+        f"  this folder has only {verdict.of_nodes}; the other files are on other nodes, and are not verified:"
+    )
     for names, files in verdict.of_nodes.by_nodes():
         shown = ", ".join(file.path for file in files[:_MOST_PATHS])
         more = f" and {len(files) - _MOST_PATHS} more" if len(files) > _MOST_PATHS else ""

@@ -29,8 +29,10 @@ HELP = "show live what is being saved"
 DESCRIPTION = """\
 Shows live what trainers on any host save below a folder: which step and role, by which process, how much is written,
 how fast, and about how long it still takes; and the newest steps. It only reads. On a terminal it redraws a table,
-elsewhere it prints a line for each change. It ends at Ctrl-C (status 130), or with --once or --until (status 0). The
-total is the size of the role's previous checkpoint, so it is missing for the first save of a role."""
+elsewhere it prints a line for each change. It ends at Ctrl-C (status 130), with --once after the first look, and with
+--until at that step (status 0). The size of the role's previous checkpoint counts as the total, so the first save of a
+role has no total.
+"""
 
 EXAMPLES = (
     "watch checkpoints",
@@ -51,11 +53,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Watches the root. Returns 0 if it ends by itself."""
+    """Watches the root. Returns 0 when --once or --until end it."""
     if args.last < 1 or not 0 < args.interval < threading.TIMEOUT_MAX:
         raise InvalidArgumentError(f"--last {args.last} --interval {args.interval:g}: use finite numbers above 0")
     if args.once and args.until is not None:
-        raise InvalidArgumentError("--once ends after the first look, so it cannot be combined with --until")
+        raise InvalidArgumentError("--once ends after the first look, so leave out --until")
     from mcore_ckpt.tools.examine.watch import Watch
 
     watch = Watch(taken(args.root, "watch"), args.last)
@@ -75,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _follow(look: Callable[[], Look], show: Callable[[Look], None], args: argparse.Namespace) -> None:
-    """Shows one look after the other, until the options end the command."""
+    """Looks and shows the result, again and again, until `--once` or `--until` end the command."""
     while True:
         found = look()
         show(found)

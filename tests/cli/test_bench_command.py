@@ -32,7 +32,7 @@ def test_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         "8 billion parameters on 16 ranks (tp=2, pp=1, cp=1, dp=8): 112.0 GB a save, 14.0 GB a node, 7.0 GB a rank"
         in words
     )
-    assert "this holds if 8 nodes at once write as fast as this one" in words
+    assert "the prediction holds if each of 8 nodes writes as fast as this one, all at once" in words
     for row in ("copying 2.0 MB in host memory", "commit", "first async save at once: stall", "ratio"):
         assert row in words
     assert list(tmp_path.iterdir()) == []
@@ -95,11 +95,11 @@ def test_a_number_of_parameters(text: str, parameters: int, tmp_path: Path, caps
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--model", "large"), "--model large: there is no such folder, and it is no number"),
-        (("--model", "8X"), "no number of parameters, such as 8B or 8e9"),
-        (("--model", "B"), "--model B: there is no such folder, and it is no number"),
-        (("--model", "8 billion"), "--model 8 billion: there is no such folder"),
-        (("--model", "inf"), "--model inf: there is no such folder, and it is no number"),
+        (("--model", "large"), "--model large: is neither a folder nor a number"),
+        (("--model", "8X"), "nor a number of parameters, such as 8B or 8e9"),
+        (("--model", "B"), "--model B: is neither a folder nor a number"),
+        (("--model", "8 billion"), "--model 8 billion: is neither a folder"),
+        (("--model", "inf"), "--model inf: is neither a folder nor a number"),
         (("--model", "-5"), "a model of -5 parameters"),
         (("--tp", "2"), "--tp is given without --model"),
         (("--model", "8e9", "--optimizer", "none"), "optimizer is 'none'"),

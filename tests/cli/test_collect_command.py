@@ -194,7 +194,7 @@ def test_a_list_says_how_much_is_here(folder: Path, capsys: pytest.CaptureFixtur
     there = list((folder / "copied" / "node0" / ROLE).rglob("*.pt"))
     assert (step["nodes"]["files_here"], step["bytes"]) == (len(there), sum(path.stat().st_size for path in there))
     assert main(["list", "copied/node0"]) == 0
-    assert "of which this node has 2 of 4 nodes' files" in capsys.readouterr().out
+    assert "but this node's folder has only 2 of 4 nodes' files" in capsys.readouterr().out
 
 
 def test_inspect_shows_which_nodes_have_the_rest(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

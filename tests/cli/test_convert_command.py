@@ -302,9 +302,9 @@ def test_arguments_that_cannot_be_used(
         monkeypatch.setenv("WORLD_SIZE", number)
         monkeypatch.delenv("RANK", raising=False)
         assert convert(folder, tmp_path / "out", "--format", form) == 2
-        assert "use torchrun, or unset it" in capsys.readouterr().err
+        assert "use torchrun, or unset WORLD_SIZE" in capsys.readouterr().err
         assert main(["merge", str(tmp_path), str(tmp_path / "out")]) == 2
-        assert "use torchrun, or unset it" in capsys.readouterr().err
+        assert "use torchrun, or unset WORLD_SIZE" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

@@ -133,7 +133,7 @@ def test_the_page_replaces_a_page_and_leaves_nothing_beside_it(
         ("{other}/page.html", "is within the checkpoint"),
         ("{other}/../../latest_checkpointed_iteration.txt", "does not end in .html"),
         ("{other}/../../.run.json", "does not end in .html"),
-        ("{other}/../../notes.html", "is there already, and this command has not made it"),
+        ("{other}/../../notes.html", "exists and is not a page of this command"),
         ("link.html", "does not end in .html"),
     ],
 )
@@ -435,7 +435,7 @@ def test_roles_that_only_one_checkpoint_has(tmp_path: Path, driver: Any) -> None
         ("nowhere", True, 2, "--diff {path}: there is no such folder"),
         ("empty", True, 1, "{path}: no complete checkpoint"),
         ("critics", True, 2, "/global_steps_5 has actor, {path}/global_steps_3 has critic, reward: name the folders"),
-        ("other", False, 2, "--diff {path}: the differences are shown on a page: name its file"),
+        ("other", False, 2, "--diff {path}: the differences are shown on a page: name the page's file"),
     ],
 )
 def test_a_checkpoint_that_cannot_be_compared(

@@ -190,7 +190,7 @@ def test_the_commands_ask(command: str, kind: str, capsys: pytest.CaptureFixture
         ("test root --reference hf", "is a folder of steps, which `mcore-ckpt test` does not take"),
         ("test --local_dir hf --reference hf", "--local_dir hf: is a HuggingFace model"),
         ("merge Qwen/Qwen3-0.6B out", "no such folder: a model on the hub is only taken as --hf_model_path"),
-        ("convert root --output_path out --format torch_dist --hf_model_path a/b", "this is a folder, and no model"),
+        ("convert root --output_path out --format torch_dist --hf_model_path a/b", "name a folder, not a model"),
         (
             "merge legacy/iter_0000010 out",
             "does not take: this package does not read it: Megatron-LM itself",
@@ -200,7 +200,7 @@ def test_the_commands_ask(command: str, kind: str, capsys: pytest.CaptureFixture
         ("merge megatron/iter_0000010 out --step 10", "and no folder of steps: leave out --step"),
         ("test hf --reference hf --atol inf", "use finite numbers of 0 or more"),
         ("test hf --reference hf --most -1", "--most -1: use 0 or more"),
-        ("test hf --reference hf --step 9 --backend megatron", "--backend, --step: without effect, because only"),
+        ("test hf --reference hf --step 9 --backend megatron", "--backend, --step: without effect, because there"),
         ("convert --hf_model_path hf --output_path out --layout verl --step 7", "--layout, --step: without effect"),
         ("convert root --output_path out --format torch_dist --tp 4", "--tp: without effect, because the other"),
         (

@@ -14,5 +14,5 @@ if TYPE_CHECKING:
 
 __all__ = ["enable_cpu"]
 
-# It is imported on first use, because it needs torch and `mcore-ckpt --help` must not wait for that.
+# `enable_cpu` is imported on first use, because it needs torch, and `mcore-ckpt --help` must not wait for torch.
 __getattr__ = lazy_names(__name__, {"megatron_on_cpu": ("enable_cpu",)})

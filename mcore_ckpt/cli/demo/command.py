@@ -77,7 +77,7 @@ def make_plan(directory: Path, steps: int, kill_after: int | None) -> Plan:
 
 
 def as_json(outcome: Outcome) -> dict[str, object]:
-    """Returns the outcome as JSON values. JSON does not round the losses."""
+    """Returns the outcome as JSON values. The losses are not rounded."""
     return {
         "identical": outcome.identical,
         "steps": outcome.plan.steps,

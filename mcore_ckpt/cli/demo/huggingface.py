@@ -19,14 +19,15 @@ _NEW_TOKENS = 60
 
 @dataclass(frozen=True)
 class Generated:
-    """What transformers makes of an exported model: its loss on held-out text, and the prompt with a continuation."""
+    """Results of transformers with an exported model: the loss on held-out text, and the prompt with its continuation.
+    """
 
     loss: float
     text: str
 
 
 def hf_config(num_layers: int = 8) -> Qwen3Config:
-    """Returns the transformers config of the decoder that `training.build_training_state` builds."""
+    """Returns the transformers config of the model that `training.build_training_state` builds."""
     from transformers import Qwen3Config
 
     return Qwen3Config(
@@ -68,7 +69,7 @@ def load_and_generate(folder: Path) -> Generated:
     """Loads an exported folder with transformers only, computes the held-out loss, and generates some text.
 
     Raises:
-        ValueError: transformers reports tensors that are missing, unexpected, or of other shapes.
+        ValueError: transformers reports tensors that are missing or unexpected, or have the wrong shapes.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
@@ -86,7 +87,7 @@ def load_and_generate(folder: Path) -> Generated:
             for tokens, following in HeldOutText(torch.device("cpu"))
         ]
         prompt = tokenizer(PROMPT, return_tensors="pt", return_token_type_ids=False)
-        # Sample, because after so few steps the likeliest byte is always a space.
+        # Sample, because after so few steps of training the likeliest byte is always a space.
         torch.manual_seed(0)
         written = model.generate(**prompt, max_new_tokens=_NEW_TOKENS, do_sample=True, pad_token_id=0)
     return Generated(float(torch.stack(losses).mean()), tokenizer.decode(written[0]))

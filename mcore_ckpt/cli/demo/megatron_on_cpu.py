@@ -16,7 +16,7 @@ import torch
 _enabled = False
 
 
-# The functions of torch, and the methods of a tensor, that megatron and trainers give a device to.
+# The functions of torch and methods of tensors to which megatron and trainers pass a device.
 _FUNCTIONS = (
     *("arange", "as_tensor", "asarray", "empty", "empty_like", "empty_strided", "eye", "full", "full_like"),
     *("linspace", "logspace", "normal", "ones", "ones_like", "rand", "rand_like", "randint", "randint_like"),
@@ -37,7 +37,7 @@ def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
     def on_cpu(*args: Any, **kwargs: Any) -> Any:
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs["device"] = "cpu"
-        # Pinning needs a CUDA context. It only makes copies faster, so it can be left out.
+        # Pinning needs a CUDA context, and only makes copies faster, so leave it out.
         kwargs.pop("pin_memory", None)
         return function(*args, **kwargs)
 
@@ -49,7 +49,7 @@ def _itself(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def _named_as_on_cuda(type_of: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a `torch.Tensor.type` that names the type that the tensor would have on CUDA.
+    """Returns a replacement for `torch.Tensor.type`, which gives the type's name as if the tensor were on CUDA.
 
     Both mixed-precision optimizers sort parameters by type names such as "torch.cuda.BFloat16Tensor", and refuse names
     that they do not know (Float16OptimizerWithFloat16Params.__init__,
@@ -113,9 +113,9 @@ def _is_not_fork_warning(record: logging.LogRecord) -> bool:
 
 
 def _map_devices() -> None:
-    # At its first use `with torch.device(...)` collects the functions that it changes (torch 2.13,
-    # `_device_constructors`). If it collected the functions that are made here, it would change nothing. transformers
-    # loads models in such a block.
+    # On its first use, `with torch.device(...)` collects torch's functions that it changes (torch 2.13,
+    # `_device_constructors`). Run such a block once before the functions are replaced; otherwise it would collect the
+    # replacements, and change nothing. transformers loads models in such a block.
     with torch.device("cpu"):
         torch.empty(0)
     for owner, names in ((torch, _FUNCTIONS), (torch.Tensor, _METHODS)):
@@ -151,9 +151,9 @@ def _map_megatron() -> None:
 
     tp_random._get_cuda_rng_state = _get_rng_state
     tp_random._set_cuda_rng_state = _set_rng_state
-    # There is only one generator here, so CudaRNGStatesTracker.fork() always sees "the CPU's" change, and warns.
+    # The CPU's generator stands in for CUDA's, too, so CudaRNGStatesTracker.fork() always sees it change, and warns.
     logging.getLogger(tp_random.__name__).addFilter(_is_not_fork_warning)
-    # RouterGatingLinearFunction checks only whether this name is None. It can be a kernel for GPUs, or be missing.
+    # RouterGatingLinearFunction only checks whether `te_general_gemm` is None. It may be a kernel for GPUs, or missing.
     moe_utils.te_general_gemm = None
 
 

@@ -72,7 +72,7 @@ class LiveReport(Report):
 
 
 def show_plan(console: Console, plan: Plan) -> None:
-    """Shows what the demo is about to do."""
+    """Says what the demo will do."""
     console.print(
         "[bold]mcore-ckpt demo[/]: a decoder of 6 million parameters learns to predict the source code of Python's "
         f"library on {RANKS} ranks (tensor parallel 2 x pipeline parallel 2). A first run trains {plan.steps} steps "
@@ -105,7 +105,7 @@ def checkpoint_tree(outcome: Outcome) -> Tree:
 
 
 def by_number(path: Path) -> list[tuple[str, int]]:
-    """Returns a sort key that puts step 8 before step 12."""
+    """Returns a sort key for paths that puts step 8 before step 12."""
     return [(word, int(digits or 0)) for word, digits in re.findall(r"(\D+)(\d*)", path.name)]
 
 

@@ -27,12 +27,12 @@ from mcore_ckpt.errors import CheckpointError, InvalidArgumentError
 if TYPE_CHECKING:
     from mcore_ckpt.cli.demo.huggingface import Generated
 
-RANKS = 4  # the same as training.RANKS, whose import would load Megatron into the parent
+RANKS = 4  # equals training.RANKS, which is not imported because that would load Megatron into the parent
 SAVE_EVERY = 4
 POLL_SECONDS = 0.005
 LOSS_TOLERANCE = 1e-4
-# If no rank reports anything for this many seconds, the ranks hang. On a loaded machine they need up to a minute to
-# start.
+# If no rank reports anything for this many seconds, the demo takes the training for hung. On a loaded machine, ranks
+# need up to a minute to start.
 STALLED_SECONDS = 300.0
 LOG_LINES_SHOWN = 25
 
@@ -47,7 +47,7 @@ class DemoError(CheckpointError):
 
 @dataclass(frozen=True)
 class Plan:
-    """The length of the training, the step at which it is killed, and the folder."""
+    """How many steps to train, the step after which the training is killed, and the demo's folder."""
 
     directory: Path
     steps: int
@@ -118,7 +118,7 @@ class Outcome:
 
 
 class Report:
-    """Receives events while the trainings run. This class shows nothing, because `--json` prints only the result."""
+    """Is told about the progress of the trainings. This class shows nothing; with `--json` it is used as it is."""
 
     def update(self, training: Training) -> None:
         """Called when a training has reported something."""
@@ -136,7 +136,7 @@ def prepare_directory(directory: Path) -> None:
     Raises InvalidArgumentError: the folder cannot be used, for example because it has other files. These files stay.
     """
     if directory.exists() and not directory.is_dir():
-        raise InvalidArgumentError(f"{directory} is not a folder: name another one with --dir")
+        raise InvalidArgumentError(f"{directory} is not a folder: name another folder with --dir")
     if directory.exists() and any(directory.iterdir()):
         if not is_demo(directory):
             raise InvalidArgumentError(
@@ -148,7 +148,7 @@ def prepare_directory(directory: Path) -> None:
                 shutil.rmtree(folder)
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        # Write the marker first. If a demo is killed right here, the next demo must still accept the folder.
+        # Write the marker first. If a demo is killed right after that, the next demo must still accept the folder.
         (directory / MARKER).write_text(json.dumps({"made_by": "mcore-ckpt demo"}) + "\n")
         (directory / LOGS).mkdir()
     except OSError as error:
@@ -238,13 +238,15 @@ def train(
     if launcher.returncode != 0:
         raise DemoError(f"the {name} training failed with status {launcher.returncode}:\n{excerpt(log)}")
     if kill_after is not None:
-        raise DemoError(f"the {name} training ended before step {kill_after}, after which it was to be killed")
+        raise DemoError(
+            f"the {name} training ended before step {kill_after}, so it could not be killed after that step"
+        )
     report.ended(training)
     return training
 
 
 def torchrun_command(steps: int, events: Path, checkpoints: Path | None) -> list[str]:
-    """Returns the command that starts the ranks, as one would type it."""
+    """Returns the command line that starts the ranks."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
     command += ["-m", "mcore_ckpt.cli.demo.training", "--steps", str(steps), "--save-every", str(SAVE_EVERY)]
     command += ["--progress", str(events)]
@@ -257,7 +259,7 @@ def environment() -> dict[str, str]:
 
     settings = {"OMP_NUM_THREADS": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
     if torch.cuda.device_count() < RANKS:
-        # Hide the GPUs, because Megatron would put half of its state on them although they are too few.
+        # There are fewer GPUs than ranks: hide them, because Megatron would put half of its state on them.
         settings["CUDA_VISIBLE_DEVICES"] = ""
     return {**os.environ, **settings}
 
@@ -268,7 +270,7 @@ def follow(events: Path, launcher: subprocess.Popen[bytes], log: Path) -> Iterat
     rest = ""
     with open(events) as stream:
         while True:
-            # Poll before reading, so that all that was written before the launcher ended is read.
+            # Poll before reading, so that everything is read that was written before the launcher ended.
             ended = launcher.poll() is not None
             *lines, rest = (rest + stream.read()).split("\n")
             for line in lines:
@@ -282,7 +284,7 @@ def follow(events: Path, launcher: subprocess.Popen[bytes], log: Path) -> Iterat
 
 
 def kill(training: Training) -> None:
-    """Sends SIGKILL to all ranks, so that none can clean up, as when a machine fails."""
+    """Sends SIGKILL to all ranks. As in a machine's failure, no rank can clean up."""
     for process in training.processes.values():
         try:
             os.kill(process, signal.SIGKILL)
@@ -308,7 +310,8 @@ def excerpt(log: Path) -> str:
     lines = log.read_text(errors="replace").splitlines()
     prefixes = [match[1] for line in lines if (match := re.match(r"(\[rank\d+\]: )Traceback", line))]
     if prefixes:
-        # After one rank fails, the others fail because a peer is gone. Show only the lines of the first rank.
+        # After one rank fails, the others fail because a peer is gone. So show only the lines of the rank that failed
+        # first.
         lines = [line.removeprefix(prefixes[0]) for line in lines if line.startswith(prefixes[0])]
     else:
         launcher = [number for number, line in enumerate(lines) if "torch/distributed/elastic/" in line]

@@ -13,7 +13,7 @@ SEQUENCE_LENGTH = 128
 MICRO_BATCH_SIZE = 2
 VOCAB_SIZE = 256  # one token per byte
 
-# Stop reading files after this many bytes. Each rank loads the whole text, and a demo needs less than this.
+# Stop reading files after this many bytes, which is more than a demo needs, because each rank loads the whole text.
 _LIMIT = 2 << 20
 _HELD_OUT_BATCHES = 8
 
@@ -40,7 +40,7 @@ def _batch(start: int, device: torch.device) -> Batch:
 
 
 class StandardLibraryText(Iterator[Batch]):
-    """The text that is trained on. Only `position` decides which batch is next."""
+    """The text to train on. `position` alone determines the next batch."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -56,7 +56,7 @@ class StandardLibraryText(Iterator[Batch]):
 
 
 class HeldOutText(Iterator[Batch]):
-    """The end of the text, which is never trained on."""
+    """The end of the text, which is not used for training."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -26,7 +26,7 @@ def tiny_config(dtype: torch.dtype = torch.float32, **fields: Any) -> Transforme
     """Returns the configuration of the decoder.
 
     Args:
-        dtype: the dtype of parameters, and of what pipeline stages send each other.
+        dtype: the dtype of parameters, and of the activations that pipeline stages send each other.
         fields: fields of TransformerConfig, which replace the defaults below. The sizes have no defaults.
     """
     defaults: dict[str, Any] = {
@@ -97,7 +97,7 @@ def connect(config: TransformerConfig, optimizer: MegatronOptimizer) -> None:
 
 
 def tiny_scheduler(optimizer: MegatronOptimizer, **fields: Any) -> OptimizerParamScheduler:
-    """Returns a warm-up from 0 and a cosine decay, with the same weight decay at each step.
+    """Returns a schedule with a warm-up from 0, a cosine decay, and a constant weight decay.
 
     `fields` are arguments of OptimizerParamScheduler, which replace the defaults below. `max_lr`, `min_lr`,
     `lr_warmup_steps` and `lr_decay_steps` have no defaults.

@@ -1,8 +1,8 @@
 """Trains the demo's model. This module is also an example of a trainer that uses this package.
 
 A small Qwen-like decoder learns to predict the source code of Python's standard library, byte by byte, on four ranks
-(tensor parallel 2 x pipeline parallel 2). Everything that has to do with checkpoints is in `main`. How a decoder is
-built and trained is in `tiny_trainer.py`.
+(tensor parallel 2 x pipeline parallel 2). Everything that has to do with checkpoints is in `main`. `tiny_trainer.py`
+builds the decoder and trains it.
 
     torchrun --standalone --nproc-per-node 4 -m mcore_ckpt.cli.demo.training \
         --steps 20 --checkpoints checkpoints --progress progress.jsonl
@@ -120,7 +120,8 @@ def build_training_state(
         num_attention_heads=8,
         ffn_hidden_size=768,
         qk_layernorm=True,
-        # With dropout the losses depend on the random state. They would differ if it were not restored.
+        # With dropout the losses depend on the random state. So the losses would differ if the random state were not
+        # restored.
         hidden_dropout=0.1,
         attention_dropout=0.1,
         tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
@@ -158,7 +159,7 @@ class Progress:
         self.append(rank=dist.get_rank(), pid=os.getpid())
 
     def report(self, **fields: Any) -> None:
-        """Appends one line, but only on one rank of the last pipeline stage, which knows the loss."""
+        """Appends one line, on one rank of the last pipeline stage, which knows the loss. Other ranks do nothing."""
         if parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0:
             self.append(**fields)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-# The head of each page has this text, and no other file has it there.
+# Each page begins with this text, and other files do not.
 _TITLE = b"<title>mcore_ckpt</title>"
 _HEAD_BYTES = 2048
 SCRIPTS = (
@@ -35,9 +35,9 @@ SCRIPTS = (
 def build_page(data: Mapping[str, Any]) -> bytes:
     """Returns the page that shows `data` (`Overview.to_json` in `tools/examine/overview.py`).
 
-    The data are compressed and in base 64, so no name in a checkpoint can close the HTML element that holds the
-    data. The page puts names into text nodes only. A policy in its head keeps it from loading anything, and from
-    running any other script.
+    The data are compressed and in base 64, so no name in a checkpoint can close the HTML element that holds the data.
+    The page puts names into text nodes only. A policy in the page's head forbids loading anything and running any other
+    script.
     """
     style, script = _part("page.css"), f"(() => {{\n'use strict';\n{''.join(map(_part, SCRIPTS))}}})();\n"
     packed = gzip.compress(json.dumps(data, separators=(",", ":")).encode(), 6, mtime=0)
@@ -51,7 +51,7 @@ def build_page(data: Mapping[str, Any]) -> bytes:
 
 
 def is_page(path: Path) -> bool:
-    """Returns True if a file begins as a page does. Raises OSError."""
+    """Returns True if a file is a page of this command. Raises OSError."""
     with path.open("rb") as file:
         return _TITLE in file.read(_HEAD_BYTES)
 
